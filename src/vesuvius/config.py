@@ -1,0 +1,283 @@
+"""The experiment: one YAML file becomes one frozen `Config`.  Every other module takes its own section of it.
+
+Each field carries one line that says what it means, its unit and what follows from it; README's table of keys is made
+from these lines (`tools/config_table.py`).  Reading files and overrides is in `config_file.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+Triple = tuple[int, int, int]
+
+
+def _check_name(name: str) -> str:
+    if not name or name in {".", ".."} or not all(c.isalnum() or c in "._-" for c in name):
+        raise ValueError("a name may hold letters, digits, '.', '_' and '-' only, because it names the run directory")
+    return name
+
+
+def _check_positive(sizes: Triple) -> Triple:
+    if min(sizes) < 1:
+        raise ValueError("each of the three sizes (z, y, x) must be at least 1")
+    return sizes
+
+
+SizeZYX = Annotated[Triple, AfterValidator(_check_positive)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class VolumeConfig(Section):
+    """One zarr volume to draw patches from."""
+
+    path: str = Field(description="zarr group or array on disk, relative to where the command runs")
+    level: NonNegativeInt = Field(0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
+    weight: float = Field(1.0, gt=0, description="share of the regions drawn from this volume, relative to the others")
+    select: tuple[NonNegativeInt, ...] = Field(
+        (), description="indices that fix the axes before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"
+    )
+
+
+class AugmentConfig(Section):
+    """Random symmetries, drawn by the plan per sample and applied on the device."""
+
+    flip: bool = Field(True, description="mirror along z, y and x at random, each with probability 1/2")
+    turn: bool = Field(True, description="turn by 0, 90, 180 or 270 degrees in the y-x plane; needs patch y = x")
+
+
+class NormalizeConfig(Section):
+    """Grey values to model values: low -> -1, high -> +1, linear, not clipped."""
+
+    low: float | None = Field(None, description="grey value that becomes -1; null = 0.5th percentile of a sample")
+    high: float | None = Field(None, description="grey value that becomes +1; null = 99.5th percentile of a sample")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if (self.low is None) != (self.high is None):
+            raise ValueError("low and high go together: set both, or neither to have them estimated")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low must be below high; got low={self.low}, high={self.high}")
+        return self
+
+
+class ValidationConfig(Section):
+    """The part of every volume that training never sees: a slab across one axis."""
+
+    fraction: float = Field(
+        0.05, ge=0, lt=1, description="share of the split axis held out (at least one patch); 0 = none"
+    )
+    guard: float = Field(
+        1.0, ge=0, description="gap between training and validation, in patches; below 1 they may share texture"
+    )
+
+
+class DataConfig(Section):
+    """Where patches come from and in which order."""
+
+    volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
+    patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
+    patches_per_region: PositiveInt = Field(
+        16, description="K, patches cut from each region read; higher = fewer bytes decoded, less variety per minute"
+    )
+    regions_per_task: PositiveInt = Field(
+        8, description="R, regions mixed in every run of R samples; higher = better mixed batches, more reader memory"
+    )
+    augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")
+    normalize: NormalizeConfig = Field(NormalizeConfig(), description="grey values to model values")
+    validation: ValidationConfig = Field(ValidationConfig(), description="what is held out")
+
+    @model_validator(mode="after")
+    def _turnable(self) -> Self:
+        if self.augment.turn and self.patch_size[1] != self.patch_size[2]:
+            raise ValueError(
+                f"augment.turn needs a patch that is square in y and x; got {list(self.patch_size)}; "
+                "set data.augment.turn=false or make patch_size square"
+            )
+        return self
+
+
+class TrainingConfig(Section):
+    """The loop: batch, readers, optimizer, checkpoints."""
+
+    train_batch_size: PositiveInt = Field(1, description="patches per micro-batch: what the GPU holds at once")
+    accumulate_steps: PositiveInt = Field(
+        1, description="micro-batches per optimizer step; effective batch = product of both"
+    )
+    workers: NonNegativeInt = Field(2, description="Ray reader processes per rank; 0 reads in the trainer, without Ray")
+    prefetch_factor: PositiveInt = Field(2, description="batches read ahead per worker; costs object-store memory")
+    steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps that are called an epoch; only bookkeeping")
+    epochs: PositiveInt = Field(
+        1, description="epochs x steps_per_epoch = length of the run and horizon of the LR schedule"
+    )
+    max_steps: PositiveInt | None = Field(
+        None, description="stop after this many optimizer steps; the LR horizon stays"
+    )
+    max_hours: float | None = Field(
+        None, gt=0, description="stop, save and exit 75 after this many hours of this session"
+    )
+    amp: Literal["auto", "off", "bf16", "fp16"] = Field(
+        "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
+    )
+    compile: bool = Field(False, description="torch.compile the network: minutes at the start, faster steps after")
+    cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
+    lr: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
+    lr_schedule: Literal["cosine", "constant"] = Field(
+        "cosine", description="learning rate after warm-up, in optimizer steps"
+    )
+    warmup_steps: NonNegativeInt = Field(500, description="optimizer steps of linear learning-rate warm-up")
+    weight_decay: float = Field(
+        0.01, ge=0, description="AdamW's decoupled weight decay, on weights of two and more axes"
+    )
+    clip_norm: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
+    ema_decay: float = Field(
+        0.9999, ge=0, lt=1, description="decay of the weight average per step, warmed up as (1+n)/(10+n)"
+    )
+    save_every: PositiveInt = Field(500, description="optimizer steps between checkpoints; the last step always saves")
+    keep_last: PositiveInt = Field(3, description="checkpoints kept; older ones are deleted after a new one is whole")
+    preview_every: NonNegativeInt = Field(
+        0, description="optimizer steps between sample pictures, and one at the horizon; 0 = none"
+    )
+    preview_count: PositiveInt = Field(2, description="generated patches in a sample picture; each costs a DDIM run")
+    max_nonfinite: PositiveInt = Field(
+        1, description="NaN or infinite steps in a row after which the run stops with exit 5"
+    )
+    resume: Literal["never", "auto"] = Field(
+        "never", description="auto = as --resume: go on from the newest checkpoint if any"
+    )
+
+
+class DiffusionConfig(Section):
+    """Noise schedule, target and sampler.  The timestep t counts from 0, the least noisy."""
+
+    timesteps: Annotated[int, Field(ge=2)] = Field(1000, description="noise levels of the schedule")
+    schedule: Literal["cosine"] = Field("cosine", description="how alpha_bar falls with t")
+    prediction: Literal["v"] = Field("v", description="what the network predicts: v = sqrt(ab) eps - sqrt(1-ab) x_0")
+    min_snr_gamma: float | None = Field(
+        5.0, gt=0, description="cap on the loss weight by signal-to-noise ratio; null = unweighted"
+    )
+    sampler_steps: PositiveInt = Field(
+        50, description="network evaluations per generated sample (DDIM, trailing spacing)"
+    )
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> Self:
+        if self.sampler_steps > self.timesteps:
+            raise ValueError(
+                f"sampler_steps must not exceed timesteps; got {self.sampler_steps} of {self.timesteps}; "
+                "lower diffusion.sampler_steps"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """The 3D U-Net, from tiny to the recipe."""
+
+    channels: tuple[PositiveInt, ...] = Field(
+        (128, 256, 512), min_length=1, description="channels of each level, finest first"
+    )
+    blocks_per_level: PositiveInt = Field(2, description="residual blocks per level and side")
+    stem_stride: SizeZYX = Field(
+        (2, 2, 2), description="space-to-depth factor (z, y, x) before the first level; [1,1,1] = none"
+    )
+    full_res_channels: NonNegativeInt = Field(
+        32, description="channels of the full-resolution block at each end; 0 = none"
+    )
+    attention_heads: NonNegativeInt = Field(8, description="heads of self-attention at the lowest level; 0 = none")
+    norm_groups: PositiveInt = Field(32, description="groups of GroupNorm; fewer where channels do not divide by it")
+
+    @property
+    def divisor_zyx(self) -> Triple:
+        """What each patch size must be a multiple of, so that every level halves evenly."""
+        halvings = 2 ** (len(self.channels) - 1)
+        z, y, x = self.stem_stride
+        return z * halvings, y * halvings, x * halvings
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.attention_heads and self.channels[-1] % self.attention_heads:
+            raise ValueError(
+                f"the last of channels must be a multiple of attention_heads; got {self.channels[-1]} and "
+                f"{self.attention_heads}; change model.attention_heads"
+            )
+        return self
+
+
+class MonitorConfig(Section):
+    """Memory figures beside the steps."""
+
+    sample_every_s: float = Field(1.0, gt=0, description="seconds between looks at memory")
+    write_every_s: float = Field(
+        10.0, gt=0, description="seconds between lines of system.jsonl (min, mean, max since the last)"
+    )
+
+
+class ClusterConfig(Section):
+    """Where Ray runs."""
+
+    address: str | None = Field(
+        None, description="address of a running Ray cluster; null = a private Ray on this machine"
+    )
+    object_store_gib: float | None = Field(
+        None, gt=0, description="size of a private Ray's object store; null = computed need"
+    )
+
+
+class Config(Section):
+    """One experiment."""
+
+    name: Annotated[str, AfterValidator(_check_name)] = Field(description="the run directory is runs/<name>")
+    seed: NonNegativeInt = Field(
+        0, description="everything random follows from it: initial weights, order of samples, noise"
+    )
+    data: DataConfig = Field(description="where patches come from")
+    training: TrainingConfig = Field(TrainingConfig(), description="the loop")
+    diffusion: DiffusionConfig = Field(DiffusionConfig(), description="schedule and sampler")
+    model: ModelConfig = Field(ModelConfig(), description="the network")
+    monitor: MonitorConfig = Field(MonitorConfig(), description="memory figures")
+    cluster: ClusterConfig = Field(ClusterConfig(), description="where Ray runs")
+
+    @property
+    def global_batch(self) -> int:
+        """Samples that one optimizer step consumes, over all micro-batches and ranks."""
+        return self.training.train_batch_size * self.training.accumulate_steps
+
+    @property
+    def horizon_steps(self) -> int:
+        """Optimizer steps of the whole run, and of the LR schedule."""
+        return self.training.epochs * self.training.steps_per_epoch
+
+    @property
+    def stop_step(self) -> int:
+        """The optimizer step after which this run is done."""
+        return min(self.horizon_steps, self.training.max_steps or self.horizon_steps)
+
+    @model_validator(mode="after")
+    def _patch_fits_model(self) -> Self:
+        divisor = self.model.divisor_zyx
+        patch = self.data.patch_size
+        if any(p % d for p, d in zip(patch, divisor, strict=True)):
+            below = [max(p // d, 1) * d for p, d in zip(patch, divisor, strict=True)]
+            above = [-(-p // d) * d for p, d in zip(patch, divisor, strict=True)]
+            raise ValueError(
+                f"data.patch_size must be a multiple of {list(divisor)} (model.stem_stride x 2 per further level); "
+                f"got {list(patch)}; nearest that fit: {below} and {above}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> Self:
+        if self.training.warmup_steps >= self.horizon_steps:
+            raise ValueError(
+                f"training.warmup_steps must be below epochs x steps_per_epoch; got {self.training.warmup_steps} of "
+                f"{self.horizon_steps}; lower warmup_steps or lengthen the run"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""From voxels on disk to batches in their stored dtype.  Nothing here knows the model."""

@@ -1,0 +1,470 @@
+"""A synthetic scroll for demos, tests and benchmarks: it stands where a real volume would, before the first read.
+
+A spiral of papyrus sheets around a wandering umbilicus, crushed by smooth noise; gaps, touching sheets, delaminated
+layers; two crossed fibre layers per sheet; CT noise; masked air outside.  Content is a pure function of (seed, shape,
+voxel coordinates): hashes of coordinates and exactly rounded arithmetic only, so neither chunk size nor order of
+writing nor the machine changes a voxel.  `Phantom` is pure; `write_phantom` does the I/O.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numcodecs import Blosc
+from numpy.typing import NDArray
+
+from vesuvius.config import Triple
+from vesuvius.errors import ConfigError, DataError
+
+Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
+Coords = NDArray[np.int64]
+Key = tuple[int, ...]
+
+VOXEL_UM = 7.91
+MIN_SIZE_VOXELS = 16
+
+PITCH_VOXELS = 12.0  # from sheet to sheet, before the crush
+ARC_VOXELS = 38  # about pi x pitch; an integer, so that arc lengths of far windings stay exact
+RIM_PITCHES = 0.4  # unmasked air around the outermost sheet
+TABLE = 512  # period in voxels of the texture tables along the sheet and along z; a power of two
+DEPTHS = 12  # fibre tables across one pitch; a multiple of 4
+PAPYRUS_GREY, GAP_GREY = 128.0, 62.0
+NOISE_GREY = 20.0  # standard deviation before the point spread, which leaves 0.23 of it
+SLAB = 16  # z planes computed at once, so that temporaries stay in the CPU's cache
+
+UNIT_VARIANCE = 1.4443281 / 6  # of cubic B-spline noise, per axis, averaged over the cell
+# atan(a) / 2 pi on [0, 1] as an odd polynomial, minimax fit, error below 3e-7 turns
+TURN_POLYNOMIAL = (0.15915132, -0.05293857, 0.03080291, -0.01852984, 0.00837908, -0.00186516)
+
+# Streams: the second word of every hash key after the seed
+FIBRES, GAPS, CENTRE, CRUSH, WAVE, MOTTLE, CT_NOISE = range(7)
+
+
+def _mix(h: NDArray[np.uint32]) -> None:
+    """Scramble in place (the 32-bit finalizer of MurmurHash3): neighbouring inputs give unrelated outputs."""
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+
+
+def _white(key: Key, zs: Coords, ys: Coords, xs: Coords) -> Float32:
+    """White noise (z, y, x), mean 0, variance 1, at integer coordinates: a sum of four hashed bytes, near Gaussian."""
+    per_axis = []
+    for axis, coords in enumerate((zs, ys, xs)):
+        salt = np.random.SeedSequence((*key, axis)).generate_state(1, np.uint32)
+        h = (coords & 0xFFFFFFFF).astype(np.uint32) * np.uint32(0x9E3779B1) + salt
+        _mix(h)
+        per_axis.append(h)
+    h = per_axis[0][:, None, None] + per_axis[1][:, None] + per_axis[2]
+    _mix(h)
+    sums = h & np.uint32(0x00FF00FF)  # two pairs of bytes are summed side by side
+    h >>= np.uint32(8)
+    h &= np.uint32(0x00FF00FF)
+    sums += h
+    noise: Float32 = ((sums & np.uint32(0xFFFF)) + (sums >> np.uint32(16))).astype(np.float32)
+    noise -= np.float32(510)
+    noise *= np.float32(1 / math.sqrt((256**2 - 1) / 3))
+    return noise
+
+
+def _smooth(key: Key, spacing_zyx: tuple[float, float, float], zs: Coords, ys: Coords, xs: Coords) -> Float32:
+    """Smooth noise (z, y, x), mean 0, variance about 1: cubic B-splines over a hashed lattice.
+
+    Coordinates rise by 1.  Only the lattice nodes around them are computed: memory does not grow with the volume.
+    """
+    nodes, firsts, weights = [], [], []
+    for coords, spacing in zip((zs, ys, xs), spacing_zyx, strict=True):
+        position = coords / spacing
+        cell = np.floor(position).astype(np.int64)
+        f = position - cell
+        taps = np.stack([(1 - f) ** 3, 3 * f**3 - 6 * f**2 + 4, 3 * (f + f**2 - f**3) + 1, f**3])
+        nodes.append(np.arange(cell[0] - 1, cell[-1] + 3))
+        firsts.append(cell - cell[0])
+        weights.append((taps * UNIT_VARIANCE).astype(np.float32))
+    field = _white(key, *nodes)
+    for axis in (2, 1, 0):  # z, the long axis in memory, last: cheapest
+        shape = [1, 1, 1]
+        shape[axis] = -1
+        blended = field.take(firsts[axis], axis) * weights[axis][0].reshape(shape)
+        for tap in (1, 2, 3):
+            blended += field.take(firsts[axis] + tap, axis) * weights[axis][tap].reshape(shape)
+        field = blended
+    return field
+
+
+def _brush(key: Key, index: int, length_s: int, length_z: int) -> Float32:
+    """Periodic noise (TABLE s, TABLE z) of unit variance: white noise under three box filters along each axis."""
+    side = np.arange(TABLE)
+    smeared = _white(key, np.array([index]), side, side)[0].astype(np.float64)
+    power = 1.0
+    for length in (length_z, length_s):
+        box = np.ones(length, np.int64)
+        power *= float((np.convolve(np.convolve(box, box), box) ** 2).sum())
+        for _ in range(3):
+            sums = np.concatenate([smeared[:, -length:], smeared], axis=1).cumsum(axis=1)
+            smeared = sums[:, length:] - sums[:, :-length]
+        smeared = np.ascontiguousarray(smeared.T)
+    unit: Float32 = (smeared / math.sqrt(power)).astype(np.float32)
+    return unit
+
+
+def _texture_tables(seed: int) -> UInt8:
+    """Flat uint8 (DEPTHS + 2, s, z), 128 + 32 per standard deviation; s runs along the winding.
+
+    First the fibres by depth (along z in the middle half of the depths, along s in the others), then how far the gaps
+    between sheets open, then the seams within sheets.
+    """
+    tables = np.empty((DEPTHS + 2, TABLE, TABLE), np.uint8)
+    for depth in range(DEPTHS):
+        along_z = DEPTHS // 4 <= depth < DEPTHS * 3 // 4
+        fibre = _brush((seed, FIBRES), depth, *((2, 30) if along_z else (30, 2)))
+        fibre += _brush((seed, FIBRES), DEPTHS + depth, *((5, 14) if along_z else (14, 5)))  # bundles of them
+        tables[depth] = _quantise(fibre * np.float32(math.sqrt(0.5)))
+    tables[DEPTHS] = _quantise(_brush((seed, GAPS), 0, 24, 36))
+    tables[DEPTHS + 1] = _quantise(_brush((seed, GAPS), 1, 16, 28))
+    return tables.ravel()
+
+
+def _quantise(values: Float32) -> UInt8:
+    steps: UInt8 = np.clip(values * 32 + np.float32(128.5), 0, 255).astype(np.uint8)
+    return steps
+
+
+def _turns(dy: Float32, dx: Float32) -> Float32:
+    """atan2(dy, dx) / 2 pi, in [-0.5, 0.5], by exactly rounded operations only: the same on every machine."""
+    ay, ax = np.abs(dy), np.abs(dx)
+    a = np.minimum(ay, ax) / np.maximum(np.maximum(ay, ax), np.float32(1e-6))
+    a2 = a * a
+    t = np.full_like(a, TURN_POLYNOMIAL[-1])
+    for coefficient in TURN_POLYNOMIAL[-2::-1]:
+        t *= a2
+        t += np.float32(coefficient)
+    t *= a
+    t = np.where(ay > ax, np.float32(0.25) - t, t)
+    t = np.where(dx < 0, np.float32(0.5) - t, t)
+    angle: Float32 = np.copysign(t, dy)
+    return angle
+
+
+def _blur(voxels: Float32, axis: int) -> Float32:
+    """The scanner's point spread along one axis: weights 1/4, 1/2, 1/4; the axis gets shorter by 2."""
+    moved = np.moveaxis(voxels, axis, 0)
+    out = moved[:-2] + moved[2:]
+    out *= np.float32(0.25)
+    out += moved[1:-1] * np.float32(0.5)
+    return np.moveaxis(out, 0, axis)
+
+
+class Phantom:
+    """The scroll of one (seed, shape): 3.5 MiB of texture tables, and any box of voxels on demand.  Pure."""
+
+    def __init__(self, seed: int, shape_zyx: Triple) -> None:
+        _, ny, nx = shape_zyx
+        self._seed = seed
+        self._shape_zyx = shape_zyx
+        squeeze = math.sqrt(min(max(ny / nx, 1 / 1.6), 1.6))  # a flat field holds a flattened scroll, up to 1.6 : 1
+        self._scale_yx = (1 / squeeze, squeeze)
+        self._radius = 0.49 * max(ny / squeeze, nx * squeeze)
+        self._windings = max(round(self._radius / PITCH_VOXELS), 2)
+        self._tables = _texture_tables(seed)
+
+    def box(self, start_zyx: Triple, stop_zyx: Triple) -> tuple[UInt8, UInt8]:
+        """The voxels of the half-open box [start, stop).
+
+        Returns:
+            grey: uint8 (z, y, x); 0 = masked air, 1..255 elsewhere.
+            label: uint8 (z, y, x); 1 = papyrus sheet, 0 = gap or air.
+        """
+        zs, ys, xs = (np.arange(lo - 1, hi + 1) for lo, hi in zip(start_zyx, stop_zyx, strict=True))
+        sharp = np.empty((len(zs), len(ys) - 2, len(xs) - 2), np.float32)
+        kind = np.empty(sharp.shape, np.uint8)
+        for z in range(0, len(zs), SLAB):
+            sharp[z : z + SLAB], kind[z : z + SLAB] = self._slab(zs[z : z + SLAB], ys, xs)
+        kind = kind[1:-1]
+        grey = _blur(sharp, 0)
+        np.clip(grey, 1, 255, out=grey)
+        grey += np.float32(0.5)
+        return grey.astype(np.uint8) * (kind > 0), (kind == 2).astype(np.uint8)
+
+    def _slab(self, zs: Coords, ys: Coords, xs: Coords) -> tuple[Float32, UInt8]:
+        """Grey values blurred along y and x, not yet z, and kinds: 0 masked air, 1 gap, 2 papyrus.
+
+        The coordinates have a halo of 1 at each end; the result has none in y and x.
+        """
+        u, turn = self._winding(zs, ys, xs)
+        inside = u <= self._windings + RIM_PITCHES
+        solid, fibre = self._sheets(u, turn, zs)
+        solid *= (u >= 1) & (u <= self._windings)
+        mottle = _smooth((self._seed, MOTTLE), (5.0, 5.0, 5.0), zs, ys, xs)
+        grey = fibre * np.float32(9)
+        grey += np.float32(PAPYRUS_GREY - GAP_GREY)
+        grey += mottle * np.float32(3)
+        grey += np.maximum(mottle - np.float32(3.4), 0) * np.float32(250)  # rare bright grains
+        grey *= solid
+        grey += np.float32(GAP_GREY)
+        grey += _white((self._seed, CT_NOISE), zs, ys, xs) * np.float32(NOISE_GREY)
+        kind = inside.astype(np.uint8) + (inside & (solid >= 0.5))
+        return _blur(_blur(grey, 1), 2), kind[:, 1:-1, 1:-1]
+
+    def _winding(self, zs: Coords, ys: Coords, xs: Coords) -> tuple[Float32, Float32]:
+        """Spiral coordinate u, whole between two sheets, and angle in turns [-0.5, 0.5]; both after the crush."""
+        large = self._radius
+        origin = np.array([0])
+        offsets = []
+        for axis, coords in enumerate((ys[:, None], xs)):
+            wander = _smooth((self._seed, CENTRE, axis), (max(64.0, large), 1, 1), zs, origin, origin)
+            centre = (self._shape_zyx[1 + axis] - 1) / 2 + 0.03 * min(self._shape_zyx[1:]) * wander
+            offset = _smooth((self._seed, CRUSH, axis), (large, large / 2, large / 2), zs, ys, xs)
+            offset *= np.float32(0.06 * large)
+            offset += _smooth((self._seed, WAVE, axis), (72.0, 24.0, 24.0), zs, ys, xs) * np.float32(3)
+            offset += (coords - centre).astype(np.float32)
+            offset *= np.float32(self._scale_yx[axis])
+            offsets.append(offset)
+        dy, dx = offsets
+        turn = _turns(dy, dx)
+        u = np.sqrt(dy * dy + dx * dx)
+        u *= np.float32(1 / PITCH_VOXELS)
+        u -= turn
+        return u, turn
+
+    def _sheets(self, u: Float32, turn: Float32, zs: Coords) -> tuple[Float32, Float32]:
+        """Share of papyrus in [0, 1], and fibre texture of unit variance, per voxel.
+
+        One pitch is a cell: the gap between two sheets at depth 1/4, the seam of a sheet's two layers at 3/4.
+        """
+        winding = np.floor(u + np.float32(0.25))
+        depth = u + np.float32(0.25) - winding
+        # Arc length pi x pitch x (winding + turn)^2, its large part in integers
+        along = np.floor((winding * 2 + turn) * turn * np.float32(ARC_VOXELS)).astype(np.int32)
+        along += winding.astype(np.int32) ** 2 * ARC_VOXELS
+        along &= TABLE - 1
+        place = along * TABLE + (zs & (TABLE - 1)).astype(np.int32)[:, None, None]
+        seam = depth >= 0.5
+        fibre = self._look_up((depth * DEPTHS).astype(np.int32), place)
+        opening = self._look_up(DEPTHS + seam.astype(np.int32), place)
+        half_gap = opening * np.float32(1.6) + np.where(seam, np.float32(-1.6), np.float32(1.5))
+        distance = np.abs(depth - np.where(seam, np.float32(0.75), np.float32(0.25))) * np.float32(PITCH_VOXELS)
+        solid = (distance - half_gap + fibre * np.float32(0.5)) * np.float32(0.4) + np.float32(0.5)
+        return np.clip(solid, 0, 1), fibre
+
+    def _look_up(self, table: NDArray[np.int32], place: NDArray[np.int32]) -> Float32:
+        values = self._tables.take(table * (TABLE * TABLE) + place).astype(np.float32)
+        values -= np.float32(128)
+        values *= np.float32(1 / 32)
+        return values
+
+
+@dataclass(frozen=True)
+class PhantomReport:
+    """What was written.
+
+    Attributes:
+        path, labels_path: the two OME-Zarr groups.
+        stored_bytes: chunks of both, all levels.
+        ratio: raw / stored bytes over the level-0 grey chunks without masked air; None where there is no such chunk.
+    """
+
+    path: Path
+    labels_path: Path
+    shape_zyx: Triple
+    levels: int
+    stored_bytes: int
+    ratio: float | None
+    seconds: float
+
+
+def labels_path_of(path: Path) -> Path:
+    """`OUT.labels.zarr` for `OUT.zarr`."""
+    return path.with_suffix(".labels.zarr")
+
+
+def count_chunks(shape_zyx: Triple, chunk: int, levels: int) -> int:
+    """How often `write_phantom` will call `on_chunk`: once per chunk of every level, grey and label together."""
+    return sum(math.prod(-(-size // chunk) for size in shape) for shape in _level_shapes(shape_zyx, levels))
+
+
+def write_phantom(
+    path: Path,
+    shape_zyx: Triple,
+    seed: int,
+    *,
+    chunk: int = 128,
+    levels: int = 3,
+    overwrite: bool = False,
+    on_chunk: Callable[[], None] | None = None,
+) -> PhantomReport:
+    """Write a phantom and its sheet labels as two OME-Zarr 0.4 groups laid out like the published scrolls.
+
+    Chunk by chunk: memory is the texture tables and about 40 chunks, whatever the shape.  Level k + 1 is made from
+    level k as stored: grey values by the rounded mean of 2x2x2 voxels, labels by their majority (a tie is papyrus).
+    Both groups are written under a hidden name beside `path` and renamed when whole.
+
+    Raises:
+        ConfigError: the arguments are wrong, or something is at `path` and `overwrite` is not set.
+        DataError: the disk refuses.
+    """
+    started = time.monotonic()
+    targets = (path, labels_path_of(path))
+    _check_arguments(shape_zyx, seed, chunk, levels)
+    _check_targets(targets, overwrite)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as scratch:
+            staged = tuple(Path(scratch) / target.name for target in targets)
+            sizes = _write_groups(
+                staged, Phantom(seed, shape_zyx), shape_zyx, chunk, levels, on_chunk or (lambda: None)
+            )
+            _publish(staged, targets, Path(scratch))
+    except OSError as error:
+        raise DataError(
+            f"a phantom needs a writable place with enough room; got {error} while writing {path}; free space or "
+            "choose another path"
+        ) from error
+    return PhantomReport(*targets, shape_zyx, levels, *sizes, time.monotonic() - started)
+
+
+def _check_arguments(shape_zyx: Triple, seed: int, chunk: int, levels: int) -> None:
+    if min(shape_zyx) < MIN_SIZE_VOXELS:
+        raise ConfigError(
+            f"a phantom's sizes z, y, x must be at least {MIN_SIZE_VOXELS} voxels; got {shape_zyx}; enlarge the shape"
+        )
+    if chunk < 8 or chunk % 2:
+        raise ConfigError(
+            f"chunk must be an even number of at least 8 voxels; got {chunk}; use 128 as the real scrolls do"
+        )
+    if levels < 1 or seed < 0:
+        raise ConfigError(f"levels must be at least 1 and seed at least 0; got {levels} and {seed}; change them")
+
+
+def _check_targets(targets: tuple[Path, Path], overwrite: bool) -> None:
+    if targets[0].suffix != ".zarr":
+        raise ConfigError(f"the name of a volume must end in .zarr; got {targets[0]}; add the ending")
+    for target in filter(os.path.lexists, targets):
+        if not overwrite:
+            raise ConfigError(
+                f"a phantom does not replace what exists; got {target}, which is there; choose another path or add "
+                "--overwrite"
+            )
+        if not any((target / name).is_file() for name in (".zgroup", ".zarray", "zarr.json")):
+            raise ConfigError(f"--overwrite replaces zarr groups and arrays only; got {target}; choose another path")
+
+
+def _publish(staged: tuple[Path, ...], targets: tuple[Path, ...], scratch: Path) -> None:
+    """Rename what was there into the scratch directory and the new into place; undo all of it if one step fails."""
+    moves = [(target, scratch / f"old-{target.name}") for target in targets if os.path.lexists(target)]
+    moves += zip(staged[::-1], targets[::-1], strict=True)  # the volume last: where its name is, all is there
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in moves:
+            source.rename(target)
+            done.append((source, target))
+    except BaseException:
+        for source, target in reversed(done):
+            target.rename(source)
+        raise
+
+
+def _write_groups(
+    roots: tuple[Path, ...], phantom: Phantom, shape_zyx: Triple, chunk: int, levels: int, on_chunk: Callable[[], None]
+) -> tuple[int, float | None]:
+    """Write all levels of the grey and the label group; stored bytes and ratio as in `PhantomReport`."""
+    shapes = _level_shapes(shape_zyx, levels)
+    groups = [_create_group(root, shapes, chunk) for root in roots]
+    stored_bytes = inner_raw_bytes = inner_stored_bytes = 0
+    for level, shape in enumerate(shapes):
+        for start, stop in _chunk_boxes(shape, chunk):
+            if level == 0:
+                blocks = phantom.box(start, stop)
+            else:
+                grey, label = (_halve(_read(arrays[level - 1], start, stop)) for arrays in groups)
+                blocks = grey, label
+            sizes = [
+                _store(root, arrays[level], start, stop, block)
+                for root, arrays, block in zip(roots, groups, blocks, strict=True)
+            ]
+            stored_bytes += sum(sizes)
+            if level == 0 and blocks[0].all():
+                inner_raw_bytes += blocks[0].nbytes
+                inner_stored_bytes += sizes[0]
+            on_chunk()
+    return stored_bytes, inner_raw_bytes / inner_stored_bytes if inner_stored_bytes else None
+
+
+def _create_group(root: Path, shapes: list[Triple], chunk: int) -> list[zarr.Array[Any]]:
+    """An OME-Zarr 0.4 group without voxels yet; its arrays, finest first."""
+    datasets = [
+        {"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": [VOXEL_UM * 2**k] * 3}]}
+        for k in range(len(shapes))
+    ]
+    axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
+    multiscale = {"version": "0.4", "name": root.name.removesuffix(".zarr"), "axes": axes, "datasets": datasets}
+    group = zarr.create_group(root, zarr_format=2, attributes={"multiscales": [multiscale]})
+    return [
+        group.create_array(
+            str(k),
+            shape=shape,
+            dtype="uint8",
+            chunks=(chunk, chunk, chunk),
+            compressors=Blosc(cname="zstd", clevel=3, shuffle=Blosc.NOSHUFFLE),
+            fill_value=0,
+            order="C",
+            chunk_key_encoding={"name": "v2", "separator": "/"},
+            config={"write_empty_chunks": False},
+        )
+        for k, shape in enumerate(shapes)
+    ]
+
+
+def _store(root: Path, array: zarr.Array[Any], start: Triple, stop: Triple, block: UInt8) -> int:
+    """Write one whole chunk; its bytes on disk, 0 where it is all air and therefore absent."""
+    z, y, x = (slice(lo, hi) for lo, hi in zip(start, stop, strict=True))
+    array[z, y, x] = block
+    index = (str(lo // size) for lo, size in zip(start, array.chunks, strict=True))
+    file = root.joinpath(array.path, *index)
+    return file.stat().st_size if file.exists() else 0
+
+
+def _read(array: zarr.Array[Any], start: Triple, stop: Triple) -> UInt8:
+    """What a box of the next level covers in this one: twice the coordinates, cut at the end of the array."""
+    z, y, x = (slice(2 * lo, 2 * hi) for lo, hi in zip(start, stop, strict=True))
+    return np.asarray(array[z, y, x], np.uint8)
+
+
+def _halve(voxels: UInt8) -> UInt8:
+    """Mean of 2x2x2 voxels, or of as many as exist at an odd end, rounded half up; of labels 0 and 1 the majority."""
+    total, count = voxels.astype(np.uint16), np.ones((1, 1, 1), np.uint16)
+    for axis in range(3):
+        pairs = np.moveaxis(total, axis, 0)
+        folded = pairs[::2].copy()
+        folded[: len(pairs) // 2] += pairs[1::2]
+        total = np.moveaxis(folded, 0, axis)
+        ones = np.full(len(folded), 2, np.uint16)
+        ones[len(pairs) // 2 :] = 1
+        count = count * ones.reshape([-1 if a == axis else 1 for a in range(3)])
+    return ((total + count // 2) // count).astype(np.uint8)
+
+
+def _level_shapes(shape_zyx: Triple, levels: int) -> list[Triple]:
+    """Each level half of the one above, rounded up."""
+    z, y, x = shape_zyx
+    return [(-(-z // 2**k), -(-y // 2**k), -(-x // 2**k)) for k in range(levels)]
+
+
+def _chunk_boxes(shape_zyx: Triple, chunk: int) -> Iterator[tuple[Triple, Triple]]:
+    """(start_zyx, stop_zyx) of every chunk, cut at the end of the array, in C order."""
+    for z, y, x in itertools.product(*(range(0, size, chunk) for size in shape_zyx)):
+        nz, ny, nx = shape_zyx
+        yield (z, y, x), (min(z + chunk, nz), min(y + chunk, ny), min(x + chunk, nx))

@@ -1,0 +1,120 @@
+"""Before the first patch: open the volumes, split them, lay the plan, find the grey values that become -1 and +1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import DataConfig
+from vesuvius.data.plan import Plan, make_plan, plan_volume
+from vesuvius.data.reader import ReaderJob
+from vesuvius.data.split import Split, split_volume
+from vesuvius.data.volume import Volume, open_volume
+from vesuvius.errors import DataError
+
+_PATCHES_PER_ESTIMATE = 16
+_PERCENTILES = (0.5, 99.5)
+
+
+@dataclass(frozen=True)
+class GreyRange:
+    """The grey values of one volume that become -1 and +1 for the model."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Everything that is known before the first patch is read, one entry per volume where plural."""
+
+    volumes: tuple[Volume, ...]
+    splits: tuple[Split, ...]
+    plan: Plan
+    job: ReaderJob
+
+    def grey_ranges(self, config: DataConfig) -> list[GreyRange]:
+        """The configured range, or one estimated from each volume.  Reads a few patches of training voxels.
+
+        Raises:
+            DataError: an estimate is needed where all sampled voxels are air or equal.
+        """
+        normalize = config.normalize
+        if normalize.low is not None and normalize.high is not None:
+            return [GreyRange(normalize.low, normalize.high)] * len(self.volumes)
+        return [estimate_grey_range(volume, self.plan, number) for number, volume in enumerate(self.volumes)]
+
+    def describe(self, config: DataConfig, greys: list[GreyRange]) -> dict[str, Any]:
+        """What `split.json` holds."""
+        return {
+            "plan_hash": self.plan.hash,
+            "plan": self.plan.describe(),
+            "volumes": [
+                {
+                    "path": spec.path,
+                    "level": spec.level,
+                    "shape": list(volume.shape_zyx),
+                    "dtype": volume.dtype.name,
+                    "chunk": list(volume.chunk_zyx),
+                    "voxel_size_um": volume.voxel_size_um,
+                    "codec_pipeline": volume.codec_pipeline,
+                    "train": split.train,
+                    "validation": split.validation,
+                    "grey_low": grey.low,
+                    "grey_high": grey.high,
+                }
+                for spec, volume, split, grey in zip(config.volumes, self.volumes, self.splits, greys, strict=True)
+            ],
+        }
+
+
+def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -> PreparedData:
+    """Open and check all volumes and lay the plan.  Reads metadata only.
+
+    Raises:
+        DataError: a volume cannot be used, is too small, or volumes differ in dtype.
+    """
+    volumes = tuple(open_volume(spec) for spec in config.volumes)
+    dtypes = {volume.dtype.name for volume in volumes}
+    if len(dtypes) > 1:
+        got = ", ".join(f"{volume.dtype.name} in {volume.name}" for volume in volumes)
+        raise DataError(f"volumes of one run must share a dtype; got {got}; convert them to one")
+    splits = tuple(split_volume(v.name, v.shape_zyx, config.patch_size, config.validation) for v in volumes)
+    planned = [
+        plan_volume(volume.name, split, volume.chunk_zyx, volume.dtype.itemsize, spec.weight, config)
+        for spec, volume, split in zip(config.volumes, volumes, splits, strict=True)
+    ]
+    plan = make_plan(seed, config, planned)
+    return PreparedData(volumes, splits, plan, ReaderJob(plan, config.volumes, dtypes.pop(), rank, world))
+
+
+def estimate_grey_range(volume: Volume, plan: Plan, number: int) -> GreyRange:
+    """0.5th and 99.5th percentile of the material in some patches of the plan: the same for the same plan.
+
+    Voxels equal to the fill value are masked air and left out, because their share differs from volume to volume.
+
+    Raises:
+        DataError: nothing but air, or one grey value only.
+    """
+    material: list[NDArray[Any]] = []
+    slot = 0
+    while len(material) < _PATCHES_PER_ESTIMATE:
+        drawn, (start, stop) = plan.region_of_slot(slot)
+        slot += 1
+        if drawn != number:
+            continue
+        middle = [(a + b - p) // 2 for a, b, p in zip(start, stop, plan.patch_zyx, strict=True)]
+        z, y, x = middle
+        end_z, end_y, end_x = (m + p for m, p in zip(middle, plan.patch_zyx, strict=True))
+        voxels = volume.read(((z, y, x), (end_z, end_y, end_x)))
+        material.append(voxels[voxels != volume.fill_value])
+    low, high = np.percentile(np.concatenate(material), _PERCENTILES) if any(map(len, material)) else (0.0, 0.0)
+    if not low < high:
+        raise DataError(
+            f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} patches "
+            f"of {volume.name}; set data.normalize.low and data.normalize.high"
+        )
+    return GreyRange(float(low), float(high))

@@ -1,0 +1,241 @@
+"""Between reader and trainer when `workers` > 0: one ordered Ray Data execution.  The only file that imports Ray.
+
+Ray Data's defaults are made for large blocks in any order; each setting below says what goes wrong without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
+# Ray's C++ core prints its internal errors to the terminal of the trainer, two of them in every healthy run.
+os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayError
+from ray.util.debug import log_once
+
+from vesuvius.config import ClusterConfig
+from vesuvius.data.plan import Task
+from vesuvius.data.reader import Block, Reader, ReaderJob
+from vesuvius.data.volume import one_line
+from vesuvius.errors import ConfigError, VesuviusError
+
+log = logging.getLogger(__name__)
+
+# Each row of the input costs Ray's driver time and memory for as long as an execution lasts (5,000 rows: 13 s), so the
+# run is a chain of executions of this many tasks.
+TASKS_PER_SEGMENT = 1000
+# The next execution's readers start when this many tasks of the present one are still to be handed over.
+_TASKS_LEFT_AT_OVERLAP = 4
+
+
+def start_ray(config: ClusterConfig, workers: int, ranks: int, store_need_bytes: int) -> None:
+    """Start a private Ray, or connect to the cluster that the config names.  Does nothing where Ray is up already.
+
+    Raises:
+        ConfigError: /dev/shm is too small for the object store (Ray would silently use /tmp instead), or the cluster
+            does not answer.
+    """
+    if ray.is_initialized():
+        return
+    if config.address is not None:
+        try:
+            ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"cluster.address must name a running Ray cluster; got {config.address!r}: {one_line(error)}; start one "
+                "with `ray start --head`, or set cluster.address=null for a private one"
+            ) from error
+        return
+    # Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use): half as much again, and a floor for its own needs.
+    store_bytes = (
+        int(config.object_store_gib * 2**30) if config.object_store_gib else max(3 * store_need_bytes // 2, 2**28)
+    )
+    _check_shared_memory(store_bytes)
+    with _without_stderr():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=store_bytes,
+            # Fewer CPUs than actors and Ray would silently run fewer readers; twice as many readers live while one
+            # execution hands over to the next.
+            num_cpus=max(os.cpu_count() or 1, 2 * workers + ranks + 1),
+        )
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drop what is written to file descriptor 2: Ray's C++ core announces there which log level it was given."""
+    saved = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def stop_ray() -> None:
+    """Stop a private Ray or leave the cluster."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+class RayBlocks(Iterator[Block]):
+    """The blocks of all tasks from sample `first` on, in order, read by `workers` Ray actors.
+
+    Blocks are read-only views into the object store: copy out of them and drop them.
+    """
+
+    def __init__(
+        self, job: ReaderJob, first: int, stop: int, workers: int, prefetch_blocks: int, store_bytes: int
+    ) -> None:
+        self._job = job
+        self._workers = workers
+        self._prefetch_blocks = prefetch_blocks
+        self._store_bytes = store_bytes
+        self._tasks = job.plan.tasks(first, stop)
+        self._segment = self._next_segment()
+        self._upcoming: _Segment | None = None
+
+    def __iter__(self) -> RayBlocks:
+        return self
+
+    def __next__(self) -> Block:
+        while self._segment is not None:
+            block = self._segment.next_block()
+            if block is not None:
+                left = self._segment.tasks[-1].stop - int(block["index"][-1])
+                if self._upcoming is None and left <= _TASKS_LEFT_AT_OVERLAP * self._job.plan.samples_per_task:
+                    self._upcoming = self._next_segment()
+                return block
+            self._segment.close()
+            self._segment, self._upcoming = self._upcoming, None
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the executions and their actors."""
+        for segment in (self._segment, self._upcoming):
+            if segment is not None:
+                segment.close()
+        self._segment = self._upcoming = None
+
+    def _next_segment(self) -> _Segment | None:
+        tasks = list(itertools.islice(self._tasks, TASKS_PER_SEGMENT))
+        if not tasks:
+            return None
+        return _Segment(self._job, tasks, self._workers, self._prefetch_blocks, self._store_bytes)
+
+
+class _RayReader:
+    """The actor: a `Reader` behind Ray Data's calling convention."""
+
+    def __init__(self, job: ReaderJob) -> None:
+        self._reader = Reader(job)
+
+    def __call__(self, row: dict[str, Any]) -> Iterator[Block]:
+        yield from self._reader.blocks(Task(int(row["first"][0]), int(row["stop"][0])))
+
+
+class _Segment:
+    """One Ray Data execution over a list of tasks.  Starts at once, its first block fetched on a thread of its own."""
+
+    def __init__(self, job: ReaderJob, tasks: list[Task], workers: int, prefetch_blocks: int, store_bytes: int) -> None:
+        self.tasks = tasks
+        with DataContext.current(_context(job, store_bytes)):
+            dataset: ray.data.Dataset = ray.data.from_arrow(
+                [pa.table({"first": [t.first], "stop": [t.stop]}) for t in tasks]
+            )
+            dataset = dataset.map_batches(
+                _RayReader,
+                fn_constructor_args=(job,),
+                batch_size=1,
+                compute=ActorPoolStrategy(size=workers, max_tasks_in_flight_per_actor=2),
+                num_cpus=1,
+            )
+        batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=prefetch_blocks)
+        self._iterator: Any = iter(batches)  # a generator: closing it ends the execution
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="ray-segment")
+        self._first: Future[Block | None] | None = self._starter.submit(next, self._iterator, None)
+
+    def next_block(self) -> Block | None:
+        """The next block, or None at the end.  Raises the reader's own error."""
+        try:
+            if self._first is not None:
+                first, self._first = self._first, None
+                return first.result()
+            return next(self._iterator, None)
+        except Exception as error:
+            raise _reader_error(error) from None
+
+    def close(self) -> None:
+        if self._first is not None:
+            self._first.cancel()
+        self._starter.shutdown(wait=True)
+        self._iterator.close()
+
+
+def _context(job: ReaderJob, store_bytes: int) -> DataContext:
+    """Ray Data's settings for one ordered stream of blocks."""
+    context = DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    log_once("ray_data_progress_manager_disabled")  # or Ray warns that progress bars are off, as asked
+    context.execution_options.preserve_order = True
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
+        object_store_memory=store_bytes
+    )
+    # By default a task may run two blocks ahead of the trainer and then sleeps in steps of 200 ms.
+    context._max_num_blocks_in_streaming_gen_buffer = job.blocks_per_task + 1
+    # One block yielded by a reader stays one block: the default merges or splits them, which copies.
+    context.target_max_block_size = max(int(0.8 * job.block_bytes), 1)
+    # A trainer that validates or sits in a debugger is not a stalled pipeline.
+    context.execution_no_progress_timeout_s = -1
+    context.max_errored_blocks = 0
+    return context
+
+
+def _reader_error(error: BaseException) -> VesuviusError:
+    """Ray's nested error as one line; the reader's own message where there is one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, VesuviusError):
+            return cause
+        inner = getattr(cause, "cause", None)
+        cause = inner if isinstance(inner, BaseException) else cause.__cause__
+    if isinstance(error, RayError):
+        return VesuviusError(
+            f"a reader must not fail; got {type(error).__name__}: {one_line(error)}; run with training.workers=0 to see "
+            "the error where it happens"
+        )
+    return VesuviusError(
+        f"the stream must not fail; got {type(error).__name__}: {one_line(error)}; see the log for more"
+    )
+
+
+def _check_shared_memory(store_bytes: int) -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        return
+    free = shutil.disk_usage(shared).free
+    if store_bytes > free:
+        raise ConfigError(
+            f"the object store must fit into /dev/shm; got {store_bytes / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "
+            "free; start the container with a larger --shm-size, or lower training.workers, training.prefetch_factor or "
+            "data.patches_per_region"
+        )

@@ -1,0 +1,91 @@
+"""Going on with a run: which checkpoint, and whether the config still means the same experiment."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.data.plan import Plan, plan_difference
+from vesuvius.data.prepare import GreyRange
+from vesuvius.engine.checkpoint import load_checkpoint
+from vesuvius.engine.step import TrainStep
+from vesuvius.errors import ConfigError
+
+# A change here makes it another experiment: the weights would not fit or would not mean the same.
+_FIXED = ("seed", "model.", "diffusion.", "data.normalize.")
+
+
+@dataclass
+class Progress:
+    """How far a run is.  Both count from 0 and are those of the next step."""
+
+    step: int = 0
+    sample_index: int = 0
+
+
+def run_state(
+    config: Config, plan: Plan, greys: list[GreyRange], step: TrainStep, progress: Progress, threads: int
+) -> dict[str, Any]:
+    """All that a resume needs, as tensors and plain data."""
+    return {
+        **step.state_dict(),
+        "step": progress.step,
+        "sample_index": progress.sample_index,
+        "plan_hash": plan.hash,
+        "plan": plan.describe(),
+        "config": config.model_dump(mode="json"),
+        "greys": [[grey.low, grey.high] for grey in greys],
+        "torch_threads": threads,
+    }
+
+
+def read_state(path: Path, config: Config, plan: Plan) -> tuple[dict[str, Any], list[str]]:
+    """The state of a checkpoint, and the config keys that have changed since, a line each.
+
+    Raises:
+        ConfigError: the order of samples or the model has changed; shows the difference.
+        StorageError: the checkpoint is damaged.
+    """
+    state = load_checkpoint(path)
+    drift = config_drift(state["config"], config.model_dump(mode="json"))
+    refused = [line for line in drift if line.startswith(_FIXED)]
+    if state["plan_hash"] != plan.hash:
+        refused = [f"plan.{line}" for line in plan_difference(state["plan"], plan.describe())] + refused
+    if refused:
+        raise ConfigError(
+            f"a resumed run must keep its data and its model; got differences to {path}:\n  "
+            + "\n  ".join(refused)
+            + "\nundo them, or start a new run under another name"
+        )
+    return state, drift
+
+
+def restore(state: dict[str, Any], step: TrainStep, device: torch.device) -> Progress:
+    """Put the state back into the training step.  Returns how far the run was."""
+    step.load_state_dict(state)
+    if device.type == "cpu":
+        # The order in which threads add up is part of a CPU result.
+        torch.set_num_threads(state["torch_threads"])
+    return Progress(state["step"], state["sample_index"])
+
+
+def config_drift(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """'training.lr: was 0.0001, is 0.0002' for each key that differs.  Pure."""
+    before, after = dict(_flatten(old)), dict(_flatten(new))
+    return [
+        f"{key}: was {json.dumps(before.get(key))}, is {json.dumps(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for key, value in tree.items():
+        found += _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return found

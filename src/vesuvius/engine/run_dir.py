@@ -1,0 +1,123 @@
+"""The run directory `runs/<name>/`: where each file is, and how it begins."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.config_file import dump_config
+from vesuvius.errors import ConfigError, StorageError
+
+RUNS = Path("runs")
+_PACKAGES = ("vesuvius-diffusion", "torch", "ray", "zarr", "zarrs", "numcodecs", "numpy", "pydantic", "safetensors")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def log(self) -> Path:
+        return self.path / "logs" / "train_full.log"
+
+    @property
+    def monitor_log(self) -> Path:
+        return self.path / "logs" / "monitor.log"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def system(self) -> Path:
+        return self.path / "system.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    def begin(self, config: Config, source: Path, split: dict[str, Any]) -> None:
+        """Make the directory, or go on in it, and write down what this session runs with.
+
+        Raises:
+            StorageError: the disk is full or not writable.
+        """
+        try:
+            for directory in (self.log.parent, self.checkpoints, self.samples):
+                directory.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, self.path / "config.source.yaml")
+            (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
+            _write_json(self.path / "env.json", describe_environment())
+            _write_json(self.path / "split.json", split)
+        except OSError as error:
+            raise StorageError(
+                f"the run directory must be writable; got {error}; choose another place or free space"
+            ) from error
+
+
+def run_dir(config: Config) -> RunDir:
+    """The run directory of a config, relative to where the command runs."""
+    return RunDir(RUNS / config.name)
+
+
+def refuse_existing(directory: RunDir) -> None:
+    """Raises ConfigError where the run exists: nothing of it may be overwritten by a new one."""
+    if directory.path.exists():
+        raise ConfigError(
+            f"a new run needs a directory of its own; got {directory.path}, which exists; go on with it by --resume, choose "
+            "another name, or move it away"
+        )
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, machine and command line, for env.json."""
+    return {
+        "command": [sys.executable, *sys.argv],
+        "directory": os.getcwd(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "torch_threads": torch.get_num_threads(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this package's checkout, with '+' where files differ from it; None outside one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

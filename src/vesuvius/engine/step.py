@@ -1,0 +1,198 @@
+"""One optimizer step: micro-batches accumulate a gradient, then it is checked, clipped and applied, and the EMA follows.
+
+The accumulated gradient, its norm, the logged loss, the learning rate and the EMA equal those of one large batch.
+Nothing here makes the host wait for a GPU: whether a step was finite is a flag on the device that the optimizer and the
+EMA obey, and its figures are read later.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from vesuvius.config import Config, TrainingConfig
+from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.randomness import sample_noise
+from vesuvius.diffusion.schedule import Schedule
+
+AmpMode = Literal["off", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Figures of a step, still on the device.
+
+    Attributes:
+        loss: mean weighted loss of the global batch, before the update.
+        grad_norm: length of the gradient before clipping.
+        finite: whether loss and gradient were finite, i.e. whether the step was applied.
+        scale: the gradient scaler's factor (1 without fp16).
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    finite: Tensor
+    scale: Tensor
+
+    @property
+    def overflowed(self) -> Tensor:
+        """An fp16 gradient too large for its scale: skipped and the scale halved, which is normal now and then."""
+        return ~self.finite & torch.isfinite(self.loss) & (self.scale > 1)
+
+
+class TrainStep:
+    """Owns the network, its optimizer, its gradient scaler and its moving average."""
+
+    def __init__(self, config: Config, network: nn.Module, schedule: Schedule, device: torch.device) -> None:
+        self._config = config
+        self._schedule = schedule.to(device)
+        self._device = device
+        self.amp = resolve_amp(config.training.amp, device)
+        self.network = network.to(device)
+        self._forward: Any = torch.compile(self.network) if config.training.compile else self.network
+        self.optimizer = make_optimizer(self.network, config.training)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
+        self.ema = MovingAverage(self.network, config.training.ema_decay)
+        self._loss = torch.zeros((), device=device)
+
+    def accumulate(self, x_0: Tensor, indices: NDArray[np.int64], t: NDArray[np.int64]) -> None:
+        """Add the gradient of one micro-batch.
+
+        Args:
+            x_0: model values, float32 [B, 1, Z, Y, X] on the device.
+            indices: sample indices [B]; the noise follows from them.
+            t: timesteps [B].
+        """
+        eps = sample_noise(self._config.seed, indices, (1, *x_0.shape[2:]), self._device)
+        t_device = torch.from_numpy(t).to(self._device)
+        x_t = self._schedule.q_sample(x_0, eps, t_device)
+        with self._autocast():
+            prediction = self._forward(x_t, t_device)
+        per_sample = loss_per_sample(prediction, x_0, eps, t_device, self._schedule, self._config.diffusion)
+        loss = per_sample.sum() / self._config.global_batch
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._loss += loss.detach()
+
+    def apply(self, lr: float) -> StepResult:
+        """Update the weights with the accumulated gradient, if it is finite, and start the next one."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        scale = torch.tensor(1.0) if self.amp != "fp16" else self.scaler._scale.clone()  # type: ignore[union-attr]
+        self.scaler.unscale_(self.optimizer)
+        grad_norm = nn.utils.clip_grad_norm_(self.network.parameters(), self._config.training.clip_norm)
+        finite = torch.isfinite(grad_norm) & torch.isfinite(self._loss)
+        # The fused AdamW leaves weights, moments and step counts alone where this flag is set: the contract that
+        # torch's own GradScaler uses (`_step_supports_amp_scaling`), without its sync.
+        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        del self.optimizer.found_inf  # type: ignore[attr-defined]
+        if self.amp == "fp16":
+            self.scaler.update()
+        self.ema.update(self.network, finite)
+        result = StepResult(self._loss, grad_norm.detach(), finite, scale)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._loss = torch.zeros((), device=self._device)
+        return result
+
+    @torch.no_grad()
+    def denoise(self, x_t: Tensor, t: Tensor) -> Tensor:
+        """The network's prediction with the averaged weights, for sampling."""
+        with self._autocast():
+            prediction: Tensor = functional_call(self.network, self.ema.weights, (x_t, t))
+        return prediction
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.amp == "off":
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16 if self.amp == "bf16" else torch.float16)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs of this object: tensors and plain data."""
+        return {
+            "model": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.network.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.ema.load_state_dict(state["ema"])
+
+
+class MovingAverage:
+    """Exponential moving average of the weights in float32, with decay min(ema_decay, (1 + n) / (10 + n)) at update n.
+
+    Lives on the device and counts there, so that a step that was not finite leaves it alone without a sync.
+    """
+
+    def __init__(self, network: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self.weights = {name: p.detach().clone().float() for name, p in network.named_parameters()}
+        self.updates = torch.zeros((), device=next(iter(self.weights.values())).device)
+
+    @torch.no_grad()
+    def update(self, network: nn.Module, finite: Tensor) -> None:
+        decay = torch.clamp((1 + self.updates) / (10 + self.updates), max=self._decay)
+        keep = (1 - decay) * finite
+        for name, parameter in network.named_parameters():
+            self.weights[name].lerp_(parameter.float(), keep)
+        self.updates += finite
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights, "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(state["weights"][name])
+        self.updates.copy_(state["updates"])
+
+
+def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.device) -> AmpMode:
+    """The autocast dtype for a device: auto = bf16 on Ampere and newer, fp16 on older GPUs, off on a CPU."""
+    if amp != "auto":
+        return amp
+    if device.type != "cuda":
+        return "off"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+def make_optimizer(network: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """Fused AdamW; weight decay on matrices and kernels only, not on biases and norms."""
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), fused=True)
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then cosine to 0 or constant.  Pure."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return config.lr
+    horizon = config.epochs * config.steps_per_epoch
+    done = min((step - config.warmup_steps) / (horizon - config.warmup_steps), 1.0)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def choose_device() -> torch.device:
+    """The GPU where there is one, otherwise the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def parameter_count(network: nn.Module) -> int:
+    """Number of trainable weights."""
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)

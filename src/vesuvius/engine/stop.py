@@ -1,0 +1,54 @@
+"""Why a run ends before its last step: a signal, or its time is up.  The step in hand is always finished."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from types import FrameType
+
+from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+
+log = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Turns SIGTERM, Ctrl-C and a time limit into a wish that the loop looks at after each step.
+
+    A second signal ends the process at once; the last checkpoint stays whole.  A context manager: puts the old signal
+    handlers back.
+    """
+
+    def __init__(self, max_hours: float | None) -> None:
+        self._deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
+        self._max_hours = max_hours
+        self.exit_code: int | None = None
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def listen(self) -> None:
+        """Take over the signals.  To be called again after Ray has started: ray.init replaces the handler of SIGTERM."""
+        for number in self._before:
+            signal.signal(number, self._on_signal)
+
+    def __enter__(self) -> StopRequest:
+        self.listen()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wanted(self) -> bool:
+        """Whether the run should save and end now; `exit_code` then says how."""
+        if self.exit_code is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            log.info("training.max_hours=%g are over", self._max_hours)
+            self.exit_code = EXIT_STOPPED
+        return self.exit_code is not None
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.exit_code is not None:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        log.info("%s: the step in hand is finished and saved; a second one ends at once", signal.Signals(number).name)
+        self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED

@@ -1,0 +1,47 @@
+"""What can go wrong for a user, and the exit code of the process that each kind ends in.
+
+A message has three parts: the rule, the value received, what to change.
+"""
+
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_CONFIG = 2
+EXIT_GPU_MEMORY = 3
+EXIT_NONFINITE = 5
+EXIT_DATA = 6
+EXIT_STOPPED = 75
+EXIT_INTERRUPTED = 130
+
+
+class VesuviusError(Exception):
+    """Base of all errors with a message for the user; ends the process with `exit_code`."""
+
+    exit_code = EXIT_ERROR
+
+
+class ConfigError(VesuviusError, ValueError):
+    """The command line, the config file or their combination is wrong."""
+
+    exit_code = EXIT_CONFIG
+
+
+class GpuMemoryError(VesuviusError):
+    """The GPU has less memory than the step needs."""
+
+    exit_code = EXIT_GPU_MEMORY
+
+
+class NonFiniteError(VesuviusError):
+    """Loss or gradient was infinite or NaN `training.max_nonfinite` times in a row."""
+
+    exit_code = EXIT_NONFINITE
+
+
+class DataError(VesuviusError):
+    """A volume is missing, malformed, unreadable or too small for what is asked of it."""
+
+    exit_code = EXIT_DATA
+
+
+class StorageError(DataError):
+    """The run directory cannot be written, or what lies in it is damaged."""

@@ -1,0 +1,111 @@
+"""The run's log: plain lines in `logs/train_full.log` and on the terminal, and the line of a step."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vesuvius.observe.memory import GIB
+
+if TYPE_CHECKING:  # the clock needs torch, whose import takes seconds
+    from vesuvius.observe.clock import StepTimes
+
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What the log says of one optimizer step, unrounded.
+
+    Attributes:
+        step, steps: this step, counted from 1, and the one at which the run ends.
+        epoch, epochs: likewise.
+        loss: mean weighted loss over the global batch; NaN where the step was not finite.
+        vram_bytes: reserved by the trainer and total of the card, or None on a CPU.
+        worker_max_bytes: largest private memory a reader has had, or None with `workers: 0`.
+        eta_s: seconds to the end of the run at the recent pace.
+    """
+
+    step: int
+    steps: int
+    epoch: int
+    epochs: int
+    loss: float
+    grad_norm: float
+    lr: float
+    times: StepTimes
+    samples: int
+    vram_bytes: tuple[int, int] | None
+    ram_bytes: tuple[int, int]
+    workers: int
+    worker_max_bytes: int | None
+    eta_s: float
+
+
+def step_line(f: StepFigures) -> str:
+    """The line that `grep 'Train step'` shows.  Others read it by its field names: they stay."""
+    t = f.times
+    vram = "-" if f.vram_bytes is None else "/".join(f"{b / GIB:.1f}" for b in f.vram_bytes)
+    worker_max = "-" if f.worker_max_bytes is None else f"{f.worker_max_bytes / GIB:.1f}"
+    return (
+        f"Train step {f.step}/{f.steps} epoch {f.epoch}/{f.epochs} loss {f.loss:.5f} lr {f.lr:.1e} "
+        f"step_s {t.step_s:.3f} data_s {t.data_s:.3f} h2d_s {t.h2d_s:.3f} gpu_s {t.gpu_s:.3f} other_s {t.other_s:.3f} "
+        f"data_pct {100 * t.data_s / t.step_s:.1f} samples_s {f.samples / t.step_s:.2f} "
+        f"vram_gib {vram} ram_gib {f.ram_bytes[0] / GIB:.1f}/{f.ram_bytes[1] / GIB:.1f} "
+        f"workers {f.workers} worker_max_gib {worker_max} eta {format_duration(f.eta_s)}"
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """'45s', '12m30s', '3h05m', '4d07h'."""
+    whole = round(seconds)
+    minutes, s = divmod(whole, 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{hours}h{m:02d}m"
+    return f"{minutes}m{s:02d}s" if minutes else f"{s}s"
+
+
+def open_log(path: Path) -> None:
+    """Send this package's messages to a file as well, until `close_logs`."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
+    logging.getLogger("vesuvius").addHandler(handler)
+
+
+def close_logs() -> None:
+    """Close the files of `open_log`."""
+    package = logging.getLogger("vesuvius")
+    for handler in [h for h in package.handlers if isinstance(h, logging.FileHandler)]:
+        package.removeHandler(handler)
+        handler.close()
+
+
+def log_to_terminal() -> None:
+    """Send this package's messages to the terminal, once: errors to standard error, the rest to standard output."""
+    package = logging.getLogger("vesuvius")
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    if not any(isinstance(handler, _TerminalHandler) for handler in package.handlers):
+        handler = _TerminalHandler()
+        handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
+        package.addHandler(handler)
+
+
+class _TerminalHandler(logging.Handler):
+    """Looks `sys.stdout` up each time: a progress bar replaces it while it is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
+            stream.write(self.format(record) + "\n")
+            stream.flush()
+        except Exception:  # as logging's own handlers: a closed terminal must not end the run
+            self.handleError(record)

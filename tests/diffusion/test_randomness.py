@@ -1,0 +1,114 @@
+"""Noise, timesteps and seeds as pure functions of the seed and the index."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vesuvius.diffusion.randomness import Purpose, derive_seed, sample_noise, stratified_timesteps, torch_generator
+
+SHAPE = (1, 4, 6, 5)
+
+
+def test_seeds_are_63_bits_and_pinned() -> None:
+    # numpy promises the stream of SeedSequence; a change here would change every run.
+    assert derive_seed(0, Purpose.NOISE, 0) == 2918264622725855778
+    assert derive_seed(7, Purpose.WEIGHTS, 123456789) == 8993987414206795425
+    assert all(0 <= derive_seed(seed, Purpose.NOISE, 1) < 2**63 for seed in range(50))
+
+
+def test_seeds_differ_by_purpose_seed_and_index() -> None:
+    seeds = {derive_seed(s, purpose, i) for s in range(20) for purpose in Purpose for i in range(20)}
+    assert len(seeds) == 20 * len(Purpose) * 20
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=6), st.data())
+def test_noise_does_not_depend_on_the_batch_split(indices: list[int], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, len(indices) - 1))
+    whole = sample_noise(3, indices, SHAPE)
+    parts = [sample_noise(3, np.array(part, dtype=np.int64), SHAPE) for part in (indices[:cut], indices[cut:])]
+    assert whole.dtype == torch.float32
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_noise_of_another_seed_index_or_purpose_is_unrelated() -> None:
+    shape = (1, 20, 25, 20)
+    rows = torch.cat(
+        [
+            sample_noise(0, [0, 1], shape),
+            sample_noise(1, [0], shape),  # seed + index would repeat sample (0, 1) here
+            sample_noise(0, [0], shape, purpose=Purpose.PREVIEW),
+        ]
+    ).flatten(1)
+    correlation = torch.corrcoef(rows) - torch.eye(4)
+    # 5 standard deviations of the correlation of 10,000 independent pairs.
+    assert correlation.abs().max() < 5 / math.sqrt(10_000)
+
+
+def test_noise_is_standard_normal() -> None:
+    noise = sample_noise(5, range(10), (1, 20, 25, 20)).double()
+    n = noise.numel()
+    # 5 standard deviations of the sample mean, variance and fourth moment of n independent normals.
+    assert abs(noise.mean()) < 5 / math.sqrt(n)
+    assert abs(noise.var() - 1) < 5 * math.sqrt(2 / n)
+    assert abs((noise**4).mean() - 3) < 5 * math.sqrt(96 / n)
+
+
+def test_nothing_reads_or_moves_the_global_generators() -> None:
+    def draw() -> tuple[torch.Tensor, np.ndarray, int]:
+        noise = sample_noise(0, [3], SHAPE)
+        number = int(torch.randint(2**31, (), generator=torch_generator(0, Purpose.WEIGHTS)))
+        return noise, stratified_timesteps(0, 3, 8, 1000), number
+
+    torch.manual_seed(1)
+    np.random.seed(1)  # noqa: NPY002 - the global generator is what must not matter
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    first = draw()
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
+    torch.manual_seed(2)
+    np.random.seed(2)  # noqa: NPY002
+    second = draw()
+    assert torch.equal(first[0], second[0])
+    assert np.array_equal(first[1], second[1])
+    assert first[2] == second[2]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(1, 64), st.integers(1, 40))
+def test_each_stratum_holds_exactly_one_timestep(seed: int, step: int, global_batch: int, width: int) -> None:
+    timesteps = global_batch * width
+    t = stratified_timesteps(seed, step, global_batch, timesteps)
+    assert t.dtype == np.int64
+    assert sorted(t // width) == list(range(global_batch))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 300), st.integers(2, 200))
+def test_sorted_timesteps_lie_in_their_strata_when_sizes_do_not_divide(step: int, batch: int, timesteps: int) -> None:
+    t = np.sort(stratified_timesteps(0, step, batch, timesteps))
+    j = np.arange(batch)
+    assert (t >= j * timesteps // batch).all()
+    assert (t <= -(-(j + 1) * timesteps // batch) - 1).all()
+
+
+def test_timesteps_are_the_same_again_and_differ_by_step_and_seed() -> None:
+    t = stratified_timesteps(0, 5, 16, 1000)
+    assert np.array_equal(t, stratified_timesteps(0, 5, 16, 1000))
+    assert not np.array_equal(t, stratified_timesteps(0, 6, 16, 1000))
+    assert not np.array_equal(t, stratified_timesteps(1, 5, 16, 1000))
+
+
+@pytest.mark.parametrize("global_batch", [1, 3, 8])
+def test_every_place_meets_every_timestep_equally_often(global_batch: int) -> None:
+    timesteps, steps = 24, 6000
+    t = np.stack([stratified_timesteps(0, step, global_batch, timesteps) for step in range(steps)])
+    for place in range(global_batch):
+        counts = np.bincount(t[:, place], minlength=timesteps)
+        expected = steps / timesteps
+        # chi square of 23 degrees of freedom; 63 is its 1e-5 tail.  Covers reaching t = 0 and t = T - 1.
+        assert ((counts - expected) ** 2 / expected).sum() < 63

@@ -1,0 +1,274 @@
+"""The network's shapes, initial weights, precision and refusals."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from vesuvius.config import ModelConfig
+from vesuvius.diffusion import unet
+from vesuvius.diffusion.unet import UNet, build_unet
+from vesuvius.errors import ConfigError
+
+TINY = ModelConfig(
+    channels=(8, 16), blocks_per_level=1, stem_stride=(1, 1, 1), full_res_channels=0, attention_heads=0, norm_groups=4
+)
+ALL_PARTS = ModelConfig(
+    channels=(8, 16), blocks_per_level=2, stem_stride=(1, 2, 2), full_res_channels=4, attention_heads=2
+)
+ONE_LEVEL = ModelConfig(
+    channels=(8,), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=0, attention_heads=1
+)
+CONFIGS = pytest.mark.parametrize("config", [TINY, ALL_PARTS, ONE_LEVEL], ids=["tiny", "all_parts", "one_level"])
+SIZE = (4, 8, 12)
+
+
+def _input(batch: int = 2, channels: int = 1) -> tuple[Tensor, Tensor]:
+    x = torch.randn((batch, channels, *SIZE), generator=torch.Generator().manual_seed(4))
+    return x, torch.arange(batch) * 300
+
+
+def _awake(config: ModelConfig, channels: int = 1) -> UNet:
+    """A network whose zero-initialised convolutions have been given weights, as a few updates would."""
+    model = build_unet(config, 0, channels, channels)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, unet.ZeroConv3d):
+                module.weight.normal_(std=math.prod(module.weight.shape[1:]) ** -0.5, generator=generator)
+    return model
+
+
+@CONFIGS
+def test_output_is_zero_at_first_with_the_shape_of_the_input(config: ModelConfig) -> None:
+    x, t = _input(channels=2)
+    out = build_unet(config, 0, 2, 2)(x, t)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, torch.zeros_like(x))
+
+
+@CONFIGS
+def test_every_parameter_gets_a_gradient_once_the_zero_convolutions_have_moved(config: ModelConfig) -> None:
+    model, (x, t) = build_unet(config, 0), _input()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = torch.roll(x, 1, dims=4)
+    # The output convolution moves in the first step, the branches' last convolutions in the second (behind the
+    # attention's or the trunk's in the third), all that is before them in the next.
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.mse_loss(model(x, t), target).backward()
+        optimizer.step()
+    dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert dead == []
+
+
+def test_a_few_updates_learn_a_fixed_batch() -> None:
+    model, (x, t) = build_unet(ALL_PARTS, 0), _input()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    target = torch.roll(x, 1, dims=4)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x, t), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    # Predicting 0 leaves 1.0; half of it needs a network that works.
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_same_seed_same_weights_and_the_global_generator_is_untouched() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = build_unet(ALL_PARTS, 7).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second = build_unet(ALL_PARTS, 7).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = build_unet(ALL_PARTS, 8).state_dict()
+    assert not torch.equal(first["stem_in.weight"], other["stem_in.weight"])
+
+
+def test_adding_a_module_leaves_the_others_initial_weights() -> None:
+    without = build_unet(ALL_PARTS.model_copy(update={"attention_heads": 0}), 0).state_dict()
+    with_attention = build_unet(ALL_PARTS, 0).state_dict()
+    assert len(with_attention) > len(without)
+    assert all(torch.equal(without[name], with_attention[name]) for name in without)
+
+
+def test_initial_weights_have_variance_one_over_fan_in() -> None:
+    weight = build_unet(ALL_PARTS, 0).get_parameter("trunk.middle_1.conv_1.weight")
+    n = weight.numel()
+    # 5 standard deviations of the variance of n independent normals.
+    assert abs(weight.var() * 16 * 27 - 1) < 5 * math.sqrt(2 / n)
+    rows = weight.flatten(1)
+    assert torch.linalg.matrix_rank(rows) == 16
+
+
+@CONFIGS
+def test_t_matters_and_each_sample_sees_only_its_own(config: ModelConfig) -> None:
+    model, (x, t) = _awake(config).eval(), _input(batch=3)
+    together = model(x, t)
+    assert (model(x, t + 1) - together).abs().max() > 1e-4
+    alone = torch.cat([model(x[i : i + 1], t[i : i + 1]) for i in range(3)])
+    # 1e-5: the same float32 sums, blocked differently for another batch size; outputs are of order 1.
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_forward_has_no_randomness_in_training_mode() -> None:
+    model, (x, t) = _awake(ALL_PARTS).train(), _input()
+    assert torch.equal(model(x, t), model(x, t))
+
+
+def test_brightness_of_the_patch_reaches_the_output() -> None:
+    # One channel per group would be instance normalisation, blind to the mean of each channel.
+    assert unet.group_count(32, 32) == 8
+    assert unet.group_count(128, 32) == 32
+    assert unet.group_count(24, 5) == 4
+    assert unet.group_count(3, 32) == 1
+    model, (x, t) = _awake(ALL_PARTS).eval(), _input(batch=1)
+    darker, brighter = (model(x + shift, t).mean() for shift in (-0.5, 0.5))
+    assert abs(darker - brighter) > 1e-3
+
+
+def test_adaptive_norm_parity_with_group_norm_then_scale_and_shift() -> None:
+    norm = unet.AdaptiveNormSiLU(8, 5, norm_groups=2)
+    generator = torch.Generator().manual_seed(6)
+    x, embedding = torch.randn(3, 8, 2, 3, 4, generator=generator), torch.randn(3, 5, generator=generator)
+    scale, shift = norm.project(embedding)[:, :, None, None, None].chunk(2, dim=1)
+    expected = F.silu(nn.GroupNorm(2, 8, affine=False)(x) * (1 + scale) + shift)
+    # 1e-5: the fused form multiplies mean and scale in another order.
+    torch.testing.assert_close(norm(x, embedding), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_parity_with_the_softmax_formula() -> None:
+    attention = unet.Attention(8, 2, norm_groups=2)
+    generator = torch.Generator().manual_seed(7)
+    nn.init.normal_(attention.out.weight, std=0.3, generator=generator)
+    x = torch.randn(2, 8, 2, 3, 2, generator=generator)
+    tokens = attention.norm(x).flatten(2).transpose(1, 2)
+    q, k, v = (part.reshape(2, 12, 2, 4) for part in attention.qkv(tokens).chunk(3, dim=2))
+    weights = torch.softmax(torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(4), dim=-1)
+    attended = torch.einsum("bhnm,bmhd->bhdn", weights, v).reshape(2, 8, 2, 3, 2)
+    # 1e-5: SDPA sums in another order.
+    torch.testing.assert_close(attention(x), x + attention.out(attended), rtol=1e-5, atol=1e-5)
+
+
+def test_space_to_depth_parity_with_pixel_unshuffle_and_inverts() -> None:
+    x = torch.arange(2 * 3 * 4 * 6 * 8).float().reshape(2, 3, 4, 6, 8)
+    flat = x.transpose(1, 2).flatten(0, 1)  # [B Z, C, Y, X]
+    expected = F.pixel_unshuffle(flat, 2).unflatten(0, (2, 4)).transpose(1, 2)
+    assert torch.equal(unet.space_to_depth(x, (1, 2, 2)), expected)
+    for stride in [(1, 1, 1), (2, 2, 2), (4, 3, 2)]:
+        assert torch.equal(unet.depth_to_space(unet.space_to_depth(x, stride), stride), x)
+
+
+@CONFIGS
+def test_bf16_autocast_is_close_to_float32(config: ModelConfig) -> None:
+    model, (x, t) = _awake(config).eval(), _input()
+    exact = model(x, t)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = model(x, t)
+    assert rounded.dtype == torch.float32
+    # bf16 rounds by up to 2^-9 = 0.2 %; some 30 roundings in a row add up to about the square root of 30 of that.
+    assert (rounded - exact).norm() / exact.norm() < 0.02
+    assert not torch.equal(rounded, exact)
+
+
+def test_timestep_embedding_is_float32_whatever_the_autocast() -> None:
+    embed, t = unet.TimestepEmbedding(16), torch.arange(1000)
+    outside = embed(t)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = embed(t)
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, outside)
+
+
+def test_channels_last_gives_the_same_numbers() -> None:
+    model, (x, t) = _awake(ALL_PARTS).eval(), _input()
+    expected = model(x, t)
+    out = model.to(memory_format=torch.channels_last_3d)(x.contiguous(memory_format=torch.channels_last_3d), t)
+    # 1e-5: the same float32 sums in another order; outputs are of order 1.
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_forward_is_one_graph_for_torch_compile() -> None:
+    model, (x, t) = _awake(ALL_PARTS).eval(), _input()
+    # backend="eager" runs the captured graph as it is: a graph break would raise, the numbers stay the same.
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, t), model(x, t))
+
+
+@CONFIGS
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_indivisible_size_is_refused_with_the_sizes(config: ModelConfig, axis: int) -> None:
+    size = list(config.divisor_zyx)
+    size[axis] += 1
+    with torch.device("meta"):
+        model = UNet(config)
+        with pytest.raises(ConfigError, match=r"must be a multiple of .*; got .*; change data\.patch_size"):
+            model(torch.empty(1, 1, *size), torch.zeros(1, dtype=torch.int64))
+
+
+class _LargestOutput(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("config", [TINY, ALL_PARTS, ONE_LEVEL, ModelConfig()], ids=["tiny", "all", "one", "default"])
+def test_the_guard_counts_the_largest_tensor_that_forward_makes(config: ModelConfig) -> None:
+    size = (72, 136, 136)
+    # Fake and not meta tensors: on meta, attention takes the path that forms the whole matrix of scores, which neither
+    # the CPU nor a GPU does.
+    with FakeTensorMode():
+        model, x, t = UNet(config), torch.empty(2, 1, *size), torch.zeros(2, dtype=torch.int64)
+        with _LargestOutput() as seen:
+            model(x, t)
+    assert seen.elements == unet.largest_activation_elements(config, 2, size)
+
+
+def test_a_batch_beyond_32_bit_indexing_is_refused_with_the_numbers() -> None:
+    config, size = ModelConfig(), (72, 136, 136)
+    per_sample = unet.largest_activation_elements(config, 1, size)
+    batch = -(-(2**31) // per_sample)
+    with torch.device("meta"):
+        model = UNet(config)
+        with pytest.raises(ConfigError, match=rf"2\^31.*got {batch * per_sample} .*train_batch_size"):
+            model(torch.empty(batch, 1, *size), torch.zeros(batch, dtype=torch.int64))
+        model(torch.empty(batch - 1, 1, *size), torch.zeros(batch - 1, dtype=torch.int64))
+
+
+def test_the_default_network_has_the_documented_size_and_cost() -> None:
+    with torch.device("meta"):
+        model, x, t = UNet(ModelConfig()), torch.empty(1, 1, 72, 136, 136), torch.zeros(1, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(x, t)
+    # exact counts of this structure, given to three digits in the documentation
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 154
+    assert round(counter.get_total_flops() / 1e12, 1) == 4.1
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.9.1+cu128"])
+def test_torch_2_9_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=rf"got torch {version.split('+')[0]}"):
+        unet.check_torch_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "3.0.0a0"])
+def test_other_versions_of_torch_are_accepted(version: str) -> None:
+    unet.check_torch_version(version)
