@@ -150,6 +150,7 @@ def test_a_byte_order_mark_is_skipped(read: Read) -> None:
             "name: a\nseed: !!python/name:os.system x",
             "x.yaml:2: seed: cannot be read as os.system; write a plain value",
         ),
+        ('"a\\nb": 1', "x.yaml:1: a key must be plain text on one line"),
         ("name: a\nseed: !!int x", "x.yaml:2: seed: cannot be read as int; write a plain value"),
         ("name: a\nseed: 0x" + "f" * 2000, "x.yaml:2: seed: cannot be read as int; write a plain value"),
         ('name: "\\ud800"', "x.yaml:1: name: cannot be read as str; write a plain value"),
@@ -277,6 +278,7 @@ def test_wrong_text_sections_and_lists_are_named(refuse: Refuse, text: str, mess
             "x.yaml:6: training.timesteps: unknown key; got 9; did you mean diffusion.timesteps?",
         ),
         ("training:\n  ema: 0.9", "x.yaml:6: training.ema: unknown key; got 0.9; did you mean ema_decay?"),
+        ("monitor:\n  every: 9", "x.yaml:6: monitor.every: unknown key; got 9; did you mean write_every_s?"),
         ("level: 1", "x.yaml:5: level: unknown key; got 1; did you mean data.volumes[].level?"),
         ("cluster:\n  foo: 'a'", "x.yaml:6: cluster.foo: unknown key; got 'a'; known here: address, object_store_gib"),
         (
@@ -302,6 +304,7 @@ def test_missing_required_keys_are_named_by_what_to_write(refuse: Refuse) -> Non
         "x.yaml: name: required key is missing",
         "x.yaml: data.volumes: required key is missing",
     ]
+    assert refuse("name: a", "data.patches_per_region=8") == ["x.yaml: data.volumes: required key is missing"]
     assert refuse("name: a\ndata:\n  augment: {}\n") == ["x.yaml:2: data.volumes: required key is missing"]
 
 
@@ -425,6 +428,12 @@ def test_an_override_can_make_a_wrong_file_right(read: Read) -> None:
 )
 def test_a_wrong_override_is_refused_by_its_own_text(refuse: Refuse, override: str, text: str) -> None:
     assert f"override {override}: {text}" in refuse(MINIMAL, override)
+
+
+@pytest.mark.parametrize("key", ["seed\nseed", "\udc80", "training.\x1b"])
+def test_an_override_with_an_unprintable_key_is_refused(refuse: Refuse, key: str) -> None:
+    (line,) = refuse(MINIMAL, f"{key}=1")
+    assert line.endswith(": an override must look like key.path=value, such as training.lr=1e-4")
 
 
 def test_a_refused_override_changes_nothing_else(refuse: Refuse) -> None:
@@ -637,6 +646,11 @@ def test_a_dump_holds_every_key_once_and_comments_on_each(read: Read) -> None:
     for line, with_comment, (key, schema) in zip(plain, commented, iter_keys(), strict=True):
         assert line.strip(" -").startswith(f"{key.rpartition('.')[2]}:")
         assert with_comment == f"{line}  # {schema['description']}"
+
+
+def test_a_dumped_text_stays_readable_on_one_line(read: Read) -> None:
+    path = "Pompeï " * 30 + "end"
+    assert f"    - path: {path}\n" in dump_config(read(MINIMAL, f"data.volumes.0.path={path}"))
 
 
 _fragments = st.sampled_from(

@@ -399,14 +399,14 @@ def _suggest(path: KeyPath) -> str:
     if "." in key:
         return "; dots join keys in overrides only: write each part on a line of its own, indented"
 
-    def likeness(known: str) -> float:
+    likely: dict[str, float] = {}
+    for known, _ in iter_keys():
         home, _, name = known.rpartition(".")
-        alike = difflib.SequenceMatcher(None, key, name).ratio()
-        return alike + 0.3 * (len(key) > 2 and key in name) + 0.1 * (home == section)
-
-    best = max((known for known, _ in iter_keys()), key=likeness)
-    if likeness(best) >= 0.6:
-        home, _, name = best.rpartition(".")
+        alike = difflib.SequenceMatcher(None, key, name).ratio() + 0.3 * (len(key) > 2 and key in name)
+        if alike >= 0.6:
+            likely[known] = alike + 0.2 * (home == section)
+    if likely:
+        home, _, name = (best := max(likely, key=lambda known: likely[known])).rpartition(".")
         return f"; did you mean {name if home == section else best}?"
     return f"; known here: {', '.join(_schema_at(path[:-1])['properties'])}"
 

@@ -1,8 +1,9 @@
-"""The synthetic scroll: same voxels however they are asked for, laid out like a published scroll, written all or not at all."""
+"""The synthetic scroll: the same voxels however asked for, laid out like a published one, written whole or not."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import tracemalloc
 from pathlib import Path
@@ -64,12 +65,12 @@ def test_any_box_is_a_crop_of_the_whole():
 def test_voxels_are_the_same_on_every_machine_and_in_every_version(scroll):
     """Pinned: a change of these bytes is a change of every published figure that was measured on a phantom."""
     grey, label = scroll.box((10, 30, 40), (34, 94, 104))
-    assert hashlib.sha256(grey.tobytes() + label.tobytes()).hexdigest()[:16] == "PINNED"
+    assert hashlib.sha256(grey.tobytes() + label.tobytes()).hexdigest()[:16] == "7e86598016966948"
 
 
 def test_another_seed_is_another_scroll():
     one, two = (Phantom(seed, SHAPE).box((0, 0, 0), SHAPE)[1] for seed in (0, 1))
-    assert 0.2 < (one != two).mean()  # papyrus fills about half, so unrelated labels differ in about half the voxels
+    assert (one != two).mean() > 0.2  # papyrus fills about half, so unrelated labels differ in about half the voxels
 
 
 def test_a_field_of_160_voxels_shows_at_least_six_sheets(scroll):
@@ -130,7 +131,7 @@ def test_chunks_compress_like_a_published_scroll(seed):
     """1.3 : 1 under blosc-zstd; one chunk of one seed scatters by 0.05 with the share of gaps in it."""
     grey, _ = Phantom(seed, (256, 512, 512)).box((64, 192, 256), (192, 320, 384))
     stored = Blosc(cname="zstd", clevel=3, shuffle=Blosc.NOSHUFFLE).encode(grey)
-    assert 1.2 < grey.nbytes / len(stored) < 1.4
+    assert 1.24 < grey.nbytes / len(stored) < 1.36
 
 
 @pytest.mark.parametrize("shape", [(16, 16, 16), (16, 24, 150), (20, 120, 30)])
@@ -186,7 +187,7 @@ def test_each_level_is_the_rounded_mean_of_the_one_above(written):
     """Of labels 0 and 1 that is the majority, a tie counting as papyrus.  Ragged ends average what exists."""
     for path in (written.path, written.labels_path):
         levels = levels_of(path)
-        for above, below in zip(levels, levels[1:], strict=False):
+        for above, below in itertools.pairwise(levels):
             padded = np.full([2 * size for size in below.shape], np.nan)
             padded[tuple(slice(size) for size in above.shape)] = above
             z, y, x = below.shape
@@ -223,10 +224,10 @@ def test_ratio_is_over_chunks_without_air(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_volume(tmp_path):
-    """Eight times the depth: 224 more chunks of grey and label at level 0, less than 4 more in memory."""
+    """Four times the depth: 48 more chunks of grey and label at level 0, less than 4 more in memory."""
     Phantom(0, SHAPE).box((0, 0, 0), (8, 8, 8))
     peaks = []
-    for depth in (64, 512):
+    for depth in (64, 256):
         tracemalloc.start()
         write_phantom(tmp_path / f"{depth}.zarr", (depth, 64, 64), seed=0, chunk=32)
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -235,9 +236,9 @@ def test_memory_does_not_grow_with_the_volume(tmp_path):
 
 
 def test_memory_is_a_constant_number_of_chunks(tmp_path):
-    """With chunks big enough that the texture tables (13 MB while they are made) do not count: 1 chunk or 5, 45 at most."""
+    """Chunks so big that the texture tables (13 MB while they are made) do not count."""
     tracemalloc.start()
-    write_phantom(tmp_path / "v.zarr", (96, 480, 96), seed=0, chunk=96)
+    write_phantom(tmp_path / "v.zarr", (96, 288, 96), seed=0, chunk=96)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 45 * 96**3

@@ -24,6 +24,7 @@ ALL_PARTS = ModelConfig(
 ONE_LEVEL = ModelConfig(
     channels=(8,), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=0, attention_heads=1
 )
+NARROWING = ModelConfig(channels=(24, 8), stem_stride=(1, 1, 1), full_res_channels=0, attention_heads=0)
 CONFIGS = pytest.mark.parametrize("config", [TINY, ALL_PARTS, ONE_LEVEL], ids=["tiny", "all_parts", "one_level"])
 SIZE = (4, 8, 12)
 
@@ -101,6 +102,11 @@ def test_adding_a_module_leaves_the_others_initial_weights() -> None:
     assert all(torch.equal(without[name], with_attention[name]) for name in without)
 
 
+def test_equal_layers_start_with_different_weights() -> None:
+    model = build_unet(ALL_PARTS, 0)
+    assert not torch.equal(model.trunk.middle_1.conv_1.weight, model.trunk.middle_2.conv_1.weight)
+
+
 def test_initial_weights_have_variance_one_over_fan_in() -> None:
     weight = build_unet(ALL_PARTS, 0).get_parameter("trunk.middle_1.conv_1.weight")
     n = weight.numel()
@@ -123,6 +129,13 @@ def test_t_matters_and_each_sample_sees_only_its_own(config: ModelConfig) -> Non
 def test_forward_has_no_randomness_in_training_mode() -> None:
     model, (x, t) = _awake(ALL_PARTS).train(), _input()
     assert torch.equal(model(x, t), model(x, t))
+
+
+def test_full_resolution_detail_reaches_the_output_past_the_trunk() -> None:
+    model, (x, t) = _awake(ALL_PARTS).eval(), _input()
+    with torch.no_grad():
+        model.stem_out.weight.zero_()
+    assert (model(x, t) - model(x.roll(1, dims=4), t)).abs().max() > 1e-2
 
 
 def test_brightness_of_the_patch_reaches_the_output() -> None:
@@ -230,7 +243,7 @@ class _LargestOutput(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("config", [TINY, ALL_PARTS, ONE_LEVEL, ModelConfig()], ids=["tiny", "all", "one", "default"])
+@pytest.mark.parametrize("config", [TINY, ALL_PARTS, ONE_LEVEL, NARROWING, ModelConfig()])
 def test_the_guard_counts_the_largest_tensor_that_forward_makes(config: ModelConfig) -> None:
     size = (72, 136, 136)
     # Fake and not meta tensors: on meta, attention takes the path that forms the whole matrix of scores, which neither

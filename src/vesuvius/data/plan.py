@@ -147,8 +147,7 @@ class Plan:
             "regions_per_task": self.regions_per_task,
             "augment": {"flip": self.flip, "turn": self.turn},
             "volumes": [
-                {
-                    "name": volume.name,
+                {  # not its path: a volume may move to another disk between stop and resume
                     "weight": volume.weight,
                     "train": [list(volume.train[0]), list(volume.train[1])],
                     "regions": volume.region_count,
@@ -238,11 +237,11 @@ def plan_volume(
 
 def plan_difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """One line per key that differs between two `Plan.describe()`."""
-    lines = []
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key):
-            lines.append(f"{key}: was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}")
-    return lines
+    return [
+        f"{key}: was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
 
 
 def _intervals(lo: int, hi: int, stride: int, patch: int) -> tuple[Interval, ...]:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_DATA_LOG_LEVEL", "WARNING")
+# A reader's error reaches the trainer and is reported there in one line; Ray Data would print its tracebacks first.
+os.environ.setdefault("RAY_DATA_LOG_LEVEL", "CRITICAL")
 # Ray's C++ core prints its internal errors to the terminal of the trainer, two of them in every healthy run.
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 
@@ -24,7 +25,7 @@ import pyarrow as pa
 import ray
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.debug import log_once
 
 from vesuvius.config import ClusterConfig
@@ -89,12 +90,6 @@ def _without_stderr() -> Iterator[None]:
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-
-
-def stop_ray() -> None:
-    """Stop a private Ray or leave the cluster."""
-    if ray.is_initialized():
-        ray.shutdown()
 
 
 class RayBlocks(Iterator[Block]):
@@ -214,10 +209,12 @@ def _reader_error(error: BaseException) -> VesuviusError:
     """Ray's nested error as one line; the reader's own message where there is one."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(cause, RayTaskError):  # also an instance of the reader's error, with a traceback for a message
+            cause = cause.cause
+            continue
         if isinstance(cause, VesuviusError):
-            return cause
-        inner = getattr(cause, "cause", None)
-        cause = inner if isinstance(inner, BaseException) else cause.__cause__
+            return type(cause)(str(cause).splitlines()[0])  # Ray appends advice of its own in further lines
+        cause = cause.__cause__
     if isinstance(error, RayError):
         return VesuviusError(
             f"a reader must not fail; got {type(error).__name__}: {one_line(error)}; run with training.workers=0 to see "

@@ -112,6 +112,9 @@ def open_volume(spec: VolumeConfig) -> Volume:
                 f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point path at the "
                 "OME-Zarr group"
             )
+    if not np.dtype(array.dtype).isnative:  # zarrs decodes native byte order only, and says so at the first read
+        with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}):
+            array = zarr.open_array(array.store_path, mode="r")
     name = spec.path if not isinstance(node, zarr.Group) else f"{spec.path} level {spec.level}"
     _check_axes(name, array, axes, spec.select)
     if np.dtype(array.dtype).newbyteorder("=").name not in SUPPORTED_DTYPES:

@@ -66,14 +66,11 @@ def largest_activation_elements(
     """Return the number of elements of the largest tensor that a forward pass makes.  Pure arithmetic."""
     voxels = batch * math.prod(size_zyx)
     largest = voxels * max(in_channels, out_channels, config.full_res_channels)
-    finer = config.channels[0]
     for level, channels in enumerate(config.channels):
-        # A skip has the channels of its own level or, from a downsampling, of the finer one.
-        widest = channels + max(channels, finer)
+        widest = 2 * channels  # what comes up, concatenated with a skip
         if config.attention_heads and level == len(config.channels) - 1:
-            widest = max(widest, 3 * channels)  # queries, keys and values
+            widest = 3 * channels  # queries, keys and values
         largest = max(largest, widest * (voxels // (math.prod(config.stem_stride) * 8**level)))
-        finer = channels
     return largest
 
 

@@ -81,10 +81,11 @@ class StepReporter:
         figures = self._figures(launched, times)
         finite, overflowed = bool(launched.result.finite), bool(launched.result.overflowed)
         log.info(step_line(figures))
-        record = asdict(figures) | {"other_s": times.other_s} | asdict(times)
+        record = asdict(figures) | asdict(times) | {"other_s": times.other_s, "sample_index": launched.first_sample}
+        for pair in ("ram_bytes", "vram_bytes"):
+            record[pair.replace("_", "_used_")], record[pair.replace("_", "_limit_")] = record.pop(pair) or (None, None)
         del record["times"]
-        record |= {"finite": finite, "scaler_overflow": overflowed, "sample_index": launched.first_sample}
-        self._metrics.write("step", **record)
+        self._metrics.write("step", **record, finite=finite, scaler_overflow=overflowed)
         self._on_logged(launched.step)
         if finite or overflowed:
             self._nonfinite_in_a_row = 0

@@ -1,0 +1,209 @@
+"""The stream: the same batches whoever reads them, at any batch size, from any place, and after a reader has died."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from vesuvius.config import ClusterConfig, DataConfig, TrainingConfig, VolumeConfig
+from vesuvius.data import ray_stream
+from vesuvius.data.prepare import prepare_data
+from vesuvius.data.reader import ReaderJob
+from vesuvius.data.stream import PatchStream
+from vesuvius.errors import ConfigError, DataError
+
+Stack = np.ndarray[Any, Any]
+
+
+def make_job(path: Path, **data: Any) -> ReaderJob:
+    settings: dict[str, Any] = {"patch_size": (8, 16, 16), "patches_per_region": 4, "regions_per_task": 4} | data
+    return prepare_data(0, DataConfig(volumes=(VolumeConfig(path=str(path)),), **settings)).job
+
+
+def open_stream(job: ReaderJob, batch_size: int = 4, workers: int = 0, **options: Any) -> PatchStream:
+    training = TrainingConfig(workers=workers, prefetch_factor=2)
+    return PatchStream(job, batch_size, training, ClusterConfig(), **options)
+
+
+def collect(stream: PatchStream, batches: int) -> tuple[Stack, Stack]:
+    """The patches and sample indices of the next batches, copied."""
+    taken = [next(stream) for _ in range(batches)]
+    return np.concatenate([b.patches for b in taken]), np.concatenate([b.indices for b in taken])
+
+
+@pytest.fixture
+def job(volume: Path) -> ReaderJob:
+    return make_job(volume)
+
+
+def test_patches_are_the_voxels_that_the_plan_names(volume: Path, job: ReaderJob) -> None:
+    voxels = textured((96, 128, 128))
+    with open_stream(job) as stream:
+        patches, indices = collect(stream, 12)
+    assert indices.tolist() == list(range(48))
+    assert patches.dtype == np.uint8, "stored dtype to the end"
+    for patch, index in zip(patches, indices, strict=True):
+        z, y, x = job.plan.sample(int(index)).start_zyx
+        np.testing.assert_array_equal(patch, voxels[z : z + 8, y : y + 16, x : x + 16])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_batches_are_byte_identical_whoever_reads_them(job: ReaderJob, workers: int) -> None:
+    with open_stream(job) as stream:
+        expected, expected_indices = collect(stream, 20)
+    with open_stream(job, workers=workers) as stream:
+        patches, indices = collect(stream, 20)
+        assert len(stream.readers) >= 1
+        assert os.getpid() not in stream.readers
+    np.testing.assert_array_equal(indices, expected_indices)
+    assert patches.tobytes() == expected.tobytes()
+
+
+@needs_scroll_data
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("store", ["scroll_v2_blosc.zarr", "scroll_v3_sharded.zarr", "scroll_v2_sparse_ragged.zarr"])
+def test_real_scrolls_stream_alike_with_and_without_ray(store: str) -> None:
+    job = make_job(SCROLL_DATA / store, patch_size=(24, 64, 64))
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 8)
+    with open_stream(job, workers=2) as stream:
+        patches, _ = collect(stream, 8)
+    assert expected.any()
+    assert patches.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 40])
+def test_the_batch_size_cuts_the_same_order(job: ReaderJob, batch_size: int) -> None:
+    with open_stream(job, batch_size=4) as stream:
+        expected, _ = collect(stream, 30)
+    with open_stream(job, batch_size=batch_size) as stream:
+        patches, indices = collect(stream, 120 // batch_size)
+    assert indices.tolist() == list(range(120))
+    np.testing.assert_array_equal(patches, expected)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("first", [1, 16, 37])
+def test_a_stream_goes_on_at_any_sample(job: ReaderJob, workers: int, first: int) -> None:
+    with open_stream(job, batch_size=1) as stream:
+        expected, _ = collect(stream, 60)
+    with open_stream(job, batch_size=1, workers=workers, first=first, stop=60) as stream:
+        patches, indices = collect(stream, 60 - first)
+        with pytest.raises(StopIteration):
+            next(stream)
+    assert indices.tolist() == list(range(first, 60))
+    np.testing.assert_array_equal(patches, expected[first:])
+
+
+def test_the_last_batch_may_be_short(job: ReaderJob) -> None:
+    with open_stream(job, batch_size=4, stop=10) as stream:
+        assert [len(batch.indices) for batch in stream] == [4, 4, 2]
+
+
+def test_two_ranks_deliver_the_samples_of_one(volume: Path, job: ReaderJob) -> None:
+    with open_stream(job, batch_size=8) as stream:
+        expected, _ = collect(stream, 6)
+    parts = []
+    for rank in range(2):
+        with open_stream(ReaderJob(job.plan, job.volumes, job.dtype, rank, world=2)) as stream:
+            patches, indices = collect(stream, 6)
+        assert indices.tolist() == list(range(rank, 48, 2))
+        parts.append(patches)
+    np.testing.assert_array_equal(np.stack(parts, 1).reshape(expected.shape), expected)
+
+
+def test_buffers_are_filled_in_turn(job: ReaderJob) -> None:
+    ring = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(3)]
+    with open_stream(job, buffers=ring) as stream:
+        for number in range(6):
+            assert np.shares_memory(next(stream).patches, ring[number % 3])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_chain_of_executions_is_one_sequence(job: ReaderJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 3)
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 40)
+    with open_stream(job, workers=1, stop=160) as stream:
+        patches, indices = collect(stream, 40)
+    assert indices.tolist() == list(range(160))
+    np.testing.assert_array_equal(patches, expected)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_reader_killed_in_the_middle_changes_no_byte(job: ReaderJob) -> None:
+    batches = 120
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, batches)
+    with open_stream(job, workers=2) as stream:
+        first, _ = collect(stream, 5)
+        victim = next(iter(stream.readers))
+        os.kill(victim, signal.SIGKILL)
+        rest, _ = collect(stream, batches - 5)
+        assert set(stream.readers) - {victim}, "somebody else read on"
+    assert np.concatenate([first, rest]).tobytes() == expected.tobytes()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Path, workers: int) -> None:
+    path = write_array(tmp_path / "torn.zarr", textured((96, 128, 128)))
+    job = make_job(path)
+    for chunk in path.glob("[0-9]/*/*"):
+        chunk.write_bytes(b"torn")
+    with (
+        open_stream(job, workers=workers) as stream,
+        pytest.raises(DataError, match=r"torn\.zarr, region z \d+:\d+") as e,
+    ):
+        collect(stream, 40)
+    assert "\n" not in str(e.value)
+
+
+def test_an_object_store_larger_than_shared_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_stream.ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=r"must fit into /dev/shm.*--shm-size"):
+        ray_stream.start_ray(ClusterConfig(object_store_gib=1e6), workers=1, ranks=1, store_need_bytes=0)
+
+
+def test_volumes_of_one_run_share_a_dtype(tmp_path: Path) -> None:
+    paths = [
+        write_array(tmp_path / f"{dtype}.zarr", textured((96, 128, 128), dtype=dtype)) for dtype in ("uint8", "uint16")
+    ]
+    volumes = tuple(VolumeConfig(path=str(path)) for path in paths)
+    with pytest.raises(DataError, match=r"share a dtype; got uint8 in .*, uint16 in"):
+        prepare_data(0, DataConfig(volumes=volumes, patch_size=(8, 16, 16)))
+
+
+def test_the_grey_range_leaves_out_air_and_refuses_a_blank_volume(tmp_path: Path) -> None:
+    voxels = textured((96, 128, 128))
+    voxels[:, :, 64:] = 0
+    config = DataConfig(
+        volumes=(VolumeConfig(path=str(write_array(tmp_path / "half.zarr", voxels))),), patch_size=(8, 16, 16)
+    )
+    (grey,) = prepare_data(0, config).grey_ranges(config)
+    assert 1 <= grey.low <= 3
+    assert 197 <= grey.high <= 199
+    blank = write_array(tmp_path / "blank.zarr", np.full((96, 128, 128), 7, np.uint8))
+    config = config.model_copy(update={"volumes": (VolumeConfig(path=str(blank)),)})
+    with pytest.raises(DataError, match="7 to 7 in 16 patches"):
+        prepare_data(0, config).grey_ranges(config)
+
+
+@pytest.fixture(autouse=True)
+def _no_leftover_ray(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that did not ask for Ray must not have started one."""
+    running = ray_stream.ray.is_initialized()
+    yield
+    if "ray_cluster" not in request.fixturenames:
+        assert ray_stream.ray.is_initialized() == running
