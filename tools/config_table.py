@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from vesuvius.config_file import describe_type, iter_keys, to_yaml
+from vesuvius.config_words import describe_type, iter_keys, to_yaml
 
 BEGIN = "<!-- config table: begin -->"
 END = "<!-- config table: end -->"

@@ -184,7 +184,9 @@ class ModelConfig(Section):
     channels: tuple[PositiveInt, ...] = Field(
         (128, 256, 512), min_length=1, description="channels of each level, finest first"
     )
-    blocks_per_level: PositiveInt = Field(2, description="residual blocks per level and side")
+    blocks_per_level: PositiveInt = Field(
+        2, description="residual blocks per level on the way down; one more on the way up"
+    )
     stem_stride: SizeZYX = Field(
         (2, 2, 2), description="space-to-depth factor (z, y, x) before the first level; [1,1,1] = none"
     )

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from vesuvius.config import Triple
-from vesuvius.data.phantom import MIN_SIZE_VOXELS, PhantomReport, count_chunks, write_phantom
-from vesuvius.errors import EXIT_INTERRUPTED, EXIT_OK, VesuviusError
+from vesuvius.data.phantom_zarr import MIN_SIZE_VOXELS, PhantomReport, count_chunks, write_phantom
+from vesuvius.door import run_door
+from vesuvius.errors import EXIT_OK
 
 LEVELS = 3
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `vesuvius volume ARGV`; the exit code.  A wrong command line raises SystemExit(2), as argparse does."""
-    arguments = _parser().parse_args(argv)
-    try:
-        report = _synth(arguments)
-    except VesuviusError as error:
-        print(f"vesuvius volume: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("vesuvius volume: interrupted; nothing was left behind", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    print(_summary(report))
+    return run_door(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    print(_summary(_synth(_parser().parse_args(argv))))
     return EXIT_OK
 
 
@@ -68,7 +66,12 @@ def _natural(text: str) -> int:
 
 def _synth(arguments: argparse.Namespace) -> PhantomReport:
     shape_zyx, chunk = arguments.shape, arguments.chunk
-    with _progress(shape_zyx, chunk) as on_chunk:
+    with _progress(shape_zyx, chunk) as advance, _interrupt_deferred() as check_interrupt:
+
+        def on_chunk() -> None:
+            check_interrupt()
+            advance()
+
         return write_phantom(
             arguments.out,
             shape_zyx,
@@ -81,10 +84,38 @@ def _synth(arguments: argparse.Namespace) -> PhantomReport:
 
 
 @contextmanager
-def _progress(shape_zyx: Triple, chunk: int) -> Iterator[Callable[[], None] | None]:
-    """A bar on stderr that is advanced once per chunk; None where stderr is not a terminal."""
+def _interrupt_deferred() -> Iterator[Callable[[], None]]:
+    """Holds a first Ctrl-C back until the function it yields is called; a second one interrupts at once.
+
+    Between chunks nothing is under way.  Amid one, zarr's own thread would go on putting files into the temporary
+    directory while it is being removed: the removal can fail, and files stay.
+    """
+    pressed: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        signal.signal(number, signal.default_int_handler)
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, as in a shell's background, or somebody else's to handle
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(shape_zyx: Triple, chunk: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr that is advanced once per chunk; nothing where stderr is not a terminal."""
     if not sys.stderr.isatty():
-        yield None
+        yield lambda: None
         return
     from rich.console import Console
     from rich.progress import Progress

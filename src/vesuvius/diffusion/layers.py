@@ -1,0 +1,158 @@
+"""The parts that the U-Net is built of, none of which knows the config.
+
+Branches end in a convolution that starts as zero, so a block is the identity (or its skip) at first.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from vesuvius.config import Triple
+
+FREQUENCIES = 64
+LONGEST_PERIOD = 10_000.0
+NORM_EPS = 1e-5
+MIN_CHANNELS_PER_GROUP = 4
+
+
+def group_count(channels: int, norm_groups: int) -> int:
+    """Return the largest divisor of `channels` that is at most `norm_groups` and leaves 4 channels or more a group.
+
+    A group of one channel would be instance normalisation, which erases each channel's mean and with it the
+    brightness of the patch.
+    """
+    most = max(1, min(norm_groups, channels // MIN_CHANNELS_PER_GROUP))
+    return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
+
+
+def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
+    """Move each stride-sized box of voxels into channels: [B, C, Z, Y, X] -> [B, C sz sy sx, Z/sz, Y/sy, X/sx]."""
+    b, c, z, y, x_size = x.shape
+    sz, sy, sx = stride_zyx
+    boxes = x.reshape(b, c, z // sz, sz, y // sy, sy, x_size // sx, sx)
+    return boxes.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(b, c * sz * sy * sx, z // sz, y // sy, x_size // sx)
+
+
+def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
+    """Undo `space_to_depth`: [B, C sz sy sx, Z, Y, X] -> [B, C, Z sz, Y sy, X sx]."""
+    b, channels, z, y, x_size = x.shape
+    sz, sy, sx = stride_zyx
+    c = channels // (sz * sy * sx)
+    boxes = x.reshape(b, c, sz, sy, sx, z, y, x_size)
+    return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, c, z * sz, y * sy, x_size * sx)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def _group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor) -> Tensor:
+    """GroupNorm in the dtype of `x`; torch keeps its statistics in float32.
+
+    Left to autocast, CUDA would store float32 copies of both input and output for the backward pass.
+    """
+    with _no_autocast(x.device):
+        return F.group_norm(x, groups, weight.to(x.dtype), bias.to(x.dtype), NORM_EPS)
+
+
+class ZeroConv3d(nn.Conv3d):
+    """A convolution that starts as zero, so that the branch it ends adds nothing at first."""
+
+    def reset_parameters(self) -> None:
+        """Set weight and bias to 0."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+class NormSiLU(nn.Module):
+    """GroupNorm with learned weight and bias, then SiLU."""
+
+    def __init__(self, channels: int, norm_groups: int) -> None:
+        super().__init__()
+        self.groups = group_count(channels, norm_groups)
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, Z, Y, X] -> same shape and dtype."""
+        return F.silu(_group_norm(x, self.groups, self.weight, self.bias))
+
+
+class AdaptiveNormSiLU(nn.Module):
+    """GroupNorm whose scale and shift come from the timestep (AdaGN, Dhariwal & Nichol 2021), then SiLU."""
+
+    def __init__(self, channels: int, embedding: int, norm_groups: int) -> None:
+        super().__init__()
+        self.groups = group_count(channels, norm_groups)
+        self.project = nn.Linear(embedding, 2 * channels)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """[B, C, Z, Y, X] and [B, embedding] -> same shape and dtype as `x`."""
+        b, c, *size_zyx = x.shape
+        scale, shift = self.project(embedding).chunk(2, dim=1)
+        # With the batch folded into the channels, scale and shift are GroupNorm's own weight and bias: written as
+        # norm(x) * (1 + scale) + shift, the backward pass would keep one more tensor of this size.
+        folded = x.reshape(1, b * c, *size_zyx)
+        return F.silu(_group_norm(folded, b * self.groups, (1 + scale).flatten(), shift.flatten()).reshape(x.shape))
+
+
+class ResidualBlock(nn.Module):
+    """x + conv(SiLU(AdaGN(conv(SiLU(norm(x))), t))), the second convolution starting as zero."""
+
+    def __init__(self, channels_in: int, channels_out: int, embedding: int, norm_groups: int) -> None:
+        super().__init__()
+        self.norm_1 = NormSiLU(channels_in, norm_groups)
+        self.conv_1 = nn.Conv3d(channels_in, channels_out, 3, padding=1)
+        self.norm_2 = AdaptiveNormSiLU(channels_out, embedding, norm_groups)
+        self.conv_2 = ZeroConv3d(channels_out, channels_out, 3, padding=1)
+        self.skip = nn.Identity() if channels_in == channels_out else nn.Conv3d(channels_in, channels_out, 1)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X]."""
+        h = self.conv_1(self.norm_1(x))
+        out: Tensor = self.skip(x) + self.conv_2(self.norm_2(h, embedding))
+        return out
+
+
+class Attention(nn.Module):
+    """x + self-attention over all voxels, the output projection starting as zero."""
+
+    def __init__(self, channels: int, heads: int, norm_groups: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.GroupNorm(group_count(channels, norm_groups), channels, NORM_EPS)
+        self.qkv = nn.Linear(channels, 3 * channels)
+        self.out = ZeroConv3d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, Z, Y, X] -> same shape."""
+        b, c, *size_zyx = x.shape
+        qkv: Tensor = self.qkv(self.norm(x).flatten(2).transpose(1, 2))
+        q, k, v = qkv.reshape(b, -1, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        out: Tensor = self.out(attended.transpose(2, 3).reshape(b, c, *size_zyx))
+        return x + out
+
+
+class TimestepEmbedding(nn.Module):
+    """Sines and cosines of t (Vaswani et al. 2017) and a two-layer perceptron, in float32 whatever the autocast."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(2 * FREQUENCIES, width)
+        self.linear_2 = nn.Linear(width, width)
+
+    def forward(self, t: Tensor) -> Tensor:
+        """int64 [B] -> float32 [B, width]."""
+        with _no_autocast(t.device):
+            exponents = torch.arange(FREQUENCIES, dtype=torch.float32, device=t.device) / FREQUENCIES
+            angles = t.float()[:, None] * torch.exp(-math.log(LONGEST_PERIOD) * exponents)
+            waves = torch.cat([angles.cos(), angles.sin()], dim=1)
+            return F.silu(self.linear_2(F.silu(self.linear_1(waves))))

@@ -1,0 +1,113 @@
+"""JSON Lines, the log line, durations and memory readers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vesuvius.observe.clock import StepTimes
+from vesuvius.observe.logfile import StepFigures, format_duration, step_line
+from vesuvius.observe.memory import GIB, measure_memory, memory_limit_bytes
+from vesuvius.observe.records import JsonLines, read_records
+
+FIGURES = StepFigures(
+    step=1200,
+    steps=128000,
+    epoch=1,
+    epochs=32,
+    loss=0.0312,
+    grad_norm=0.5,
+    lr=1e-4,
+    times=StepTimes(step_s=2.914, data_s=0.412, h2d_s=0.003, gpu_s=2.471),
+    samples=4,
+    vram_bytes=(int(41.2 * GIB), int(79.3 * GIB)),
+    ram_bytes=(int(38.4 * GIB), int(170 * GIB)),
+    workers=4,
+    worker_max_bytes=int(6.9 * GIB),
+    eta_s=4 * 86400 + 7 * 3600,
+)
+
+
+def test_the_step_line_is_the_one_that_others_grep() -> None:
+    assert step_line(FIGURES) == (
+        "Train step 1200/128000 epoch 1/32 loss 0.03120 lr 1.0e-04 step_s 2.914 data_s 0.412 h2d_s 0.003 gpu_s 2.471 "
+        "other_s 0.028 data_pct 14.1 samples_s 1.37 vram_gib 41.2/79.3 ram_gib 38.4/170.0 workers 4 worker_max_gib 6.9 "
+        "eta 4d07h"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (750, "12m30s"), (11100, "3h05m"), (370800, "4d07h")]
+)
+def test_durations_read_at_a_glance(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_records_are_appended_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path)
+    first.write("step", step=1, loss=0.5)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')
+    second = JsonLines(path)
+    second.write("step", step=2, loss=math.nan, parts=[math.inf, 1.0])
+    second.close()
+    records = read_records(path)
+    assert [r["step"] for r in records] == [1, 2]
+    assert records[1]["loss"] is None
+    assert records[1]["parts"] == [None, 1.0]
+    for line in path.read_text().splitlines()[2:]:
+        json.loads(line)
+
+
+def test_figures_keep_their_precision(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "m.jsonl")
+    file.write("step", loss=0.1 + 0.2)
+    assert read_records(tmp_path / "m.jsonl")[0]["loss"] == 0.1 + 0.2
+
+
+def test_private_memory_of_children_is_counted() -> None:
+    code = "import numpy as np; a = np.ones(25_000_000); print('up', flush=True); input()"
+    before = measure_memory()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        during = measure_memory()
+        child.communicate("\n")
+    assert during.anon_bytes - before.anon_bytes >= 200_000_000
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs /dev/shm")
+def test_shared_memory_is_counted_once_and_not_as_private() -> None:
+    from multiprocessing.shared_memory import SharedMemory
+
+    before = measure_memory()
+    shared = SharedMemory(create=True, size=100_000_000)
+    try:
+        view: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.ndarray((100_000_000,), np.uint8, buffer=shared.buf)
+        view[:] = 1
+        after = measure_memory()
+        del view
+    finally:
+        shared.close()
+        shared.unlink()
+    assert after.shared_bytes - before.shared_bytes >= 90_000_000
+    assert after.anon_bytes - before.anon_bytes < 50_000_000
+
+
+def test_a_container_limit_below_the_machine_is_the_limit(tmp_path: Path) -> None:
+    machine = memory_limit_bytes(tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory_limit_bytes(tmp_path) == machine
+    (tmp_path / "memory.high").write_text("1073741824\n")
+    assert memory_limit_bytes(tmp_path) == GIB
