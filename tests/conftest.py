@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 import yaml
 import zarr
+
+# As `vesuvius train` does, before a test imports torch.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 REPOSITORY = Path(__file__).parent.parent
 SCROLL_DATA = REPOSITORY.parent / "shared" / "data"

@@ -57,10 +57,19 @@ def test_a_run_leaves_what_the_conventions_say(tiny_config: WriteConfig) -> None
     assert vesuvius_train(config) == 0
     run = Path("runs/tiny")
     for name in (
-        "config.source.yaml config.resolved.yaml env.json split.json logs/train_full.log logs/monitor.log metrics.jsonl "
-        "system.jsonl checkpoints/step_00000010/ema.safetensors checkpoints/step_00000020/state.pt "
-        "samples/step_00000010.png samples/step_00000020.png"
-    ).split():
+        "config.source.yaml",
+        "config.resolved.yaml",
+        "env.json",
+        "split.json",
+        "logs/train_full.log",
+        "logs/monitor.log",
+        "metrics.jsonl",
+        "system.jsonl",
+        "checkpoints/step_00000010/ema.safetensors",
+        "checkpoints/step_00000020/state.pt",
+        "samples/step_00000010.png",
+        "samples/step_00000020.png",
+    ):
         assert (run / name).exists(), name
     assert (run / "config.source.yaml").read_text() == config.read_text()
     assert yaml.safe_load((run / "config.resolved.yaml").read_text())["training"]["clip_norm"] == 1.0
@@ -275,6 +284,22 @@ def test_an_unreadable_chunk_ends_a_run_with_exit_6_and_one_line(
     assert list_checkpoints(Path("runs/tiny/checkpoints")) == []
 
 
+# No file of this process may reach the size in its first argument: its writes fail as on a full disk.
+TRAIN_WITH_SMALL_FILES = """
+import resource
+import signal
+import sys
+
+limit = int(sys.argv.pop(1))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+from vesuvius.train import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_a_full_disk_at_checkpoint_time_ends_with_exit_6_and_the_older_checkpoint_is_whole(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
@@ -282,10 +307,8 @@ def test_a_full_disk_at_checkpoint_time_ends_with_exit_6_and_the_older_checkpoin
     assert vesuvius_train(config, "training.max_steps=2") == 0
     (old,) = list_checkpoints(Path("runs/tiny/checkpoints"))
     size = (old / "state.pt").stat().st_size
-    # No file of this process may reach the size of a checkpoint: its writes fail as on a full disk.
-    limited = f"import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2}, {size // 2})); from vesuvius.train import main; sys.exit(main(sys.argv[1:]))"
     result = subprocess.run(
-        [sys.executable, "-c", limited, "--config", str(config), "--resume"],
+        [sys.executable, "-c", TRAIN_WITH_SMALL_FILES, str(size // 2), "--config", str(config), "--resume"],
         cwd=tmp_path,
         text=True,
         capture_output=True,
@@ -358,9 +381,18 @@ def test_the_module_and_the_command_are_the_same_door(tiny_config: WriteConfig, 
     assert "--resume" in again.stderr
 
 
+HELP_THEN_HEAVY_MODULES = """
+import sys
+
+from vesuvius.cli import main
+
+main(["--help"])
+print(sorted({"torch", "ray", "zarr", "numpy"} & set(sys.modules)))
+"""
+
+
 def test_help_needs_nothing_heavy() -> None:
-    code = "import sys; from vesuvius.cli import main; main(['--help']); print(sorted({'torch', 'ray', 'zarr', 'numpy'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    result = subprocess.run([sys.executable, "-c", HELP_THEN_HEAVY_MODULES], text=True, capture_output=True, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
     assert cli.main(["no-such-command"]) == 2
 

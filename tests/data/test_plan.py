@@ -1,4 +1,4 @@
-"""The plan: every voxel is reached, no region repeats early, batches are mixed, and the order depends on nothing else."""
+"""The plan: every voxel is reached, no region repeats early, batches are mixed, the order depends on nothing else."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_seed_changes_the_order_and_symmetries_can_be_switched_off() -> None
     starts = [[simple_plan(seed=seed).sample(i).start_zyx for i in range(20)] for seed in (0, 1)]
     assert starts[0] != starts[1]
     plain = simple_plan(augment=AugmentConfig(flip=False, turn=False))
-    assert {plain.sample(i).symmetry.flip_zyx + (plain.sample(i).symmetry.turns,) for i in range(50)} == {
+    assert {(*plain.sample(i).symmetry.flip_zyx, plain.sample(i).symmetry.turns) for i in range(50)} == {
         (False, False, False, 0)
     }
     mixed = simple_plan()
@@ -169,7 +169,10 @@ def test_the_seed_changes_the_order_and_symmetries_can_be_switched_off() -> None
 
 
 def test_the_sequence_is_pinned() -> None:
-    """A change here silently changes every run that is resumed: bump it only on purpose, and say so in the CHANGELOG."""
+    """A change here silently changes every run that is resumed.
+
+    Bump it only on purpose, and say so in the CHANGELOG.
+    """
     plan = simple_plan()
     starts = [plan.sample(i).start_zyx for i in (0, 1, 2, 3, 100)]
     assert starts == [(52, 107, 78), (52, 65, 90), (30, 45, 69), (61, 33, 48), (54, 97, 74)]

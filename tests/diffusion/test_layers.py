@@ -11,7 +11,7 @@ from vesuvius.diffusion import layers
 
 
 @pytest.mark.parametrize(("channels", "norm_groups", "groups"), [(32, 32, 8), (128, 32, 32), (24, 5, 4), (3, 32, 1)])
-def test_groups_divide_the_channels_and_hold_four_or_all_of_them(channels: int, norm_groups: int, groups: int) -> None:
+def test_each_group_holds_at_least_four_channels_or_all_there_are(channels: int, norm_groups: int, groups: int) -> None:
     assert layers.group_count(channels, norm_groups) == groups
 
 

@@ -1,6 +1,7 @@
 """The network's shapes, initial weights, precision and refusals."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -166,6 +167,15 @@ def test_channels_last_gives_the_same_numbers() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """torch.compile remembers shapes by code, across models: the next test's would count as dynamic."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiler")
 def test_forward_is_one_graph_for_torch_compile() -> None:
     model, (x, t) = _awake(ALL_PARTS).eval(), _input()
     # backend="eager" runs the captured graph as it is: a graph break would raise, the numbers stay the same.

@@ -1,10 +1,10 @@
 """Second stop of a patch: which voxels sample i is cut from.  Pure: no I/O, no state, a function of (seed, i).
 
-The order of samples depends on the seed and the `data` section alone.  Sample i belongs to task i // (K R); within its
-task, run k = (i % (K R)) // R holds one patch from each of the task's R regions, so a batch of R patches mixes R regions
-while every region is read once for K patches.  Regions of a volume come in a random order, none again before all have
-been seen; a volume is drawn for each region by its weight.  Ranks take samples by index modulo their number, which gives
-each rank its own regions where R is a multiple of it.
+The order of samples depends on the seed and the `data` section alone.  Sample i belongs to task i // (K R); within
+its task, run k = (i % (K R)) // R holds one patch from each of the task's R regions, so a batch of R patches mixes R
+regions while every region is read once for K patches.  Regions of a volume come in a random order, none again before
+all have been seen; a volume is drawn for each region by its weight.  Ranks take samples by index modulo their number,
+which gives each rank its own regions where R is a multiple of it.
 """
 
 from __future__ import annotations
@@ -174,8 +174,9 @@ class Plan:
     def _region_number(self, volume: int, visit: int) -> int:
         """Which region the volume's slot number `visit` (0, 1, 2, ...) reads.
 
-        Even and odd regions take turns in coming in a new random order, so the end of one pass and the start of the next
-        share no region.  With fewer than 2 R regions that gap would be too short: one random order is then repeated.
+        Even and odd regions take turns in coming in a new random order, so the end of one pass and the start
+        of the next share no region.  With fewer than 2 R regions that gap would be too short: one random
+        order is then repeated.
         """
         count = self.volumes[volume].region_count
         again, position = divmod(visit, count)

@@ -114,7 +114,7 @@ def estimate_grey_range(volume: Volume, plan: Plan, number: int) -> GreyRange:
     low, high = np.percentile(np.concatenate(material), _PERCENTILES) if any(map(len, material)) else (0.0, 0.0)
     if not low < high:
         raise DataError(
-            f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} patches "
-            f"of {volume.name}; set data.normalize.low and data.normalize.high"
+            f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} "
+            f"patches of {volume.name}; set data.normalize.low and data.normalize.high"
         )
     return GreyRange(float(low), float(high))

@@ -1,5 +1,6 @@
-"""Third stop of a patch: read each region of a task once and cut its patches.  The same code runs in a Ray worker and in
-the trainer (`workers: 0`), so both deliver the same bytes.
+"""Third stop of a patch: read each region of a task once and cut its patches.
+
+The same code runs in a Ray worker and in the trainer (`workers: 0`), so both deliver the same bytes.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ def split_volume(name: str, shape_zyx: Triple, patch_zyx: Triple, config: Valida
     train_stop = size - held_out - guard
     if train_stop < patch:
         raise DataError(
-            f"a volume must hold a training patch, the guard and the validation slab along {'zyx'[axis]}; got {patch} + "
-            f"{guard} + {held_out} voxels in {size} of {name}; reduce data.patch_size or data.validation.guard, or set "
-            "data.validation.fraction=0"
+            f"a volume must hold a training patch, the guard and the validation slab along {'zyx'[axis]}; got {patch} "
+            f"+ {guard} + {held_out} voxels in {size} of {name}; reduce data.patch_size or data.validation.guard, or "
+            "set data.validation.fraction=0"
         )
     return Split(
         train=((0, 0, 0), _replace(shape_zyx, axis, train_stop)),

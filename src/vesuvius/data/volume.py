@@ -109,8 +109,8 @@ def open_volume(spec: VolumeConfig) -> Volume:
         array, axes = node, None
         if spec.level:
             raise DataError(
-                f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point path at the "
-                "OME-Zarr group"
+                f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point path "
+                "at the OME-Zarr group"
             )
     if not np.dtype(array.dtype).isnative:  # zarrs decodes native byte order only, and says so at the first read
         with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}):
@@ -167,8 +167,8 @@ def _open_node(path: str) -> zarr.Array[Any] | zarr.Group:
 
 
 HOW_TO_GET_DATA = (
-    "write a synthetic scroll with `vesuvius volume synth volumes/phantom.zarr`, download a real one (its address is in "
-    'configs/exp001_full.yaml), or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
+    "write a synthetic scroll with `vesuvius volume synth volumes/phantom.zarr`, download a real one (its address is "
+    'in configs/exp001_full.yaml), or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
 )
 
 
@@ -220,7 +220,8 @@ def _check_axes(name: str, array: zarr.Array[Any], axes: list[str] | None, selec
     axes_text = f"axes {', '.join(axes)}" if axes else f"{array.ndim} axes"
     if leading < 0 or (axes is not None and axes[-3:] != ["z", "y", "x"]):
         raise DataError(
-            f"a volume needs axes z, y, x as its last three; got {axes_text} of shape {array.shape} in {name}; rewrite it in that order"
+            f"a volume needs axes z, y, x as its last three; got {axes_text} of shape "
+            f"{array.shape} in {name}; rewrite it in that order"
         )
     if len(select) != leading:
         raise DataError(

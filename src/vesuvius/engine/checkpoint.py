@@ -1,4 +1,4 @@
-"""Checkpoints: `checkpoints/step_00000500/` with `state.pt`, `ema.safetensors` and a `manifest.json` that vouches for both.
+"""Checkpoints: `checkpoints/step_00000500/` with `state.pt`, `ema.safetensors` and a `manifest.json` vouching for both.
 
 A checkpoint is written under another name, flushed to disk, and renamed when it is whole; only then are older ones
 pruned.  Killing the process at any moment leaves the last whole checkpoint.
@@ -60,7 +60,8 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         raise StorageError(
             f"a checkpoint must fit on the disk; got {type(error).__name__}: {error} writing {final} "
-            f"({_free_gib(directory):.2f} GiB free); free some space and start again with --resume; older checkpoints are whole"
+            f"({_free_gib(directory):.2f} GiB free); free some space and start again with --resume; "
+            "older checkpoints are whole"
         ) from error
     # What lies beyond this step was passed over as damaged when the run was resumed: it must not push out whole ones.
     until_now = [path for path in list_checkpoints(directory) if path.name <= final.name]

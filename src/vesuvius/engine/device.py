@@ -96,7 +96,10 @@ class DeviceFeed:
 
 
 def apply_symmetries(patches: Tensor, symmetries: Sequence[Symmetry]) -> Tensor:
-    """Mirror and turn each patch [B, Z, Y, X] by its own symmetry.  Moves voxels, changes none: any dtype, any device."""
+    """Mirror and turn each patch [B, Z, Y, X] by its own symmetry.
+
+    Moves voxels, changes none: any dtype, any device.
+    """
     if patches.dtype == torch.uint16:  # torch cannot flip uint16; the bits are moved as int16
         return apply_symmetries(patches.view(torch.int16), symmetries).view(torch.uint16)
     out = torch.empty_like(patches)

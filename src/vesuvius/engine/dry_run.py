@@ -50,7 +50,8 @@ def dry_run(config: Config, resume: bool) -> list[str]:
     lines += [
         f"model      {parameters / 1e6:.1f} M parameters, device {device}, amp {resolve_amp(training.amp, device)}",
         f"batch      {training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",
-        f"readers    {training.workers} workers, object store {store_need_bytes(data.job, training.train_batch_size, training) / GIB:.2f} GiB",
+        f"readers    {training.workers} workers, object store "
+        f"{store_need_bytes(data.job, training.train_batch_size, training) / GIB:.2f} GiB",
         _disk_line(directory.path, parameters, training.keep_last),
     ]
     return [*lines, "dry run: all checks passed, nothing was written"]
@@ -67,15 +68,16 @@ def _data_lines(config: Config, data: PreparedData) -> list[str]:
         validation = format_box(split.validation) if split.validation else "none"
         largest = [max(hi - lo for lo, hi in axis) for axis in planned.intervals_zyx]
         lines += [
-            f"volume     {volume.name}: {_times(volume.shape_zyx)} {volume.dtype}, chunks {_times(volume.chunk_zyx)}, decoded by "
-            f"{volume.codec_pipeline}",
+            f"volume     {volume.name}: {_times(volume.shape_zyx)} {volume.dtype}, chunks {_times(volume.chunk_zyx)}, "
+            f"decoded by {volume.codec_pipeline}",
             f"  split    training {format_box(split.train)}; validation {validation}",
             f"  regions  {planned.region_count} of up to {_times(largest)}, read amplification "
             f"{data.plan.read_amplification(number):.2f}",
         ]
     if data.plan.repeats_within_a_run:
         lines.append(
-            f"WARN       fewer regions than data.regions_per_task={config.data.regions_per_task}: batches repeat regions"
+            f"WARN       fewer regions than data.regions_per_task={config.data.regions_per_task}: "
+            "batches repeat regions"
         )
     lines.append(f"plan       {data.plan.hash}, {data.plan.samples_per_task} samples a task")
     return lines
@@ -91,7 +93,8 @@ def _disk_line(path: Path, parameters: int, keep_last: int) -> str:
     )
     if need > free:
         raise StorageError(
-            f"the checkpoints must fit on the disk; got {text}; free some space, lower training.keep_last or link runs/ to a larger disk"
+            f"the checkpoints must fit on the disk; got {text}; free some space, lower training.keep_last or link "
+            "runs/ to a larger disk"
         )
     return f"disk       {text}"
 

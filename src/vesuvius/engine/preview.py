@@ -39,7 +39,7 @@ def generate_patches(
 
 
 def real_patches(config: Config, data: PreparedData, greys: list[GreyRange]) -> NDArray[np.float32]:
-    """The first training patches of the plan, mirrored as in training: float32 [preview_count, Z, Y, X], model values."""
+    """The plan's first training patches, mirrored as in training: float32 [preview_count, Z, Y, X], model values."""
     return np.stack([_read_patch(data.plan, data, greys, i) for i in range(config.training.preview_count)])
 
 

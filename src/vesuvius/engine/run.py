@@ -222,7 +222,7 @@ def _log_start(
         )
     if data.plan.repeats_within_a_run:
         log.warning(
-            "the volumes hold fewer regions than data.regions_per_task=%d: batches repeat regions; use larger volumes, a "
-            "smaller data.patch_size or a smaller data.validation.guard",
+            "the volumes hold fewer regions than data.regions_per_task=%d: batches repeat regions; use larger volumes, "
+            "a smaller data.patch_size or a smaller data.validation.guard",
             config.data.regions_per_task,
         )

@@ -81,8 +81,8 @@ def refuse_existing(directory: RunDir) -> None:
     """Raises ConfigError where the run exists: nothing of it may be overwritten by a new one."""
     if directory.path.exists():
         raise ConfigError(
-            f"a new run needs a directory of its own; got {directory.path}, which exists; go on with it by --resume, choose "
-            "another name, or move it away"
+            f"a new run needs a directory of its own; got {directory.path}, which exists; go on with it by --resume, "
+            "choose another name, or move it away"
         )
 
 

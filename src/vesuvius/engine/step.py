@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches accumulate a gradient, then it is checked, clipped and applied, and the EMA follows.
+"""One optimizer step: micro-batches accumulate a gradient, it is checked, clipped and applied, and the EMA follows.
 
 The accumulated gradient, its norm, the logged loss, the learning rate and the EMA equal those of one large batch.
 Nothing here makes the host wait for a GPU: whether a step was finite is a flag on the device that the optimizer and the
@@ -57,7 +57,7 @@ class TrainStep:
         self._device = device
         self.amp = resolve_amp(config.training.amp, device)
         self.network = network.to(device)
-        self._forward: Any = torch.compile(self.network) if config.training.compile else self.network
+        self._forward: Any = torch.compile(self.network, dynamic=False) if config.training.compile else self.network
         self.optimizer = make_optimizer(self.network, config.training)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
         self.ema = MovingAverage(self.network, config.training.ema_decay)

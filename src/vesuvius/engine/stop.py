@@ -27,7 +27,10 @@ class StopRequest:
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def listen(self) -> None:
-        """Take over the signals.  To be called again after Ray has started: ray.init replaces the handler of SIGTERM."""
+        """Take over the signals.
+
+        To be called again after Ray has started: ray.init replaces the handler of SIGTERM.
+        """
         for number in self._before:
             signal.signal(number, self._on_signal)
 

@@ -108,8 +108,9 @@ class _CudaStep:
 class CudaClock:
     """Parts and steps by the device's clock, without a synchronize per step.
 
-    Time in which the device computes is gpu_s, whatever the host does meanwhile.  The gaps between are split: at most the
-    copies' own time is h2d_s, at most the host's wait is data_s, the rest is other_s.  What hides behind computing is 0.
+    Time in which the device computes is gpu_s, whatever the host does meanwhile.  The gaps between are split:
+    at most the copies' own time is h2d_s, at most the host's wait is data_s, the rest is other_s.  What hides
+    behind computing is 0.
     """
 
     def __init__(self) -> None:
