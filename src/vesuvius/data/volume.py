@@ -148,7 +148,7 @@ def _open_node(path: str) -> zarr.Array[Any] | zarr.Group:
     if "://" in path:
         raise DataError(f"volumes are read from disk for now; got {path}; copy the part you need to a local zarr")
     if not Path(path).exists():
-        raise DataError(f"a volume must exist; got {path}, which is not there; {HOW_TO_GET_DATA}")
+        raise DataError(f"a volume must exist; got {path}, which is not there; {_how_to_get_data(path)}")
     try:
         with warnings.catch_warnings():
             # Where zarrs does not support an array it falls back to zarr-python and warns on every open;
@@ -157,7 +157,8 @@ def _open_node(path: str) -> zarr.Array[Any] | zarr.Group:
             return zarr.open(path, mode="r")
     except FileNotFoundError as error:
         raise DataError(
-            f"a volume must be a zarr array or group; got {path}, which is neither; {HOW_TO_GET_DATA}"
+            f"a volume must be a zarr array or group; got {path}, which is neither; point path at the "
+            "zarr itself (it holds .zarray, .zgroup or zarr.json)"
         ) from error
     except Exception as error:  # malformed metadata and unknown codecs raise many types
         raise DataError(
@@ -166,10 +167,11 @@ def _open_node(path: str) -> zarr.Array[Any] | zarr.Group:
         ) from error
 
 
-HOW_TO_GET_DATA = (
-    "write a synthetic scroll with `vesuvius volume synth volumes/phantom.zarr`, download a real one (its address is "
-    'in configs/exp001_full.yaml), or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
-)
+def _how_to_get_data(path: str) -> str:
+    return (
+        f"write a synthetic scroll there with `vesuvius volume synth {path}`, download a real one (its address is in "
+        'configs/exp001_full.yaml), or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
+    )
 
 
 def _pick_level(
