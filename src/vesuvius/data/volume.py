@@ -101,6 +101,14 @@ def open_volume(spec: VolumeConfig) -> Volume:
         DataError: nothing there, not a zarr, no such level, not three axes z, y, x, or a dtype that is not supported.
     """
     _use_one_codec_thread()
+    with warnings.catch_warnings():
+        # Where zarrs does not support an array it falls back to zarr-python and warns on every open;
+        # `Volume.codec_pipeline` says which one is at work, and the run's log repeats it once.
+        warnings.filterwarnings("ignore", message="Array is unsupported by ZarrsCodecPipeline")
+        return _open_volume(spec)
+
+
+def _open_volume(spec: VolumeConfig) -> Volume:
     node = _open_node(spec.path)
     voxel_size_um = None
     if isinstance(node, zarr.Group):
@@ -150,11 +158,7 @@ def _open_node(path: str) -> zarr.Array[Any] | zarr.Group:
     if not Path(path).exists():
         raise DataError(f"a volume must exist; got {path}, which is not there; {_how_to_get_data(path)}")
     try:
-        with warnings.catch_warnings():
-            # Where zarrs does not support an array it falls back to zarr-python and warns on every open;
-            # `Volume.codec_pipeline` says which one is at work, and the run's log repeats it once.
-            warnings.filterwarnings("ignore", message="Array is unsupported by ZarrsCodecPipeline")
-            return zarr.open(path, mode="r")
+        return zarr.open(path, mode="r")
     except FileNotFoundError as error:
         raise DataError(
             f"a volume must be a zarr array or group; got {path}, which is neither; point path at the "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vesuvius.config import MonitorConfig
+from vesuvius.observe.logfile import DATE_FORMAT
 from vesuvius.observe.memory import GIB, MemoryUse, measure_memory
 from vesuvius.observe.records import JsonLines
 
@@ -47,11 +49,13 @@ class Monitor:
     def _run(self) -> None:
         per_line = max(round(self._config.write_every_s / self._config.sample_every_s), 1)
         samples: list[MemoryUse] = []
-        while not self._stop.wait(self._config.sample_every_s):
+        stopped = False
+        while not stopped:
+            stopped = self._stop.wait(self._config.sample_every_s)
             try:
                 self.latest = measure_memory()
                 samples.append(self.latest)
-                if len(samples) >= per_line:
+                if stopped or len(samples) >= per_line:
                     self._write(samples)
                     samples = []
             except Exception:  # a monitor must not end the run it watches; the log says that it is blind
@@ -71,7 +75,8 @@ class Monitor:
         top = max(s.used_bytes for s in samples) / GIB
         with self._log_file.open("a", encoding="utf-8") as out:
             each = " ".join(f"{pid}:{value / GIB:.2f}" for pid, value in sorted(readers.items())) or "-"
-            out.write(f"ram_gib {top:.2f}/{samples[-1].limit_bytes / GIB:.1f} readers_gib {each}\n")
+            now = time.strftime(DATE_FORMAT)
+            out.write(f"{now} INFO ram_gib {top:.2f}/{samples[-1].limit_bytes / GIB:.1f} readers_gib {each}\n")
 
 
 def _min_mean_max(values: list[int]) -> dict[str, float]:
