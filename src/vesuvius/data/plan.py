@@ -125,7 +125,11 @@ class Plan:
     def region_of_slot(self, slot: int) -> tuple[int, Box]:
         """Volume number and box of region slot 0, 1, 2, ...; task n holds slots n R to n R + R - 1.  Pure."""
         volume, visit = self._volume_of_slot(slot)
-        return volume, self.volumes[volume].region(self._region_number(volume, visit))
+        return volume, self.region_of_visit(volume, visit)
+
+    def region_of_visit(self, volume: int, visit: int) -> Box:
+        """The box that slot number `visit` (0, 1, 2, ...) of this one volume reads.  Pure."""
+        return self.volumes[volume].region(self._region_number(volume, visit))
 
     def tasks(self, first: int, stop: int) -> Iterator[Task]:
         """The tasks that hold samples first <= i < stop, the first and the last one cut to them."""

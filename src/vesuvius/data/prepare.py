@@ -100,16 +100,11 @@ def estimate_grey_range(volume: Volume, plan: Plan, number: int) -> GreyRange:
         DataError: nothing but air, or one grey value only.
     """
     material: list[NDArray[Any]] = []
-    slot = 0
-    while len(material) < _PATCHES_PER_ESTIMATE:
-        drawn, (start, stop) = plan.region_of_slot(slot)
-        slot += 1
-        if drawn != number:
-            continue
-        middle = [(a + b - p) // 2 for a, b, p in zip(start, stop, plan.patch_zyx, strict=True)]
-        z, y, x = middle
-        end_z, end_y, end_x = (m + p for m, p in zip(middle, plan.patch_zyx, strict=True))
-        voxels = volume.read(((z, y, x), (end_z, end_y, end_x)))
+    for visit in range(_PATCHES_PER_ESTIMATE):
+        start, stop = plan.region_of_visit(number, visit)
+        z, y, x = ((a + b - p) // 2 for a, b, p in zip(start, stop, plan.patch_zyx, strict=True))
+        size_z, size_y, size_x = plan.patch_zyx
+        voxels = volume.read(((z, y, x), (z + size_z, y + size_y, x + size_x)))
         material.append(voxels[voxels != volume.fill_value])
     low, high = np.percentile(np.concatenate(material), _PERCENTILES) if any(map(len, material)) else (0.0, 0.0)
     if not low < high:
