@@ -104,7 +104,7 @@ def ray_cluster() -> Iterator[None]:
     from vesuvius.config import ClusterConfig
     from vesuvius.data import ray_stream
 
-    ray_stream.start_ray(ClusterConfig(), workers=4, ranks=1, store_need_bytes=2**28)
+    ray_stream.start_ray(ClusterConfig(), workers=4, ranks=1, store_bytes=2**29)
     yield
     ray_stream.ray.shutdown()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(tiny_config(), "training.max_steps=1", "--resume") == 0
-    assert "WARNING no whole checkpoint" in capsys.readouterr().out
+    assert "WARNING no checkpoint" in capsys.readouterr().out
     assert [s["step"] for s in steps_of()] == [1]
 
 
@@ -183,6 +184,46 @@ def test_a_resume_that_would_be_another_experiment_is_refused_with_the_differenc
     assert vesuvius_train(config, "--resume", override) == 2
     assert shown in capsys.readouterr().err
     assert Path("runs/tiny/config.resolved.yaml").read_bytes() == before
+
+
+def test_a_resume_on_voxels_of_another_kind_is_refused(
+    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    volume.rename(volume.with_name("old.zarr"))
+    write_array(volume, textured((96, 128, 128), dtype="uint16"))
+    assert vesuvius_train(config, "--resume") == 2
+    assert "plan.volumes" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(training={"save_every": 2})
+    assert vesuvius_train(config, "training.max_steps=4") == 0
+    for checkpoint in list_checkpoints(Path("runs/tiny/checkpoints")):
+        (checkpoint / "manifest.json").unlink()
+    before = Path("runs/tiny/metrics.jsonl").read_bytes()
+    assert vesuvius_train(config, "--resume") == 6
+    assert "one checkpoint must be whole to go on" in capsys.readouterr().err
+    assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
+
+
+def test_a_rare_volume_does_not_hold_up_the_start(tiny_config: WriteConfig, volume: Path) -> None:
+    rare = write_array(volume.with_name("rare.zarr"), textured((96, 128, 128), seed=1))
+    volumes = [{"path": str(volume)}, {"path": str(rare), "weight": 1e-12}]
+    assert vesuvius_train(tiny_config(data={"volumes": volumes}), "training.max_steps=1") == 0
+
+
+def test_the_printed_parts_of_a_step_add_up_within_rounding(tiny_config: WriteConfig) -> None:
+    assert vesuvius_train(tiny_config()) == 0
+    lines = re.findall("Train step.*", Path("runs/tiny/logs/train_full.log").read_text())
+    for line in lines:
+        words = line.split()
+        figures = dict(pairwise(words))
+        parts = sum(float(figures[name]) for name in ("data_s", "h2d_s", "gpu_s", "other_s"))
+        assert parts == pytest.approx(float(figures["step_s"]), abs=0.0026)  # five roundings of half a millisecond
 
 
 def test_a_volume_may_move_and_a_knob_may_turn_between_stop_and_resume(

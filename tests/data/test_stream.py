@@ -16,7 +16,7 @@ from vesuvius.config import ClusterConfig, DataConfig, TrainingConfig, VolumeCon
 from vesuvius.data import ray_stream
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream import PatchStream, check_store
 from vesuvius.errors import ConfigError, DataError
 
 Stack = np.ndarray[Any, Any]
@@ -168,12 +168,16 @@ def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Pa
     assert "\n" not in str(e.value)
 
 
-def test_an_object_store_larger_than_shared_memory_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ray_stream.ray, "is_initialized", lambda: False)
+def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) -> None:
     with pytest.raises(ConfigError, match=r"must fit into /dev/shm.*--shm-size"):
-        ray_stream.start_ray(ClusterConfig(object_store_gib=1e6), workers=1, ranks=1, store_need_bytes=0)
+        check_store(job, 4, TrainingConfig(workers=1), ClusterConfig(object_store_gib=1e6))
+    check_store(job, 4, TrainingConfig(workers=0), ClusterConfig(object_store_gib=1e6))
+    check_store(job, 4, TrainingConfig(workers=1), ClusterConfig())
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"must name a running Ray cluster; got '127.0.0.1:1'"):
+        ray_stream._check_cluster("127.0.0.1:1")
 
 
 def test_volumes_of_one_run_share_a_dtype(tmp_path: Path) -> None:

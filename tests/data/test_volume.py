@@ -117,7 +117,7 @@ REFUSALS = [
     ("ome with a missing level", {"level": 1}, "each level in the metadata must exist"),
     ("xyz axes", {}, "axes x, y, z"),
     ("array", {"level": 1}, "level 0 only"),
-    ("2D", {}, "as its last three"),
+    ("2D", {}, "three axes z, y, x; got 2 axes"),
     ("5D", {}, r"set data.volumes\[\].select to 2 indices, e.g. \[0, 0\]"),
     ("5D", {"select": (0, 9)}, "inside the array"),
     ("array", {"select": (0,)}, "set data.volumes"),

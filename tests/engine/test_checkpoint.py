@@ -89,6 +89,25 @@ def test_a_damaged_newer_one_does_not_push_out_whole_ones(tmp_path: Path) -> Non
     assert newest_checkpoint(tmp_path) == tmp_path / "step_00000030"
 
 
+def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001.txt").touch()
+    (tmp_path / "step_00000002.bak").mkdir()
+    (tmp_path / "step_00000003").touch()
+    for step in (4, 5):
+        save(tmp_path, step, keep_last=1)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_00000005"]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_checkpoints_that_are_all_damaged_are_an_error_not_a_fresh_start(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) is None
+    (save(tmp_path, 1) / "state.pt").write_bytes(b"")
+    with pytest.raises(
+        StorageError, match=r"one checkpoint must be whole.*step_00000001: state.pt has another checksum"
+    ):
+        newest_checkpoint(tmp_path)
+
+
 SAVER = """
 import sys
 from pathlib import Path

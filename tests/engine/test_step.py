@@ -13,7 +13,7 @@ import torch
 from vesuvius.config import Config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.unet import build_unet
-from vesuvius.engine.step import TrainStep, learning_rate, make_optimizer, resolve_amp
+from vesuvius.engine.step import StepResult, TrainStep, learning_rate, make_optimizer, resolve_amp
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def train(step: TrainStep, config: Config, steps: int = 5, scale: float = 1.0) -
         indices = np.arange(batch) + number * batch
         for part in np.split(np.arange(batch), config.training.accumulate_steps):
             step.accumulate(x_0[part], indices[part], t[part])
-        losses.append(float(step.apply(config.training.lr).loss))
+        losses.append(step.apply(config.training.lr).read().loss)
     return losses
 
 
@@ -90,7 +90,7 @@ def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str) -
     x_0 = torch.zeros(4, 1, 8, 16, 16)
     x_0[2, 0, 3, 3, 3] = math.nan
     step.accumulate(x_0, np.arange(4), np.arange(4))
-    result = step.apply(1e-3)
+    result = step.apply(1e-3).read()
     assert not result.finite
     assert not result.overflowed, "a NaN loss is not the scaler's business"
     after = step.state_dict()
@@ -108,7 +108,7 @@ def test_an_fp16_overflow_is_skipped_counted_and_lowers_the_scale() -> None:
     before = weights(step)
     x_0 = torch.ones(4, 1, 8, 16, 16)
     step.accumulate(x_0, np.arange(4), np.arange(4))
-    result = step.apply(1e-3)
+    result = step.apply(1e-3).read()
     assert result.overflowed
     assert not result.finite
     assert step.scaler.get_scale() == 2.0**39
@@ -123,9 +123,9 @@ def test_the_gradient_is_clipped_to_the_norm_and_reported_before() -> None:
     step.accumulate(x_0, np.arange(4), np.array([10, 300, 600, 900]))
     step.optimizer = torch.optim.SGD(step.network.parameters(), lr=1.0, fused=True)  # moves by the gradient itself
     before = weights(step)
-    result = step.apply(1.0)
+    result = step.apply(1.0).read()
     moved = torch.sqrt(sum(((p - before[n]) ** 2).sum() for n, p in weights(step).items()))  # type: ignore[arg-type]
-    assert float(result.grad_norm) > 1e-3
+    assert result.grad_norm > 1e-3
     torch.testing.assert_close(moved, torch.tensor(1e-3), rtol=1e-3, atol=0)
 
 
@@ -195,3 +195,41 @@ def test_a_compiled_network_trains_alike() -> None:
         train(make_step(make_config(train_batch_size=2)), config, steps=2),
         rtol=1e-4,
     )
+
+
+def test_a_run_may_turn_to_fp16_and_back() -> None:
+    plain, half = make_config(train_batch_size=2), make_config(train_batch_size=2, amp="fp16")
+    first = make_step(plain)
+    train(first, plain, steps=2)
+    second = make_step(half)
+    second.load_state_dict(first.state_dict())
+    train(second, half, steps=2)
+    third = make_step(plain)
+    third.load_state_dict(second.state_dict())
+    assert math.isfinite(train(third, plain, steps=1)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str) -> None:
+    config = make_config(train_batch_size=2, accumulate_steps=2, amp=amp)
+    device = torch.device("cuda")
+    step = TrainStep(config, build_unet(config.model, 0, device=device), Schedule.from_config(config.diffusion), device)
+    x_0 = torch.zeros(2, 1, 8, 16, 16, device=device)
+
+    def one() -> None:
+        for part in range(2):
+            step.accumulate(x_0, np.arange(2) + 2 * part, np.array([10, 500]))
+        results.append(step.apply(1e-3))
+
+    results: list[StepResult] = []
+    one()  # the first step makes the optimizer's state and cuDNN's choices
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert all(result.read().finite for result in results)

@@ -39,9 +39,10 @@ class PlanVolume:
 
     name: str
     weight: float
+    shape_zyx: Triple
     train: Box
     chunk_zyx: Triple
-    itemsize: int
+    dtype: str
     intervals_zyx: tuple[tuple[Interval, ...], tuple[Interval, ...], tuple[Interval, ...]]
 
     @cached_property
@@ -153,6 +154,8 @@ class Plan:
             "volumes": [
                 {  # not its path: a volume may move to another disk between stop and resume
                     "weight": volume.weight,
+                    "dtype": volume.dtype,
+                    "shape": list(volume.shape_zyx),
                     "train": [list(volume.train[0]), list(volume.train[1])],
                     "regions": volume.region_count,
                     "intervals": hashlib.sha256(repr(volume.intervals_zyx).encode()).hexdigest()[:16],
@@ -214,7 +217,7 @@ def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> P
 
 
 def plan_volume(
-    name: str, split: Split, chunk_zyx: Triple, itemsize: int, weight: float, config: DataConfig
+    name: str, split: Split, shape_zyx: Triple, chunk_zyx: Triple, dtype: str, weight: float, config: DataConfig
 ) -> PlanVolume:
     """Lay regions over the training box of a volume.  Pure.
 
@@ -228,7 +231,7 @@ def plan_volume(
         intervals = [
             _intervals(lo, hi, stride, p) for lo, hi, stride, p in zip(*split.train, strides, patch, strict=True)
         ]
-        region_bytes = itemsize * math.prod(max(hi - lo for lo, hi in axis) for axis in intervals)
+        region_bytes = np.dtype(dtype).itemsize * math.prod(max(hi - lo for lo, hi in axis) for axis in intervals)
         enough = math.prod(len(axis) for axis in intervals) >= 2 * config.regions_per_task
         shortest = [math.ceil(0.625 * p) for p in patch]
         shorter = [a for a in range(3) if strides[a] > shortest[a]]
@@ -237,7 +240,7 @@ def plan_volume(
         axis = max(shorter, key=lambda a: strides[a] / patch[a])
         strides[axis] = max(strides[axis] // 2, shortest[axis])
     z, y, x = intervals
-    return PlanVolume(name, weight, split.train, chunk_zyx, itemsize, (z, y, x))
+    return PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, (z, y, x))
 
 
 def plan_difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

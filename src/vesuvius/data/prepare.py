@@ -84,7 +84,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
         raise DataError(f"volumes of one run must share a dtype; got {got}; convert them to one")
     splits = tuple(split_volume(v.name, v.shape_zyx, config.patch_size, config.validation) for v in volumes)
     planned = [
-        plan_volume(volume.name, split, volume.chunk_zyx, volume.dtype.itemsize, spec.weight, config)
+        plan_volume(volume.name, split, volume.shape_zyx, volume.chunk_zyx, volume.dtype.name, spec.weight, config)
         for spec, volume, split in zip(config.volumes, volumes, splits, strict=True)
     ]
     plan = make_plan(seed, config, planned)

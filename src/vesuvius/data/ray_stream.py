@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import shutil
+import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -46,41 +47,57 @@ _TASKS_LEFT_AT_OVERLAP = 4
 _ROUND_S = 0.01
 
 
-def start_ray(config: ClusterConfig, workers: int, ranks: int, store_need_bytes: int) -> None:
-    """Start a private Ray, or connect to the cluster that the config names.  Does nothing where Ray is up already.
+def start_ray(config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
+    """Start a private Ray with an object store of `store_bytes`, or connect to the cluster that the config names.
+
+    Does nothing where Ray is up already.  Leaves the process's signal handlers as they are (ray.init takes SIGTERM).
 
     Raises:
-        ConfigError: /dev/shm is too small for the object store (Ray would silently use /tmp instead), or the cluster
-            does not answer.
+        ConfigError: the cluster does not answer.
     """
     if ray.is_initialized():
         return
+    settings: dict[str, Any] = {
+        "address": "local",
+        "include_dashboard": False,
+        "object_store_memory": store_bytes,
+        # Fewer CPUs than actors and Ray would silently run fewer readers; twice as many readers live while one
+        # execution hands over to the next.
+        "num_cpus": max(os.cpu_count() or 1, 2 * workers + ranks + 1),
+    }
     if config.address is not None:
-        try:
-            ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"cluster.address must name a running Ray cluster; got {config.address!r}: {one_line(error)}; start "
-                "one with `ray start --head`, or set cluster.address=null for a private one"
-            ) from error
-        return
-    # Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use): half as much again,
-    # and a floor for its own needs.
-    store_bytes = (
-        int(config.object_store_gib * 2**30) if config.object_store_gib else max(3 * store_need_bytes // 2, 2**28)
-    )
-    _check_shared_memory(store_bytes)
-    with _without_stderr():
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=store_bytes,
-            # Fewer CPUs than actors and Ray would silently run fewer readers; twice as many readers live while one
-            # execution hands over to the next.
-            num_cpus=max(os.cpu_count() or 1, 2 * workers + ranks + 1),
-        )
+        _check_cluster(config.address)
+        settings = {"address": config.address}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with _without_stderr():
+            ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray must start or answer; got cluster.address={config.address!r}: {one_line(error)}; start one with "
+            "`ray start --head`, set cluster.address=null for a private one, or training.workers=0 to do without"
+        ) from error
+    except SystemExit:  # SIGTERM came while Ray's handler was in place
+        signal.signal(signal.SIGTERM, handler)
+        signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _check_cluster(address: str) -> None:
+    """Ray itself waits minutes for a cluster that is not there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # 'auto' and the like
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.address must name a running Ray cluster; got {address!r}: {one_line(error)}; start one with "
+            "`ray start --head`, or set cluster.address=null for a private one"
+        ) from error
 
 
 @contextmanager
@@ -245,16 +262,3 @@ def _reader_error(error: BaseException) -> VesuviusError:
     return VesuviusError(
         f"the stream must not fail; got {type(error).__name__}: {one_line(error)}; see the log for more"
     )
-
-
-def _check_shared_memory(store_bytes: int) -> None:
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
-        return
-    free = shutil.disk_usage(shared).free
-    if store_bytes > free:
-        raise ConfigError(
-            f"the object store must fit into /dev/shm; got {store_bytes / 2**30:.2f} GiB needed and "
-            f"{free / 2**30:.2f} GiB free; start the container with a larger --shm-size, or lower training.workers, "
-            "training.prefetch_factor or data.patches_per_region"
-        )

@@ -6,8 +6,10 @@ The content of batch n depends on the plan alone: not on the number of workers, 
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.data.reader import Block, Reader, ReaderJob
+from vesuvius.errors import ConfigError
 
 _ENDLESS = 2**62
 
@@ -165,14 +168,39 @@ def _open_source(
         return (block for task in job.plan.tasks(first, stop) for block in reader.blocks(task))
     from vesuvius.data import ray_stream  # Ray takes a second to import and is not needed with workers: 0
 
-    prefetch_bytes = training.workers * training.prefetch_factor * batch_size * job.patch_bytes
     need_bytes = store_need_bytes(job, batch_size, training)
-    ray_stream.start_ray(cluster, training.workers, job.world, need_bytes)
-    return ray_stream.RayBlocks(job, first, stop, training.workers, -(-prefetch_bytes // job.block_bytes), need_bytes)
+    prefetch_blocks = -(-_prefetch_bytes(job, batch_size, training) // job.block_bytes)
+    ray_stream.start_ray(cluster, training.workers, job.world, store_size_bytes(need_bytes, cluster))
+    return ray_stream.RayBlocks(job, first, stop, training.workers, prefetch_blocks, need_bytes)
 
 
 def store_need_bytes(job: ReaderJob, batch_size: int, training: TrainingConfig) -> int:
     """Bytes of the object store that can be in use at once: each worker's task in flight and the block it works on, and
-    the batches read ahead.  0 with `workers: 0`."""
-    prefetch_bytes = training.workers * training.prefetch_factor * batch_size * job.patch_bytes
-    return training.workers * (job.blocks_per_task + 1) * job.block_bytes + prefetch_bytes
+    the batches read ahead.  0 with `workers: 0`.  Pure."""
+    tasks_bytes = training.workers * (job.blocks_per_task + 1) * job.block_bytes
+    return tasks_bytes + _prefetch_bytes(job, batch_size, training)
+
+
+def store_size_bytes(need_bytes: int, cluster: ClusterConfig) -> int:
+    """Size of a private Ray's object store.  Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use): half as
+    much again as needed, and a floor for Ray's own use.  Pure."""
+    return int(cluster.object_store_gib * 2**30) if cluster.object_store_gib else max(3 * need_bytes // 2, 2**28)
+
+
+def check_store(job: ReaderJob, batch_size: int, training: TrainingConfig, cluster: ClusterConfig) -> None:
+    """Raises ConfigError where /dev/shm cannot hold the object store of a private Ray: it would silently use /tmp."""
+    shared = Path("/dev/shm")
+    if training.workers == 0 or cluster.address is not None or not shared.is_dir():
+        return
+    size = store_size_bytes(store_need_bytes(job, batch_size, training), cluster)
+    free = shutil.disk_usage(shared).free
+    if size > free:
+        raise ConfigError(
+            f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "
+            "free; start the container with a larger --shm-size, or lower training.workers, training.prefetch_factor, "
+            "data.patches_per_region or cluster.object_store_gib"
+        )
+
+
+def _prefetch_bytes(job: ReaderJob, batch_size: int, training: TrainingConfig) -> int:
+    return training.workers * training.prefetch_factor * batch_size * job.patch_bytes

@@ -224,7 +224,12 @@ def _voxel_size_um(axes: list[Any], dataset: Any) -> tuple[float, float, float] 
 def _check_axes(name: str, array: zarr.Array[Any], axes: list[str] | None, select: tuple[int, ...]) -> None:
     leading = array.ndim - 3
     axes_text = f"axes {', '.join(axes)}" if axes else f"{array.ndim} axes"
-    if leading < 0 or (axes is not None and axes[-3:] != ["z", "y", "x"]):
+    if leading < 0:
+        raise DataError(
+            f"a volume has three axes z, y, x; got {axes_text} of shape {array.shape} in {name}; stack its slices into "
+            "one array (Z, Y, X)"
+        )
+    if axes is not None and axes[-3:] != ["z", "y", "x"]:
         raise DataError(
             f"a volume needs axes z, y, x as its last three; got {axes_text} of shape "
             f"{array.shape} in {name}; rewrite it in that order"

@@ -153,7 +153,11 @@ class UNet(nn.Module):
         assert x.shape[1] == self.in_channels, x.shape
         assert t.shape == x.shape[:1], (t.shape, x.shape)
         batch, _, z, y, x_size = x.shape
-        size_zyx, divisor = (z, y, x_size), self.config.divisor_zyx
+        self.check_size(batch, (z, y, x_size))
+
+    def check_size(self, batch: int, size_zyx: Triple) -> None:
+        """Raises ConfigError where the levels do not halve evenly, or a tensor inside would be too large to index."""
+        divisor = self.config.divisor_zyx
         if any(size % d for size, d in zip(size_zyx, divisor, strict=True)):
             raise ConfigError(
                 f"the input (z, y, x) must be a multiple of {list(divisor)} (model.stem_stride x 2 per further level); "

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,37 +65,54 @@ def save_checkpoint(
             "older checkpoints are whole"
         ) from error
     # What lies beyond this step was passed over as damaged when the run was resumed: it must not push out whole ones.
-    until_now = [path for path in list_checkpoints(directory) if path.name <= final.name]
+    until_now = [path for path in list_checkpoints(directory) if step_of(path) <= step]
     for old in until_now[:-keep_last]:
         shutil.rmtree(old)
     return final
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The state of a whole checkpoint, on the CPU.
+def load_checkpoint(path: Path, *, verified: bool = False) -> dict[str, Any]:
+    """The state of a whole checkpoint, on the CPU.  `verified`: `newest_checkpoint` has just read and found it whole.
 
     Raises:
         StorageError: a file is missing, or is not the one that was written.
     """
-    if damage := find_damage(path):
+    if not verified and (damage := find_damage(path)):
         raise StorageError(f"a checkpoint must be as it was written; got {damage} in {path}; use an older one")
     state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     return state
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint, or None.  Says which damaged ones it passes over."""
+    """The newest whole checkpoint, or None where there is none at all.  Says which damaged ones it passes over.
+
+    Raises:
+        StorageError: there are checkpoints and none is whole: starting at 0 would throw the run away.
+    """
+    damages = []
     for path in reversed(list_checkpoints(directory)):
         damage = find_damage(path)
         if damage is None:
             return path
         log.warning("checkpoint %s is damaged (%s) and is passed over", path, damage)
+        damages.append(f"{path.name}: {damage}")
+    if damages:
+        raise StorageError(
+            f"one checkpoint must be whole to go on; got {'; '.join(damages)} in {directory}; restore one from a "
+            "backup, or move the run away to start anew"
+        )
     return None
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """All finished checkpoints, oldest first."""
-    return sorted(directory.glob("step_[0-9]*"))
+    """All finished checkpoints, oldest first.  What else lies there (a copy that somebody made) is left alone."""
+    found = [path for path in directory.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint was saved behind, from its name."""
+    return int(path.name.removeprefix("step_"))
 
 
 def find_damage(path: Path) -> str | None:

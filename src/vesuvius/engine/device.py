@@ -89,10 +89,15 @@ class DeviceFeed:
 
     def _model_values(self, raw: Tensor, batch: Batch) -> Tensor:
         samples = [self._plan.sample(int(index)) for index in batch.indices]
-        scales = torch.from_numpy(self._scales[[sample.volume for sample in samples]]).to(self._device)
+        scales = to_device(torch.from_numpy(self._scales[[sample.volume for sample in samples]]), self._device)
         scale, offset = scales.view(-1, 2, 1, 1, 1, 1).unbind(1)
         turned = apply_symmetries(raw, [sample.symmetry for sample in samples])
         return turned.unsqueeze(1).float() * scale + offset
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy small host values to the device.  From pinned memory: an ordinary copy makes the host wait for the GPU."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def apply_symmetries(patches: Tensor, symmetries: Sequence[Symmetry]) -> Tensor:

@@ -1,60 +1,31 @@
-"""`--dry-run`: check everything a run needs, and say what it would do."""
+"""`--dry-run`: say what a run that passed its checks would do."""
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
-import torch
-
 from vesuvius.config import Config
-from vesuvius.data.prepare import PreparedData, prepare_data
+from vesuvius.data.prepare import PreparedData
 from vesuvius.data.stream import store_need_bytes
 from vesuvius.data.volume import format_box
-from vesuvius.diffusion.unet import UNet
-from vesuvius.engine.checkpoint import newest_checkpoint
-from vesuvius.engine.resume import read_state
-from vesuvius.engine.run_dir import refuse_existing, run_dir
-from vesuvius.engine.step import choose_device, parameter_count, resolve_amp
-from vesuvius.errors import StorageError
-
-GIB = 2**30
-# float32 weights, gradient-free: model, moving average twice (state and export), two moments of AdamW.
-_CHECKPOINT_BYTES_PER_PARAMETER = 5 * 4
+from vesuvius.engine.preflight import GIB, Preflight, preflight
+from vesuvius.engine.step import choose_device, resolve_amp
 
 
 def dry_run(config: Config, resume: bool) -> list[str]:
-    """Check config, stores, split, plan and disk space.  Writes nothing.
-
-    Returns:
-        what would happen, a line each.
-
-    Raises:
-        ConfigError, DataError, StorageError: as `train` would.
-    """
-    directory = run_dir(config)
-    if not resume:
-        refuse_existing(directory)
-    data = prepare_data(config.seed, config.data)
-    lines = [f"run        {directory.path}, steps {_steps(config)}"]
-    checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
-    if checkpoint is not None:
-        state, drift = read_state(checkpoint, config, data.plan)
-        lines.append(f"resume     from {checkpoint}, step {state['step']}")
-        lines += [f"changed    {line}" for line in drift]
-    lines += _data_lines(config, data)
-    with torch.device("meta"):
-        parameters = parameter_count(UNet(config.model))
-    device = choose_device()
-    training = config.training
-    lines += [
-        f"model      {parameters / 1e6:.1f} M parameters, device {device}, amp {resolve_amp(training.amp, device)}",
+    """What would happen, a line each.  Writes nothing; raises what `preflight` raises."""
+    found = preflight(config, resume)
+    training, device = config.training, choose_device()
+    store_gib = store_need_bytes(found.data.job, training.train_batch_size, training) / GIB
+    return [
+        f"run        {found.directory.path}, steps {_steps(config)}",
+        *_resume_lines(config, found, resume),
+        *_data_lines(config, found),
+        f"model      {found.parameters / 1e6:.1f} M parameters, device {device}, "
+        f"amp {resolve_amp(training.amp, device)}",
         f"batch      {training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",
-        f"readers    {training.workers} workers, object store "
-        f"{store_need_bytes(data.job, training.train_batch_size, training) / GIB:.2f} GiB",
-        _disk_line(directory.path, parameters, training.keep_last),
+        f"readers    {training.workers} workers, object store {store_gib:.2f} GiB",
+        _disk_line(found, training.keep_last),
+        "dry run: all checks passed, nothing was written",
     ]
-    return [*lines, "dry run: all checks passed, nothing was written"]
 
 
 def _steps(config: Config) -> str:
@@ -62,41 +33,46 @@ def _steps(config: Config) -> str:
     return f"{config.training.epochs} x {config.training.steps_per_epoch} = {config.horizon_steps}{stop}"
 
 
-def _data_lines(config: Config, data: PreparedData) -> list[str]:
-    lines = []
-    for number, (volume, split, planned) in enumerate(zip(data.volumes, data.splits, data.plan.volumes, strict=True)):
+def _resume_lines(config: Config, found: Preflight, resume: bool) -> list[str]:
+    if found.state is None:
+        return ["resume     no checkpoint yet: starts at step 0"] if resume else []
+    finished = ", which is the end: nothing to do" if found.state["step"] >= config.stop_step else ""
+    lines = [f"resume     from {found.checkpoint}, step {found.state['step']}{finished}"]
+    return lines + [f"changed    {line}" for line in found.drift]
+
+
+def _data_lines(config: Config, found: Preflight) -> list[str]:
+    data, lines = found.data, []
+    for number, (volume, split, grey) in enumerate(zip(data.volumes, data.splits, found.greys, strict=True)):
         validation = format_box(split.validation) if split.validation else "none"
-        largest = [max(hi - lo for lo, hi in axis) for axis in planned.intervals_zyx]
         lines += [
             f"volume     {volume.name}: {_times(volume.shape_zyx)} {volume.dtype}, chunks {_times(volume.chunk_zyx)}, "
             f"decoded by {volume.codec_pipeline}",
             f"  split    training {format_box(split.train)}; validation {validation}",
-            f"  regions  {planned.region_count} of up to {_times(largest)}, read amplification "
-            f"{data.plan.read_amplification(number):.2f}",
+            f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
+            f"  regions  {_regions(data, number)}",
         ]
     if data.plan.repeats_within_a_run:
         lines.append(
-            f"WARN       fewer regions than data.regions_per_task={config.data.regions_per_task}: "
-            "batches repeat regions"
+            f"WARN       fewer regions than data.regions_per_task={config.data.regions_per_task}: batches repeat them"
         )
-    lines.append(f"plan       {data.plan.hash}, {data.plan.samples_per_task} samples a task")
-    return lines
+    return [*lines, f"plan       {data.plan.hash}, {data.plan.samples_per_task} samples a task"]
 
 
-def _disk_line(path: Path, parameters: int, keep_last: int) -> str:
-    checkpoint = parameters * _CHECKPOINT_BYTES_PER_PARAMETER
-    need = checkpoint * (keep_last + 1)
-    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(there).free
-    text = (
-        f"{need / GIB:.2f} GiB for {keep_last} + 1 checkpoints of {checkpoint / GIB:.2f} GiB, {free / GIB:.2f} GiB free"
+def _regions(data: PreparedData, number: int) -> str:
+    planned = data.plan.volumes[number]
+    largest = [max(hi - lo for lo, hi in axis) for axis in planned.intervals_zyx]
+    amplification = data.plan.read_amplification(number)
+    return f"{planned.region_count} of up to {_times(largest)}, read amplification {amplification:.2f}"
+
+
+def _disk_line(found: Preflight, keep_last: int) -> str:
+    need = (keep_last + 1) * found.checkpoint_bytes
+    line = (
+        f"disk       {need / GIB:.2f} GiB for {keep_last} + 1 checkpoints of {found.checkpoint_bytes / GIB:.2f} GiB, "
+        f"{found.free_bytes / GIB:.2f} GiB free"
     )
-    if need > free:
-        raise StorageError(
-            f"the checkpoints must fit on the disk; got {text}; free some space, lower training.keep_last or link "
-            "runs/ to a larger disk"
-        )
-    return f"disk       {text}"
+    return line if need <= found.free_bytes else f"{line}\nWARN       that will not fit: lower training.keep_last"
 
 
 def _times(sizes: tuple[int, ...] | list[int]) -> str:

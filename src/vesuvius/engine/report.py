@@ -12,7 +12,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.data.stream import ReaderFigures
-from vesuvius.engine.step import StepResult
+from vesuvius.engine.step import StepOutcome, StepResult
 from vesuvius.errors import NonFiniteError
 from vesuvius.observe.clock import StepClock, StepTimes
 from vesuvius.observe.logfile import StepFigures, step_line
@@ -78,33 +78,33 @@ class StepReporter:
             self._report(self._launched.popleft(), times)
 
     def _report(self, launched: _Launched, times: StepTimes) -> None:
-        figures = self._figures(launched, times)
-        finite, overflowed = bool(launched.result.finite), bool(launched.result.overflowed)
+        outcome = launched.result.read()
+        figures = self._gather(launched, outcome, times)
         log.info(step_line(figures))
         record = asdict(figures) | asdict(times) | {"other_s": times.other_s, "sample_index": launched.first_sample}
         for pair in ("ram_bytes", "vram_bytes"):
             record[pair.replace("_", "_used_")], record[pair.replace("_", "_limit_")] = record.pop(pair) or (None, None)
         del record["times"]
-        self._metrics.write("step", **record, finite=finite, scaler_overflow=overflowed)
+        self._metrics.write("step", **record, finite=outcome.finite, scaler_overflow=outcome.overflowed)
         self._on_logged(launched.step)
-        if finite or overflowed:
+        if outcome.finite or outcome.overflowed:
             self._nonfinite_in_a_row = 0
         else:
-            self._nonfinite(launched, figures)
+            self._nonfinite(launched, outcome)
 
-    def _nonfinite(self, launched: _Launched, figures: StepFigures) -> None:
+    def _nonfinite(self, launched: _Launched, outcome: StepOutcome) -> None:
         self._nonfinite_in_a_row += 1
         samples = (launched.first_sample, launched.first_sample + self._config.global_batch)
         self._metrics.write(
             "event",
             event="nonfinite",
             step=launched.step,
-            loss=figures.loss,
-            grad_norm=figures.grad_norm,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
             samples=samples,
         )
         text = (
-            f"step {launched.step} was not applied: loss {figures.loss}, gradient norm {figures.grad_norm}, samples "
+            f"step {launched.step} was not applied: loss {outcome.loss}, gradient norm {outcome.grad_norm}, samples "
             f"{samples[0]} to {samples[1] - 1}"
         )
         log.error(text)
@@ -114,10 +114,9 @@ class StepReporter:
                 "training.clip_norm, look at these samples, or allow more by training.max_nonfinite"
             )
 
-    def _figures(self, launched: _Launched, times: StepTimes) -> StepFigures:
+    def _gather(self, launched: _Launched, outcome: StepOutcome, times: StepTimes) -> StepFigures:
         config, memory = self._config, self._memory()
-        # The first steps hold the start of the readers and would spoil the pace.
-        self._pace.append(times.step_s)
+        self._pace.append(times.step_s)  # its median does not mind the first steps, which hold the start of the readers
         workers = config.training.workers
         peaks = [reader.rss_anon_peak_bytes for reader in self._readers.values()]
         return StepFigures(
@@ -125,8 +124,8 @@ class StepReporter:
             steps=config.stop_step,
             epoch=(launched.step - 1) // config.training.steps_per_epoch + 1,
             epochs=config.training.epochs,
-            loss=float(launched.result.loss),
-            grad_norm=float(launched.result.grad_norm),
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
             lr=launched.lr,
             times=times,
             samples=config.global_batch,

@@ -45,15 +45,16 @@ def run_state(
 
 
 def read_state(path: Path, config: Config, plan: Plan) -> tuple[dict[str, Any], list[str]]:
-    """The state of a checkpoint, and the config keys that have changed since, a line each.
+    """The state of a checkpoint that was found whole, and the config keys that have changed since, a line each.
 
     Raises:
         ConfigError: the order of samples or the model has changed; shows the difference.
-        StorageError: the checkpoint is damaged.
     """
-    state = load_checkpoint(path)
+    state = load_checkpoint(path, verified=True)
     drift = config_drift(state["config"], config.model_dump(mode="json"))
     refused = [line for line in drift if line.startswith(_FIXED)]
+    if _without_paths(state["config"]) != _without_paths(config.model_dump(mode="json")):
+        refused += [line for line in drift if line.startswith("data.volumes")]
     if state["plan_hash"] != plan.hash:
         refused = [f"plan.{line}" for line in plan_difference(state["plan"], plan.describe())] + refused
     if refused:
@@ -82,6 +83,11 @@ def config_drift(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
+
+
+def _without_paths(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the config says of its volumes, but for where they lie: they may move."""
+    return [{key: value for key, value in volume.items() if key != "path"} for volume in config["data"]["volumes"]]
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from vesuvius.config import Config
-from vesuvius.data.prepare import GreyRange, PreparedData, prepare_data
 from vesuvius.data.stream import PatchStream
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.unet import build_unet
-from vesuvius.engine.checkpoint import newest_checkpoint, save_checkpoint
+from vesuvius.engine.checkpoint import save_checkpoint
 from vesuvius.engine.device import DeviceFeed
+from vesuvius.engine.preflight import Preflight, preflight
 from vesuvius.engine.preview import generate_patches, real_patches, write_montage
 from vesuvius.engine.report import StepReporter
-from vesuvius.engine.resume import Progress, read_state, restore, run_state
-from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
+from vesuvius.engine.resume import Progress, restore, run_state
 from vesuvius.engine.step import StepResult, TrainStep, choose_device, learning_rate, parameter_count
 from vesuvius.engine.stop import StopRequest
-from vesuvius.errors import EXIT_ERROR, EXIT_OK, GpuMemoryError, VesuviusError
+from vesuvius.errors import EXIT_ERROR, EXIT_OK, GpuMemoryError, StorageError, VesuviusError
 from vesuvius.observe.clock import StepClock, make_clock
 from vesuvius.observe.logfile import open_log
 from vesuvius.observe.monitor import Monitor
@@ -50,36 +49,46 @@ def train(config: Config, source: Path, resume: bool, on_step: Callable[[int], N
         DataError: a volume cannot be read.
         NonFiniteError, GpuMemoryError, StorageError: as they say.  The last checkpoint is whole.
     """
-    directory = run_dir(config)
-    if not resume:
-        refuse_existing(directory)
-    data = prepare_data(config.seed, config.data)
-    checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
-    state, drift = read_state(checkpoint, config, data.plan) if checkpoint else (None, [])
-    if state is not None and state["step"] >= config.stop_step:
-        log.info("%s is finished: step %d of %d", directory.path, state["step"], config.stop_step)
-        return EXIT_OK
-    greys = [GreyRange(*grey) for grey in state["greys"]] if state else data.grey_ranges(config.data)
-    directory.begin(config, source, data.describe(config.data, greys))
-    open_log(directory.log)
-    _log_start(config, data, directory, checkpoint, resume, drift)
-    metrics = JsonLines(directory.metrics)
+    with StopRequest(config.training.max_hours) as stop:
+        found = preflight(config, resume)
+        if found.state is not None and found.state["step"] >= config.stop_step:
+            log.info(
+                "%s is finished: step %d, asked for %d", found.directory.path, found.state["step"], config.stop_step
+            )
+            return EXIT_OK
+        with found.directory.locked(new=not resume):
+            found.directory.begin(config, source, found.data.describe(config.data, found.greys))
+            open_log(found.directory.log)
+            _log_start(config, found, resume)
+            return _train_and_record(config, found, stop, on_step)
+
+
+def _train_and_record(config: Config, found: Preflight, stop: StopRequest, on_step: Callable[[int], None]) -> int:
+    """Run, and write into the metrics how it began and how it ended, however it ends."""
     exit_code = EXIT_ERROR
+    metrics = JsonLines(found.directory.metrics)
     try:
-        metrics.write("run_start", name=config.name, step=state["step"] if state else 0, drift=drift)
-        exit_code = Run(config, directory, data, greys, metrics, on_step).train(state)
+        metrics.write("run_start", name=config.name, step=found.state["step"] if found.state else 0, drift=found.drift)
+        exit_code = Run(config, found, stop, metrics, on_step).train()
     except torch.OutOfMemoryError as error:
         exit_code = GpuMemoryError.exit_code
         raise GpuMemoryError(
             f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
             f"({error}); halve training.train_batch_size and double training.accumulate_steps"
         ) from error
+    except OSError as error:
+        exit_code = StorageError.exit_code
+        raise StorageError(
+            f"the run directory must be writable; got {error} in {found.directory.path}; free some space and go on "
+            "with --resume"
+        ) from error
     except VesuviusError as error:
         exit_code = error.exit_code
         raise
     finally:
-        metrics.write("run_end", exit_code=exit_code)
-        metrics.close()
+        with contextlib.suppress(OSError):  # on a full disk the error above is the one to report
+            metrics.write("run_end", exit_code=exit_code)
+            metrics.close()
     return exit_code
 
 
@@ -89,16 +98,16 @@ class Run:
     def __init__(
         self,
         config: Config,
-        directory: RunDir,
-        data: PreparedData,
-        greys: list[GreyRange],
+        found: Preflight,
+        stop: StopRequest,
         metrics: JsonLines,
         on_step: Callable[[int], None],
     ) -> None:
         self._config = config
-        self._directory = directory
-        self._data = data
-        self._greys = greys
+        self._directory = found.directory
+        self._data = found.data
+        self._greys = found.greys
+        self._stop = stop
         self._metrics = metrics
         self._on_step = on_step
         self._device = choose_device()
@@ -115,57 +124,68 @@ class Run:
             config.global_batch,
         )
 
-    def train(self, state: dict[str, Any] | None) -> int:
+        self._progress = restore(found.state, self._step, self._device) if found.state else Progress()
+        self._saved_step = self._progress.step
+
+    def train(self) -> int:
         """Run steps until the last one or a wish to stop, save, and return the exit code."""
-        config = self._config
-        progress = restore(state, self._step, self._device) if state else Progress()
-        saved_step = progress.step if state else None
-        batch_size = config.training.train_batch_size
-        feed = DeviceFeed(
-            self._device, batch_size, config.data.patch_size, self._data.job.dtype, self._data.plan, self._greys
-        )
+        try:
+            if not self._stop.wanted():
+                self._run_steps()
+        except SystemExit:  # SIGTERM while Ray was starting: there is no step in hand
+            if not self._stop.wanted():
+                raise
+        except StorageError:
+            raise  # a second try to save would fail alike
+        except Exception:
+            # Also behind steps that were not finite: they were not applied, and a resume goes on behind them.
+            self._save_after_error()
+            raise
+        self._save()
+        if self._stop.exit_code is None:
+            log.info("done: step %d", self._progress.step)
+            return EXIT_OK
+        log.info("stopped at step %d of %d; go on with --resume", self._progress.step, self._config.stop_step)
+        return self._stop.exit_code
+
+    def _run_steps(self) -> None:
+        """The loop, from the first batch to the last step or a wish to stop."""
+        config, progress = self._config, self._progress
+        batch_size, job = config.training.train_batch_size, self._data.job
+        feed = DeviceFeed(self._device, batch_size, config.data.patch_size, job.dtype, job.plan, self._greys)
+        stop_sample = progress.sample_index + (config.stop_step - progress.step) * config.global_batch
         with (
-            StopRequest(config.training.max_hours) as stop,
             PatchStream(
-                self._data.job,
+                job,
                 batch_size,
                 config.training,
                 config.cluster,
                 first=progress.sample_index,
-                stop=progress.sample_index + (config.stop_step - progress.step) * config.global_batch,
+                stop=stop_sample,
                 buffers=feed.buffers,
             ) as stream,
             Monitor(
                 config.monitor, self._directory.system, self._directory.monitor_log, stream.reader_memory
             ) as monitor,
         ):
-            stop.listen()
             clock = make_clock(self._device)
             reporter = StepReporter(
                 config, self._device, clock, self._metrics, lambda: monitor.latest, stream.readers, self._on_step
             )
-            try:
-                while progress.step < config.stop_step and not stop.wanted():
-                    lr = learning_rate(progress.step, config.training)
-                    result = self._one_step(progress.step, lr, feed, stream, clock)
-                    reporter.launched(progress.step + 1, progress.sample_index, lr, result)
-                    progress.step += 1
-                    progress.sample_index += config.global_batch
-                    reporter.report()
-                    if progress.step % config.training.save_every == 0:
-                        saved_step = self._save(progress, reporter)
-                    if self._wants_preview(progress.step):
-                        self._preview(progress.step)
-                reporter.report(wait=True)
-            finally:
-                # Also when a step was not finite: it was not applied, and a resume goes on behind it.
-                if progress.step > 0 and saved_step != progress.step:
-                    self._save(progress, reporter=None)
-        if stop.exit_code is None:
-            log.info("done: step %d", progress.step)
-            return EXIT_OK
-        log.info("stopped at step %d of %d; go on with --resume", progress.step, config.stop_step)
-        return stop.exit_code
+            while progress.step < config.stop_step and not self._stop.wanted():
+                lr = learning_rate(progress.step, config.training)
+                result = self._one_step(progress.step, lr, feed, stream, clock)
+                reporter.launched(progress.step + 1, progress.sample_index, lr, result)
+                progress.step += 1
+                progress.sample_index += config.global_batch
+                reporter.report()
+                if self._wants_preview(progress.step):
+                    reporter.report(wait=True)
+                    self._preview(progress.step)
+                if progress.step % config.training.save_every == 0:
+                    reporter.report(wait=True)
+                    self._save()
+            reporter.report(wait=True)
 
     def _one_step(self, step: int, lr: float, feed: DeviceFeed, stream: PatchStream, clock: StepClock) -> StepResult:
         """One optimizer step over all micro-batches of its global batch."""
@@ -180,15 +200,24 @@ class Run:
         clock.step_done()
         return result
 
-    def _save(self, progress: Progress, reporter: StepReporter | None) -> int:
-        if reporter is not None:
-            reporter.report(wait=True)
-        state = run_state(self._config, self._data.plan, self._greys, self._step, progress, torch.get_num_threads())
-        path = save_checkpoint(
-            self._directory.checkpoints, progress.step, state, self._step.ema.weights, self._config.training.keep_last
-        )
+    def _save(self) -> None:
+        """Write a checkpoint, unless this step has one."""
+        step = self._progress.step
+        if step == self._saved_step:
+            return
+        threads = torch.get_num_threads()
+        state = run_state(self._config, self._data.plan, self._greys, self._step, self._progress, threads)
+        keep_last = self._config.training.keep_last
+        path = save_checkpoint(self._directory.checkpoints, step, state, self._step.ema.weights, keep_last)
+        self._saved_step = step
         log.info("saved %s", path)
-        return progress.step
+
+    def _save_after_error(self) -> None:
+        """Save what there is; the error on its way out is the one to report."""
+        try:
+            self._save()
+        except StorageError as error:
+            log.error("%s", error)
 
     def _wants_preview(self, step: int) -> bool:
         every = self._config.training.preview_every
@@ -202,15 +231,15 @@ class Run:
         log.info("wrote %s", path)
 
 
-def _log_start(
-    config: Config, data: PreparedData, directory: RunDir, checkpoint: Path | None, resume: bool, drift: list[str]
-) -> None:
-    if checkpoint is not None:
-        log.info("going on from %s", checkpoint)
+def _log_start(config: Config, found: Preflight, resume: bool) -> None:
+    if found.checkpoint is not None:
+        log.info("going on from %s", found.checkpoint)
     elif resume:
-        log.warning("no whole checkpoint in %s: starting at step 0", directory.checkpoints)
-    for line in drift:
-        log.warning("changed since the checkpoint: %s", line)
+        log.warning("no checkpoint in %s: starting at step 0", found.directory.checkpoints)
+    for line in found.drift:
+        level = logging.WARNING if line.startswith("data.") else logging.INFO
+        log.log(level, "changed since the checkpoint: %s", line)
+    data = found.data
     for volume, planned in zip(data.volumes, data.plan.volumes, strict=True):
         log.info(
             "volume %s: %s %s, %d regions, decoded by %s",

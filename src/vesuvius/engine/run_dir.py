@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -9,6 +10,8 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +56,33 @@ class RunDir:
     def samples(self) -> Path:
         return self.path / "samples"
 
+    @contextmanager
+    def locked(self, new: bool) -> Iterator[None]:
+        """Make the directory (`new`) or go on in it, and keep other processes out of it while the context lasts.
+
+        Raises:
+            ConfigError: it exists although it is to be new, or another process is at work in it.
+            StorageError: it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=not new)
+        except FileExistsError:
+            refuse_existing(self)
+            raise
+        except OSError as error:
+            raise StorageError(f"the run directory must be writable; got {error}; choose another place") from error
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"one process may work on a run; got {self.path}, where another one is at work; "
+                    "wait for it or stop it"
+                ) from None
+            yield
+
     def begin(self, config: Config, source: Path, split: dict[str, Any]) -> None:
-        """Make the directory, or go on in it, and write down what this session runs with.
+        """Write down what this session runs with.
 
         Raises:
             StorageError: the disk is full or not writable.

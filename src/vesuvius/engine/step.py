@@ -22,30 +22,48 @@ from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.randomness import sample_noise
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.engine.device import to_device
 
 AmpMode = Literal["off", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """Figures of a step, still on the device.
+class StepOutcome:
+    """What a step came to.
 
     Attributes:
         loss: mean weighted loss of the global batch, before the update.
         grad_norm: length of the gradient before clipping.
         finite: whether loss and gradient were finite, i.e. whether the step was applied.
-        scale: the gradient scaler's factor (1 without fp16).
+        overflowed: an fp16 gradient too large for its scale: skipped, the scale halved; normal now and then.
     """
 
-    loss: Tensor
-    grad_norm: Tensor
-    finite: Tensor
-    scale: Tensor
+    loss: float
+    grad_norm: float
+    finite: bool
+    overflowed: bool
 
-    @property
-    def overflowed(self) -> Tensor:
-        """An fp16 gradient too large for its scale: skipped and the scale halved, which is normal now and then."""
-        return ~self.finite & torch.isfinite(self.loss) & (self.scale > 1)
+
+class StepResult:
+    """The figures of a step on their way from the device.
+
+    They are copied to pinned memory right behind the step, so that reading them once the device has finished the step
+    waits for nothing that was queued after it.
+    """
+
+    def __init__(self, loss: Tensor, grad_norm: Tensor, finite: Tensor, scale: Tensor) -> None:
+        figures = torch.stack([loss.float(), grad_norm.float(), finite.float(), scale.float()])
+        self._figures = figures
+        if figures.is_cuda:
+            self._figures = torch.empty(4, pin_memory=True)
+            self._figures.copy_(figures, non_blocking=True)
+
+    def read(self) -> StepOutcome:
+        """The figures.  On a GPU only valid after an event that was recorded behind `TrainStep.apply`."""
+        loss, grad_norm, finite, scale = self._figures.tolist()
+        # Down at scale 1 there is nothing left to halve: then an overflow is a gradient that is not finite.
+        overflowed = not finite and math.isfinite(loss) and scale > 1
+        return StepOutcome(loss, grad_norm, bool(finite), overflowed)
 
 
 class TrainStep:
@@ -72,7 +90,7 @@ class TrainStep:
             t: timesteps [B].
         """
         eps = sample_noise(self._config.seed, indices, (1, *x_0.shape[2:]), self._device)
-        t_device = torch.from_numpy(t).to(self._device)
+        t_device = to_device(torch.from_numpy(t), self._device)
         x_t = self._schedule.q_sample(x_0, eps, t_device)
         with self._autocast():
             prediction = self._forward(x_t, t_device)
@@ -85,7 +103,10 @@ class TrainStep:
         """Update the weights with the accumulated gradient, if it is finite, and start the next one."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        scale = torch.tensor(1.0) if self.amp != "fp16" else self.scaler._scale.clone()  # type: ignore[union-attr]
+        scale = torch.ones((), device=self._device)
+        if self.amp == "fp16":
+            assert self.scaler._scale is not None
+            scale = self.scaler._scale.clone()  # `get_scale()` would wait for the device
         self.scaler.unscale_(self.optimizer)
         grad_norm = nn.utils.clip_grad_norm_(self.network.parameters(), self._config.training.clip_norm)
         finite = torch.isfinite(grad_norm) & torch.isfinite(self._loss)
@@ -126,7 +147,8 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
+        if self.amp == "fp16" and state["scaler"]:  # empty where the run has not used fp16 so far
+            self.scaler.load_state_dict(state["scaler"])
         self.ema.load_state_dict(state["ema"])
 
 

@@ -26,16 +26,9 @@ class StopRequest:
         self.exit_code: int | None = None
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def listen(self) -> None:
-        """Take over the signals.
-
-        To be called again after Ray has started: ray.init replaces the handler of SIGTERM.
-        """
+    def __enter__(self) -> StopRequest:
         for number in self._before:
             signal.signal(number, self._on_signal)
-
-    def __enter__(self) -> StopRequest:
-        self.listen()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -53,5 +46,5 @@ class StopRequest:
         if self.exit_code is not None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        log.info("%s: the step in hand is finished and saved; a second one ends at once", signal.Signals(number).name)
         self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
+        log.info("%s: stopping after the step in hand; a second one ends at once", signal.Signals(number).name)

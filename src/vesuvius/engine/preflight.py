@@ -1,0 +1,95 @@
+"""What is checked before a run writes anything: `train` goes on from here, `--dry-run` prints it and stops."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.data.prepare import GreyRange, PreparedData, prepare_data
+from vesuvius.data.stream import check_store
+from vesuvius.diffusion.unet import UNet, check_torch_version
+from vesuvius.engine.checkpoint import newest_checkpoint
+from vesuvius.engine.resume import read_state
+from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
+from vesuvius.engine.step import parameter_count
+from vesuvius.errors import StorageError
+
+GIB = 2**30
+# float32: weights, their average (in the state and exported), two moments of AdamW.
+_CHECKPOINT_BYTES_PER_PARAMETER = 5 * 4
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A run that may start.
+
+    Attributes:
+        directory: where it will write; exists only when it is resumed.
+        checkpoint: the one it goes on from, or None to start at step 0.
+        state: what that checkpoint holds.
+        drift: config keys that have changed since, a line each.
+        parameters: trainable weights of the network.
+        checkpoint_bytes: size of one checkpoint on disk, estimated.
+        free_bytes: free space where the run directory is or will be.
+    """
+
+    directory: RunDir
+    data: PreparedData
+    greys: list[GreyRange]
+    checkpoint: Path | None
+    state: dict[str, Any] | None
+    drift: list[str]
+    parameters: int
+    checkpoint_bytes: int
+    free_bytes: int
+
+
+def preflight(config: Config, resume: bool) -> Preflight:
+    """Check config, torch, volumes, split, plan, grey values, memory sizes and disk space.  Writes nothing.
+
+    Raises:
+        ConfigError: the run exists and `resume` is false, it was another experiment, or sizes do not fit.
+        DataError: a volume cannot be used.
+        StorageError: checkpoints are damaged, the place is not writable or too small.
+    """
+    check_torch_version()
+    directory = run_dir(config)
+    if not resume:
+        refuse_existing(directory)
+    parameters = _check_network(config)
+    data = prepare_data(config.seed, config.data)
+    check_store(data.job, config.training.train_batch_size, config.training, config.cluster)
+    checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
+    state, drift = read_state(checkpoint, config, data.plan) if checkpoint else (None, [])
+    greys = [GreyRange(*grey) for grey in state["greys"]] if state else data.grey_ranges(config.data)
+    checkpoint_bytes = parameters * _CHECKPOINT_BYTES_PER_PARAMETER
+    free_bytes = _check_disk(directory.path, checkpoint_bytes, config.training.keep_last)
+    return Preflight(directory, data, greys, checkpoint, state, drift, parameters, checkpoint_bytes, free_bytes)
+
+
+def _check_network(config: Config) -> int:
+    """Lay the network out without memory; returns its number of weights."""
+    with torch.device("meta"):
+        network = UNet(config.model)
+    network.check_size(config.training.train_batch_size, config.data.patch_size)
+    return parameter_count(network)
+
+
+def _check_disk(path: Path, checkpoint_bytes: int, keep_last: int) -> int:
+    """Free bytes where the run directory is or will be."""
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise StorageError(f"the run directory must be writable; got {path}, but {there} is not; choose another place")
+    free = shutil.disk_usage(there).free
+    if checkpoint_bytes > free:
+        raise StorageError(
+            f"one checkpoint must fit on the disk; got {checkpoint_bytes / GIB:.2f} GiB needed and {free / GIB:.2f} "
+            f"GiB free for {path}; free some space, lower model.channels or link runs/ to a larger disk"
+        )
+    return free
