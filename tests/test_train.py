@@ -156,7 +156,7 @@ def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(tiny_config(), "training.max_steps=1", "--resume") == 0
-    assert "WARNING no checkpoint" in capsys.readouterr().out
+    assert "WARNING no checkpoint" in capsys.readouterr().err
     assert [s["step"] for s in steps_of()] == [1]
 
 
@@ -446,7 +446,7 @@ def test_the_namesake_on_the_package_index_is_warned_of(
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vesuvius\nVersion: 0.9\n")
     monkeypatch.syspath_prepend(str(installed.parent))
     assert vesuvius_train(tiny_config(), "--dry-run") == 0
-    assert "'vesuvius' 0.9 is installed beside ours" in capsys.readouterr().out
+    assert "'vesuvius' 0.9 is installed beside ours" in capsys.readouterr().err
 
 
 def test_no_process_of_a_run_outlives_it(tiny_config: WriteConfig, tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from vesuvius.config_file import dump_config, read_config
 from vesuvius.door import run_door
 from vesuvius.errors import EXIT_OK
+from vesuvius.observe.logfile import silence, terminal_lines_through
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,17 +30,17 @@ def _main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     config = read_config(args.config, args.overrides)
     if args.print_config:
-        print(dump_config(config, comments=True), end="")
+        _print(dump_config(config, comments=True).rstrip("\n"))
         return EXIT_OK
     resume = args.resume or config.training.resume == "auto"
-    # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.  With
-    # one other busy process on two cores, steps took 11 s instead of 0.4 s; a bounded spin costs nothing measurable.
+    # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
+    # docs/performance.md has the figures.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # torch takes seconds to import: not needed for what came before
     if args.dry_run:
         from vesuvius.engine.dry_run import dry_run
 
-        print("\n".join(dry_run(config, resume)))
+        _print("\n".join(dry_run(config, resume)))
         return EXIT_OK
     from vesuvius.engine.run import train
 
@@ -47,17 +48,57 @@ def _main(argv: list[str]) -> int:
         return train(config, args.config, resume, on_step)
 
 
+def _print(text: str) -> None:
+    """Print what was asked for.  A reader that leaves before the end, as `| head` does, is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        silence(sys.stdout)
+
+
 @contextmanager
 def _progress_bar(steps: int) -> Iterator[Callable[[int], None]]:
-    """A bar under the log lines where standard output is a terminal, nothing elsewhere."""
-    if not sys.stdout.isatty():
+    """A bar under the log lines where standard output is a terminal, nothing elsewhere.
+
+    It appears with the first step, so that an error before it shows no empty bar, and times only the steps after it:
+    those of an earlier session took no time of this one.
+
+    Args:
+        steps: the step, counted from 1, at which the run ends.
+
+    Yields:
+        What to call with the number of each step once it is logged.
+    """
+    if sys.stdout is None or not sys.stdout.isatty():
         yield lambda step: None
         return
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
-    with Progress("training", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()) as bar:
-        task = bar.add_task("training", total=steps)
-        yield lambda step: bar.update(task, completed=step)
+    bar = Progress(
+        "training",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(),
+        redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),  # a file gets its warnings itself
+    )
+
+    def print_above(line: str) -> None:
+        bar.console.out(line, highlight=False)  # as it is: `print` breaks lines at the width and colours numbers
+
+    with ExitStack() as shown:
+
+        def on_step(step: int) -> None:
+            if bar.tasks:
+                bar.update(bar.task_ids[0], completed=step)
+                return
+            bar.add_task("training", total=steps, completed=step)
+            shown.enter_context(bar)
+            shown.enter_context(terminal_lines_through(print_above))
+
+        yield on_step
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,19 @@ def test_records_are_appended_and_a_torn_line_is_passed_over(tmp_path: Path) -> 
     assert records[1]["parts"] == [None, 1.0]
     for line in path.read_text().splitlines()[2:]:
         json.loads(line)
+
+
+def test_going_on_with_a_long_file_does_not_read_it_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"{}\n" * 1_000_000 + b"{")
+    tracemalloc.start()
+    try:
+        JsonLines(path).close()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 300_000, "of 3,000,001"
+    assert path.read_bytes().endswith(b"{\n"), "its torn line is closed all the same"
 
 
 def test_figures_keep_their_precision(tmp_path: Path) -> None:

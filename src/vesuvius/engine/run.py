@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from vesuvius.engine.preflight import Preflight, preflight
 from vesuvius.engine.preview import generate_patches, real_patches, write_montage
 from vesuvius.engine.report import StepReporter
 from vesuvius.engine.resume import Progress, restore, run_state
+from vesuvius.engine.run_dir import RunDir
 from vesuvius.engine.step import StepResult, TrainStep, choose_device, learning_rate, parameter_count
 from vesuvius.engine.stop import StopRequest
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, GpuMemoryError, StorageError, VesuviusError
@@ -56,7 +57,7 @@ def train(config: Config, source: Path, resume: bool, on_step: Callable[[int], N
                 "%s is finished: step %d, asked for %d", found.directory.path, found.state["step"], config.stop_step
             )
             return EXIT_OK
-        with found.directory.locked(new=not resume):
+        with found.directory.locked(new=not resume), _storage_errors(found.directory):
             found.directory.begin(config, source, found.data.describe(config.data, found.greys))
             open_log(found.directory.log)
             _log_start(config, found, resume)
@@ -76,12 +77,9 @@ def _train_and_record(config: Config, found: Preflight, stop: StopRequest, on_st
             f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
             f"({error}); halve training.train_batch_size and double training.accumulate_steps"
         ) from error
-    except OSError as error:
+    except OSError:
         exit_code = StorageError.exit_code
-        raise StorageError(
-            f"the run directory must be writable; got {error} in {found.directory.path}; free some space and go on "
-            "with --resume"
-        ) from error
+        raise
     except VesuviusError as error:
         exit_code = error.exit_code
         raise
@@ -90,6 +88,18 @@ def _train_and_record(config: Config, found: Preflight, stop: StopRequest, on_st
             metrics.write("run_end", exit_code=exit_code)
             metrics.close()
     return exit_code
+
+
+@contextlib.contextmanager
+def _storage_errors(directory: RunDir) -> Iterator[None]:
+    """What the system says of a log, a record or a picture that cannot be written, as an error with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"the run directory must be writable; got {error} in {directory.path}; free some space and go on "
+            "with --resume"
+        ) from error
 
 
 class Run:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from vesuvius.observe.memory import GIB
 
 if TYPE_CHECKING:  # the clock needs torch, whose import takes seconds
     from vesuvius.observe.clock import StepTimes
+
+log = logging.getLogger(__name__)
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -75,7 +80,7 @@ def format_duration(seconds: float) -> str:
 
 def open_log(path: Path) -> None:
     """Send this package's messages to a file as well, until `close_logs`."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
     logging.getLogger("vesuvius").addHandler(handler)
 
@@ -88,8 +93,39 @@ def close_logs() -> None:
         handler.close()
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that may become unwritable (a full disk): says so once, where logging prints a traceback a record."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._say_once(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()  # it writes what an earlier failure has left in the buffer
+        except OSError as error:
+            self._say_once(error)
+
+    def _say_once(self, error: OSError) -> None:
+        if not self._failed:
+            self._failed = True  # first: the next line comes back to this handler, and fails again
+            log.error(
+                "the log file must be writable; got %s in %s; free some space: its lines are lost until then",
+                error,
+                self.baseFilename,
+            )
+
+
 def log_to_terminal() -> None:
-    """Send this package's messages to the terminal, once: errors to standard error, the rest to standard output."""
+    """Send this package's messages to the terminal, once: warnings and errors to standard error, the rest to output.
+
+    What a command prints, say `--print-config > x.yaml`, is then not mixed with a warning.
+    """
     package = logging.getLogger("vesuvius")
     package.setLevel(logging.INFO)
     package.propagate = False
@@ -99,13 +135,53 @@ def log_to_terminal() -> None:
         package.addHandler(handler)
 
 
+@contextmanager
+def terminal_lines_through(write: Callable[[str], None]) -> Iterator[None]:
+    """Within: lines bound for a terminal go to `write`, without their newline.
+
+    A progress bar passes its own printer, so that lines stand above it.  A redirected stream gets its lines directly.
+    """
+    handlers = [h for h in logging.getLogger("vesuvius").handlers if isinstance(h, _TerminalHandler)]
+    for handler in handlers:
+        handler.write_line = write
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.write_line = None
+
+
+def silence(stream: TextIO) -> None:
+    """Send what else is written to a stream to the null device, also what Python flushes when it exits.
+
+    For a stream whose reader has left.  See the note on SIGPIPE in the documentation of Python's `signal`.
+    """
+    with suppress(OSError):  # no descriptor (a program that captures output): each write fails, and nobody minds
+        descriptor = stream.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+
+
 class _TerminalHandler(logging.Handler):
-    """Looks `sys.stdout` up each time: a progress bar replaces it while it is shown."""
+    """Looks `sys.stdout` and `sys.stderr` up each time: a progress bar replaces them while it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write_line: Callable[[str], None] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        stream: TextIO | None = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        if stream is None or stream.closed:  # None: the process was started with it closed
+            return
         try:
-            stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-            stream.write(self.format(record) + "\n")
-            stream.flush()
-        except Exception:  # as logging's own handlers: a closed terminal must not end the run
+            line = self.format(record)
+            if self.write_line is not None and stream.isatty():
+                self.write_line(line)
+            else:
+                stream.write(line + "\n")
+                stream.flush()
+        except OSError:  # `| head` has read enough, the terminal is gone: the run goes on, with its log file
+            silence(stream)
+        except Exception:  # as logging's own handlers: a line that cannot be printed must not end the run
             self.handleError(record)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ class JsonLines:
     """An append-only file of records.  Each line is written at once and whole; a line torn by a crash is closed."""
 
     def __init__(self, path: Path) -> None:
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        torn = _is_torn(path)
         self._file = path.open("a", encoding="utf-8", buffering=1)
         if torn:
             self._file.write("\n")
@@ -41,6 +42,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line has no end.  Reads one byte: the file of a long run is long."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def _finite(value: Any) -> Any:
