@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from vesuvius.observe.records import read_records
 LONG_RUN = {"epochs": 1000, "workers": 2}
 
 
-def start(config: Path, cwd: Path) -> subprocess.Popen[str]:
-    """`vesuvius train` in a process group of its own, as a shell starts it."""
-    return subprocess.Popen(
+@contextmanager
+def start(config: Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """`vesuvius train` in a process group of its own, as a shell starts it; killed if it outlives the test."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "vesuvius.train", "--config", str(config)],
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -27,6 +29,12 @@ def start(config: Path, cwd: Path) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def wait_for(process: subprocess.Popen[str], text: str) -> None:

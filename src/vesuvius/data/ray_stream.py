@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # A reader's error reaches the trainer and is reported there in one line; Ray Data would print its tracebacks first.
@@ -25,6 +24,7 @@ os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 
 import pyarrow as pa
 import ray
+import ray._private.utils
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data._internal.execution.execution_callback import ExecutionCallback
@@ -50,7 +50,7 @@ _ROUND_S = 0.01
 def start_ray(config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
     """Start a private Ray with an object store of `store_bytes`, or connect to the cluster that the config names.
 
-    Does nothing where Ray is up already.  Leaves the process's signal handlers as they are (ray.init takes SIGTERM).
+    Does nothing where Ray is up already.  Leaves the process's signal handlers as they are.
 
     Raises:
         ConfigError: the cluster does not answer.
@@ -68,22 +68,16 @@ def start_ray(config: ClusterConfig, workers: int, ranks: int, store_bytes: int)
     if config.address is not None:
         _check_cluster(config.address)
         settings = {"address": config.address}
-    handler = signal.getsignal(signal.SIGTERM)
     try:
-        with _without_stderr():
+        # ray.init would take SIGTERM and exit from wherever the process is; the trainer could not save.  Giving it back
+        # afterwards is too late: a signal in between has left locks held for ever.
+        with _without_stderr(), mock.patch.object(ray._private.utils, "set_sigterm_handler"):
             ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Ray must start or answer; got cluster.address={config.address!r}: {one_line(error)}; start one with "
             "`ray start --head`, set cluster.address=null for a private one, or training.workers=0 to do without"
         ) from error
-    except SystemExit:  # SIGTERM came while Ray's handler was in place
-        signal.signal(signal.SIGTERM, handler)
-        signal.raise_signal(signal.SIGTERM)
-        raise
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
 
 
 def _check_cluster(address: str) -> None:

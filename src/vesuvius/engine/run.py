@@ -142,9 +142,6 @@ class Run:
         try:
             if not self._stop.wanted():
                 self._run_steps()
-        except SystemExit:  # SIGTERM while Ray was starting: there is no step in hand
-            if not self._stop.wanted():
-                raise
         except StorageError:
             raise  # a second try to save would fail alike
         except Exception:
