@@ -6,8 +6,9 @@ from vesuvius.config import Config
 from vesuvius.data.prepare import PreparedData
 from vesuvius.data.stream import store_need_bytes
 from vesuvius.data.volume import format_box
-from vesuvius.engine.preflight import GIB, Preflight, preflight
+from vesuvius.engine.preflight import Preflight, preflight
 from vesuvius.engine.step import choose_device, resolve_amp
+from vesuvius.observe.memory import GIB
 
 
 def dry_run(config: Config, resume: bool) -> list[str]:

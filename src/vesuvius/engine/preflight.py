@@ -19,8 +19,8 @@ from vesuvius.engine.resume import read_state
 from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.engine.step import parameter_count
 from vesuvius.errors import StorageError
+from vesuvius.observe.memory import GIB
 
-GIB = 2**30
 # float32: weights, their average (in the state and exported), two moments of AdamW.
 _CHECKPOINT_BYTES_PER_PARAMETER = 5 * 4
 
