@@ -104,9 +104,9 @@ def ray_cluster() -> Iterator[None]:
     from vesuvius.config import ClusterConfig
     from vesuvius.data import ray_stream
 
-    ray_stream.start_ray(ClusterConfig(), workers=4, ranks=1, store_bytes=2**29)
+    session = ray_stream.Session(ClusterConfig(), workers=4, ranks=1, store_bytes=2**29)
     yield
-    ray_stream.ray.shutdown()
+    session.close()
 
 
 def run_vesuvius(

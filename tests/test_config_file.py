@@ -381,8 +381,9 @@ def test_a_dumped_config_means_the_same_to_other_yaml_readers(config: Config) ->
 def test_a_dump_holds_every_key_once_and_comments_on_each(read: Read) -> None:
     config = read(MINIMAL)
     plain, commented = dump_config(config).splitlines(), dump_config(config, comments=True).splitlines()
-    assert len(plain) == len(commented) == len(list(iter_keys()))
-    for line, with_comment, (key, schema) in zip(plain, commented, iter_keys(), strict=True):
+    absent = ("data.volumes[].mask.", "data.volumes[].condition.")  # these sections are null by default
+    keys = [(key, schema) for key, schema in iter_keys() if not key.startswith(absent)]
+    for line, with_comment, (key, schema) in zip(plain, commented, keys, strict=True):
         assert line.strip(" -").startswith(f"{key.rpartition('.')[2]}:")
         assert with_comment == f"{line}  # {schema['description']}"
 

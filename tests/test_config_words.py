@@ -137,7 +137,7 @@ def test_no_value_of_any_key_brings_out_the_words_of_the_library(value: str) -> 
         override = f"{key.replace('[]', '.0')}={value}"
         for line in problems(MINIMAL, override):
             refused += 1
-            assert f"override {override}: " in line
+            assert f"override {override}: " in line or line.endswith("path: required key is missing")
             assert "; got " in line or line.endswith(": required key is missing")
             assert not any(word in line.lower() for word in ("pydantic", "input", "http", "tuple", "valid "))
     assert refused > 20

@@ -36,14 +36,25 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class VolumeConfig(Section):
-    """One zarr volume to draw patches from."""
+class ArrayConfig(Section):
+    """One array of voxels: a level of an OME-Zarr pyramid or a bare zarr array."""
 
-    path: str = Field(description="zarr group or array on disk, relative to where the command runs")
+    path: str = Field(description="zarr group or array: a folder, or an address https://, s3:// or gs://")
     level: NonNegativeInt = Field(0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
-    weight: float = Field(1.0, gt=0, description="share of the regions drawn from this volume, relative to the others")
     select: tuple[NonNegativeInt, ...] = Field(
         (), description="indices that fix the axes before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"
+    )
+
+
+class VolumeConfig(ArrayConfig):
+    """One zarr volume to draw patches from."""
+
+    weight: float = Field(1.0, gt=0, description="share of the regions drawn from this volume, relative to the others")
+    mask: ArrayConfig | None = Field(
+        None, description="volume whose nonzero voxels are foreground; may be coarser by a whole factor per axis"
+    )
+    condition: ArrayConfig | None = Field(
+        None, description="labels or a second scan of the same shape, cut at the same place as a second tensor"
     )
 
 
@@ -52,6 +63,12 @@ class AugmentConfig(Section):
 
     flip: bool = Field(True, description="mirror along z, y and x at random, each with probability 1/2")
     turn: bool = Field(True, description="turn by 0, 90, 180 or 270 degrees in the y-x plane; needs patch y = x")
+    contrast: float = Field(
+        0.0, ge=0, lt=1, description="model values times 1 + u, u uniform in -contrast..contrast; 0 = off"
+    )
+    brightness: float = Field(
+        0.0, ge=0, description="model values plus u, u uniform in -brightness..brightness; 0 = off"
+    )
 
 
 class NormalizeConfig(Section):
@@ -80,17 +97,58 @@ class ValidationConfig(Section):
     )
 
 
+class ForegroundConfig(Section):
+    """What counts as foreground where `data.min_foreground` is above 0 and a volume names no mask."""
+
+    source: Literal["chunks", "level"] = Field(
+        "chunks", description="chunks = chunks that are stored (sidecar or listing); level = a coarse level's voxels"
+    )
+    level: PositiveInt = Field(5, description="which level of the same pyramid, with source: level")
+    threshold: float = Field(0.0, ge=0, description="grey value above which a voxel of that level is foreground")
+
+
+class StoreConfig(Section):
+    """How chunks are fetched, from disks and from remote stores."""
+
+    requests: PositiveInt = Field(16, description="requests in flight per reader on remote stores")
+    retries: NonNegativeInt = Field(6, description="further tries of a failed read, after random growing pauses")
+    max_pause_s: float = Field(10.0, gt=0, description="longest pause between two tries, seconds")
+    timeout_s: float = Field(30.0, gt=0, description="seconds after which a request counts as failed")
+    anonymous: bool | None = Field(
+        None, description="s3 and gs without signing; null = where the environment holds no credentials"
+    )
+    cache_dir: str | None = Field(None, description="folder that keeps fetched chunk bytes; null = no cache")
+    cache_gib: float = Field(50.0, gt=0, description="hard limit on that folder, shared by all readers, GiB")
+
+
 class DataConfig(Section):
     """Where patches come from and in which order."""
 
     volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
     patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
-    patches_per_region: PositiveInt = Field(
-        16, description="K, patches cut from each region read; higher = fewer bytes decoded, less variety per minute"
+    patches_per_region: PositiveInt | None = Field(
+        None, description="K, patches cut from each region read; null = as many as make read amplification 0.8"
     )
     regions_per_task: PositiveInt = Field(
         8, description="R, regions mixed in every run of R samples; higher = better mixed batches, more reader memory"
     )
+    region_size: SizeZYX | None = Field(
+        None, description="voxels (z, y, x) read and decoded at once; null = from chunks, patch and reader_mib"
+    )
+    reader_mib: PositiveInt = Field(
+        256, description="MiB of decoded regions that a reader holds (all R of a task); bounds the default region"
+    )
+    min_foreground: float = Field(
+        0.0, ge=0, le=1, description="least share of foreground in every patch; 0 = patches from everywhere"
+    )
+    foreground: ForegroundConfig = Field(ForegroundConfig(), description="what is foreground")
+    missing_chunk: Literal["air", "error"] = Field(
+        "air", description="what an absent chunk means: the fill value, or the end of the run with exit 6"
+    )
+    max_quarantined: NonNegativeInt = Field(
+        32, description="unreadable regions that are replaced by others before the run ends with exit 6"
+    )
+    store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
     augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")
     normalize: NormalizeConfig = Field(NormalizeConfig(), description="grey values to model values")
     validation: ValidationConfig = Field(ValidationConfig(), description="what is held out")
@@ -104,6 +162,19 @@ class DataConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        paired = [volume.condition is not None for volume in self.volumes]
+        masks = [volume.path for volume in self.volumes if volume.mask is not None]
+        if masks and self.min_foreground == 0:
+            raise ValueError(
+                f"a mask has an effect only with data.min_foreground above 0; got 0 and the mask of {masks[0]}; set "
+                "data.min_foreground or remove the mask"
+            )
+        if any(paired) and not all(paired):
+            raise ValueError("either every volume has a condition or none; add data.volumes[].condition or remove it")
+        return self
+
 
 class TrainingConfig(Section):
     """The loop: batch, readers, optimizer, checkpoints."""
@@ -114,6 +185,9 @@ class TrainingConfig(Section):
     )
     workers: NonNegativeInt = Field(2, description="Ray reader processes per rank; 0 reads in the trainer, without Ray")
     prefetch_factor: PositiveInt = Field(2, description="batches read ahead per worker; costs object-store memory")
+    prefetch_mib: PositiveInt | None = Field(
+        None, description="upper limit on the batches read ahead, MiB over all workers of a rank; null = none"
+    )
     steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps that are called an epoch; only bookkeeping")
     epochs: PositiveInt = Field(
         1, description="epochs x steps_per_epoch = length of the run and horizon of the LR schedule"

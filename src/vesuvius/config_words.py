@@ -54,7 +54,8 @@ def iter_keys(schema: JsonSchema | None = None, prefix: str = "") -> Iterator[tu
     for name, found in (_config_schema() if schema is None else schema)["properties"].items():
         key, key_schema = f"{prefix}{name}", _resolved(found)
         yield key, key_schema
-        below, mark = (_resolved(key_schema["items"]), "[].") if "items" in key_schema else (key_schema, ".")
+        inner = _resolved(_not_null(key_schema))
+        below, mark = (_resolved(inner["items"]), "[].") if "items" in inner else (inner, ".")
         if "properties" in below:
             yield from iter_keys(below, key + mark)
 
@@ -146,7 +147,7 @@ def _suggest(path: KeyPath) -> str:
     if likely:
         home, _, name = (best := max(likely, key=lambda known: likely[known])).rpartition(".")
         return f"; did you mean {name if home == section else best}?"
-    return f"; known here: {', '.join(schema_at(path[:-1])['properties'])}"
+    return f"; known here: {', '.join(_resolved(_not_null(schema_at(path[:-1])))['properties'])}"
 
 
 @functools.cache
@@ -162,10 +163,17 @@ def _resolved(schema: JsonSchema) -> JsonSchema:
     return target | schema
 
 
+def _not_null(schema: JsonSchema) -> JsonSchema:
+    """What a key that may be null takes otherwise."""
+    options = [option for option in schema.get("anyOf", []) if option.get("type") != "null"]
+    return options[0] if len(options) == 1 else schema
+
+
 def schema_at(path: KeyPath) -> JsonSchema:
     """The schema of a key; empty for one that does not exist."""
     schema = _config_schema()
     for step in path:
+        schema = _resolved(_not_null(schema))
         if isinstance(step, int):
             schema = _resolved(schema["items"] if "items" in schema else schema["prefixItems"][step])
         else:

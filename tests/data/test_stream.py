@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import numpy as np
 import pytest
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
-from vesuvius.config import ClusterConfig, DataConfig, TrainingConfig, VolumeConfig
+from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.data import ray_stream
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream, check_store
+from vesuvius.data.stream import PatchStream, StreamOptions, check_store
 from vesuvius.errors import ConfigError, DataError
 
 Stack = np.ndarray[Any, Any]
@@ -28,8 +29,7 @@ def make_job(path: Path, **data: Any) -> ReaderJob:
 
 
 def open_stream(job: ReaderJob, batch_size: int = 4, workers: int = 0, **options: Any) -> PatchStream:
-    training = TrainingConfig(workers=workers, prefetch_factor=2)
-    return PatchStream(job, batch_size, training, ClusterConfig(), **options)
+    return PatchStream(job, StreamOptions(batch_size, workers), **options)
 
 
 def collect(stream: PatchStream, batches: int) -> tuple[Stack, Stack]:
@@ -114,7 +114,7 @@ def test_two_ranks_deliver_the_samples_of_one(volume: Path, job: ReaderJob) -> N
         expected, _ = collect(stream, 6)
     parts = []
     for rank in range(2):
-        with open_stream(ReaderJob(job.plan, job.volumes, job.dtype, rank, world=2)) as stream:
+        with open_stream(replace(job, rank=rank, world=2)) as stream:
             patches, indices = collect(stream, 6)
         assert indices.tolist() == list(range(rank, 48, 2))
         parts.append(patches)
@@ -170,9 +170,9 @@ def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Pa
 
 def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) -> None:
     with pytest.raises(ConfigError, match=r"must fit into /dev/shm.*--shm-size"):
-        check_store(job, 4, TrainingConfig(workers=1), ClusterConfig(object_store_gib=1e6))
-    check_store(job, 4, TrainingConfig(workers=0), ClusterConfig(object_store_gib=1e6))
-    check_store(job, 4, TrainingConfig(workers=1), ClusterConfig())
+        check_store(job, StreamOptions(4, workers=1, cluster=ClusterConfig(object_store_gib=1e6)))
+    check_store(job, StreamOptions(4, workers=0, cluster=ClusterConfig(object_store_gib=1e6)))
+    check_store(job, StreamOptions(4, workers=1))
 
 
 def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from tests.conftest import textured, write_array
-from vesuvius.config import ClusterConfig, DataConfig, TrainingConfig, VolumeConfig
-from vesuvius.data.plan import Symmetry
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange, prepare_data
-from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream import PatchStream, StreamOptions
 from vesuvius.engine.device import DeviceFeed, apply_symmetries
 from vesuvius.observe.clock import HostClock
 
-ALL = [Symmetry((z, y, x), turns) for z, y, x, turns in product([False, True], [False, True], [False, True], range(4))]
+ALL = [
+    Augmentation((z, y, x), turns) for z, y, x, turns in product([False, True], [False, True], [False, True], range(4))
+]
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
@@ -42,9 +44,10 @@ def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtyp
     config = DataConfig(volumes=tuple(volumes), patch_size=(8, 16, 16), patches_per_region=2, regions_per_task=4)
     data = prepare_data(0, config)
     greys = [GreyRange(0, 100), GreyRange(100, 150)]
-    feed = DeviceFeed(torch.device("cpu"), 16, (8, 16, 16), dtype, data.plan, greys)
-    with PatchStream(data.job, 16, TrainingConfig(workers=0), ClusterConfig()) as stream:
-        batch, x_0 = feed.next(stream, HostClock())
+    feed = DeviceFeed(torch.device("cpu"), 16, data.job, greys)
+    with PatchStream(data.job, StreamOptions(16, workers=0)) as stream:
+        batch = feed.next(stream, HostClock())
+    x_0 = batch.x_0
     assert x_0.shape == (16, 1, 8, 16, 16)
     assert x_0.dtype == torch.float32
     drawn = [data.plan.sample(int(i)).volume for i in batch.indices]

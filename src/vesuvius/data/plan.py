@@ -3,8 +3,9 @@
 The order of samples depends on the seed and the `data` section alone.  Sample i belongs to task i // (K R); within
 its task, run k = (i % (K R)) // R holds one patch from each of the task's R regions, so a batch of R patches mixes R
 regions while every region is read once for K patches.  Regions of a volume come in a random order, none again before
-all have been seen; a volume is drawn for each region by its weight.  Ranks take samples by index modulo their number,
-which gives each rank its own regions where R is a multiple of it.
+all have been seen; a volume is drawn for each region by its weight.  Where a foreground map is given, only regions
+and positions with enough foreground come, found on the map and not by reading.  Ranks take samples by index modulo
+their number, which gives each rank its own regions where R is a multiple of it.
 """
 
 from __future__ import annotations
@@ -20,22 +21,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import DataConfig, Triple
+from vesuvius.config import AugmentConfig, DataConfig, Triple
+from vesuvius.data.box import Box
+from vesuvius.data.foreground import ForegroundMap
+from vesuvius.data.permutation import permuted
 from vesuvius.data.split import Split
-from vesuvius.data.volume import Box
 from vesuvius.errors import DataError
 
 # Second word of every random seed below: keeps the draws for different purposes independent.
-_ORDER, _VOLUME, _PATCH = 1, 2, 3
+_ORDER, _VOLUME, _START, _AUGMENT, _SUBSTITUTE = 1, 2, 3, 4, 5
 _SLOTS_PER_DRAW = 64
-_REGION_BYTES_MAX = 64 * 2**20
+# Patches per region are chosen such that this many bytes are decoded per byte of patch, within bounds.
+_READ_AMPLIFICATION = 0.8
+_PATCHES_PER_REGION = (4, 64)
 
 Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class PlanVolume:
-    """What the plan knows of a volume.  `intervals_zyx` are the extents of its regions along each axis."""
+    """What the plan knows of a volume.
+
+    Attributes:
+        intervals_zyx: the extents of its regions along each axis; a region is one of each.
+        foreground: where there is something to see, or None where every region and position counts.
+        eligible: with `foreground`, the numbers of the regions that hold a patch with enough of it, rising.
+    """
 
     name: str
     weight: float
@@ -44,14 +55,19 @@ class PlanVolume:
     chunk_zyx: Triple
     dtype: str
     intervals_zyx: tuple[tuple[Interval, ...], tuple[Interval, ...], tuple[Interval, ...]]
+    foreground: ForegroundMap | None = None
+    eligible: NDArray[np.uint32] | None = None
 
     @cached_property
     def region_count(self) -> int:
-        return math.prod(len(axis) for axis in self.intervals_zyx)
+        """How many regions come in one pass."""
+        return math.prod(len(axis) for axis in self.intervals_zyx) if self.eligible is None else len(self.eligible)
 
     def region(self, number: int) -> Box:
-        """The box of region `number`, 0 <= number < region_count, counted along x first."""
+        """The box of region `number`, 0 <= number < region_count; without a map they count along x first."""
         z_list, y_list, x_list = self.intervals_zyx
+        if self.eligible is not None:
+            number = int(self.eligible[number])
         rest, ix = divmod(number, len(x_list))
         iz, iy = divmod(rest, len(y_list))
         (z0, z1), (y0, y1), (x0, x1) = z_list[iz], y_list[iy], x_list[ix]
@@ -59,11 +75,18 @@ class PlanVolume:
 
 
 @dataclass(frozen=True)
-class Symmetry:
-    """A symmetry of the patch: mirror the axes that are set, then turn by `turns` x 90 degrees in the y-x plane."""
+class Augmentation:
+    """What the device does to a patch.
+
+    Attributes:
+        flip_zyx, turns: mirror the axes that are set, then turn by `turns` x 90 degrees in the y-x plane.
+        gain, offset: model values v become gain * v + offset.
+    """
 
     flip_zyx: tuple[bool, bool, bool] = (False, False, False)
     turns: int = 0
+    gain: float = 1.0
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,6 @@ class Sample:
     volume: int
     region: Box
     start_zyx: Triple
-    symmetry: Symmetry
 
 
 @dataclass(frozen=True)
@@ -93,8 +115,8 @@ class Plan:
     patch_zyx: Triple
     patches_per_region: int
     regions_per_task: int
-    flip: bool
-    turn: bool
+    augment: AugmentConfig
+    min_foreground: float
     volumes: tuple[PlanVolume, ...]
 
     @property
@@ -102,31 +124,54 @@ class Plan:
         return self.patches_per_region * self.regions_per_task
 
     @property
+    def map_bytes(self) -> int:
+        """Memory of the foreground maps and of the lists of eligible regions."""
+        maps = [volume.foreground.fraction.nbytes for volume in self.volumes if volume.foreground]
+        return sum(maps) + sum(volume.eligible.nbytes for volume in self.volumes if volume.eligible is not None)
+
+    @property
     def repeats_within_a_run(self) -> bool:
         """Whether there are fewer regions than a run of samples wants to mix."""
         return sum(volume.region_count for volume in self.volumes) < self.regions_per_task
 
-    def sample(self, index: int) -> Sample:
-        """Where sample `index` (0, 1, 2, ...) comes from.  Pure."""
-        task, within = divmod(index, self.samples_per_task)
-        volume, region = self.region_of_slot(task * self.regions_per_task + within % self.regions_per_task)
-        rng = np.random.default_rng((self.seed, _PATCH, index))
-        (z0, y0, x0), (z1, y1, x1) = region
-        low = (z0, y0, x0)
-        high = [stop - patch + 1 for stop, patch in zip((z1, y1, x1), self.patch_zyx, strict=True)]
-        z, y, x = (int(v) for v in rng.integers(low, high))
-        draws = rng.integers(0, 2, size=3)
-        turns = int(rng.integers(0, 4))
-        symmetry = Symmetry(
-            flip_zyx=(bool(draws[0]), bool(draws[1]), bool(draws[2])) if self.flip else (False, False, False),
-            turns=turns if self.turn else 0,
-        )
-        return Sample(index, volume, region, (z, y, x), symmetry)
+    def sample(self, index: int, attempt: int = 0) -> Sample:
+        """Where sample `index` (0, 1, 2, ...) comes from; `attempt` as in `region_of_slot`.  Pure."""
+        volume, region = self.region_of_slot(self.slot_of(index), attempt)
+        seed = (self.seed, _START, index, attempt) if attempt else (self.seed, _START, index)
+        return Sample(index, volume, region, self._draw_start(np.random.default_rng(seed), volume, region))
 
-    def region_of_slot(self, slot: int) -> tuple[int, Box]:
-        """Volume number and box of region slot 0, 1, 2, ...; task n holds slots n R to n R + R - 1.  Pure."""
+    def augmentation(self, index: int) -> Augmentation:
+        """What is done to sample `index`, whichever patch it is.  Pure."""
+        rng = np.random.default_rng((self.seed, _AUGMENT, index))
+        flips, turns = rng.integers(0, 2, size=3).tolist(), int(rng.integers(0, 4))
+        gain, offset = rng.uniform(-1, 1, size=2).tolist()
+        augment = self.augment
+        return Augmentation(
+            flip_zyx=(bool(flips[0]), bool(flips[1]), bool(flips[2])) if augment.flip else (False, False, False),
+            turns=turns if augment.turn else 0,
+            gain=1 + augment.contrast * gain,
+            offset=augment.brightness * offset,
+        )
+
+    def volume_of(self, index: int) -> int:
+        """The volume of sample `index`, also where its region is replaced.  Pure."""
+        return self._volume_of_slot(self.slot_of(index))[0]
+
+    def slot_of(self, index: int) -> int:
+        """The region slot of sample `index`."""
+        task, within = divmod(index, self.samples_per_task)
+        return task * self.regions_per_task + within % self.regions_per_task
+
+    def region_of_slot(self, slot: int, attempt: int = 0) -> tuple[int, Box]:
+        """Volume number and box of region slot 0, 1, 2, ...; task n holds slots n R to n R + R - 1.  Pure.
+
+        Attempts 1, 2, ... are other regions of the same volume, for one that cannot be read.
+        """
         volume, visit = self._volume_of_slot(slot)
-        return volume, self.region_of_visit(volume, visit)
+        if not attempt:
+            return volume, self.region_of_visit(volume, visit)
+        rng = np.random.default_rng((self.seed, _SUBSTITUTE, slot, attempt))
+        return volume, self.volumes[volume].region(int(rng.integers(self.volumes[volume].region_count)))
 
     def region_of_visit(self, volume: int, visit: int) -> Box:
         """The box that slot number `visit` (0, 1, 2, ...) of this one volume reads.  Pure."""
@@ -150,7 +195,8 @@ class Plan:
             "patch_size": list(self.patch_zyx),
             "patches_per_region": self.patches_per_region,
             "regions_per_task": self.regions_per_task,
-            "augment": {"flip": self.flip, "turn": self.turn},
+            "augment": self.augment.model_dump(),
+            "min_foreground": self.min_foreground,
             "volumes": [
                 {  # not its path: a volume may move to another disk between stop and resume
                     "weight": volume.weight,
@@ -159,6 +205,7 @@ class Plan:
                     "train": [list(volume.train[0]), list(volume.train[1])],
                     "regions": volume.region_count,
                     "intervals": hashlib.sha256(repr(volume.intervals_zyx).encode()).hexdigest()[:16],
+                    "foreground": volume.foreground.hash if volume.foreground else None,
                 }
                 for volume in self.volumes
             ],
@@ -172,11 +219,16 @@ class Plan:
 
     def read_amplification(self, volume: int) -> float:
         """Bytes decoded per byte of patch delivered from this volume, on average over its regions."""
-        v = self.volumes[volume]
-        decoded = 1.0
-        for intervals, chunk in zip(v.intervals_zyx, v.chunk_zyx, strict=True):
-            decoded *= float(np.mean([(-(-hi // chunk) - lo // chunk) * chunk for lo, hi in intervals]))
-        return decoded / (self.patches_per_region * math.prod(self.patch_zyx))
+        planned = self.volumes[volume]
+        return decoded_voxels(planned) / (self.patches_per_region * math.prod(self.patch_zyx))
+
+    def _draw_start(self, rng: np.random.Generator, volume: int, region: Box) -> Triple:
+        foreground = self.volumes[volume].foreground
+        if foreground is not None:
+            return foreground.draw_start(rng, region, self.patch_zyx, self.min_foreground)
+        stops = [stop - patch + 1 for stop, patch in zip(region[1], self.patch_zyx, strict=True)]
+        z, y, x = rng.integers(region[0], stops).tolist()
+        return z, y, x
 
     def _region_number(self, volume: int, visit: int) -> int:
         """Which region the volume's slot number `visit` (0, 1, 2, ...) reads.
@@ -188,11 +240,10 @@ class Plan:
         count = self.volumes[volume].region_count
         again, position = divmod(visit, count)
         if count < 2 * self.regions_per_task:
-            return int(_permutation((self.seed, _ORDER, volume), count)[position])
+            return permuted(position, count, (self.seed, _ORDER, volume))
         even = (count + 1) // 2
         odd, position = (0, position) if position < even else (1, position - even)
-        order = _permutation((self.seed, _ORDER, volume, again, odd), count // 2 if odd else even)
-        return 2 * int(order[position]) + odd
+        return 2 * permuted(position, count // 2 if odd else even, (self.seed, _ORDER, volume, again, odd)) + odd
 
     def _volume_of_slot(self, slot: int) -> tuple[int, int]:
         """The slot's volume, and how many earlier slots went to the same volume."""
@@ -208,39 +259,90 @@ def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> P
     return Plan(
         seed=seed,
         patch_zyx=config.patch_size,
-        patches_per_region=config.patches_per_region,
+        patches_per_region=config.patches_per_region or _patches_per_region(config.patch_size, volumes),
         regions_per_task=config.regions_per_task,
-        flip=config.augment.flip,
-        turn=config.augment.turn,
+        augment=config.augment,
+        min_foreground=config.min_foreground,
         volumes=tuple(volumes),
     )
 
 
 def plan_volume(
-    name: str, split: Split, shape_zyx: Triple, chunk_zyx: Triple, dtype: str, weight: float, config: DataConfig
+    name: str,
+    split: Split,
+    shape_zyx: Triple,
+    chunk_zyx: Triple,
+    dtype: str,
+    weight: float,
+    config: DataConfig,
+    *,
+    voxel_bytes: int | None = None,
+    foreground: ForegroundMap | None = None,
 ) -> PlanVolume:
     """Lay regions over the training box of a volume.  Pure.
 
     A region is two strides long on each axis and one starts at every stride, so neighbours overlap by half and every
     patch position but a few is inside some region.  The stride is a whole number of chunks such that a region holds
-    1.75 patches; it is shortened where a region would exceed 64 MiB, or the volume would have fewer than 2 R regions.
+    1.75 patches; it is shortened where R regions would exceed `data.reader_mib`, or the volume would have fewer than
+    2 R regions.  `data.region_size` replaces all that.
+
+    Args:
+        voxel_bytes: bytes that a reader holds per voxel; more than the dtype's where a condition is read as well.
+        foreground: what `data.min_foreground` is measured on.
+
+    Raises:
+        DataError: a region is smaller than a patch, or no region holds enough foreground.
     """
     patch = config.patch_size
+    if config.region_size is not None and any(r < p for r, p in zip(config.region_size, patch, strict=True)):
+        raise DataError(
+            f"a region must hold a patch; got data.region_size {list(config.region_size)} for patch {list(patch)}; "
+            "enlarge it or set it to null"
+        )
+    strides = _strides(split.train, chunk_zyx, voxel_bytes or np.dtype(dtype).itemsize, config)
+    z, y, x = (_intervals(lo, hi, stride, p) for lo, hi, stride, p in zip(*split.train, strides, patch, strict=True))
+    if foreground is None:
+        return PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, (z, y, x))
+    eligible = foreground.eligible_regions((z, y, x), patch, config.min_foreground)
+    if not len(eligible):
+        raise DataError(
+            f"some patch must hold data.min_foreground of foreground; got none with {config.min_foreground:g} in "
+            f"{len(z) * len(y) * len(x)} regions of {name}; lower it, or check data.foreground and the mask"
+        )
+    return PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, (z, y, x), foreground, eligible)
+
+
+def _strides(train: Box, chunk_zyx: Triple, voxel_bytes: int, config: DataConfig) -> list[int]:
+    """Distance between the starts of neighbouring regions along each axis."""
+    patch = config.patch_size
+    if config.region_size is not None:
+        return [-(-size // 2) for size in config.region_size]
     strides = [chunk * math.ceil(1.75 * p / (2 * chunk)) for p, chunk in zip(patch, chunk_zyx, strict=True)]
+    shortest = [math.ceil(0.625 * p) for p in patch]
     while True:
-        intervals = [
-            _intervals(lo, hi, stride, p) for lo, hi, stride, p in zip(*split.train, strides, patch, strict=True)
-        ]
-        region_bytes = np.dtype(dtype).itemsize * math.prod(max(hi - lo for lo, hi in axis) for axis in intervals)
+        intervals = [_intervals(lo, hi, stride, p) for lo, hi, stride, p in zip(*train, strides, patch, strict=True)]
+        region_bytes = voxel_bytes * math.prod(max(hi - lo for lo, hi in axis) for axis in intervals)
         enough = math.prod(len(axis) for axis in intervals) >= 2 * config.regions_per_task
-        shortest = [math.ceil(0.625 * p) for p in patch]
         shorter = [a for a in range(3) if strides[a] > shortest[a]]
-        if (enough and region_bytes <= _REGION_BYTES_MAX) or not shorter:
-            break
+        if (enough and config.regions_per_task * region_bytes <= config.reader_mib * 2**20) or not shorter:
+            return strides
         axis = max(shorter, key=lambda a: strides[a] / patch[a])
         strides[axis] = max(strides[axis] // 2, shortest[axis])
-    z, y, x = intervals
-    return PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, (z, y, x))
+
+
+def decoded_voxels(volume: PlanVolume) -> float:
+    """Voxels that are decoded to read one region, whole chunks, on average over the regions."""
+    decoded = 1.0
+    for intervals, chunk in zip(volume.intervals_zyx, volume.chunk_zyx, strict=True):
+        decoded *= float(np.mean([(-(-hi // chunk) - lo // chunk) * chunk for lo, hi in intervals]))
+    return decoded
+
+
+def _patches_per_region(patch: Triple, volumes: Sequence[PlanVolume]) -> int:
+    """So many that the volume with the costliest regions reaches the read amplification aimed at."""
+    low, high = _PATCHES_PER_REGION
+    wanted = max(decoded_voxels(volume) for volume in volumes) / (_READ_AMPLIFICATION * math.prod(patch))
+    return min(max(math.ceil(wanted), low), high)
 
 
 def plan_difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -269,11 +371,6 @@ def _intervals(lo: int, hi: int, stride: int, patch: int) -> tuple[Interval, ...
     if any(b - a < patch for a, b in found):
         raise DataError(f"a region must hold a patch; got {found} for patch {patch}; report this as a defect")
     return tuple(found)
-
-
-@lru_cache(maxsize=32)
-def _permutation(seed: tuple[int, ...], count: int) -> NDArray[np.uint32]:
-    return np.random.default_rng(seed).permutation(count).astype(np.uint32)
 
 
 @lru_cache(maxsize=32)

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import DataConfig
-from vesuvius.data.plan import Plan, make_plan, plan_volume
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.data.occupancy import foreground_map
+from vesuvius.data.plan import Plan, PlanVolume, make_plan, plan_volume
 from vesuvius.data.reader import ReaderJob
 from vesuvius.data.split import Split, split_volume
-from vesuvius.data.volume import Volume, open_volume
+from vesuvius.data.volume import UnreadableChunkError, Volume, open_volume
 from vesuvius.errors import DataError
 
 _PATCHES_PER_ESTIMATE = 16
@@ -72,23 +73,67 @@ class PreparedData:
 
 
 def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -> PreparedData:
-    """Open and check all volumes and lay the plan.  Reads metadata only.
+    """Open and check all volumes and lay the plan.
+
+    Reads metadata; with `data.min_foreground` also what the foreground map is made of.
 
     Raises:
-        DataError: a volume cannot be used, is too small, or volumes differ in dtype.
+        DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not go together.
     """
-    volumes = tuple(open_volume(spec) for spec in config.volumes)
-    dtypes = {volume.dtype.name for volume in volumes}
-    if len(dtypes) > 1:
-        got = ", ".join(f"{volume.dtype.name} in {volume.name}" for volume in volumes)
-        raise DataError(f"volumes of one run must share a dtype; got {got}; convert them to one")
+    volumes = tuple(open_volume(spec, config.store, config.missing_chunk) for spec in config.volumes)
+    conditions = tuple(
+        open_volume(spec.condition, config.store, config.missing_chunk) for spec in config.volumes if spec.condition
+    )
+    dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
+    for volume, condition in zip(volumes, conditions, strict=False):
+        if condition.shape_zyx != volume.shape_zyx:
+            raise DataError(
+                f"a condition must have the shape of its volume; got {condition.shape_zyx} of {condition.name} for "
+                f"{volume.shape_zyx} of {volume.name}; choose the level that fits"
+            )
+    assert dtype is not None
+    voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
     splits = tuple(split_volume(v.name, v.shape_zyx, config.patch_size, config.validation) for v in volumes)
     planned = [
-        plan_volume(volume.name, split, volume.shape_zyx, volume.chunk_zyx, volume.dtype.name, spec.weight, config)
+        _plan(volume, split, spec, voxel_bytes, config)
         for spec, volume, split in zip(config.volumes, volumes, splits, strict=True)
     ]
     plan = make_plan(seed, config, planned)
-    return PreparedData(volumes, splits, plan, ReaderJob(plan, config.volumes, dtypes.pop(), rank, world))
+    job = ReaderJob(
+        plan=plan,
+        volumes=config.volumes,
+        dtype=dtype,
+        condition_dtype=condition_dtype,
+        store=config.store,
+        missing_chunk=config.missing_chunk,
+        max_quarantined=config.max_quarantined,
+        rank=rank,
+        world=world,
+    )
+    return PreparedData(volumes, splits, plan, job)
+
+
+def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
+    """The one dtype of several volumes; None where there are no volumes."""
+    dtypes = {volume.dtype.name for volume in volumes}
+    if len(dtypes) > 1:
+        got = ", ".join(f"{volume.dtype.name} in {volume.name}" for volume in volumes)
+        raise DataError(f"{what} of one run must share a dtype; got {got}; convert them to one")
+    return next(iter(dtypes), None)
+
+
+def _plan(volume: Volume, split: Split, spec: VolumeConfig, voxel_bytes: int, config: DataConfig) -> PlanVolume:
+    return plan_volume(
+        volume.name,
+        split,
+        volume.shape_zyx,
+        volume.chunk_zyx,
+        volume.dtype.name,
+        spec.weight,
+        config,
+        voxel_bytes=voxel_bytes,
+        foreground=foreground_map(volume, spec, config),
+    )
 
 
 def estimate_grey_range(volume: Volume, plan: Plan, number: int) -> GreyRange:
@@ -100,12 +145,17 @@ def estimate_grey_range(volume: Volume, plan: Plan, number: int) -> GreyRange:
         DataError: nothing but air, or one grey value only.
     """
     material: list[NDArray[Any]] = []
-    for visit in range(_PATCHES_PER_ESTIMATE):
+    for visit in range(4 * _PATCHES_PER_ESTIMATE):
         start, stop = plan.region_of_visit(number, visit)
         z, y, x = ((a + b - p) // 2 for a, b, p in zip(start, stop, plan.patch_zyx, strict=True))
         size_z, size_y, size_x = plan.patch_zyx
-        voxels = volume.read(((z, y, x), (z + size_z, y + size_y, x + size_x)))
+        try:
+            voxels = volume.read(((z, y, x), (z + size_z, y + size_y, x + size_x)))
+        except UnreadableChunkError:
+            continue  # the readers will meet it, report it and put it into quarantine
         material.append(voxels[voxels != volume.fill_value])
+        if len(material) == _PATCHES_PER_ESTIMATE:
+            break
     low, high = np.percentile(np.concatenate(material), _PERCENTILES) if any(map(len, material)) else (0.0, 0.0)
     if not low < high:
         raise DataError(

@@ -9,11 +9,13 @@ import itertools
 import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from unittest import mock
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -26,6 +28,7 @@ import pyarrow as pa
 import ray
 import ray._private.utils
 import ray.data
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.exceptions import RayError, RayTaskError
@@ -34,8 +37,7 @@ from ray.util.debug import log_once
 from vesuvius.config import ClusterConfig
 from vesuvius.data.plan import Task
 from vesuvius.data.reader import Block, Reader, ReaderJob
-from vesuvius.data.volume import one_line
-from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.errors import ConfigError, VesuviusError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,51 @@ TASKS_PER_SEGMENT = 1000
 # The next execution's readers start when this many tasks of the present one are still to be handed over.
 _TASKS_LEFT_AT_OVERLAP = 4
 _ROUND_S = 0.01
+_WATCH_S = 1.0
+_JOIN_S = 3.0
+
+
+class Session:
+    """A use of Ray by one stream: a private Ray that the first use starts and the last one ends, a named cluster, or
+    whatever Ray this process is already connected to.
+
+    Args:
+        store_bytes: size of a private Ray's object store.
+
+    Raises:
+        ConfigError: the cluster does not answer.
+    """
+
+    _uses: ClassVar[int] = 0
+    _ours: ClassVar[bool] = False
+
+    def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
+        if not ray.is_initialized():
+            start_ray(config, workers, ranks, store_bytes)
+            Session._ours = True
+        Session._uses += 1
+        self._open = True
+
+    def close(self) -> None:
+        """End this use, and Ray with the last one where a use started it.  Safe to call again."""
+        if not self._open:
+            return
+        self._open = False
+        Session._uses -= 1
+        if Session._uses == 0 and Session._ours:
+            Session._ours = False
+            _join_data_threads()
+            ray.shutdown()
+
+
+def _join_data_threads() -> None:
+    """Wait for the threads in which Ray Data fetched blocks: one that calls Ray after its shutdown ends the process."""
+    deadline = time.monotonic() + _JOIN_S
+    for thread in threading.enumerate():
+        if thread.name == "iter_threaded":
+            thread.join(max(deadline - time.monotonic(), 0))
+        elif thread.name == "Prefetcher":  # may sleep for ever once it is stopped
+            thread.join(0.2)
 
 
 def start_ray(config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
@@ -111,21 +158,40 @@ class RayBlocks(Iterator[Block]):
     """The blocks of all tasks from sample `first` on, in order, read by `workers` Ray actors.
 
     Blocks are read-only views into the object store: copy out of them and drop them.
+
+    Args:
+        prefetch_blocks: blocks fetched ahead of the trainer.
+        store_bytes: limit for Ray Data's own accounting.
+        session: closed with this.
+        on_spill: called from a thread of its own with a line and figures where Ray wrote objects to disk.
     """
 
     def __init__(
-        self, job: ReaderJob, first: int, stop: int, workers: int, prefetch_blocks: int, store_bytes: int
+        self,
+        job: ReaderJob,
+        first: int,
+        stop: int,
+        workers: int,
+        prefetch_blocks: int,
+        store_bytes: int,
+        session: Session,
+        on_spill: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._job = job
+        self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._workers = workers
         self._prefetch_blocks = prefetch_blocks
         self._store_bytes = store_bytes
+        self._session = session
         self._tasks = job.plan.tasks(first, stop)
-        self._segment = self._next_segment()
         self._upcoming: _Segment | None = None
+        self._watch = _StoreWatch(on_spill)
+        self._segment = self._next_segment()
 
-    def __iter__(self) -> RayBlocks:
-        return self
+    @property
+    def store_peak_bytes(self) -> int | None:
+        """Most bytes seen in use in the object store."""
+        return self._watch.peak_bytes
 
     def __next__(self) -> Block:
         while self._segment is not None:
@@ -140,41 +206,65 @@ class RayBlocks(Iterator[Block]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the executions and their actors."""
+        """End the executions, their actors and the session."""
+        self._watch.close()
         for segment in (self._segment, self._upcoming):
             if segment is not None:
                 segment.close()
         self._segment = self._upcoming = None
+        self._session.close()
 
     def _next_segment(self) -> _Segment | None:
         tasks = list(itertools.islice(self._tasks, TASKS_PER_SEGMENT))
         if not tasks:
             return None
-        return _Segment(self._job, tasks, self._workers, self._prefetch_blocks, self._store_bytes)
+        return _Segment(self._job, self._job_ref, tasks, self._workers, self._prefetch_blocks, self._store_bytes)
 
 
 class _RayReader:
     """The actor: a `Reader` behind Ray Data's calling convention."""
 
-    def __init__(self, job: ReaderJob) -> None:
-        self._reader = Reader(job)
+    def __init__(self, job: list[Any]) -> None:
+        actor = ray.get_runtime_context().get_actor_id() or ""
+        self._reader = Reader(ray.get(job[0]), node=socket.gethostname(), actor=actor)
 
     def __call__(self, row: dict[str, Any]) -> Iterator[Block]:
-        yield from self._reader.blocks(Task(int(row["first"][0]), int(row["stop"][0])))
+        first, stop, ahead_first, ahead_stop = (int(row[name][0]) for name in _ROW)
+        ahead = Task(ahead_first, ahead_stop) if ahead_stop else None
+        yield from self._reader.blocks(Task(first, stop), ahead)
+
+
+_ROW = ("first", "stop", "ahead_first", "ahead_stop")
+
+
+def _rows(tasks: list[Task], workers: int) -> list[pa.Table]:
+    """One row per task; with it the task that the same reader will probably get next, readers taking turns."""
+    ahead = [*tasks[workers:], *[Task(0, 0)] * workers]
+    return [
+        pa.table({name: [value] for name, value in zip(_ROW, (t.first, t.stop, a.first, a.stop), strict=True)})
+        for t, a in zip(tasks, ahead, strict=False)
+    ]
 
 
 class _Segment:
     """One Ray Data execution over a list of tasks.  Starts at once, its first block fetched on a thread of its own."""
 
-    def __init__(self, job: ReaderJob, tasks: list[Task], workers: int, prefetch_blocks: int, store_bytes: int) -> None:
+    def __init__(
+        self,
+        job: ReaderJob,
+        job_ref: Any,
+        tasks: list[Task],
+        workers: int,
+        prefetch_blocks: int,
+        store_bytes: int,
+    ) -> None:
         self.tasks = tasks
-        with DataContext.current(_context(job, store_bytes)):
-            dataset: ray.data.Dataset = ray.data.from_arrow(
-                [pa.table({"first": [t.first], "stop": [t.stop]}) for t in tasks]
-            )
+        self._execution = _Execution()
+        with DataContext.current(_context(job, store_bytes, self._execution)):
+            dataset: ray.data.Dataset = ray.data.from_arrow(_rows(tasks, workers))
             dataset = dataset.map_batches(
                 _RayReader,
-                fn_constructor_args=(job,),
+                fn_constructor_args=([job_ref],),
                 batch_size=1,
                 compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=2),
                 num_cpus=1,
@@ -188,17 +278,74 @@ class _Segment:
         """The next block, or None at the end.  Raises the reader's own error."""
         try:
             if self._first is not None:
-                first, self._first = self._first, None
-                return first.result()
+                block = self._first.result()
+                self._first = None
+                return block
             return next(self._iterator, None)
         except Exception as error:
             raise _reader_error(error) from None
 
     def close(self) -> None:
-        if self._first is not None:
-            self._first.cancel()
+        """End the execution, also while its first block is still being waited for.
+
+        Afterwards no thread of it is left: one that called Ray after its shutdown would start it anew, or end the
+        process.
+        """
+        self._execution.closed = True
+        while self._first is not None and not self._first.done():
+            if self._execution.executor is not None:
+                self._execution.executor.shutdown(force=True)
+            wait([self._first], timeout=0.1)
         self._starter.shutdown(wait=True)
         self._iterator.close()
+
+
+class _StoreWatch:
+    """Looks at the object stores of the cluster every second: how much is in use, and whether Ray wrote to disk."""
+
+    def __init__(self, on_spill: Callable[[str, dict[str, Any]], None]) -> None:
+        self._on_spill = on_spill
+        self.peak_bytes = 0
+        self._spilled_bytes: int | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        state = None
+        while not self._stop.wait(_WATCH_S):
+            try:
+                state = state or get_state_from_address(  # type: ignore[no-untyped-call]
+                    ray.get_runtime_context().gcs_address
+                )
+                reply = get_memory_info_reply(state, timeout_seconds=5)  # type: ignore[no-untyped-call]
+                self._look(reply.store_stats)
+            except Exception as error:  # a watch must not end the run it watches; the log says that it is blind
+                log.warning("Ray's object store cannot be watched for spills: %s", one_line(error))
+                return
+
+    def _look(self, stats: Any) -> None:
+        self.peak_bytes = max(self.peak_bytes, int(stats.object_store_bytes_used))
+        spilled, before = int(stats.spilled_bytes_total), self._spilled_bytes
+        self._spilled_bytes = spilled
+        if before is not None and spilled > before:
+            self._on_spill(
+                f"Ray's object store was out of memory and spilled {(spilled - before) / 2**20:.0f} MiB to disk; lower "
+                "training.prefetch_factor or training.workers, or raise cluster.object_store_gib",
+                {"spilled_bytes": spilled - before, "capacity_bytes": int(stats.object_store_bytes_avail)},
+            )
+
+
+@dataclass
+class _Execution:
+    """What a segment knows of its execution, which starts on another thread."""
+
+    executor: Any = None
+    closed: bool = False
 
 
 class _Pace(ExecutionCallback):
@@ -210,16 +357,23 @@ class _Pace(ExecutionCallback):
     docs/performance.md has the figures.
     """
 
+    execution: ClassVar[_Execution]
+
     def __init__(self) -> None:
         self._last = time.monotonic()
+
+    def before_execution_starts(self, executor: object) -> None:
+        self.execution.executor = executor
+        if self.execution.closed:
+            raise RuntimeError("the stream was closed before it began")
 
     def on_execution_step(self, executor: object) -> None:
         time.sleep(max(_ROUND_S - (time.monotonic() - self._last), 0))
         self._last = time.monotonic()
 
 
-def _context(job: ReaderJob, store_bytes: int) -> DataContext:
-    """Ray Data's settings for one ordered stream of blocks."""
+def _context(job: ReaderJob, store_bytes: int, execution: _Execution) -> DataContext:
+    """Ray Data's settings for one ordered stream of blocks.  Its executor is put into `execution` when it starts."""
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     log_once("ray_data_progress_manager_disabled")  # or Ray warns that progress bars are off, as asked
@@ -234,7 +388,8 @@ def _context(job: ReaderJob, store_bytes: int) -> DataContext:
     # A trainer that validates or sits in a debugger is not a stalled pipeline.
     context.execution_no_progress_timeout_s = -1
     context.max_errored_blocks = 0
-    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, _Pace]
+    callback = type("_Pace", (_Pace,), {"execution": execution})  # Ray Data takes classes, not objects
+    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, callback]
     return context
 
 

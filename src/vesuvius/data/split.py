@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from vesuvius.config import Triple, ValidationConfig
-from vesuvius.data.volume import Box
+from vesuvius.data.box import Box
 from vesuvius.errors import DataError
 
 

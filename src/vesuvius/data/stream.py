@@ -1,26 +1,63 @@
 """Fourth stop of a patch: an endless, ordered iterator of batches, read by Ray workers or in this process.
 
-The content of batch n depends on the plan alone: not on the number of workers, nor on the prefetch.
+The content of batch n depends on the plan alone: not on the number of workers, the prefetch or the cache.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import shutil
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import ClusterConfig, TrainingConfig
-from vesuvius.data.reader import Block, Reader, ReaderJob
-from vesuvius.errors import ConfigError
+from vesuvius.data.plan import Task
+from vesuvius.data.reader import Block, BlockReport, Reader, ReaderJob, RegionKey, report_of
+from vesuvius.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
 
 _ENDLESS = 2**62
+_EVENTS_KEPT = 10_000
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How a stream delivers; nothing here changes what it delivers, but for the size of batches.
+
+    Attributes:
+        batch_size: samples per batch of this rank.
+        workers: Ray reader processes; 0 reads in this process, without Ray.
+        prefetch_factor: batches read ahead per worker.
+        prefetch_bytes: upper limit on all that is read ahead; None = none.
+        cluster: where Ray runs.
+    """
+
+    batch_size: int
+    workers: int = 2
+    prefetch_factor: int = 2
+    prefetch_bytes: int | None = None
+    cluster: ClusterConfig = ClusterConfig()
+
+    @classmethod
+    def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
+        """The options that a config names."""
+        mib = training.prefetch_mib
+        return cls(
+            training.train_batch_size,
+            training.workers,
+            training.prefetch_factor,
+            None if mib is None else mib * 2**20,
+            cluster,
+        )
 
 
 @dataclass(frozen=True)
@@ -31,21 +68,71 @@ class Batch:
         patches: (B, Z, Y, X) in the stored dtype.  Where the stream was given buffers, one of them: valid until the
             stream comes round to it again.
         indices: (B,) int64, the sample index of each patch.
+        condition: like `patches`, cut from the condition volumes at the same place; None without them.
     """
 
     patches: NDArray[Any]
     indices: NDArray[np.int64]
+    condition: NDArray[Any] | None = None
 
 
 @dataclass
 class ReaderFigures:
-    """What a reader process last said of itself."""
+    """What a reader process said of itself, added up over its blocks; attributes as in `BlockReport`."""
 
-    rss_anon_bytes: int = 0
-    rss_anon_peak_bytes: int = 0
-    read_s: float = 0.0
+    node: str = ""
+    rss_anon_bytes: int | None = None
+    rss_anon_peak_bytes: int | None = None
+    read_s: float | None = None
+    decode_s: float = 0.0
     cut_s: float = 0.0
     bytes_read: int = 0
+    bytes_fetched: int = 0
+    requests: int = 0
+    retries: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+    def add(self, report: BlockReport) -> None:
+        """Take one block's report in."""
+        self.node = report.node
+        self.rss_anon_bytes = report.rss_anon_bytes
+        if report.rss_anon_bytes is not None:
+            self.rss_anon_peak_bytes = max(self.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
+        if report.read_s is not None:
+            self.read_s = (self.read_s or 0.0) + report.read_s
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+
+
+_SUMMED = ("decode_s", "cut_s", "bytes_read", "bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
+
+
+EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured"]
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """Something that the operator must learn of, though the batches go on unchanged.
+
+    Attributes:
+        kind: what happened.
+        text: one line for the log.
+        fields: the same as data.
+    """
+
+    kind: EventKind
+    text: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class StreamState(TypedDict):
+    """Where a stream is: enough to go on with other workers, prefetch or cache."""
+
+    seed: int
+    sample_index: int
+    plan_hash: str
+    quarantined: list[dict[str, Any]]
 
 
 class BlockSource(Protocol):
@@ -59,41 +146,54 @@ class BlockSource(Protocol):
 
 
 class PatchStream(Iterator[Batch]):
-    """Batches from sample `first` on.  A context manager; closing it ends the readers.
+    """Batches from sample `first` on.  A context manager; closing it ends the readers, and Ray where it started it.
 
     Args:
-        job: plan, volumes and rank.
-        batch_size: samples per batch of this rank.
-        first: sample index to start at; a multiple of world.
+        job: plan, volumes and rank; `prepare_data(...).job`.
+        options: batch size and readers.
+        first: sample index to start at; a multiple of the number of ranks.
         stop: sample index to end before, or None for an endless stream.  A last short batch is delivered.
-        training: takes `workers` and `prefetch_factor`.
-        cluster: where Ray runs; not used with `workers: 0`.
         buffers: arrays (batch_size, Z, Y, X) of the job's dtype to deliver batches in, in turn (a ring, e.g. of pinned
             memory); new arrays by default.
+        condition_buffers: the same for conditions.
+        quarantined: `quarantined` of an earlier stream over the same plan; those regions are not tried again.
+
+    Attributes:
+        readers: figures of each living reader process by pid.
+        events: what happened so far, the last 10,000; whoever takes them out may.
+        quarantined: a record for each unreadable region, which others replace.
+        store_peak_bytes: most bytes seen in Ray's object store; None without Ray.
 
     Raises:
-        DataError: on opening or iterating, where a volume cannot be read.
+        DataError: on opening or iterating, where a volume cannot be read or too many regions cannot.
+        ConfigError: on opening, where /dev/shm is too small or the Ray cluster does not answer.
     """
 
     def __init__(
         self,
         job: ReaderJob,
-        batch_size: int,
-        training: TrainingConfig,
-        cluster: ClusterConfig,
+        options: StreamOptions,
         *,
         first: int = 0,
         stop: int | None = None,
         buffers: Sequence[NDArray[Any]] = (),
+        condition_buffers: Sequence[NDArray[Any]] = (),
+        quarantined: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self._job = job
-        self._batch_size = batch_size
+        assert first % job.world == 0, "a stream starts between two global rounds of samples"
+        self._job = with_quarantined(job, quarantined)
+        self._options = options
+        self._next_sample = first
+        self._stop = _ENDLESS if stop is None else stop
         self._buffers = itertools.cycle(buffers) if buffers else None
-        self._expected = first + job.rank
+        self._condition_buffers = itertools.cycle(condition_buffers) if condition_buffers else None
         self._block: Block | None = None
         self._used = 0
+        self._pids: dict[str, int] = {}
         self.readers: dict[int, ReaderFigures] = {}
-        self._source = _open_source(job, batch_size, training, cluster, first, _ENDLESS if stop is None else stop)
+        self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
+        self.quarantined = list(quarantined)
+        self._source: BlockSource | None = self._open_source()
 
     def __enter__(self) -> Self:
         return self
@@ -104,14 +204,18 @@ class PatchStream(Iterator[Batch]):
         self.close()
 
     def __next__(self) -> Batch:
-        patches = self._next_buffer()
-        indices = np.empty(self._batch_size, dtype=np.int64)
+        size, job = self._options.batch_size, self._job
+        patches = self._next_buffer(self._buffers, job.dtype)
+        condition = self._next_buffer(self._condition_buffers, job.condition_dtype) if job.condition_dtype else None
+        indices = np.empty(size, dtype=np.int64)
         filled = 0
-        while filled < self._batch_size and self._fill_block():
+        while filled < size and self._fill_block():
             assert self._block is not None
-            take = min(self._batch_size - filled, len(self._block["index"]) - self._used)
+            take = min(size - filled, len(self._block["index"]) - self._used)
             part = slice(self._used, self._used + take)
             patches[filled : filled + take] = self._block["patch"][part]
+            if condition is not None:
+                condition[filled : filled + take] = self._block["condition"][part]
             indices[filled : filled + take] = self._block["index"][part]
             filled += take
             self._used += take
@@ -120,80 +224,217 @@ class PatchStream(Iterator[Batch]):
         if not filled:
             raise StopIteration
         self._check_order(indices[:filled])
-        return Batch(patches[:filled], indices[:filled])
+        return Batch(patches[:filled], indices[:filled], None if condition is None else condition[:filled])
 
     def close(self) -> None:
         """End the readers.  Safe to call again."""
         self._block = None
-        self._source.close()
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+    def state_dict(self) -> StreamState:
+        """Where the stream is, as plain data.  Call it between two batches."""
+        return {
+            "seed": self._job.plan.seed,
+            "sample_index": self._next_sample,
+            "plan_hash": self._job.plan.hash,
+            "quarantined": list(self.quarantined),
+        }
+
+    def load_state_dict(self, state: StreamState) -> None:
+        """Go on where another stream over the same plan was; no region is read again but those of the current task.
+
+        Raises:
+            ConfigError: the state belongs to another plan.
+        """
+        if state["plan_hash"] != self._job.plan.hash:
+            raise ConfigError(
+                f"a stream goes on with the plan it began with; got plan {state['plan_hash']} for "
+                f"{self._job.plan.hash}; use the same seed, data section and volumes"
+            )
+        self._job = with_quarantined(self._job, state["quarantined"])
+        self.quarantined = list(state["quarantined"])
+        self._reopen(state["sample_index"])
+
+    def reconfigure(
+        self,
+        *,
+        workers: int | None = None,
+        prefetch_factor: int | None = None,
+        prefetch_bytes: int | None = None,
+    ) -> None:
+        """Change readers or prefetch: closes and opens again at the next sample, so no batch changes.
+
+        Costs the seconds in which new readers start.
+
+        Raises:
+            ConfigError: /dev/shm is too small for that; the stream goes on as it was.
+        """
+        changes = {"workers": workers, "prefetch_factor": prefetch_factor, "prefetch_bytes": prefetch_bytes}
+        changes = {key: value for key, value in changes.items() if value is not None}
+        options = replace(self._options, **changes)  # type: ignore[arg-type]
+        check_store(self._job, options, held_bytes=store_bytes(self._job, self._options))
+        self._options = options
+        self._reopen(self._next_sample)
+        text = ", ".join(f"{key} {value}" for key, value in changes.items())
+        self._event("reconfigured", f"readers changed at sample {self._next_sample}: {text}", changes)
 
     def reader_memory(self) -> dict[int, int]:
         """Bytes of private memory of each reader process, by pid, as it last said."""
-        return {pid: figures.rss_anon_bytes for pid, figures in self.readers.copy().items()}
+        memory = {pid: figures.rss_anon_bytes for pid, figures in self.readers.copy().items()}
+        return {pid: value for pid, value in memory.items() if value is not None}
 
-    def _next_buffer(self) -> NDArray[Any]:
-        if self._buffers is not None:
-            return next(self._buffers)
-        return np.empty((self._batch_size, *self._job.plan.patch_zyx), dtype=self._job.dtype)
+    @property
+    def store_peak_bytes(self) -> int | None:
+        """Most bytes seen in use in Ray's object store since the stream was opened; None without Ray."""
+        return getattr(self._source, "store_peak_bytes", None)
+
+    def _reopen(self, sample: int) -> None:
+        self.close()
+        self._next_sample, self._used = sample, 0
+        self._pids.clear()
+        self.readers.clear()
+        self._source = self._open_source()
+
+    def _open_source(self) -> BlockSource:
+        job, options = self._job, self._options
+        if options.workers == 0:
+            return _LocalBlocks(job, self._next_sample, self._stop)
+        from vesuvius.data import ray_stream  # Ray takes a second to import and is not needed with workers: 0
+
+        check_store(job, options)
+        prefetch_blocks = -(-_prefetch_bytes(job, options) // job.block_bytes)
+        return ray_stream.RayBlocks(
+            job,
+            self._next_sample,
+            self._stop,
+            options.workers,
+            prefetch_blocks,
+            store_need_bytes(job, options),
+            ray_stream.Session(options.cluster, options.workers, job.world, store_bytes(job, options)),
+            lambda text, fields: self._event("spill", text, fields),
+        )
+
+    def _next_buffer(self, ring: Iterator[NDArray[Any]] | None, dtype: str) -> NDArray[Any]:
+        if ring is not None:
+            return next(ring)
+        return np.empty((self._options.batch_size, *self._job.plan.patch_zyx), dtype=dtype)
 
     def _fill_block(self) -> bool:
         """Have a block with samples left; False at the end of the stream."""
-        if self._block is None:
+        if self._block is None and self._source is not None:
             self._block = next(self._source, None)
             self._used = 0
             if self._block is not None:
-                self._note(self._block)
+                self._take_report(report_of(self._block))
         return self._block is not None
 
-    def _note(self, block: Block) -> None:
-        figures = self.readers.setdefault(int(block["pid"][0]), ReaderFigures())
-        figures.rss_anon_bytes = int(block["rss_anon_bytes"][0])
-        figures.rss_anon_peak_bytes = max(figures.rss_anon_peak_bytes, figures.rss_anon_bytes)
-        figures.read_s += float(block["read_s"][0])
-        figures.cut_s += float(block["cut_s"][0])
-        figures.bytes_read += int(block["bytes_read"][0])
+    def _take_report(self, report: BlockReport) -> None:
+        before = self._pids.get(report.actor)
+        self._pids[report.actor] = report.pid
+        if before not in (None, report.pid):
+            self.readers.pop(before, None)
+            self._event(
+                "reader_died",
+                f"reader {before} on {report.node} was killed or died; reader {report.pid} read its task again",
+                {"pid": before, "node": report.node, "new_pid": report.pid},
+            )
+        self.readers.setdefault(report.pid, ReaderFigures()).add(report)
+        for record in report.quarantined:
+            self._quarantine(record)
+
+    def _quarantine(self, record: dict[str, Any]) -> None:
+        if region_key(record) in {region_key(known) for known in self.quarantined}:
+            return
+        self.quarantined.append(record)
+        text = (
+            f"region {record['region']} of {record['volume']} cannot be read and is replaced by others: chunk "
+            f"{record['chunk']}: {record['cause']}"
+        )
+        self._event("quarantine", text, record)
+        if len(self.quarantined) > self._job.max_quarantined:
+            raise DataError(
+                f"at most data.max_quarantined={self._job.max_quarantined} regions may be unreadable; got "
+                f"{len(self.quarantined)}, the last: volume {record['volume']}, region {record['region']}, chunk "
+                f"{record['chunk']}: {record['cause']}; restore the volume or raise the limit"
+            )
+
+    def _event(self, kind: EventKind, text: str, fields: Any) -> None:
+        self.events.append(StreamEvent(kind, text, dict(fields)))
+        log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
 
     def _check_order(self, indices: NDArray[np.int64]) -> None:
         # A lost, repeated or reordered block must never train silently.
-        expected = self._expected + self._job.world * np.arange(len(indices))
+        job = self._job
+        expected = self._next_sample + job.rank + job.world * np.arange(len(indices))
         assert np.array_equal(indices, expected), f"samples out of order: expected {expected}, got {indices}"
-        self._expected += self._job.world * len(indices)
+        self._next_sample += job.world * len(indices)
 
 
-def _open_source(
-    job: ReaderJob, batch_size: int, training: TrainingConfig, cluster: ClusterConfig, first: int, stop: int
-) -> BlockSource:
-    if training.workers == 0:
-        reader = Reader(job)
-        return (block for task in job.plan.tasks(first, stop) for block in reader.blocks(task))
-    from vesuvius.data import ray_stream  # Ray takes a second to import and is not needed with workers: 0
+class _LocalBlocks(Iterator[Block]):
+    """Blocks that are read in this process."""
 
-    need_bytes = store_need_bytes(job, batch_size, training)
-    prefetch_blocks = -(-_prefetch_bytes(job, batch_size, training) // job.block_bytes)
-    ray_stream.start_ray(cluster, training.workers, job.world, store_size_bytes(need_bytes, cluster))
-    return ray_stream.RayBlocks(job, first, stop, training.workers, prefetch_blocks, need_bytes)
+    def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
+        self._reader = Reader(job)
+        self._blocks = self._read(job.plan.tasks(first, stop))
+
+    def _read(self, tasks: Iterator[Task]) -> Iterator[Block]:
+        task = next(tasks, None)
+        while task is not None:
+            ahead = next(tasks, None)
+            yield from self._reader.blocks(task, ahead)
+            task = ahead
+
+    def __next__(self) -> Block:
+        return next(self._blocks)
+
+    def close(self) -> None:
+        self._reader.close()
 
 
-def store_need_bytes(job: ReaderJob, batch_size: int, training: TrainingConfig) -> int:
+def region_key(record: dict[str, Any]) -> RegionKey:
+    """The region that a record of the quarantine is about."""
+    (z0, y0, x0), (z1, y1, x1) = record["region"]
+    return int(record["number"]), ((z0, y0, x0), (z1, y1, x1))
+
+
+def with_quarantined(job: ReaderJob, records: Sequence[dict[str, Any]]) -> ReaderJob:
+    """The job, with regions that are replaced without a try."""
+    return replace(job, quarantined=frozenset(map(region_key, records)))
+
+
+def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Bytes of the object store that can be in use at once: each worker's task in flight and the block it works on, and
     the batches read ahead.  0 with `workers: 0`.  Pure."""
-    tasks_bytes = training.workers * (job.blocks_per_task + 1) * job.block_bytes
-    return tasks_bytes + _prefetch_bytes(job, batch_size, training)
+    tasks_bytes = options.workers * (job.blocks_per_task + 1) * job.block_bytes
+    return tasks_bytes + _prefetch_bytes(job, options)
 
 
-def store_size_bytes(need_bytes: int, cluster: ClusterConfig) -> int:
-    """Size of a private Ray's object store.  Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use): half as
-    much again as needed, and a floor for Ray's own use.  Pure."""
-    return int(cluster.object_store_gib * 2**30) if cluster.object_store_gib else max(3 * need_bytes // 2, 2**28)
+def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
+    """Size of a private Ray's object store; 0 with `workers: 0`.  Pure.
+
+    Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use): half as much again as needed, and a floor for Ray's
+    own use.  The plan's maps lie there too, once for all readers.
+    """
+    if options.workers == 0:
+        return 0
+    if options.cluster.object_store_gib is not None:
+        return int(options.cluster.object_store_gib * 2**30)
+    return max(3 * store_need_bytes(job, options) // 2, 2**28) + job.plan.map_bytes
 
 
-def check_store(job: ReaderJob, batch_size: int, training: TrainingConfig, cluster: ClusterConfig) -> None:
-    """Raises ConfigError where /dev/shm cannot hold the object store of a private Ray: it would silently use /tmp."""
+def check_store(job: ReaderJob, options: StreamOptions, held_bytes: int = 0) -> None:
+    """Raises ConfigError where /dev/shm cannot hold the object store of a private Ray: it would silently use /tmp.
+
+    Args:
+        held_bytes: what is given back before.
+    """
     shared = Path("/dev/shm")
-    if training.workers == 0 or cluster.address is not None or not shared.is_dir():
+    if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return
-    size = store_size_bytes(store_need_bytes(job, batch_size, training), cluster)
-    free = shutil.disk_usage(shared).free
+    size = store_bytes(job, options)
+    free = shutil.disk_usage(shared).free + held_bytes
     if size > free:
         raise ConfigError(
             f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "
@@ -202,5 +443,6 @@ def check_store(job: ReaderJob, batch_size: int, training: TrainingConfig, clust
         )
 
 
-def _prefetch_bytes(job: ReaderJob, batch_size: int, training: TrainingConfig) -> int:
-    return training.workers * training.prefetch_factor * batch_size * job.patch_bytes
+def _prefetch_bytes(job: ReaderJob, options: StreamOptions) -> int:
+    wanted = options.workers * options.prefetch_factor * options.batch_size * job.patch_bytes
+    return wanted if options.prefetch_bytes is None else min(wanted, options.prefetch_bytes)

@@ -1,33 +1,58 @@
 """First stop of a patch: open one level of a zarr volume and read boxes of it.
 
-Reads zarr v2 and v3, sharded or not, OME-Zarr groups (levels looked up in their metadata) and bare arrays.  Chunks are
-decoded by the zarrs codec pipeline where it supports the array, by zarr-python otherwise, on one thread per reader.
+Reads zarr v2 and v3, sharded or not, OME-Zarr groups (levels looked up in their metadata) and bare arrays, from disk
+and from remote stores.  On disk chunks are decoded by the zarrs codec pipeline where it supports the array, by
+zarr-python otherwise; remote chunks are fetched ahead, many at once, and decoded by zarr-python.  One codec thread per
+reader.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
+import logging
+import time
 import warnings
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import zarr
 from numcodecs import blosc
 from numpy.typing import NDArray
+from zarr.core.buffer import default_buffer_prototype
+from zarr.storage import LocalStore
 
-from vesuvius.config import Triple, VolumeConfig
-from vesuvius.errors import DataError
+from vesuvius.config import ArrayConfig, StoreConfig, Triple
+from vesuvius.data.box import Box, format_box, intersection, shape_of, slices
+from vesuvius.data.chunks import ChunkGrid
+from vesuvius.data.staged import StagedStore
+from vesuvius.data.store import FetchError, Source, SourceFigures, is_remote
+from vesuvius.errors import DataError, one_line
+
+log = logging.getLogger(__name__)
 
 SUPPORTED_DTYPES = ("uint8", "uint16", "float32")
-
-Box = tuple[Triple, Triple]
-"""(start_zyx, stop_zyx) in voxels, half open."""
+_PYTHON_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
 
 
-@dataclass(frozen=True)
+class UnreadableChunkError(DataError):
+    """A chunk that could not be fetched or decoded, after all tries.
+
+    Attributes:
+        volume, region, chunk, cause: what to write into the quarantine.
+    """
+
+    def __init__(self, volume: str, region: Box, chunk: Triple, cause: str) -> None:
+        super().__init__(
+            f"every chunk of a volume must be readable; got {cause} in volume {volume}, region {format_box(region)}, "
+            f"chunk {list(chunk)}; restore the chunk from its source, or remove it (absent = air)"
+        )
+        self.volume, self.region, self.chunk, self.cause = volume, region, chunk, cause
+
+
 class Volume:
     """One level of one volume, opened for reading.
 
@@ -37,22 +62,39 @@ class Volume:
         chunk_zyx: voxels of the unit that is decoded at once (the inner chunk of a sharded array).
         dtype: stored dtype; one of uint8, uint16, float32.
         voxel_size_um: edge lengths (z, y, x) where the metadata give them in micrometres, else None.
+        level_paths: the arrays of its pyramid from the finest; empty for a bare array.
+        wait_s: seconds for which `read` has waited for staged bytes, in all.
     """
 
-    name: str
-    array: zarr.Array[Any]
-    select: tuple[int, ...]
-    voxel_size_um: tuple[float, float, float] | None
+    def __init__(
+        self,
+        name: str,
+        array: zarr.Array[Any],
+        select: tuple[int, ...],
+        voxel_size_um: tuple[float, float, float] | None,
+        level_paths: tuple[str, ...],
+        source: Source,
+        missing_chunk: Literal["air", "error"],
+    ) -> None:
+        self.name = name
+        self.array = array
+        self.select = select
+        self.voxel_size_um = voxel_size_um
+        self.level_paths = level_paths
+        self.source = source
+        self.grid = ChunkGrid(array, select, source)
+        self.wait_s = 0.0
+        self._missing_chunk = missing_chunk
+        self._staged = array.store if isinstance(array.store, StagedStore) else None
 
     @cached_property
     def shape_zyx(self) -> Triple:
         z, y, x = self.array.shape[-3:]
         return z, y, x
 
-    @cached_property
+    @property
     def chunk_zyx(self) -> Triple:
-        z, y, x = self.array.chunks[-3:]
-        return z, y, x
+        return self.grid.chunk_zyx
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
@@ -68,33 +110,99 @@ class Volume:
         """Which library decodes the chunks: 'zarrs' or 'zarr-python'."""
         return "zarrs" if getattr(self.array.async_array.codec_pipeline, "impl", None) is not None else "zarr-python"
 
-    def read(self, box: Box) -> NDArray[Any]:
+    @property
+    def figures(self) -> SourceFigures:
+        """What was fetched so far; on disk only what zarrs did not read itself."""
+        return self.source.figures
+
+    def stage(self, box: Box) -> None:
+        """Start to fetch the chunks of a box from a remote store; on disk nothing.  Does not wait."""
+        if self._staged is not None:
+            self._staged.stage(self.grid, box)
+
+    def unstage(self) -> None:
+        """Forget what was staged and will not be read."""
+        if self._staged is not None:
+            self._staged.unstage()
+
+    def read(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read and decode a box; absent chunks come as the fill value.
 
+        Args:
+            out: where to, C-contiguous, of the volume's dtype and the shape of the box; a new array by default.
+
         Returns:
-            array of the stored dtype, shape stop - start.
+            `out`, or an array of the stored dtype, shape stop - start.
 
         Raises:
-            DataError: a chunk cannot be read or decoded, or holds NaN or infinity; names the volume and the box.
+            UnreadableChunkError: a chunk cannot be fetched or decoded, or holds NaN or infinity.
+            DataError: a chunk is absent and `data.missing_chunk` is 'error'.
         """
-        (z0, y0, x0), (z1, y1, x1) = box
+        out = np.empty(shape_of(box), self.dtype) if out is None else out
+        if self._staged is not None:
+            started = time.perf_counter()
+            self._staged.settle(box)
+            self.wait_s += time.perf_counter() - started
         try:
-            selection: Any = (*self.select, slice(z0, z1), slice(y0, y1), slice(x0, x1))
-            voxels = np.asarray(self.array[selection])
-        except Exception as error:  # codecs and stores raise whatever they like; each means: this box is unreadable
+            if self._missing_chunk == "error":
+                self._check_present(box)
+            _read_into(self.array, self.select, box, out)
+            if out.dtype.kind != "f" or np.isfinite(out).all():
+                return out
+        except DataError:
+            raise
+        except Exception as error:  # codecs and stores raise whatever they like; below it is found which chunk it was
+            log.debug("reading %s of %s chunk by chunk after %s", format_box(box), self.name, one_line(error))
+        self.source.count(retries=1)
+        self._read_chunk_by_chunk(box, out)
+        return out
+
+    def close(self) -> None:
+        """End the threads that fetch."""
+        self.source.close()
+
+    def _read_chunk_by_chunk(self, box: Box, out: NDArray[Any]) -> None:
+        """The careful way: each chunk is fetched with retries, and fetched anew once if it cannot be decoded."""
+        for chunk in self.grid.chunks_of(box):
+            part = intersection(self.grid.box_of(chunk), box)
+            try:
+                self._read_finite(part, out[slices(part, box[0])])
+            except FetchError as error:
+                raise UnreadableChunkError(self.name, box, chunk, one_line(error)) from error
+            except Exception as error:
+                for request in self.grid.requests(part):
+                    self.source.forget(*request)
+                try:
+                    self._read_finite(part, out[slices(part, box[0])])
+                except Exception:
+                    cause = f"{type(error).__name__}: {one_line(error)}"
+                    raise UnreadableChunkError(self.name, box, chunk, cause) from error
+
+    def _read_finite(self, part: Box, out: NDArray[Any]) -> None:
+        out[...] = self._retried_array[_selection(self.select, part)]
+        if out.dtype.kind == "f" and not np.isfinite(out).all():
+            raise ValueError("NaN or infinity")
+
+    @cached_property
+    def _retried_array(self) -> zarr.Array[Any]:
+        """The same array, its bytes read by our source: with retries, and with errors that tell fetch from decode."""
+        store = self._staged or StagedStore(self.source)
+        with zarr.config.set(_PYTHON_PIPELINE):
+            return zarr.open_array(store, path=self.array.path, mode="r")
+
+    def _check_present(self, box: Box) -> None:
+        absent = self.grid.absent(box)
+        if absent:
             raise DataError(
-                f"every chunk of a volume must be readable; got {type(error).__name__}: {one_line(error)} in volume "
-                f"{self.name}, region {format_box(box)}; restore the chunk from its source or remove it (absent = air)"
-            ) from error
-        if voxels.dtype.kind == "f" and not np.isfinite(voxels).all():
-            raise DataError(
-                f"voxels must be finite; got NaN or infinity in volume {self.name}, region {format_box(box)}; "
-                "write a volume without them"
+                f"every chunk must be stored with data.missing_chunk=error; got {len(absent)} absent, the first "
+                f"{list(absent[0])}, in volume {self.name}, region {format_box(box)}; restore it, or set "
+                "data.missing_chunk=air"
             )
-        return voxels.astype(self.dtype, copy=False)
 
 
-def open_volume(spec: VolumeConfig) -> Volume:
+def open_volume(
+    spec: ArrayConfig, store: StoreConfig = StoreConfig(), missing_chunk: Literal["air", "error"] = "air"
+) -> Volume:
     """Open what `data.volumes[]` names.  Reads metadata only.
 
     Raises:
@@ -105,14 +213,18 @@ def open_volume(spec: VolumeConfig) -> Volume:
         # Where zarrs does not support an array it falls back to zarr-python and warns on every open;
         # `Volume.codec_pipeline` says which one is at work, and the run's log repeats it once.
         warnings.filterwarnings("ignore", message="Array is unsupported by ZarrsCodecPipeline")
-        return _open_volume(spec)
+        return _open_volume(spec, store, missing_chunk)
 
 
-def _open_volume(spec: VolumeConfig) -> Volume:
-    node = _open_node(spec.path)
-    voxel_size_um = None
+def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal["air", "error"]) -> Volume:
+    if not is_remote(spec.path) and not Path(spec.path).exists():
+        raise DataError(f"a volume must exist; got {spec.path}, which is not there; {_how_to_get_data(spec.path)}")
+    source = Source(spec.path, config)
+    node = _open_node(source)
+    voxel_size_um: tuple[float, float, float] | None = None
+    level_paths: tuple[str, ...] = ()
     if isinstance(node, zarr.Group):
-        array, axes, voxel_size_um = _pick_level(node, spec)
+        array, axes, voxel_size_um, level_paths = _pick_level(node, spec)
     else:
         array, axes = node, None
         if spec.level:
@@ -121,7 +233,7 @@ def _open_volume(spec: VolumeConfig) -> Volume:
                 "at the OME-Zarr group"
             )
     if not np.dtype(array.dtype).isnative:  # zarrs decodes native byte order only, and says so at the first read
-        with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}):
+        with zarr.config.set(_PYTHON_PIPELINE):
             array = zarr.open_array(array.store_path, mode="r")
     name = spec.path if not isinstance(node, zarr.Group) else f"{spec.path} level {spec.level}"
     _check_axes(name, array, axes, spec.select)
@@ -129,18 +241,27 @@ def _open_volume(spec: VolumeConfig) -> Volume:
         raise DataError(
             f"voxels must be one of {', '.join(SUPPORTED_DTYPES)}; got {array.dtype} in {name}; convert the volume"
         )
-    return Volume(name, array, spec.select, voxel_size_um)
+    source.cache_scope = f"{spec.path.rstrip('/')}#{metadata_hash(array)}"
+    return Volume(name, array, spec.select, voxel_size_um, level_paths, source, missing_chunk)
 
 
-def format_box(box: Box) -> str:
-    """'z 0:128, y 0:256, x 128:256'."""
-    return ", ".join(f"{axis} {lo}:{hi}" for axis, lo, hi in zip("zyx", *box, strict=True))
+def metadata_hash(array: zarr.Array[Any]) -> str:
+    """Changes with shape, chunks, dtype and codecs; not with attributes."""
+    metadata = {key: value for key, value in array.metadata.to_dict().items() if key != "attributes"}
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def one_line(error: BaseException, limit: int = 200) -> str:
-    """The text of an error without line breaks, shortened."""
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+def _selection(select: tuple[int, ...], box: Box) -> Any:
+    return (*select, *slices(box))
+
+
+def _read_into(array: zarr.Array[Any], select: tuple[int, ...], box: Box, out: NDArray[Any]) -> None:
+    """Decode a box into `out` without a copy, where zarr can."""
+    if array.dtype == out.dtype and out.flags.c_contiguous:
+        buffer = default_buffer_prototype().nd_buffer.from_numpy_array(out)
+        array.get_basic_selection(_selection(select, box), out=buffer)
+    else:
+        out[...] = array[_selection(select, box)]
 
 
 def _use_one_codec_thread() -> None:
@@ -152,22 +273,24 @@ def _use_one_codec_thread() -> None:
     zarr.config.set(settings)
 
 
-def _open_node(path: str) -> zarr.Array[Any] | zarr.Group:
-    if "://" in path:
-        raise DataError(f"volumes are read from disk for now; got {path}; copy the part you need to a local zarr")
-    if not Path(path).exists():
-        raise DataError(f"a volume must exist; got {path}, which is not there; {_how_to_get_data(path)}")
+def _open_node(source: Source) -> zarr.Array[Any] | zarr.Group:
+    address = source.address
     try:
-        return zarr.open(path, mode="r")
+        return zarr.open(StagedStore(source) if source.remote else LocalStore(address, read_only=True), mode="r")
     except FileNotFoundError as error:
         raise DataError(
-            f"a volume must be a zarr array or group; got {path}, which is neither; point path at the "
+            f"a volume must be a zarr array or group; got {address}, which is neither; point path at the "
             "zarr itself (it holds .zarray, .zgroup or zarr.json)"
+        ) from error
+    except FetchError as error:
+        raise DataError(
+            f"a volume's store must answer; got {one_line(error)}; check the address, the network and the credentials "
+            "(AWS_* in the environment, data.store.anonymous)"
         ) from error
     except Exception as error:  # malformed metadata and unknown codecs raise many types
         raise DataError(
-            f"a volume's metadata must be readable; got {type(error).__name__}: {one_line(error)} in {path}; check its "
-            "codec and metadata, or install the codec's package"
+            f"a volume's metadata must be readable; got {type(error).__name__}: {one_line(error)} in {address}; check "
+            "its codec and metadata, or install the codec's package"
         ) from error
 
 
@@ -179,9 +302,9 @@ def _how_to_get_data(path: str) -> str:
 
 
 def _pick_level(
-    group: zarr.Group, spec: VolumeConfig
-) -> tuple[zarr.Array[Any], list[str] | None, tuple[float, float, float] | None]:
-    """The array of one level of an OME-Zarr group, its axis names, and its voxel size where given in micrometres."""
+    group: zarr.Group, spec: ArrayConfig
+) -> tuple[zarr.Array[Any], list[str] | None, tuple[float, float, float] | None, tuple[str, ...]]:
+    """The array of one level of an OME-Zarr group, its axis names, its voxel size in micrometres, all levels' paths."""
     attributes: Any = group.attrs.asdict()
     ome = attributes.get("ome", attributes)  # OME-Zarr 0.5 nests its metadata under "ome", 0.4 does not
     try:
@@ -190,7 +313,9 @@ def _pick_level(
         paths = [str(dataset["path"]) for dataset in datasets]
         axes = [axis if isinstance(axis, str) else dict(axis) for axis in multiscale.get("axes", [])]
     except (KeyError, IndexError, TypeError) as error:
-        arrays = ", ".join(sorted(name for name, _ in group.arrays())) or "none"
+        arrays = "unknown"
+        if not is_remote(spec.path):
+            arrays = ", ".join(sorted(name for name, _ in group.arrays())) or "none"
         raise DataError(
             f"a group must be an OME-Zarr with multiscales metadata, or path must name an array in it; got the group "
             f"{spec.path} without them (arrays in it: {arrays}); set path to {spec.path.rstrip('/')}/ARRAY"
@@ -209,7 +334,7 @@ def _pick_level(
     if not isinstance(array, zarr.Array):
         raise DataError(f"a level must be an array; got a group at {spec.path}/{paths[spec.level]}; check its metadata")
     names = [axis if isinstance(axis, str) else str(axis.get("name")) for axis in axes] or None
-    return array, names, _voxel_size_um(axes, datasets[spec.level])
+    return array, names, _voxel_size_um(axes, datasets[spec.level]), tuple(paths)
 
 
 def _voxel_size_um(axes: list[Any], dataset: Any) -> tuple[float, float, float] | None:

@@ -7,18 +7,35 @@ their own; on a CPU the same calls only cast.  Casting, normalising and mirrorin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.config import Triple
-from vesuvius.data.plan import Plan, Symmetry
+from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange
+from vesuvius.data.reader import ReaderJob
 from vesuvius.data.stream import Batch, PatchStream
 from vesuvius.observe.clock import StepClock
 
 _RING = 3
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A batch where the model is.
+
+    Attributes:
+        indices: int64 [B], on the host.
+        x_0: float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1.
+        condition: [B, 1, Z, Y, X] in its stored dtype, mirrored and turned with its patch; None without conditions.
+    """
+
+    indices: NDArray[np.int64]
+    x_0: Tensor
+    condition: Tensor | None
 
 
 class DeviceFeed:
@@ -26,38 +43,32 @@ class DeviceFeed:
 
     Args:
         device: where the model is.
-        batch_size, patch_zyx, dtype: of the batches.
+        batch_size: of the batches.
+        job: what the stream reads.
         greys: grey range of each volume of the plan.
 
-    `buffers` are to be handed to the stream (empty on a CPU).
+    `buffers` and `condition_buffers` are to be handed to the stream (empty on a CPU).
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        batch_size: int,
-        patch_zyx: Triple,
-        dtype: str,
-        plan: Plan,
-        greys: Sequence[GreyRange],
-    ) -> None:
+    def __init__(self, device: torch.device, batch_size: int, job: ReaderJob, greys: Sequence[GreyRange]) -> None:
         self._device = device
-        self._plan = plan
+        self._plan = job.plan
         self._scales = np.array(
             [[2 / (g.high - g.low), -(g.high + g.low) / (g.high - g.low)] for g in greys], np.float32
         )
         self._slot = 0
-        self._pinned: list[Tensor] = []
+        self._pinned: list[list[Tensor]] = []
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-            shape = (batch_size, *patch_zyx)
-            self._pinned = [torch.empty(shape, dtype=torch_dtype, pin_memory=True) for _ in range(_RING)]
+            shape = (batch_size, *job.plan.patch_zyx)
+            dtypes = [torch.from_numpy(np.empty(0, d)).dtype for d in (job.dtype, job.condition_dtype) if d]
+            self._pinned = [[torch.empty(shape, dtype=d, pin_memory=True) for d in dtypes] for _ in range(_RING)]
             self._copied: list[torch.cuda.Event | None] = [None] * _RING
-        self.buffers = [buffer.numpy() for buffer in self._pinned]
+        self.buffers = [slot[0].numpy() for slot in self._pinned]
+        self.condition_buffers = [slot[1].numpy() for slot in self._pinned if len(slot) > 1]
 
-    def next(self, stream: PatchStream, clock: StepClock) -> tuple[Batch, Tensor]:
-        """The next batch, and its patches on the device: float32 [B, 1, Z, Y, X], low grey -1, high grey +1."""
+    def next(self, stream: PatchStream, clock: StepClock) -> DeviceBatch:
+        """The next batch, on the device."""
         with clock.waiting():
             self._wait_for_slot()
             batch = next(stream)
@@ -65,34 +76,40 @@ class DeviceFeed:
             raw = self._copy_to_device(len(batch.indices), clock)
         else:
             with clock.copying():
-                raw = torch.from_numpy(batch.patches)
+                raw = [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
         with clock.computing():
-            return batch, self._model_values(raw, batch)
+            return self._augmented(batch, *raw)
 
     def _wait_for_slot(self) -> None:
         """The stream is about to overwrite a pinned buffer: its copy to the device must be over (it long is)."""
         if self._pinned and (event := self._copied[self._slot]) is not None:
             event.synchronize()
 
-    def _copy_to_device(self, count: int, clock: StepClock) -> Tensor:
+    def _copy_to_device(self, count: int, clock: StepClock) -> list[Tensor]:
         main = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._copies):
             with clock.copying():
-                raw = self._pinned[self._slot][:count].to(self._device, non_blocking=True)
+                raw = [part[:count].to(self._device, non_blocking=True) for part in self._pinned[self._slot]]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._copied[self._slot] = event
         self._slot = (self._slot + 1) % _RING
         main.wait_event(event)
-        raw.record_stream(main)  # or the allocator could hand its memory out while the main stream still reads it
+        for part in raw:
+            part.record_stream(main)  # or the allocator could hand its memory out while the main stream still reads it
         return raw
 
-    def _model_values(self, raw: Tensor, batch: Batch) -> Tensor:
-        samples = [self._plan.sample(int(index)) for index in batch.indices]
-        scales = to_device(torch.from_numpy(self._scales[[sample.volume for sample in samples]]), self._device)
-        scale, offset = scales.view(-1, 2, 1, 1, 1, 1).unbind(1)
-        turned = apply_symmetries(raw, [sample.symmetry for sample in samples])
-        return turned.unsqueeze(1).float() * scale + offset
+    def _augmented(self, batch: Batch, raw: Tensor, raw_condition: Tensor | None = None) -> DeviceBatch:
+        indices = [int(index) for index in batch.indices]
+        augmentations = [self._plan.augmentation(index) for index in indices]
+        scale, offset = self._scales[[self._plan.volume_of(index) for index in indices]].T
+        gain, shift = np.array([[a.gain, a.offset] for a in augmentations], np.float32).T
+        factors = to_device(torch.from_numpy(np.stack([scale * gain, offset * gain + shift])), self._device)
+        factor, summand = factors.view(2, -1, 1, 1, 1, 1).unbind(0)
+        x_0 = apply_symmetries(raw, augmentations).unsqueeze(1).float() * factor + summand
+        if raw_condition is None:
+            return DeviceBatch(batch.indices, x_0, None)
+        return DeviceBatch(batch.indices, x_0, apply_symmetries(raw_condition, augmentations).unsqueeze(1))
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -100,15 +117,15 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
-def apply_symmetries(patches: Tensor, symmetries: Sequence[Symmetry]) -> Tensor:
-    """Mirror and turn each patch [B, Z, Y, X] by its own symmetry.
+def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> Tensor:
+    """Mirror and turn each patch [B, Z, Y, X] as its own augmentation says.
 
     Moves voxels, changes none: any dtype, any device.
     """
     if patches.dtype == torch.uint16:  # torch cannot flip uint16; the bits are moved as int16
-        return apply_symmetries(patches.view(torch.int16), symmetries).view(torch.uint16)
+        return apply_symmetries(patches.view(torch.int16), augmentations).view(torch.uint16)
     out = torch.empty_like(patches)
-    for target, patch, symmetry in zip(out, patches, symmetries, strict=True):
-        axes = [axis for axis, flip in enumerate(symmetry.flip_zyx) if flip]
-        target.copy_(torch.rot90(torch.flip(patch, axes), symmetry.turns, (1, 2)))
+    for target, patch, augmentation in zip(out, patches, augmentations, strict=True):
+        axes = [axis for axis, flip in enumerate(augmentation.flip_zyx) if flip]
+        target.copy_(torch.rot90(torch.flip(patch, axes), augmentation.turns, (1, 2)))
     return out

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from vesuvius.config import Config
+from vesuvius.data.box import format_box
 from vesuvius.data.prepare import PreparedData
-from vesuvius.data.stream import store_need_bytes
-from vesuvius.data.volume import format_box
+from vesuvius.data.stream import StreamOptions, store_bytes
 from vesuvius.engine.preflight import Preflight, preflight
 from vesuvius.engine.step import choose_device, resolve_amp
 from vesuvius.observe.memory import GIB
@@ -15,7 +15,7 @@ def dry_run(config: Config, resume: bool) -> list[str]:
     """What would happen, a line each.  Writes nothing; raises what `preflight` raises."""
     found = preflight(config, resume)
     training, device = config.training, choose_device()
-    store_gib = store_need_bytes(found.data.job, training.train_batch_size, training) / GIB
+    store_gib = store_bytes(found.data.job, StreamOptions.from_config(training, config.cluster)) / GIB
     return [
         f"run        {found.directory.path}, steps {_steps(config)}",
         *_resume_lines(config, found, resume),

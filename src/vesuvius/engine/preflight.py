@@ -12,7 +12,8 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.data.prepare import GreyRange, PreparedData, prepare_data
-from vesuvius.data.stream import check_store
+from vesuvius.data.store import check_cache
+from vesuvius.data.stream import StreamOptions, check_store
 from vesuvius.diffusion.unet import UNet, check_torch_version
 from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.resume import read_state
@@ -64,7 +65,8 @@ def preflight(config: Config, resume: bool) -> Preflight:
         refuse_existing(directory)
     parameters = _check_network(config)
     data = prepare_data(config.seed, config.data)
-    check_store(data.job, config.training.train_batch_size, config.training, config.cluster)
+    check_store(data.job, StreamOptions.from_config(config.training, config.cluster))
+    check_cache(config.data.store)
     checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
     state, drift = read_state(checkpoint, config, data.plan) if checkpoint else (None, [])
     greys = [GreyRange(*grey) for grey in state["greys"]] if state else data.grey_ranges(config.data)

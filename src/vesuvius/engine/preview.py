@@ -47,7 +47,7 @@ def _read_patch(plan: Plan, data: PreparedData, greys: list[GreyRange], index: i
     sample = plan.sample(index)
     z, y, x = (start + size for start, size in zip(sample.start_zyx, plan.patch_zyx, strict=True))
     voxels = data.volumes[sample.volume].read((sample.start_zyx, (z, y, x)))
-    voxels = apply_symmetries(torch.from_numpy(voxels)[None], [sample.symmetry])[0].numpy()
+    voxels = apply_symmetries(torch.from_numpy(voxels)[None], [plan.augmentation(index)])[0].numpy()
     grey = greys[sample.volume]
     return (2 * (voxels.astype(np.float32) - grey.low) / (grey.high - grey.low) - 1).astype(np.float32)
 

@@ -118,7 +118,7 @@ class StepReporter:
         config, memory = self._config, self._memory()
         self._pace.append(times.step_s)  # its median does not mind the first steps, which hold the start of the readers
         workers = config.training.workers
-        peaks = [reader.rss_anon_peak_bytes for reader in self._readers.values()]
+        peaks = [reader.rss_anon_peak_bytes or 0 for reader in self._readers.values()]
         return StepFigures(
             step=launched.step,
             steps=config.stop_step,

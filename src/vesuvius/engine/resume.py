@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,16 @@ _FIXED = ("seed", "model.", "diffusion.", "data.normalize.")
 
 @dataclass
 class Progress:
-    """How far a run is.  Both count from 0 and are those of the next step."""
+    """How far a run is.
+
+    Attributes:
+        step, sample_index: both count from 0 and are those of the next step.
+        quarantined: a record for each region that could not be read so far.
+    """
 
     step: int = 0
     sample_index: int = 0
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
 
 
 def run_state(
@@ -36,6 +42,7 @@ def run_state(
         **step.state_dict(),
         "step": progress.step,
         "sample_index": progress.sample_index,
+        "quarantined": progress.quarantined,
         "plan_hash": plan.hash,
         "plan": plan.describe(),
         "config": config.model_dump(mode="json"),
@@ -72,7 +79,7 @@ def restore(state: dict[str, Any], step: TrainStep, device: torch.device) -> Pro
     if device.type == "cpu":
         # The order in which threads add up is part of a CPU result.
         torch.set_num_threads(state["torch_threads"])
-    return Progress(state["step"], state["sample_index"])
+    return Progress(state["step"], state["sample_index"], state["quarantined"])
 
 
 def config_drift(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -87,7 +94,12 @@ def config_drift(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def _without_paths(config: dict[str, Any]) -> list[dict[str, Any]]:
     """What the config says of its volumes, but for where they lie: they may move."""
-    return [{key: value for key, value in volume.items() if key != "path"} for volume in config["data"]["volumes"]]
+    return [_without_path(volume) for volume in config["data"]["volumes"]]
+
+
+def _without_path(array: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in array.items() if key != "path"}
+    return {key: _without_path(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vesuvius.config import Config
-from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream import PatchStream, StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.unet import build_unet
@@ -159,17 +159,17 @@ class Run:
         """The loop, from the first batch to the last step or a wish to stop."""
         config, progress = self._config, self._progress
         batch_size, job = config.training.train_batch_size, self._data.job
-        feed = DeviceFeed(self._device, batch_size, config.data.patch_size, job.dtype, job.plan, self._greys)
+        feed = DeviceFeed(self._device, batch_size, job, self._greys)
         stop_sample = progress.sample_index + (config.stop_step - progress.step) * config.global_batch
         with (
             PatchStream(
                 job,
-                batch_size,
-                config.training,
-                config.cluster,
+                StreamOptions.from_config(config.training, config.cluster),
                 first=progress.sample_index,
                 stop=stop_sample,
                 buffers=feed.buffers,
+                condition_buffers=feed.condition_buffers,
+                quarantined=progress.quarantined,
             ) as stream,
             Monitor(
                 config.monitor, self._directory.system, self._directory.monitor_log, stream.reader_memory
@@ -181,7 +181,10 @@ class Run:
             )
             while progress.step < config.stop_step and not self._stop.wanted():
                 lr = learning_rate(progress.step, config.training)
-                result = self._one_step(progress.step, lr, feed, stream, clock)
+                try:
+                    result = self._one_step(progress.step, lr, feed, stream, clock)
+                finally:
+                    self._record_events(stream)
                 reporter.launched(progress.step + 1, progress.sample_index, lr, result)
                 progress.step += 1
                 progress.sample_index += config.global_batch
@@ -199,13 +202,24 @@ class Run:
         config = self._config
         timesteps = stratified_timesteps(config.seed, step, config.global_batch, config.diffusion.timesteps)
         for t in np.split(timesteps, config.training.accumulate_steps):
-            batch, x_0 = feed.next(stream, clock)
+            batch = feed.next(stream, clock)
             with clock.computing():
-                self._step.accumulate(x_0, batch.indices, t)
+                self._step.accumulate(batch.x_0, batch.indices, t)
         with clock.computing():
             result = self._step.apply(lr)
         clock.step_done()
         return result
+
+    def _record_events(self, stream: PatchStream) -> None:
+        """Write down what the stream had to deal with; it has logged it."""
+        while stream.events:
+            event = stream.events.popleft()
+            step = self._progress.step + 1
+            self._metrics.write("event", event=event.kind, step=step, text=event.text, **event.fields)
+            if event.kind == "quarantine":
+                with contextlib.closing(JsonLines(self._directory.quarantine)) as quarantine:
+                    quarantine.write("region", step=step, **event.fields)
+                self._progress.quarantined = list(stream.quarantined)
 
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one."""

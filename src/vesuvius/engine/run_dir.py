@@ -49,6 +49,10 @@ class RunDir:
         return self.path / "system.jsonl"
 
     @property
+    def quarantine(self) -> Path:
+        return self.path / "quarantine.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
