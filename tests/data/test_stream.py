@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
-from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.data import ray_stream
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream, StreamOptions, check_store
+from vesuvius.data.stream import PatchStream, StreamOptions, check_store, store_need_bytes
 from vesuvius.errors import ConfigError, DataError
 
 Stack = np.ndarray[Any, Any]
@@ -140,17 +145,100 @@ def test_a_chain_of_executions_is_one_sequence(job: ReaderJob, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_reader_killed_in_the_middle_changes_no_byte(job: ReaderJob) -> None:
-    batches = 120
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: ReaderJob, kills: int) -> None:
+    rng = np.random.default_rng(kills)
+    expected = hashlib.sha256()
     with open_stream(job) as stream:
-        expected, _ = collect(stream, batches)
+        for batch in itertools.islice(stream, 40 * (kills + 1)):
+            expected.update(batch.patches)
+    got = hashlib.sha256()
     with open_stream(job, workers=2) as stream:
-        first, _ = collect(stream, 5)
-        victim = next(iter(stream.readers))
-        os.kill(victim, signal.SIGKILL)
-        rest, _ = collect(stream, batches - 5)
-        assert set(stream.readers) - {victim}, "somebody else read on"
-    assert np.concatenate([first, rest]).tobytes() == expected.tobytes()
+        for kill in range(kills + 1):
+            for batch in itertools.islice(stream, 40):
+                got.update(batch.patches)
+            if kill < kills:
+                time.sleep(rng.uniform(0, 0.5))
+                os.kill(int(rng.choice([pid for pid in stream.readers if psutil.pid_exists(pid)])), signal.SIGKILL)
+        died = [event for event in stream.events if event.kind == "reader_died"]
+    assert got.hexdigest() == expected.hexdigest()
+    assert died
+    assert "was killed or died" in died[0].text
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_readers_and_prefetch_change_during_a_run_and_no_byte_does(job: ReaderJob) -> None:
+    with open_stream(job) as stream:
+        expected, expected_indices = collect(stream, 33)
+    with open_stream(job, workers=0) as stream:
+        parts = [collect(stream, 5)]
+        stream.reconfigure(workers=2)
+        parts.append(collect(stream, 7))
+        stream.reconfigure(workers=1, prefetch_factor=4, prefetch_bytes=100_000)
+        parts.append(collect(stream, 10))
+        stream.reconfigure(workers=0)
+        parts.append(collect(stream, 11))
+        assert [event.kind for event in stream.events] == ["reconfigured"] * 3
+    np.testing.assert_array_equal(np.concatenate([indices for _, indices in parts]), expected_indices)
+    assert b"".join(patches.tobytes() for patches, _ in parts) == expected.tobytes()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("batches", [1, 4, 5, 11])
+def test_a_state_goes_on_with_other_readers_and_reads_the_current_task_only(
+    volume: Path, job: ReaderJob, batches: int
+) -> None:
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 20)
+    with open_stream(job, workers=2) as stream:
+        collect(stream, batches)
+        state = json.loads(json.dumps(stream.state_dict()))
+    assert {"seed", "sample_index", "plan_hash"} <= state.keys()
+    assert state["sample_index"] == 4 * batches
+    with open_stream(job) as stream:
+        stream.load_state_dict(state)
+        rest, indices = collect(stream, 1)
+        read = sum(figures.bytes_read for figures in stream.readers.values())
+        more, _ = collect(stream, 19 - batches)
+    assert indices[0] == 4 * batches
+    assert read <= job.plan.regions_per_task * 64**3, "one task's regions, of 2x2x2 chunks of 32 at the most"
+    assert np.concatenate([rest, more]).tobytes() == expected[4 * batches :].tobytes()
+    other = make_job(volume, patches_per_region=8)
+    with open_stream(other) as stream, pytest.raises(ConfigError, match="goes on with the plan it began with"):
+        stream.load_state_dict(state)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_condition_is_cut_where_its_patch_is(tmp_path: Path, volume: Path, workers: int) -> None:
+    labels = textured((96, 128, 128), seed=1, dtype="uint16")
+    spec = VolumeConfig(
+        path=str(volume), condition=ArrayConfig(path=str(write_array(tmp_path / "labels.zarr", labels, chunk=48)))
+    )
+    job = prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16), regions_per_task=4)).job
+    ring = [np.zeros((4, 8, 16, 16), np.uint16) for _ in range(2)]
+    with open_stream(job, workers=workers, condition_buffers=ring) as stream:
+        for batch in itertools.islice(stream, 10):
+            assert batch.condition is not None
+            assert any(np.shares_memory(batch.condition, buffer) for buffer in ring)
+            for patch, index in zip(batch.condition, batch.indices, strict=True):
+                z, y, x = job.plan.sample(int(index)).start_zyx
+                np.testing.assert_array_equal(patch, labels[z : z + 8, y : y + 16, x : x + 16])
+
+
+def test_a_condition_of_another_shape_is_refused(tmp_path: Path, volume: Path) -> None:
+    other = write_array(tmp_path / "labels.zarr", textured((96, 128, 120)))
+    spec = VolumeConfig(path=str(volume), condition=ArrayConfig(path=str(other)))
+    with pytest.raises(DataError, match=r"must have the shape of its volume; got \(96, 128, 120\)"):
+        prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16)))
+
+
+def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
+    free = StreamOptions(4, workers=2, prefetch_factor=100)
+    tight = replace(free, prefetch_bytes=3 * 4 * job.patch_bytes)
+    tasks = 2 * (job.blocks_per_task + 1) * job.block_bytes
+    assert store_need_bytes(job, free) == tasks + 2 * 100 * 4 * job.patch_bytes
+    assert store_need_bytes(job, tight) == tasks + 3 * 4 * job.patch_bytes
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -4,8 +4,8 @@
     DIRECTORY/incoming               the one entry that is being written, renamed when complete
     DIRECTORY/3f/9c0a...             entries, named by a hash of their key: header (magic, length, CRC-32C) and bytes
 
-Any number of processes and threads may share a directory.  `get` takes no lock.  Whoever changes files holds the lock,
-which the kernel frees when its holder dies, and raises the total before it writes: a kill at any instant leaves the
+Any number of processes and threads may share a directory.  `get` takes no lock.  Whoever writes holds the lock, which
+the kernel frees when its holder dies, and raises the total before the first byte: a kill at any instant leaves the
 total too high, never too low, and the next scan of the directory corrects it.  Nothing is synced to disk; what a power
 loss tears, the CRC tells, and a total from before the present boot is not trusted.
 """
@@ -136,6 +136,8 @@ class DiskCache:
                 total = _read_total(state)
                 if total is None or total + need > self.limit_bytes:
                     total = self._make_room(need)
+                if total + need > self.limit_bytes:  # folders have grown; on ext4 they never shrink
+                    return _write_total(state, total)
                 _write_total(state, total + need)  # before any byte is written
                 replaced = self._write(self._entry(key), header, data)
                 _write_total(state, total + need - replaced)
@@ -260,7 +262,7 @@ def _is_entry(name: str) -> bool:
 
 
 def _counted(size: int) -> int:
-    """Bytes on disk of an entry of `size` bytes: whole blocks, and one more for its name and, in pieces, its extents."""
+    """Bytes on disk of an entry of `size` bytes: whole blocks, and one for its name and, if fragmented, its extents."""
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES
 
 

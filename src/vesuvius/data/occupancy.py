@@ -234,8 +234,9 @@ def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
 
 def _key_parser(volume: Volume) -> Any:
     """A function from a key to the (z, y, x) of its chunk or shard, or None for other objects."""
-    sample = volume.grid.key_of((0, 0, 0))
-    pattern = re.escape(sample[: len(sample) - len(re.search(r"[0-9./]*$", sample)[0])])  # type: ignore[index]
+    path = f"{volume.array.path}/" if volume.array.path else ""  # itself often a number: a level's
+    name = volume.grid.key_of((0, 0, 0)).removeprefix(path)
+    pattern = re.escape(path + name[: len(name) - len(re.search(r"[0-9./]*$", name)[0])])  # type: ignore[index]
     separator = r"[./]"
     lead = [str(i // o) for i, o in zip(volume.select, volume.array.shards or volume.array.chunks, strict=False)]
     numbers = separator.join([*lead, r"(\d+)", r"(\d+)", r"(\d+)"])

@@ -20,6 +20,7 @@ from numcodecs import Blosc
 
 from vesuvius.config import Triple
 from vesuvius.data.phantom import Phantom, UInt8
+from vesuvius.data.pyramid import halve, level_shapes
 from vesuvius.errors import ConfigError, DataError
 
 VOXEL_UM = 7.91
@@ -52,7 +53,7 @@ def labels_path_of(path: Path) -> Path:
 
 def count_chunks(shape_zyx: Triple, chunk: int, levels: int) -> int:
     """How often `write_phantom` will call `on_chunk`: once per chunk of every level, grey and label together."""
-    return sum(math.prod(-(-size // chunk) for size in shape) for shape in _level_shapes(shape_zyx, levels))
+    return sum(math.prod(-(-size // chunk) for size in shape) for shape in level_shapes(shape_zyx, levels))
 
 
 def write_phantom(
@@ -140,7 +141,7 @@ def _write_groups(
     roots: tuple[Path, ...], phantom: Phantom, shape_zyx: Triple, chunk: int, levels: int, on_chunk: Callable[[], None]
 ) -> tuple[int, float | None]:
     """Write all levels of the grey and the label group; stored bytes and ratio as in `PhantomReport`."""
-    shapes = _level_shapes(shape_zyx, levels)
+    shapes = level_shapes(shape_zyx, levels)
     groups = [_create_group(root, shapes, chunk) for root in roots]
     stored_bytes = inner_raw_bytes = inner_stored_bytes = 0
     for level, shape in enumerate(shapes):
@@ -148,7 +149,7 @@ def _write_groups(
             if level == 0:
                 blocks = phantom.box(start, stop)
             else:
-                grey, label = (_halve(_read(arrays[level - 1], start, stop)) for arrays in groups)
+                grey, label = (halve(_read(arrays[level - 1], start, stop)) for arrays in groups)
                 blocks = grey, label
             sizes = [
                 _store(root, arrays[level], start, stop, block)
@@ -200,26 +201,6 @@ def _read(array: zarr.Array[Any], start: Triple, stop: Triple) -> UInt8:
     """What a box of the next level covers in this one: twice the coordinates, cut at the end of the array."""
     z, y, x = (slice(2 * lo, 2 * hi) for lo, hi in zip(start, stop, strict=True))
     return np.asarray(array[z, y, x], np.uint8)
-
-
-def _halve(voxels: UInt8) -> UInt8:
-    """Mean of 2x2x2 voxels, or of as many as exist at an odd end, rounded half up; of labels 0 and 1 the majority."""
-    total, count = voxels.astype(np.uint16), np.ones((1, 1, 1), np.uint16)
-    for axis in range(3):
-        pairs = np.moveaxis(total, axis, 0)
-        folded = pairs[::2].copy()
-        folded[: len(pairs) // 2] += pairs[1::2]
-        total = np.moveaxis(folded, 0, axis)
-        ones = np.full(len(folded), 2, np.uint16)
-        ones[len(pairs) // 2 :] = 1
-        count = count * ones.reshape([-1 if a == axis else 1 for a in range(3)])
-    return ((total + count // 2) // count).astype(np.uint8)
-
-
-def _level_shapes(shape_zyx: Triple, levels: int) -> list[Triple]:
-    """Each level half of the one above, rounded up."""
-    z, y, x = shape_zyx
-    return [(-(-z // 2**k), -(-y // 2**k), -(-x // 2**k)) for k in range(levels)]
 
 
 def _chunk_boxes(shape_zyx: Triple, chunk: int) -> Iterator[tuple[Triple, Triple]]:

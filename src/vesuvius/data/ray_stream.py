@@ -27,6 +27,7 @@ os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 import pyarrow as pa
 import ray
 import ray._private.utils
+import ray._private.worker
 import ray.data
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.data import ActorPoolStrategy, DataContext
@@ -64,13 +65,23 @@ class Session:
 
     _uses: ClassVar[int] = 0
     _ours: ClassVar[bool] = False
+    # Ray prints what its daemons report, such as tasks of readers that were ended on purpose, to the terminal.
+    _messages: ClassVar[Any] = mock.patch.object(
+        ray._private.worker, "print_to_stdstream", lambda data, *_, **__: log.debug("Ray: %s", data.get("lines"))
+    )
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
+        self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
         if not ray.is_initialized():
-            start_ray(config, workers, ranks, store_bytes)
+            start_ray(config, self._cpus, store_bytes)
             Session._ours = True
+            Session._messages.start()
         Session._uses += 1
         self._open = True
+
+    def fits(self, workers: int, ranks: int, store_bytes: int) -> bool:
+        """Whether other readers can run without starting Ray anew; on a cluster of others that is up to Ray."""
+        return not Session._ours or (_cpus(workers, ranks) <= self._cpus and store_bytes <= self._store_bytes)
 
     def close(self) -> None:
         """End this use, and Ray with the last one where a use started it.  Safe to call again."""
@@ -82,6 +93,16 @@ class Session:
             Session._ours = False
             _join_data_threads()
             ray.shutdown()
+            Session._messages.stop()
+
+
+def _cpus(workers: int, ranks: int) -> int:
+    """CPUs that Ray must believe in.
+
+    Fewer than actors and Ray would silently run fewer readers; twice as many readers live while one execution hands
+    over to the next.
+    """
+    return max(os.cpu_count() or 1, 2 * workers + ranks + 1)
 
 
 def _join_data_threads() -> None:
@@ -94,7 +115,7 @@ def _join_data_threads() -> None:
             thread.join(0.2)
 
 
-def start_ray(config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
+def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     """Start a private Ray with an object store of `store_bytes`, or connect to the cluster that the config names.
 
     Does nothing where Ray is up already.  Leaves the process's signal handlers as they are.
@@ -108,9 +129,7 @@ def start_ray(config: ClusterConfig, workers: int, ranks: int, store_bytes: int)
         "address": "local",
         "include_dashboard": False,
         "object_store_memory": store_bytes,
-        # Fewer CPUs than actors and Ray would silently run fewer readers; twice as many readers live while one
-        # execution hands over to the next.
-        "num_cpus": max(os.cpu_count() or 1, 2 * workers + ranks + 1),
+        "num_cpus": cpus,
     }
     if config.address is not None:
         _check_cluster(config.address)
@@ -162,7 +181,6 @@ class RayBlocks(Iterator[Block]):
     Args:
         prefetch_blocks: blocks fetched ahead of the trainer.
         store_bytes: limit for Ray Data's own accounting.
-        session: closed with this.
         on_spill: called from a thread of its own with a line and figures where Ray wrote objects to disk.
     """
 
@@ -174,7 +192,6 @@ class RayBlocks(Iterator[Block]):
         workers: int,
         prefetch_blocks: int,
         store_bytes: int,
-        session: Session,
         on_spill: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._job = job
@@ -182,7 +199,6 @@ class RayBlocks(Iterator[Block]):
         self._workers = workers
         self._prefetch_blocks = prefetch_blocks
         self._store_bytes = store_bytes
-        self._session = session
         self._tasks = job.plan.tasks(first, stop)
         self._upcoming: _Segment | None = None
         self._watch = _StoreWatch(on_spill)
@@ -206,13 +222,12 @@ class RayBlocks(Iterator[Block]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the executions, their actors and the session."""
+        """End the executions and their actors."""
         self._watch.close()
         for segment in (self._segment, self._upcoming):
             if segment is not None:
                 segment.close()
         self._segment = self._upcoming = None
-        self._session.close()
 
     def _next_segment(self) -> _Segment | None:
         tasks = list(itertools.islice(self._tasks, TASKS_PER_SEGMENT))

@@ -193,7 +193,13 @@ class PatchStream(Iterator[Batch]):
         self.readers: dict[int, ReaderFigures] = {}
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
         self.quarantined = list(quarantined)
-        self._source: BlockSource | None = self._open_source()
+        self._session: Any = None  # a ray_stream.Session, whose module is not imported without workers
+        self._source: BlockSource | None = None
+        try:
+            self._source = self._open_source()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -232,6 +238,9 @@ class PatchStream(Iterator[Batch]):
         if self._source is not None:
             self._source.close()
             self._source = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
 
     def state_dict(self) -> StreamState:
         """Where the stream is, as plain data.  Call it between two batches."""
@@ -274,7 +283,7 @@ class PatchStream(Iterator[Batch]):
         changes = {"workers": workers, "prefetch_factor": prefetch_factor, "prefetch_bytes": prefetch_bytes}
         changes = {key: value for key, value in changes.items() if value is not None}
         options = replace(self._options, **changes)  # type: ignore[arg-type]
-        check_store(self._job, options, held_bytes=store_bytes(self._job, self._options))
+        check_store(self._job, options)
         self._options = options
         self._reopen(self._next_sample)
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
@@ -291,7 +300,9 @@ class PatchStream(Iterator[Batch]):
         return getattr(self._source, "store_peak_bytes", None)
 
     def _reopen(self, sample: int) -> None:
-        self.close()
+        if self._source is not None:
+            self._source.close()
+        self._block = None
         self._next_sample, self._used = sample, 0
         self._pids.clear()
         self.readers.clear()
@@ -303,7 +314,13 @@ class PatchStream(Iterator[Batch]):
             return _LocalBlocks(job, self._next_sample, self._stop)
         from vesuvius.data import ray_stream  # Ray takes a second to import and is not needed with workers: 0
 
-        check_store(job, options)
+        need = (options.workers, job.world, store_bytes(job, options))
+        if self._session is not None and not self._session.fits(*need):
+            self._session.close()
+            self._session = None
+        if self._session is None:
+            check_store(job, options)
+            self._session = ray_stream.Session(options.cluster, *need)
         prefetch_blocks = -(-_prefetch_bytes(job, options) // job.block_bytes)
         return ray_stream.RayBlocks(
             job,
@@ -312,7 +329,6 @@ class PatchStream(Iterator[Batch]):
             options.workers,
             prefetch_blocks,
             store_need_bytes(job, options),
-            ray_stream.Session(options.cluster, options.workers, job.world, store_bytes(job, options)),
             lambda text, fields: self._event("spill", text, fields),
         )
 
@@ -424,17 +440,13 @@ def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
     return max(3 * store_need_bytes(job, options) // 2, 2**28) + job.plan.map_bytes
 
 
-def check_store(job: ReaderJob, options: StreamOptions, held_bytes: int = 0) -> None:
-    """Raises ConfigError where /dev/shm cannot hold the object store of a private Ray: it would silently use /tmp.
-
-    Args:
-        held_bytes: what is given back before.
-    """
+def check_store(job: ReaderJob, options: StreamOptions) -> None:
+    """Raises ConfigError where /dev/shm cannot hold the object store of a private Ray: it would silently use /tmp."""
     shared = Path("/dev/shm")
     if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return
     size = store_bytes(job, options)
-    free = shutil.disk_usage(shared).free + held_bytes
+    free = shutil.disk_usage(shared).free
     if size > free:
         raise ConfigError(
             f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "

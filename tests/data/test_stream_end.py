@@ -1,0 +1,131 @@
+"""The end of a stream: whatever ends the trainer, no process and no shared memory of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.conftest import textured, write_array
+
+TRAINER = """
+import itertools, os, sys, time
+from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
+from vesuvius.data.prepare import prepare_data
+from vesuvius.data.stream import PatchStream, StreamOptions
+
+path, end, patch, store_gib, prefetch = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
+data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(patch, patch, patch), patches_per_region=16)
+cluster = ClusterConfig(object_store_gib=store_gib)
+options = StreamOptions(batch_size=4, workers=2, prefetch_factor=prefetch, cluster=cluster)
+with PatchStream(prepare_data(0, data).job, options) as stream:
+    for batch in itertools.islice(stream, 8):
+        pass
+    print("reading", *stream.readers, flush=True)
+    if end == "exception":
+        raise RuntimeError("the trainer broke")
+    while end == "signal":
+        next(stream)
+    while end == "spill" and not any(event.kind == "spill" for event in stream.events):
+        next(stream)
+        time.sleep(0.2)
+    print("seen", *(event.kind for event in stream.events), flush=True)
+print("closed", flush=True)
+"""
+
+
+@contextmanager
+def trainer(
+    tmp_path: Path, end: str, patch: int = 16, store_gib: float = 0.25, prefetch: int = 2
+) -> Iterator[subprocess.Popen[str]]:
+    path = write_array(tmp_path / "volume.zarr", textured((96, 128, 128)))
+    arguments = [sys.executable, "-c", TRAINER, str(path), end, str(patch), str(store_gib), str(prefetch)]
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        with_children = descendants(process.pid)
+        for each in with_children:
+            each.kill()
+        process.kill()
+        process.wait()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that are still there after so many seconds; a zombie is gone."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        processes = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not processes:
+            break
+        time.sleep(0.1)
+    return processes
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm, but for semaphores of multiprocessing, which we do not use and other programs here may."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if not name.startswith("sem.mp-")}
+
+
+def run_to_reading(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Wait until batches come; the processes that belong to the stream then."""
+    assert process.stdout is not None
+    lines = [process.stdout.readline()]
+    while lines[-1] and not lines[-1].startswith("reading"):
+        lines.append(process.stdout.readline())
+    line = lines[-1]
+    assert line, "".join(lines)
+    found = descendants(process.pid)
+    assert {int(pid) for pid in line.split()[1:]} <= {p.pid for p in found}, "readers are among them"
+    return found
+
+
+@pytest.mark.parametrize("end", ["normal", "exception"])
+def test_a_stream_that_is_closed_leaves_nothing(tmp_path: Path, end: str) -> None:
+    before = shared_memory()
+    with trainer(tmp_path, end) as process:
+        children = run_to_reading(process)
+        output, _ = process.communicate(timeout=60)
+        assert (process.returncode == 0) == (end == "normal"), output
+        assert ("closed" in output) == (end == "normal")
+        assert wait_until_gone(children, 30) == []
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C unwinds the loop.  SIGTERM, where the loop has no handler for it, and SIGKILL end the process on the spot:
+    then Ray's own processes notice, its agents last, within two minutes."""
+    before = shared_memory()
+    with trainer(tmp_path, "signal") as process:
+        children = run_to_reading(process)
+        process.send_signal(number)
+        process.wait(timeout=60)
+        assert wait_until_gone(children, 30 if number == signal.SIGINT else 120) == []
+    assert shared_memory() <= before
+
+
+def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
+    """64 KiB patches, 200 MB of them read ahead, in a store of 80 MB (Ray's least)."""
+    with trainer(tmp_path, "spill", patch=40, store_gib=0.08, prefetch=800) as process:
+        run_to_reading(process)
+        output, _ = process.communicate(timeout=120)
+    assert "seen spill" in output, output
