@@ -47,7 +47,7 @@ class StorageError(DataError):
     """The run directory cannot be written, or what lies in it is damaged."""
 
 
-def one_line(error: BaseException, limit: int = 200) -> str:
+def one_line(error: BaseException | str, limit: int = 200) -> str:
     """The text of an error without line breaks, shortened."""
     text = " ".join(str(error).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
-from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, AugmentConfig, ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.data import ray_stream
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.reader import ReaderJob
@@ -107,6 +107,19 @@ def test_a_stream_goes_on_at_any_sample(job: ReaderJob, workers: int, first: int
             next(stream)
     assert indices.tolist() == list(range(first, 60))
     np.testing.assert_array_equal(patches, expected[first:])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("first", [0, 7])
+def test_tasks_that_are_no_whole_number_of_blocks_stream_alike(volume: Path, first: int) -> None:
+    settings = {"patch_size": (32, 64, 128), "patches_per_region": 5, "augment": AugmentConfig(turn=False)}
+    job = make_job(volume, **settings)
+    assert (job.block_samples, job.plan.samples_per_task) == (8, 20)
+    with open_stream(job, first=first) as stream:
+        expected, _ = collect(stream, 20)
+    with open_stream(job, workers=1, first=first) as stream:
+        patches, _ = collect(stream, 20)
+    assert patches.tobytes() == expected.tobytes()
 
 
 def test_the_last_batch_may_be_short(job: ReaderJob) -> None:

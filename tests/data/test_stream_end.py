@@ -98,12 +98,20 @@ def run_to_reading(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
+def read_to_end(process: subprocess.Popen[str]) -> str:
+    """What the process prints from here on; `communicate` would miss lines that `readline` has read ahead."""
+    assert process.stdout is not None
+    output = process.stdout.read()
+    process.wait(timeout=60)
+    return output
+
+
 @pytest.mark.parametrize("end", ["normal", "exception"])
 def test_a_stream_that_is_closed_leaves_nothing(tmp_path: Path, end: str) -> None:
     before = shared_memory()
     with trainer(tmp_path, end) as process:
         children = run_to_reading(process)
-        output, _ = process.communicate(timeout=60)
+        output = read_to_end(process)
         assert (process.returncode == 0) == (end == "normal"), output
         assert ("closed" in output) == (end == "normal")
         assert wait_until_gone(children, 30) == []
@@ -127,5 +135,5 @@ def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
     """64 KiB patches, 200 MB of them read ahead, in a store of 80 MB (Ray's least)."""
     with trainer(tmp_path, "spill", patch=40, store_gib=0.08, prefetch=800) as process:
         run_to_reading(process)
-        output, _ = process.communicate(timeout=120)
+        output = read_to_end(process)
     assert "seen spill" in output, output

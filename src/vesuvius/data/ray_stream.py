@@ -287,18 +287,24 @@ class _Segment:
         batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=prefetch_blocks)
         self._iterator: Any = iter(batches)  # a generator: closing it ends the execution
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="ray-segment")
-        self._first: Future[Block | None] | None = self._starter.submit(next, self._iterator, None)
+        self._first: Future[Block | None] | None = self._starter.submit(self._next)
 
     def next_block(self) -> Block | None:
-        """The next block, or None at the end.  Raises the reader's own error."""
+        """The next block, or None at the end; of a task without samples for this rank Ray makes an empty one.
+
+        Raises the reader's own error.
+        """
         try:
             if self._first is not None:
                 block = self._first.result()
                 self._first = None
                 return block
-            return next(self._iterator, None)
+            return self._next()
         except Exception as error:
             raise _reader_error(error) from None
+
+    def _next(self) -> Block | None:
+        return next((block for block in self._iterator if len(block.get("index", ()))), None)
 
     def close(self) -> None:
         """End the execution, also while its first block is still being waited for.

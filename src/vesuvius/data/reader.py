@@ -154,7 +154,7 @@ class Reader:
         if not samples:
             return
         samples, regions = self._load(samples, self._keys(ahead) if ahead else [])
-        for first in range(task.first // job.block_samples * job.block_samples, task.stop, job.block_samples):
+        for first in range(task.first, task.stop, job.block_samples):  # only the last is short: Ray would merge others
             part = [s for s in samples if first <= s.index < first + job.block_samples]
             if part:
                 yield self._cut(part, regions)

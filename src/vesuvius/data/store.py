@@ -19,7 +19,15 @@ from typing import Any
 import obstore
 from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import HTTPStore, LocalStore, from_url
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_when_event_set,
+    wait_random_exponential,
+)
+from tenacity.nap import sleep_using_event
 
 from vesuvius.config import StoreConfig
 from vesuvius.data.disk_cache import DiskCache
@@ -91,14 +99,18 @@ class Source:
         self._cache = open_cache(self.config) if self.remote else None
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._closed = threading.Event()
 
-    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes | None:
+    def get(self, key: str, byte_range: ByteRange | None = None, cached: bool = True) -> bytes | None:
         """The object, or a range of it; None where there is none.
+
+        Args:
+            cached: False for what may change at its address, which the disk cache would hold for ever.
 
         Raises:
             FetchError: it could not be read in `1 + retries` tries, or access is refused.
         """
-        cache = self._cache if self.cache_scope else None
+        cache = self._cache if self.cache_scope and cached else None
         name = self._cache_name(key, byte_range)
         if cache is not None:
             cached = cache.get(name)
@@ -112,10 +124,7 @@ class Source:
 
     def submit(self, key: str, byte_range: ByteRange | None = None) -> Future[bytes | None]:
         """`get` on one of `config.requests` threads."""
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.config.requests, thread_name_prefix="fetch")
-        return self._pool.submit(self.get, key, byte_range)
+        return self._threads().submit(self.get, key, byte_range)
 
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
         """Remove from the cache what turned out to be damaged."""
@@ -125,6 +134,11 @@ class Source:
     def exists(self, key: str) -> bool:
         """Whether there is such an object.  Raises FetchError as `get`."""
         return self._tried(key, lambda: obstore.head(self._store, key)) is not None
+
+    def absent(self, keys: list[str]) -> list[str]:
+        """Those for which there is no object; asks for many at once.  Raises FetchError as `get`."""
+        found = self._threads().map(self.exists, keys)
+        return [key for key, there in zip(keys, found, strict=True) if not there]
 
     def list_keys(self, prefix: str) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order.
@@ -142,15 +156,23 @@ class Source:
                 for entry in batch:
                     yield entry["path"]
 
-    def list_folders(self, prefix: str) -> list[str]:
-        """Prefixes one segment below `prefix`; errors as `list_keys`."""
+    def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
+        """Keys and prefixes one segment below `prefix`, of a remote store; errors as `list_keys`."""
         with self._listing_errors():
-            return sorted(obstore.list_with_delimiter(self._store, prefix)["common_prefixes"])
+            found = obstore.list_with_delimiter(self._store, prefix)
+            return [entry["path"] for entry in found["objects"]], sorted(found["common_prefixes"])
 
     def close(self) -> None:
-        """End the threads; what they are reading is abandoned."""
+        """End the threads; what they are reading is abandoned, and not tried again."""
+        self._closed.set()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.config.requests, thread_name_prefix="fetch")
+        return self._pool
 
     @contextmanager
     def _listing_errors(self) -> Iterator[None]:
@@ -163,7 +185,7 @@ class Source:
             yield
         except (BaseError, OSError) as error:
             raise DataError(
-                f"the chunks of a volume must be listable; got {one_line(error)} from {self.address}; allow listing, "
+                f"the chunks of a volume must be listable; got {_reason(error)} from {self.address}; allow listing, "
                 "or set data.foreground.source=level"
             ) from error
 
@@ -182,8 +204,9 @@ class Source:
     def _tried(self, key: str, read: Any) -> Any:
         """What `read` returns, tried again after transient faults; None where there is no such object."""
         retrying = Retrying(
-            stop=stop_after_attempt(1 + self.config.retries),
+            stop=stop_after_attempt(1 + self.config.retries) | stop_when_event_set(self._closed),
             wait=wait_random_exponential(_FIRST_PAUSE_S, max=self.config.max_pause_s),
+            sleep=sleep_using_event(self._closed),
             retry=retry_if_exception(_is_transient),
             before_sleep=self._note_retry,
             reraise=True,
@@ -201,7 +224,7 @@ class Source:
             return None
         except (BaseError, OSError) as error:
             tries = retrying.statistics.get("attempt_number", 1)
-            raise FetchError(f"{one_line(error)} ({tries} tries of {key} in {self.address})") from error
+            raise FetchError(f"{_reason(error)} ({tries} tries of {key} in {self.address})") from error
 
     def _note_retry(self, state: RetryCallState) -> None:
         self.count(retries=1)
@@ -252,7 +275,7 @@ def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
         return from_url(address, **options)
     except (BaseError, ValueError) as error:
         raise DataError(
-            f"a volume's address must be one that its store accepts; got {one_line(error)} for {address}; correct it, "
+            f"a volume's address must be one that its store accepts; got {_reason(error)} for {address}; correct it, "
             "or the AWS_* and GOOGLE_* environment"
         ) from error
 
@@ -275,3 +298,8 @@ def _is_transient(error: BaseException) -> bool:
     if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, *_REFUSED)):
         return False
     return isinstance(error, (BaseError, OSError))
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, in one line and without the dump of its own structure that obstore appends."""
+    return one_line(str(error).partition("Debug source:")[0].rstrip(" :\n"))
