@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from http.client import HTTPConnection
 from pathlib import Path
 from types import TracebackType
@@ -52,6 +53,16 @@ class ChunkServer:
         """Counters since the start or the last reset: requests, bytes_sent, max_in_flight, paths and faults."""
         counters: dict[str, Any] = json.loads(self._call("GET", "/__stats"))
         return counters
+
+    def url_of(self, path: Path) -> str:
+        """The address of a file or folder below `root`."""
+        return f"{self.url}/{path.relative_to(self.root)}"
+
+    def asked_for(self, path: Path) -> Counter[str]:
+        """How often each object below a folder was asked for since the last reset, by its path in the folder."""
+        folder = f"/{path.relative_to(self.root)}/"
+        counts = self.stats()["paths"].items()
+        return Counter({key.removeprefix(folder): count for key, count in counts if key.startswith(folder)})
 
     def reset(self) -> None:
         """Clears all counters, those of the rules too; the rules stay."""

@@ -1,7 +1,10 @@
-"""The door `vesuvius volume`: what it prints, its exit codes, and what is on disk after Ctrl-C."""
+"""The door `vesuvius volume`: what it prints and where, its exit codes, and what is on disk after Ctrl-C."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +15,12 @@ import numpy as np
 import pytest
 import zarr
 
+from tests.chunk_server import ChunkServer
+from tests.conftest import run_vesuvius, textured, write_array
 from vesuvius import volume
+from vesuvius.config_file import read_config
 from vesuvius.data.phantom import Phantom
+from vesuvius.data.prepare import prepare_data
 
 
 def test_the_command_writes_both_volumes_and_says_so_in_one_line(tmp_path, capsys):
@@ -75,3 +82,178 @@ def test_the_door_does_not_import_torch():
     code = "import sys, vesuvius.volume; print(*{'torch', 'ray'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+USAGES = [
+    (["info", "v.zarr", "--patch", "8,16"], "a size is three whole numbers z,y,x of at least 1; got '8,16'"),
+    (["info", "v.zarr", "--patch", "0,16,16"], "at least 1"),
+    (["info", "v.zarr", "--places", "many"], "a whole number of at least 0"),
+    (["info", "v.zarr", "--select", "0,x"], "a whole number of at least 0 is needed; got 'x'"),
+    (["copy", "v.zarr"], "OUT.zarr"),
+    (["copy", "v.zarr", "c.zarr", "--start=-1,0,0"], "a start is three whole numbers z,y,x of at least 0"),
+    (["copy", "v.zarr", "c.zarr", "--requests", "0"], "at least 1 is needed; got '0'; try 16"),
+    (["occupancy"], "PATH"),
+    (["measure"], "invalid choice: 'measure'"),
+    ([], "COMMAND"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGES)
+def test_a_wrong_command_line_exits_2_and_says_why(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_info:
+        volume.main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["synth", "info", "copy", "occupancy"])
+def test_help_shows_each_option_with_its_meaning(capsys, command):
+    with pytest.raises(SystemExit) as exit_info:
+        volume.main([command, "--help"])
+    assert exit_info.value.code == 0
+    _, _, options = capsys.readouterr().out.partition("positional arguments:")
+    entries = re.split(r"\n  (?=\S)", options)[1:]
+    assert len(entries) > 3
+    assert all(re.search(r"  +\w", entry.partition(" ")[2]) for entry in entries), entries
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["info", "nothing.zarr"], 6, "a volume must exist; got nothing.zarr"),
+        (["info", "v.zarr", "--level", "3"], 6, "a bare array has level 0 only"),
+        (["occupancy", "nothing.zarr"], 6, "a volume must exist"),
+        (["copy", "nothing.zarr", "c.zarr"], 6, "a volume must exist"),
+        (["copy", "v.zarr", "c.zarr", "--size", "1,1,999"], 2, "a box must lie inside the level"),
+        (["copy", "v.zarr", "c.tif"], 2, "must end in .zarr"),
+    ],
+)
+def test_errors_have_their_exit_codes_and_print_no_result(tmp_path, monkeypatch, capsys, arguments, code, message):
+    monkeypatch.chdir(tmp_path)
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    assert volume.main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_info_says_what_the_volume_is(tmp_path, capsys):
+    volume.main(["synth", str(tmp_path / "v.zarr"), "--shape", "48,64,64", "--chunk", "16"])
+    capsys.readouterr()
+    assert volume.main(["info", str(tmp_path / "v.zarr"), "--patch", "8,16,16"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert lines[0] == f"{tmp_path / 'v.zarr'}: OME-Zarr 0.4 'v', zarr v2, axes z, y, x"
+    header, finest = lines[2], lines[3]
+    assert " ".join(finest.split()) == "* 0 0 48x64x64 16x16x16 - uint8 192.0 KiB 7.91 micrometer zarrs"
+    assert header.index("shape") == finest.index("48x64x64"), "columns are aligned"
+    assert "  codec        blosc zstd level 3, no shuffle" in lines
+    stored = len([path for path in (tmp_path / "v.zarr" / "0").glob("*/*/*") if path.is_file()])
+    assert f"  stored       {stored} of 48 chunks" in captured.out
+
+
+def test_the_snippet_of_info_is_a_config_with_the_figures_that_it_tells(tmp_path, capsys):
+    # A name that YAML would take for something else, were it not quoted.
+    path = write_array(tmp_path / "v: {1}.zarr", textured((2, 96, 128, 128)), chunk=16)
+    command = ["info", str(path), "--select", "1", "--patch", "8,16,24"]
+    assert volume.main([*command, "--json"]) == 0
+    region = json.loads(capsys.readouterr().out)["region"]
+    assert volume.main(command) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "pasted.yaml").write_text("name: pasted\n" + text[text.index("data:") :])
+    config = read_config(tmp_path / "pasted.yaml")
+    assert config.data.volumes[0].path == str(path)
+    assert config.data.volumes[0].select == (1,)
+    plan = prepare_data(0, config.data).plan
+    assert plan.patch_zyx == (8, 16, 24)
+    assert plan.patches_per_region == region["patches_per_region"]
+    assert plan.read_amplification(0) == region["amplification"]
+
+
+def test_json_is_alone_on_the_output_and_null_is_unknown(tmp_path, capsys):
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    with ChunkServer(tmp_path) as server:
+        assert volume.main(["info", f"{server.url}/v.zarr", "--json", "--places", "0"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["occupancy"]["present"] is None
+    assert facts["occupancy"]["unknown"] == "a web server cannot list"
+    assert facts["grey"] is None
+    assert facts["region"] is None
+
+
+def test_occupancy_writes_the_sidecar_that_info_then_finds(tmp_path, capsys):
+    voxels = textured((64, 64, 64))
+    voxels[:32, :32, :32] = 0
+    path = write_array(tmp_path / "v.zarr", voxels)
+    assert volume.main(["occupancy", str(path)]) == 0
+    sidecar = path / ".chunk_occupancy.npz"
+    assert capsys.readouterr().out == f"{sidecar}: grid 2x2x2, 7 of 8 chunks (87.5 %), from a listing\n"
+    assert volume.main(["info", str(path)]) == 0
+    assert "7 of 8 chunks (87.5 %), from a sidecar" in capsys.readouterr().out
+    assert volume.main(["occupancy", str(path), "--out", str(tmp_path / "o.npz")]) == 0
+    assert (tmp_path / "o.npz").exists()
+
+
+def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(volume, "SECONDS_PER_LINE", 0.0)
+    voxels = textured((64, 64, 64))
+    voxels[:32, :32, :32] = 0
+    write_array(tmp_path / "served" / "v.zarr", voxels)
+    command = ["copy", "", str(tmp_path / "c.zarr"), "--levels", "2", "--requests", "2"]
+    with ChunkServer(tmp_path / "served") as server:
+        command[1] = f"{server.url}/v.zarr"
+        assert volume.main(command) == 0
+        captured = capsys.readouterr()
+        assert volume.main(command) == 0
+    head, chunks, sizes, seconds = captured.out.splitlines()
+    assert head == f"{tmp_path / 'c.zarr'}: box z 0:64, y 0:64, x 0:64 of {command[1]} level 0"
+    assert chunks == "  chunks  8 written, 1 air, 0 failed"
+    assert re.fullmatch(r"  bytes   256.0 KiB of voxels, \d+\.\d KiB fetched, \d+\.\d KiB stored", sizes)
+    assert re.fullmatch(r"  time    \d+\.\d s, \d+\.\d MB/s of voxels, \d+\.\d MB/s fetched", seconds)
+    assert re.search(r" INFO copying: 3 of 9 chunks, .* MB/s fetched\n", captured.err)
+    assert captured.err.count("\n") == 10, "one a chunk, and the end"
+    assert "is there already, whole: nothing was done" in capsys.readouterr().out
+
+
+def test_a_copy_with_an_unreadable_chunk_exits_6_and_says_what_was_copied(tmp_path, capsys):
+    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
+    (path / "1" / "0" / "1").write_bytes(b"damaged")
+    assert volume.main(["copy", str(path), str(tmp_path / "c.zarr")]) == 6
+    captured = capsys.readouterr()
+    assert "  chunks  7 written, 0 air, 1 failed" in captured.out
+    assert "WARNING chunk [1, 0, 1] cannot be read" in captured.err
+    assert "the first chunk [1, 0, 1] of " in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["info", "v.zarr", "--json"], ["info", "--help"], ["occupancy", "v.zarr"]])
+def test_a_reader_of_the_output_that_leaves_is_no_error(tmp_path, arguments):
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does, sooner or later
+    done = subprocess.run(
+        [sys.executable, "-m", "vesuvius.volume", *arguments],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which stands for a full disk")
+@pytest.mark.parametrize("option", ["--json", "--help"])
+def test_an_output_that_cannot_be_written_exits_6(tmp_path, option):
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    command = [sys.executable, "-m", "vesuvius.volume", "info", "v.zarr", option]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == 6
+    assert "the output must be writable; got [Errno 28]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_is_found_by_its_names(tmp_path):
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    assert run_vesuvius("volume", "info", "v.zarr", cwd=tmp_path).stdout.startswith("v.zarr: bare array, zarr v2")

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 if TYPE_CHECKING:
-    from vesuvius.data.reader import ReaderJob
+    from vesuvius.data.reader import BlockReport, ReaderJob
     from vesuvius.data.stream import PatchStream
 
 Triple = tuple[int, int, int]
@@ -318,16 +318,21 @@ class OurTasks(IterableDataset[tuple[torch.Tensor, int]]):
         self._job = job
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
-        from vesuvius.data.reader import Reader, report_of
+        from vesuvius.data.cutter import Cutter
+        from vesuvius.data.reader import Reader
 
         worker = get_worker_info()
         assert worker is not None
-        reader = Reader(self._job)
+        # Twice the regions of a task: a batch may hold views of the task before.
+        reader = Reader(self._job, ring=2 * self._job.blocks_per_task + 1)
         tasks = itertools.islice(self._job.plan.tasks(0, 2**62), worker.id, None, worker.num_workers)
-        for task, ahead in itertools.pairwise(tasks):
-            for block in reader.blocks(task, ahead):
-                bytes_read = [report_of(block).bytes_read] + [0] * (len(block["patch"]) - 1)
-                yield from zip(torch.from_numpy(block["patch"]), bytes_read, strict=True)
+        pairs = itertools.pairwise(tasks)
+        blocks = (block for task, ahead in pairs for block in reader.blocks(task, ahead))
+        reports: list[BlockReport] = []
+        for patch in Cutter(self._job, blocks, reports.append).patches():
+            bytes_read = sum(report.bytes_read for report in reports)
+            reports.clear()
+            yield torch.from_numpy(patch.voxels[0]), bytes_read
 
 
 def task_feed(setup: Setup) -> Feed:

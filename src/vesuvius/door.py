@@ -8,8 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, VesuviusError
-from vesuvius.observe.logfile import close_logs, log_to_terminal
+from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, StorageError, VesuviusError
+from vesuvius.observe.logfile import close_logs, log_to_terminal, silence
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,10 @@ def run_door(door: Callable[[list[str]], int], argv: list[str] | None) -> int:
     log_to_terminal()
     warn_of_namesake()
     try:
-        return door(sys.argv[1:] if argv is None else argv)
+        try:
+            return door(sys.argv[1:] if argv is None else argv)
+        finally:
+            say("", end="")  # what argparse has printed is still to be flushed
     except VesuviusError as error:
         log.error("%s", error)
         return error.exit_code
@@ -33,6 +36,25 @@ def run_door(door: Callable[[list[str]], int], argv: list[str] | None) -> int:
         return EXIT_ERROR
     finally:
         close_logs()
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print what was asked for.  A reader that leaves before the end, as `| head` does, is no error.
+
+    Raises:
+        StorageError: the output is a file on a full disk.
+    """
+    if sys.stdout is None:  # the process was started with it closed
+        return
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        silence(sys.stdout)
+    except OSError as error:
+        silence(sys.stdout)  # else Python tries again when it exits
+        raise StorageError(
+            f"the output must be writable; got {error}; free some space or write it elsewhere"
+        ) from error
 
 
 def warn_of_namesake() -> None:

@@ -1,21 +1,40 @@
-"""The door `vesuvius volume`: `synth` writes a synthetic scroll, so that everything runs without a download."""
+"""The door `vesuvius volume`: make, look at, copy and list volumes."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
-from vesuvius.config import Triple
-from vesuvius.data.phantom_zarr import MIN_SIZE_VOXELS, PhantomReport, count_chunks, write_phantom
-from vesuvius.door import run_door
+from vesuvius.config import ArrayConfig, StoreConfig, Triple
+from vesuvius.data.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
+from vesuvius.data.describe import describe_volume, make_sidecar
+from vesuvius.data.partial import partial_path
+from vesuvius.data.phantom_zarr import count_chunks, write_phantom
+from vesuvius.door import run_door, say
 from vesuvius.errors import EXIT_OK
+from vesuvius.observe.logfile import terminal_lines_through
+from vesuvius.volume_arguments import parser
+from vesuvius.volume_words import (
+    copy_rates,
+    copy_text,
+    info_json,
+    info_text,
+    progress_line,
+    sidecar_text,
+    synth_text,
+)
+
+log = logging.getLogger(__name__)
 
 LEVELS = 3
+SECONDS_PER_LINE = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -24,47 +43,24 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    print(_summary(_synth(_parser().parse_args(argv))))
+    arguments = parser().parse_args(argv)
+    match arguments.command:
+        case "synth":
+            say(_synth(arguments))
+        case "info":
+            say(_info(arguments))
+        case "copy":
+            say(_copy(arguments))
+        case "occupancy":
+            say(_occupancy(arguments))
     return EXIT_OK
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vesuvius volume", description="Make volumes.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    synth = commands.add_parser(
-        "synth",
-        help="write a synthetic papyrus scroll",
-        description="Write a synthetic papyrus scroll as OME-Zarr 0.4, laid out and about as compressible as a real "
-        "one, and the labels of its sheets beside it (OUT.labels.zarr; 1 = papyrus).  The same seed and shape give the "
-        "same voxels whatever the chunk size.",
-    )
-    synth.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
-    synth.add_argument(
-        "--shape", type=_shape, default=(256, 512, 512), metavar="Z,Y,X", help="voxels (default: 256,512,512)"
-    )
-    synth.add_argument("--seed", type=_natural, default=0, help="which scroll (default: 0)")
-    synth.add_argument("--chunk", type=_natural, default=128, help="edge of a chunk in voxels, even (default: 128)")
-    synth.add_argument("--overwrite", action="store_true", help="replace zarr volumes that are already there")
-    return parser
+def _source(arguments: argparse.Namespace) -> ArrayConfig:
+    return ArrayConfig(path=arguments.path, level=arguments.level, select=arguments.select)
 
 
-def _shape(text: str) -> Triple:
-    sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if len(sizes) != 3 or min(sizes) < MIN_SIZE_VOXELS:
-        raise argparse.ArgumentTypeError(
-            f"a shape is three whole numbers z,y,x of at least {MIN_SIZE_VOXELS}; got {text!r}; try 256,512,512"
-        )
-    z, y, x = sizes
-    return z, y, x
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"a whole number of at least 0 is needed; got {text!r}; try 0 or 128")
-    return int(text)
-
-
-def _synth(arguments: argparse.Namespace) -> PhantomReport:
+def _synth(arguments: argparse.Namespace) -> str:
     shape_zyx, chunk = arguments.shape, arguments.chunk
     with _progress(shape_zyx, chunk) as advance, _interrupt_deferred() as check_interrupt:
 
@@ -72,7 +68,7 @@ def _synth(arguments: argparse.Namespace) -> PhantomReport:
             check_interrupt()
             advance()
 
-        return write_phantom(
+        report = write_phantom(
             arguments.out,
             shape_zyx,
             arguments.seed,
@@ -81,6 +77,71 @@ def _synth(arguments: argparse.Namespace) -> PhantomReport:
             overwrite=arguments.overwrite,
             on_chunk=on_chunk,
         )
+    return synth_text(report)
+
+
+def _info(arguments: argparse.Namespace) -> str:
+    with contextlib.redirect_stdout(sys.stderr):  # lines about a listing; what is asked for is printed alone
+        facts = describe_volume(_source(arguments), arguments.patch, listing=arguments.list, places=arguments.places)
+    return info_json(facts) if arguments.json else info_text(facts)
+
+
+def _occupancy(arguments: argparse.Namespace) -> str:
+    with contextlib.redirect_stdout(sys.stderr):
+        return sidecar_text(make_sidecar(_source(arguments), arguments.out))
+
+
+def _copy(arguments: argparse.Namespace) -> str:
+    request = CopyRequest(
+        source=_source(arguments),
+        out=arguments.out,
+        start_zyx=arguments.start,
+        size_zyx=arguments.size,
+        levels=arguments.levels,
+        check_space=not arguments.no_space_check,
+    )
+    store = StoreConfig(requests=arguments.requests, retries=arguments.retries)
+    source = f"{arguments.path} level {arguments.level}"
+    try:
+        with contextlib.redirect_stdout(sys.stderr), _copy_progress() as on_progress:
+            figures = copy_box(request, store, on_progress)
+    except UnfinishedCopyError as error:
+        say(copy_text(error.figures, arguments.out, source))
+        raise
+    except KeyboardInterrupt:
+        if partial_path(arguments.out).exists():
+            log.warning("what is done stays in %s; the same command goes on", partial_path(arguments.out))
+        raise
+    return copy_text(figures, arguments.out, source)
+
+
+@contextmanager
+def _copy_progress() -> Iterator[Callable[[CopyFigures], None]]:
+    """A bar where stderr is a terminal, else a line in the log every 10 s."""
+    if not sys.stderr.isatty():
+        said = time.monotonic()
+
+        def say_line(figures: CopyFigures) -> None:
+            nonlocal said
+            if time.monotonic() - said >= SECONDS_PER_LINE:
+                said = time.monotonic()
+                log.info("copying: %s", progress_line(figures))
+
+        yield say_line
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress("copying", *columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def move_bar(figures: CopyFigures) -> None:
+            failed = f"{figures.failed} failed, " if figures.failed else ""
+            bar.update(task, total=figures.chunks, completed=figures.done, description=failed + copy_rates(figures))
+
+        with terminal_lines_through(lambda line: bar.console.out(line, highlight=False)):
+            yield move_bar
 
 
 @contextmanager
@@ -123,15 +184,6 @@ def _progress(shape_zyx: Triple, chunk: int) -> Iterator[Callable[[], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("writing", total=count_chunks(shape_zyx, chunk, LEVELS))
         yield lambda: bar.advance(task)
-
-
-def _summary(report: PhantomReport) -> str:
-    ratio = "-" if report.ratio is None else f"{report.ratio:.2f}"
-    shape = ",".join(str(size) for size in report.shape_zyx)
-    return (
-        f"{report.path} (sheets: {report.labels_path.name}) shape {shape} levels {report.levels} "
-        f"stored_mib {report.stored_bytes / 2**20:.1f} ratio {ratio} seconds {report.seconds:.1f}"
-    )
 
 
 if __name__ == "__main__":

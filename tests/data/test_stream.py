@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
-from vesuvius.config import ArrayConfig, AugmentConfig, ClusterConfig, DataConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.data import ray_stream
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.reader import ReaderJob
@@ -111,10 +111,12 @@ def test_a_stream_goes_on_at_any_sample(job: ReaderJob, workers: int, first: int
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("first", [0, 7])
-def test_tasks_that_are_no_whole_number_of_blocks_stream_alike(volume: Path, first: int) -> None:
-    settings = {"patch_size": (32, 64, 128), "patches_per_region": 5, "augment": AugmentConfig(turn=False)}
-    job = make_job(volume, **settings)
-    assert (job.block_samples, job.plan.samples_per_task) == (8, 20)
+def test_regions_of_different_sizes_travel_in_blocks_of_one_size(tmp_path: Path, first: int) -> None:
+    """Ray would merge short blocks and split long ones."""
+    path = write_array(tmp_path / "ragged.zarr", textured((70, 90, 101)))
+    job = make_job(path, patches_per_region=5)
+    sizes = {tuple(b - a for a, b in zip(*job.plan.region_of_slot(slot)[1], strict=True)) for slot in range(50)}
+    assert len(sizes) > 3
     with open_stream(job, first=first) as stream:
         expected, _ = collect(stream, 20)
     with open_stream(job, workers=1, first=first) as stream:
@@ -210,12 +212,15 @@ def test_a_state_goes_on_with_other_readers_and_reads_the_current_task_only(
     assert state["sample_index"] == 4 * batches
     with open_stream(job) as stream:
         stream.load_state_dict(state)
-        rest, indices = collect(stream, 1)
-        read = sum(figures.bytes_read for figures in stream.readers.values())
-        more, _ = collect(stream, 19 - batches)
+        rest, indices = collect(stream, 20 - batches)
     assert indices[0] == 4 * batches
+    assert rest.tobytes() == expected[4 * batches :].tobytes()
+    end_of_task = (4 * batches // 16 + 1) * 16
+    with open_stream(job, stop=end_of_task) as stream:
+        stream.load_state_dict(state)
+        assert sum(len(batch.indices) for batch in stream) == end_of_task - 4 * batches
+        read = sum(figures.bytes_read for figures in stream.readers.values())
     assert read <= job.plan.regions_per_task * 64**3, "one task's regions, of 2x2x2 chunks of 32 at the most"
-    assert np.concatenate([rest, more]).tobytes() == expected[4 * batches :].tobytes()
     other = make_job(volume, patches_per_region=8)
     with open_stream(other) as stream, pytest.raises(ConfigError, match="goes on with the plan it began with"):
         stream.load_state_dict(state)
@@ -229,7 +234,7 @@ def test_a_condition_is_cut_where_its_patch_is(tmp_path: Path, volume: Path, wor
         path=str(volume), condition=ArrayConfig(path=str(write_array(tmp_path / "labels.zarr", labels, chunk=48)))
     )
     job = prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16), regions_per_task=4)).job
-    ring = [np.zeros((4, 8, 16, 16), np.uint16) for _ in range(2)]
+    ring = [np.zeros((4, 8, 16, 16), np.uint16) for _ in range(3)]
     with open_stream(job, workers=workers, condition_buffers=ring) as stream:
         for batch in itertools.islice(stream, 10):
             assert batch.condition is not None
@@ -249,9 +254,9 @@ def test_a_condition_of_another_shape_is_refused(tmp_path: Path, volume: Path) -
 def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
     free = StreamOptions(4, workers=2, prefetch_factor=100)
     tight = replace(free, prefetch_bytes=3 * 4 * job.patch_bytes)
-    tasks = 2 * (job.blocks_per_task + 1) * job.block_bytes
-    assert store_need_bytes(job, free) == tasks + 2 * 100 * 4 * job.patch_bytes
-    assert store_need_bytes(job, tight) == tasks + 3 * 4 * job.patch_bytes
+    without = (2 * (4 + 1) + 4) * job.block_bytes  # two workers' tasks of 4 regions, and the task being cut
+    assert store_need_bytes(job, free) == without + 2 * 100 * 4 * job.patch_bytes // job.block_bytes * job.block_bytes
+    assert store_need_bytes(job, tight) == without + job.block_bytes, "at least one region"
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import google_crc32c
@@ -44,7 +47,7 @@ class ChunkGrid:
     array: zarr.Array[Any]
     select: tuple[int, ...]
     source: Source
-    _indices: OrderedDict[str, NDArray[np.uint64] | None] = field(default_factory=OrderedDict)
+    _indices: OrderedDict[str, bytes | None] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -82,16 +85,22 @@ class ChunkGrid:
     def key_of(self, chunk: Triple) -> str:
         """The object that holds a chunk: its own, or its shard's."""
         outer = self.array.shards or self.array.chunks
-        lead = [i // o for i, o in zip(self.select, outer, strict=False)]
-        inner = [i * c // o for i, c, o in zip(chunk, self.chunk_zyx, outer[-3:], strict=True)]
-        name: str = self.array.metadata.encode_chunk_key((*lead, *inner))
-        return f"{self.array.path}/{name}" if self.array.path else name
+        place = [i * c // o for i, c, o in zip(chunk, self.chunk_zyx, outer[-3:], strict=True)]
+        return self._folder + self._name(place)
+
+    def place_of(self, key: str) -> Triple | None:
+        """Where the object with this key stands among the chunks, or shards; None where it is none of them."""
+        match = self._key_pattern.fullmatch(key)
+        return (int(match["z"]), int(match["y"]), int(match["x"])) if match else None
 
     def requests(self, box: Box) -> list[Request]:
         """What zarr will ask the store for when it reads a box, in the same form.
 
-        A shard that the box covers is one object; of any other, its chunks are byte ranges.  Reads the indices of
-        those shards (kept for later).
+        A shard that the box covers is one object; of any other, its index and its chunks are byte ranges.  Reads the
+        indices of those shards (kept for later).
+
+        Raises:
+            FetchError, ValueError: as `shard_index`.
         """
         if self.shard_zyx is not None and not self.indexed:
             return []  # zarr finds its own way, one chunk after the other
@@ -101,26 +110,49 @@ class ChunkGrid:
         for key, chunks in self._by_shard(box).items():
             if len(chunks) == math.prod(self._chunks_per_shard):
                 found.append((key, None))
-            elif (index := self.shard_index(key)) is not None:
-                for chunk in chunks:
-                    offset, size = (int(v) for v in index[self._within_shard(chunk)])
-                    if offset != _ABSENT:
-                        found.append((key, ByteRange(offset, offset + size)))
+                continue
+            index = self.shard_index(key)
+            found.append((key, self.index_range))
+            ranges = [self._range_in(index, chunk) for chunk in chunks] if index is not None else []
+            found += [(key, byte_range) for byte_range in ranges if byte_range]
         return found
+
+    def submit(self, key: str, byte_range: ByteRange | None) -> Future[bytes | None]:
+        """`Source.submit`, answered at once where it asks for the index of a shard that is known already."""
+        if byte_range is not None and byte_range == self.index_range:
+            with self._lock:
+                if key in self._indices:
+                    known: Future[bytes | None] = Future()
+                    known.set_result(self._indices[key])
+                    return known
+        return self.source.submit(key, byte_range)
+
+    def forget(self, box: Box) -> None:
+        """Have the chunks of a box, and the indices that lead to them, fetched anew next time: some are damaged."""
+        for key, chunks in self._by_shard(box).items():
+            self.source.forget(key)
+            with self._lock:
+                data = self._indices.pop(key, None)
+            index = None if data is None else self._parse_index(data)
+            if index is not None:
+                for chunk in chunks:
+                    self.source.forget(key, self._range_in(index, chunk))
+            if self.indexed:
+                self.source.forget(key, self.index_range)
 
     def absent(self, box: Box) -> list[Triple]:
         """The chunks of a box that are not stored.  Asks the store once per chunk or shard.
 
         Raises:
-            FetchError: the store does not answer.
+            FetchError, ValueError: as `shard_index`.
         """
         if self.shard_zyx is None:
-            chunks = list(self.chunks_of(box))
-            return [chunk for chunk in chunks if not self.source.exists(self.key_of(chunk))]
+            chunk_of = {self.key_of(chunk): chunk for chunk in self.chunks_of(box)}
+            return [chunk_of[key] for key in self.source.absent(list(chunk_of))]
         missing = []
         for key, chunks in self._by_shard(box).items():
             index = self.shard_index(key)
-            missing += [c for c in chunks if index is None or int(index[self._within_shard(c)][0]) == _ABSENT]
+            missing += [c for c in chunks if index is None or self._range_in(index, c) is None]
         return missing
 
     def present_in_shard(self, chunk: Triple) -> NDArray[np.bool_]:
@@ -141,26 +173,28 @@ class ChunkGrid:
             ValueError: the index is not of the form that the metadata promise.
         """
         with self._lock:
-            if key in self._indices:
-                self._indices.move_to_end(key)
-                return self._indices[key]
-        data = self.source.get(key, self.index_range)
+            known = key in self._indices
+            data = self._indices.get(key)
+        if not known:
+            data = self.source.get(key, self.index_range)
         index = None if data is None else self._parse_index(data)
         with self._lock:
-            self._indices[key] = index
-            kept = _INDEX_BYTES_KEPT // max(self._index_bytes, 1)
-            while len(self._indices) > max(kept, 8):
+            self._indices[key] = data
+            self._indices.move_to_end(key)
+            while len(self._indices) > max(_INDEX_BYTES_KEPT // self._index_bytes, 8):
                 self._indices.popitem(last=False)
         return index
 
-    @property
-    def index_range(self) -> ByteRange:
-        """The bytes of a shard that hold its index."""
+    @cached_property
+    def index_range(self) -> ByteRange | None:
+        """The bytes of a shard that hold its index; None without shards, or with an index that is not `indexed`."""
+        if not self.indexed:
+            return None
         if str(self._codec.index_location.value) == "start":
             return ByteRange(0, self._index_bytes)
         return ByteRange(-self._index_bytes)
 
-    @property
+    @cached_property
     def indexed(self) -> bool:
         """Whether the shards' index can be read here: bytes in little order, with or without a checksum."""
         if self.array.shards is None:
@@ -169,6 +203,23 @@ class ChunkGrid:
             case [BytesCodec() as order] | [BytesCodec() as order, Crc32cCodec()]:
                 return order.endian is not None and order.endian.value == "little"
         return False
+
+    @property
+    def _folder(self) -> str:
+        return f"{self.array.path}/" if self.array.path else ""
+
+    def _name(self, place: Sequence[Any]) -> str:
+        outer = self.array.shards or self.array.chunks
+        lead = [i // o for i, o in zip(self.select, outer, strict=False)]
+        name: str = self.array.metadata.encode_chunk_key((*lead, *place))
+        return name
+
+    @cached_property
+    def _key_pattern(self) -> re.Pattern[str]:
+        pattern = re.escape(self._name("ZYX"))  # letters, which no name holds, in place of the numbers
+        for axis in "zyx":
+            pattern = pattern.replace(axis.upper(), rf"(?P<{axis}>\d+)")
+        return re.compile(re.escape(self._folder) + pattern)
 
     @property
     def _codec(self) -> ShardingCodec:
@@ -192,6 +243,11 @@ class ChunkGrid:
         if len(data) % 16 and google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
             raise ValueError("a shard's index must match its checksum")
         return np.frombuffer(data, "<u8", 2 * count).reshape(*self._chunks_per_shard, 2)
+
+    def _range_in(self, index: NDArray[np.uint64], chunk: Triple) -> ByteRange | None:
+        """The bytes of a shard that hold a chunk; None where it is absent."""
+        offset, size = (int(v) for v in index[self._within_shard(chunk)])
+        return None if offset == _ABSENT else ByteRange(offset, offset + size)
 
     def _by_shard(self, box: Box) -> dict[str, list[Triple]]:
         grouped: dict[str, list[Triple]] = {}

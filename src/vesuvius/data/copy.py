@@ -28,7 +28,7 @@ from vesuvius.data.box import Box, shape_of, slices
 from vesuvius.data.copy_plan import CopyPlan
 from vesuvius.data.geometry import Geometry, level_geometry, read_multiscale
 from vesuvius.data.occupancy import read_sidecar
-from vesuvius.data.partial import PartialVolume, check_record, finished_record, partial_path
+from vesuvius.data.partial import PartialVolume, check_record, finished_record, is_begun, partial_path
 from vesuvius.data.pyramid import halve
 from vesuvius.data.store import FetchError
 from vesuvius.data.volume import UnreadableChunkError, Volume, metadata_hash, open_volume
@@ -132,10 +132,10 @@ def copy_box(
             shutil.rmtree(partial_path(request.out), ignore_errors=True)
             figures.before = figures.chunks
             return figures
+        cache_bytes = plan.cache_bytes if volume.source.remote else 0
+        if request.check_space and not is_begun(request.out):
+            _check_space(request.out, volume, plan, cache_bytes)
         with PartialVolume(request.out, record, volume.dtype, volume.chunk_zyx, volume.fill_value) as target:
-            cache_bytes = plan.cache_bytes if volume.source.remote else 0
-            if request.check_space and not target.resumed:
-                _check_space(request.out, volume, plan, cache_bytes)
             if cache_bytes:
                 volume.close()
                 cached = {"cache_dir": str(target.cache), "cache_gib": cache_bytes / 2**30}
@@ -308,7 +308,7 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
 def _check_space(out: Path, volume: Volume, plan: CopyPlan, cache_bytes: int) -> None:
     """Refuse a copy that may not fit.  How well it compresses is not known before."""
     need = int(plan.raw_bytes * _stored_share(volume, plan)) + cache_bytes
-    free = shutil.disk_usage(partial_path(out)).free
+    free = shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.exists())).free
     if need > free:
         raise StorageError(
             f"the disk must have room for the voxels of the box without compression; got {need / 2**30:.2f} GiB needed "

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from vesuvius.config import Triple
 from vesuvius.data.box import Box, shape_of
@@ -35,7 +36,7 @@ class CopyPlan:
     voxel_bytes: int
     requests: int
 
-    @property
+    @cached_property
     def shapes(self) -> list[Triple]:
         """Voxels of each level."""
         return level_shapes(shape_of(self.source_box), self.levels)
@@ -67,7 +68,7 @@ class CopyPlan:
             ranges = (range(i, min(i + edge, count)) for i, edge, count in zip(first, edges, counts, strict=True))
             yield [(z, y, x) for z, y, x in itertools.product(*ranges)]
 
-    @property
+    @cached_property
     def region_edges(self) -> Triple:
         """Chunks along each axis of a region: enough to keep all requests busy, in at most 64 MiB."""
         most = min(self.requests, _REGION_BYTES_MAX // (math.prod(self.chunk_zyx) * self.voxel_bytes))

@@ -21,7 +21,6 @@ from vesuvius.data.geometry import Geometry, Multiscale, level_geometry, read_mu
 from vesuvius.data.occupancy import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
 from vesuvius.data.places import GreyFacts, grey_facts
 from vesuvius.data.plan import make_plan, plan_volume
-from vesuvius.data.reader import ReaderJob
 from vesuvius.data.split import split_volume
 from vesuvius.data.store import open_store
 from vesuvius.data.volume import Volume, open_volume
@@ -93,7 +92,7 @@ class RegionFacts:
         region_zyx: the largest region.
         regions: in the training part.
         amplification: bytes decoded per byte of patch.
-        regions_bytes, block_bytes: what a reader holds: R decoded regions, and the block that it fills.
+        regions_bytes: R decoded regions: what a task of a reader takes.
         repeats: whether there are fewer regions than R, so that a run of samples repeats some.
     """
 
@@ -103,7 +102,6 @@ class RegionFacts:
     regions_per_task: int
     amplification: float
     regions_bytes: int
-    block_bytes: int
     repeats: bool
 
 
@@ -339,7 +337,6 @@ def _region_facts(volume: Volume, spec: ArrayConfig, patch_zyx: Triple) -> tuple
             regions_per_task=plan.regions_per_task,
             amplification=plan.read_amplification(0),
             regions_bytes=plan.regions_per_task * z * y * x * volume.dtype.itemsize,
-            block_bytes=ReaderJob(plan=plan, volumes=config.volumes, dtype=dtype).block_bytes,
             repeats=plan.repeats_within_a_run,
         ),
         None,

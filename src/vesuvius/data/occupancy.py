@@ -10,12 +10,13 @@ import hashlib
 import io
 import itertools
 import logging
+import math
 import os
-import re
 import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ SIDECAR = ".chunk_occupancy.npz"
 _CELLS_MAX = 64_000_000
 _BLOCK_BYTES = 64 * 2**20
 _PROGRESS_S = 5.0
+_POWERS = tuple(2**n for n in range(16))
 
 Bools = NDArray[np.bool_]
 
@@ -51,7 +53,7 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
         mask = open_volume(spec.mask, config.store)
         return coarse_map(volume, mask, 0.0, config.patch_size)
     if config.foreground.source == "level":
-        coarse_spec = ArrayConfig(path=spec.path, level=spec.level + config.foreground.level, select=spec.select)
+        coarse_spec = ArrayConfig(path=spec.path, level=config.foreground.level, select=spec.select)
         return coarse_map(
             volume, open_volume(coarse_spec, config.store), config.foreground.threshold, config.patch_size
         )
@@ -101,7 +103,7 @@ def read_sidecar(volume: Volume) -> Bools | None:
     """
     key = f"{volume.array.path}/{SIDECAR}".lstrip("/")
     try:
-        data = volume.source.get(key)
+        data = volume.source.get(key, cached=False)
     except FetchError as error:
         log.warning("the sidecar %s of %s cannot be read and is left out: %s", key, volume.name, one_line(error))
         return None
@@ -146,10 +148,10 @@ def list_chunks(volume: Volume) -> Bools:
     """
     grid = volume.grid
     occupancy = np.zeros(_shard_counts(volume) if grid.shard_zyx else grid.counts_zyx, bool)
-    keys = (coords for batch in _listed_keys(volume) for coords in map(_key_parser(volume), batch) if coords)
-    for coords in _with_progress(keys, f"listing the chunks of {volume.name}"):
-        if all(i < n for i, n in zip(coords, occupancy.shape, strict=True)):
-            occupancy[coords] = True
+    places = (place for keys in _listed_keys(volume) for place in map(grid.place_of, keys) if place)
+    for place in _with_progress(places, f"listing the chunks of {volume.name}"):
+        if all(i < n for i, n in zip(place, occupancy.shape, strict=True)):
+            occupancy[place] = True
     return _inner_occupancy(volume, occupancy) if grid.shard_zyx and grid.indexed else occupancy
 
 
@@ -160,9 +162,9 @@ def coarse_map(volume: Volume, coarse: Volume, threshold: float, patch_zyx: Trip
     than 64 million.
 
     Raises:
-        DataError: the array is not coarser by a whole factor per axis, or cannot be read.
+        DataError: the array is not coarser by whole factors, or cannot be read.
     """
-    factors = [_factor(volume, coarse, axis) for axis in range(3)]
+    factors = _factors(volume, coarse)
     merged = [max(p // (4 * f), 1) for p, f in zip(patch_zyx, factors, strict=True)]
     while np.prod([-(-n // m) for n, m in zip(coarse.shape_zyx, merged, strict=True)]) > _CELLS_MAX:
         finest = min(range(3), key=lambda axis: merged[axis] * factors[axis])
@@ -170,36 +172,49 @@ def coarse_map(volume: Volume, coarse: Volume, threshold: float, patch_zyx: Trip
     cell = [m * f for m, f in zip(merged, factors, strict=True)]
     counts = [-(-size // c) for size, c in zip(volume.shape_zyx, cell, strict=True)]
     fraction = np.zeros(counts, np.uint8)
-    boxes = list(_blocks(coarse.shape_zyx, merged, coarse.dtype.itemsize))
+    boxes = list(_blocks(coarse, merged))
     what = f"reading {coarse.name} for the foreground of {volume.name}"
-    for number, box in enumerate(_with_progress(boxes, what, len(boxes))):
-        if number + 1 < len(boxes):
-            coarse.stage(boxes[number + 1])
-        share = _share_of_cells(coarse.read(box) > threshold, merged)
-        fraction[tuple(slice(lo // m, lo // m + n) for lo, m, n in zip(box[0], merged, share.shape, strict=True))] = (
-            share
-        )
-    coarse.close()
+    with closing(coarse):
+        for number, box in enumerate(_with_progress(boxes, what, len(boxes))):
+            for near in boxes[number : number + 2]:
+                coarse.stage(near)
+            share = _share_of_cells(coarse.read(box) > threshold, merged)
+            first = [lo // m for lo, m in zip(box[0], merged, strict=True)]
+            fraction[tuple(slice(lo, lo + n) for lo, n in zip(first, share.shape, strict=True))] = share
     z, y, x = cell
     return ForegroundMap(fraction, (z, y, x), volume.shape_zyx)
 
 
-def _factor(volume: Volume, coarse: Volume, axis: int) -> int:
-    fine, size = volume.shape_zyx[axis], coarse.shape_zyx[axis]
-    factor = max(round(fine / size), 1)
-    if size not in (fine // factor, -(-fine // factor)):
+def _factors(volume: Volume, coarse: Volume) -> Triple:
+    """Voxels of the volume per coarse voxel along each axis.
+
+    Sizes alone leave room: 100 voxels become 4 by any factor from 21 to 33.  As pyramids halve, a power of two is taken
+    where one fits, the same for all axes if it can be.
+    """
+    sizes = list(zip(volume.shape_zyx, coarse.shape_zyx, strict=True))
+    fitting = [{f for f in (*_POWERS, round(fine / size)) if f and _fits(fine, size, f)} for fine, size in sizes]
+    if not all(fitting):
         raise DataError(
             "a mask or coarse level must be smaller than its volume by a whole factor per axis; got "
-            f"{coarse.shape_zyx} of {coarse.name} for {volume.shape_zyx} of {volume.name}; take another level, "
-            "or resample it"
+            f"{coarse.shape_zyx} of {coarse.name} for {volume.shape_zyx} of {volume.name}; take another level, or "
+            "resample it"
         )
-    return factor
+    common = set.intersection(*fitting).intersection(_POWERS)
+    z, y, x = (min(common or factors.intersection(_POWERS) or factors) for factors in fitting)
+    return z, y, x
 
 
-def _blocks(shape: Triple, merged: list[int], itemsize: int) -> Iterator[Box]:
-    """Boxes of some 64 MiB that cover an array, their edges multiples of `merged`."""
-    edge = int((_BLOCK_BYTES / itemsize) ** (1 / 3))
-    steps = [max(edge // m, 1) * m for m in merged]
+def _fits(fine: int, size: int, factor: int) -> bool:
+    return size in (fine // factor, -(-fine // factor))
+
+
+def _blocks(coarse: Volume, merged: list[int]) -> Iterator[Box]:
+    """Boxes of some 64 MiB that cover an array, their edges multiples of `merged`, and of its chunks where they can."""
+    edge = int((_BLOCK_BYTES / coarse.dtype.itemsize) ** (1 / 3))
+    whole = [math.lcm(m, chunk) for m, chunk in zip(merged, coarse.chunk_zyx, strict=True)]
+    units = [unit if unit <= edge else m for unit, m in zip(whole, merged, strict=True)]
+    steps = [max(edge // unit, 1) * unit for unit in units]
+    shape = coarse.shape_zyx
     for z, y, x in itertools.product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True))):
         yield (
             (z, y, x),
@@ -221,32 +236,17 @@ def _share_of_cells(foreground: Bools, merged: list[int]) -> NDArray[np.uint8]:
 
 
 def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
-    """Keys below the array, folder by folder with several folders at once where chunks lie in folders."""
-    source, path = volume.source, volume.array.path
-    folders = source.list_folders(path) if source.remote else []
-    while len(folders) == 1:  # zarr v3 puts all chunks below `c/`
-        folders = source.list_folders(folders[0]) or folders * 2
-    folders = sorted(set(folders))
-    yield source.list_keys(path) if not folders else []
+    """Keys below the array; from a remote store folder by folder, several at once, where chunks lie in folders."""
+    source = volume.source
+    if not source.remote:
+        yield source.list_keys(volume.array.path)
+        return
+    folders = [volume.array.path]
+    while len(folders) == 1:  # of one folder there is one listing: go down to where there are several
+        keys, folders = source.list_one_level(folders[0])
+        yield keys
     with ThreadPoolExecutor(source.config.requests) as pool:
         yield from pool.map(lambda folder: list(source.list_keys(folder)), folders)
-
-
-def _key_parser(volume: Volume) -> Any:
-    """A function from a key to the (z, y, x) of its chunk or shard, or None for other objects."""
-    path = f"{volume.array.path}/" if volume.array.path else ""  # itself often a number: a level's
-    name = volume.grid.key_of((0, 0, 0)).removeprefix(path)
-    pattern = re.escape(path + name[: len(name) - len(re.search(r"[0-9./]*$", name)[0])])  # type: ignore[index]
-    separator = r"[./]"
-    lead = [str(i // o) for i, o in zip(volume.select, volume.array.shards or volume.array.chunks, strict=False)]
-    numbers = separator.join([*lead, r"(\d+)", r"(\d+)", r"(\d+)"])
-    regex = re.compile(f"{pattern}{separator}?{numbers}")
-
-    def parse(key: str) -> Triple | None:
-        match = regex.fullmatch(key)
-        return (int(match[1]), int(match[2]), int(match[3])) if match else None
-
-    return parse
 
 
 def _inner_occupancy(volume: Volume, shards: Bools) -> Bools:

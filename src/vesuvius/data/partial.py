@@ -40,7 +40,8 @@ class PartialVolume:
     """`with PartialVolume(...)`: holds OUT.zarr.partial for this process.
 
     Attributes:
-        resumed: whether an earlier process began it.
+        path: OUT.zarr.partial.
+        cache: a folder in it for whoever reads the source.
     """
 
     def __init__(
@@ -55,7 +56,6 @@ class PartialVolume:
         """
         self.path = partial_path(out)
         self.cache = self.path / "cache"
-        self.resumed = False
         self._out, self._record = out, record
         self._dtype, self._chunk, self._fill = dtype.newbyteorder("<"), chunk_zyx, dtype.type(fill_value)
         shuffle = Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE
@@ -67,6 +67,7 @@ class PartialVolume:
         """Raises ConfigError: another process writes it, or it is another copy; StorageError: the disk refuses."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._check_ours()
             self._lock = (self.path / "lock").open("w")
             try:
                 self._claim()
@@ -170,6 +171,15 @@ class PartialVolume:
     def _file(self, level: int, index: Triple) -> Path:
         return self._volume / _key(level, index)
 
+    def _check_ours(self) -> None:
+        names = {entry.name for entry in self.path.iterdir()}
+        foreign = sorted(names - {"lock", "copy.json.new"})
+        if foreign and "copy.json" not in names:
+            raise ConfigError(
+                f"an unfinished copy holds copy.json; got {self.path} with {foreign[0]!r} and without it; remove that "
+                "folder or choose another name"
+            )
+
     def _claim(self) -> None:
         """Lock, compare the arguments, remove what a killed process left half-written, read the list of air."""
         try:
@@ -178,15 +188,9 @@ class PartialVolume:
             raise ConfigError(
                 f"one process may write a volume; got another one that writes {self.path}; wait for it or end it"
             ) from None
-        recorded = self.path / "copy.json"
+        recorded = _record_path(self._out)
         if recorded.exists():
             check_record(self.path, _parsed(recorded.read_text()), self._record)
-            self.resumed = True
-        elif names := sorted({entry.name for entry in self.path.iterdir()} - {"lock", "copy.json.new"}):
-            raise ConfigError(
-                f"an unfinished copy holds copy.json; got {self.path} with {names[0]!r} and without it; remove that "
-                "folder or choose another name"
-            )
         else:
             new = self.path / "copy.json.new"
             with new.open("w") as out:
@@ -210,6 +214,11 @@ def partial_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
+def is_begun(out: Path) -> bool:
+    """Whether an unfinished copy is there, to go on with."""
+    return _record_path(out).exists()
+
+
 def finished_record(out: Path) -> Any:
     """What a finished volume says it is a copy of; None for any other."""
     try:
@@ -221,7 +230,11 @@ def finished_record(out: Path) -> Any:
 
 def check_record(path: Path, there: Any, wanted: dict[str, Any]) -> None:
     """Raises ConfigError where what is at `path` was written with other arguments."""
-    there = there if isinstance(there, dict) else {}
+    if not isinstance(there, dict):
+        raise ConfigError(
+            f"a copy does not replace what exists; got {path}, which is no copy made by `vesuvius volume copy`; choose "
+            "another name, or remove it"
+        )
     differing = [key for key in wanted if there.get(key) != wanted[key]]
     if differing:
         got = ", ".join(f"{key} {json.dumps(wanted[key])} (there: {json.dumps(there.get(key))})" for key in differing)
@@ -229,6 +242,10 @@ def check_record(path: Path, there: Any, wanted: dict[str, Any]) -> None:
             f"a copy goes on with the arguments that it was begun with; got {got} for {path}; give the same ones, "
             "choose another name, or remove it"
         )
+
+
+def _record_path(out: Path) -> Path:
+    return partial_path(out) / "copy.json"
 
 
 def _parsed(text: str) -> Any:

@@ -123,6 +123,13 @@ class Plan:
     def samples_per_task(self) -> int:
         return self.patches_per_region * self.regions_per_task
 
+    @cached_property
+    def region_voxels_max(self) -> int:
+        """Voxels of the largest region."""
+        return max(
+            math.prod(max(hi - lo for lo, hi in axis) for axis in volume.intervals_zyx) for volume in self.volumes
+        )
+
     @property
     def map_bytes(self) -> int:
         """Memory of the foreground maps and of the lists of eligible regions."""

@@ -42,11 +42,13 @@ from vesuvius.errors import ConfigError, VesuviusError, one_line
 
 log = logging.getLogger(__name__)
 
-# Each row of the input costs Ray's driver time and memory for as long as an execution lasts (5,000 rows: 13 s), so the
-# run is a chain of executions of this many tasks.
-TASKS_PER_SEGMENT = 1000
-# The next execution's readers start when this many tasks of the present one are still to be handed over.
-_TASKS_LEFT_AT_OVERLAP = 4
+# Each row of the input costs Ray's driver time (0.5 ms) and memory for as long as an execution lasts, so the run is a
+# chain of executions of this many tasks.
+TASKS_PER_SEGMENT = 500
+# The next execution's readers start when the tasks of the present one that are still to be handed over last this long
+# at the present pace, but not later than this many tasks before its end.
+_OVERLAP_S = 15.0
+_OVERLAP_TASKS = 4
 _ROUND_S = 0.01
 _WATCH_S = 1.0
 _JOIN_S = 3.0
@@ -213,13 +215,19 @@ class RayBlocks(Iterator[Block]):
         while self._segment is not None:
             block = self._segment.next_block()
             if block is not None:
-                left = self._segment.tasks[-1].stop - int(block["index"][-1])
-                if self._upcoming is None and left <= _TASKS_LEFT_AT_OVERLAP * self._job.plan.samples_per_task:
+                if self._upcoming is None and self._segment.ends_soon():
                     self._upcoming = self._next_segment()
                 return block
             self._segment.close()
             self._segment, self._upcoming = self._upcoming, None
         raise StopIteration
+
+    def interrupt(self) -> None:
+        """End the executions; to be called from another thread than the one that waits for a block."""
+        self._tasks = iter(())
+        for segment in (self._segment, self._upcoming):
+            if segment is not None:
+                segment.interrupt()
 
     def close(self) -> None:
         """End the executions and their actors."""
@@ -241,14 +249,17 @@ class _RayReader:
 
     def __init__(self, job: list[Any]) -> None:
         actor = ray.get_runtime_context().get_actor_id() or ""
-        self._reader = Reader(ray.get(job[0]), node=socket.gethostname(), actor=actor)
+        self._reader = Reader(ray.get(job[0]), _RING, node=socket.gethostname(), actor=actor)
 
-    def __call__(self, row: dict[str, Any]) -> Iterator[Block]:
+    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Block]]:
         first, stop, ahead_first, ahead_stop = (int(row[name][0]) for name in _ROW)
         ahead = Task(ahead_first, ahead_stop) if ahead_stop else None
-        yield from self._reader.blocks(Task(first, stop), ahead)
+        for block in self._reader.blocks(Task(first, stop), ahead):
+            yield {"bytes": block[None]}  # one row: Ray takes seconds over a column of as many bytes
 
 
+# Ray has copied a block into the object store before it asks for the next one; one more to be safe.
+_RING = 2
 _ROW = ("first", "stop", "ahead_first", "ahead_stop")
 
 
@@ -274,9 +285,12 @@ class _Segment:
         store_bytes: int,
     ) -> None:
         self.tasks = tasks
+        self._blocks_per_task = len(job.slots(tasks[len(tasks) // 2])) or 1
+        self._blocks = 0
+        self._began: float | None = None
         self._execution = _Execution()
         with DataContext.current(_context(job, store_bytes, self._execution)):
-            dataset: ray.data.Dataset = ray.data.from_arrow(_rows(tasks, workers))
+            dataset: ray.data.Dataset = ray.data.from_blocks(_rows(tasks, workers))
             dataset = dataset.map_batches(
                 _RayReader,
                 fn_constructor_args=([job_ref],),
@@ -289,6 +303,15 @@ class _Segment:
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="ray-segment")
         self._first: Future[Block | None] | None = self._starter.submit(self._next)
 
+    def ends_soon(self) -> bool:
+        """Whether the next segment should start, given the blocks handed over so far."""
+        now = time.monotonic()
+        self._began = self._began or now
+        tasks_done = self._blocks / self._blocks_per_task
+        tasks_in_overlap = _OVERLAP_S * tasks_done / max(now - self._began, 1.0)
+        tasks_left = len(self.tasks) - tasks_done
+        return tasks_left <= min(max(tasks_in_overlap, _OVERLAP_TASKS), len(self.tasks) / 2)
+
     def next_block(self) -> Block | None:
         """The next block, or None at the end; of a task without samples for this rank Ray makes an empty one.
 
@@ -298,25 +321,28 @@ class _Segment:
             if self._first is not None:
                 block = self._first.result()
                 self._first = None
-                return block
-            return self._next()
+            else:
+                block = self._next()
+            self._blocks += 1
+            return block
         except Exception as error:
             raise _reader_error(error) from None
 
     def _next(self) -> Block | None:
-        return next((block for block in self._iterator if len(block.get("index", ()))), None)
+        return next((block["bytes"][0] for block in self._iterator if len(block.get("bytes", ()))), None)
+
+    def interrupt(self) -> None:
+        """End the execution; whoever waits for a block gets an error or the end."""
+        self._execution.closed = True
+        while self._execution.executor is None and self._first is not None and not self._first.done():
+            wait([self._first], timeout=0.05)  # it is about to start
+        if self._execution.executor is not None:
+            self._execution.executor.shutdown(force=True)
 
     def close(self) -> None:
-        """End the execution, also while its first block is still being waited for.
-
-        Afterwards no thread of it is left: one that called Ray after its shutdown would start it anew, or end the
-        process.
-        """
-        self._execution.closed = True
-        while self._first is not None and not self._first.done():
-            if self._execution.executor is not None:
-                self._execution.executor.shutdown(force=True)
-            wait([self._first], timeout=0.1)
+        """End the execution and wait for its threads: one that called Ray after its shutdown would start it anew, or
+        end the process."""
+        self.interrupt()
         self._starter.shutdown(wait=True)
         self._iterator.close()
 

@@ -1,10 +1,12 @@
-"""Third stop of a patch: read each region of a task once and cut its patches.
+"""Third stop of a patch: read each region of a task once and hand it over.
 
-The same code runs in a Ray worker and in the trainer (`workers: 0`), so both deliver the same bytes.
+The same code runs in a Ray worker and in the trainer (`workers: 0`), so both deliver the same bytes.  Patches are cut
+in the trainer (`cutter.py`), straight out of the regions in shared memory: that saves a copy of each patch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -16,18 +18,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import StoreConfig, VolumeConfig
-from vesuvius.data.box import Box, format_box, shape_of, slices
-from vesuvius.data.plan import Plan, Sample, Task
+from vesuvius.config import StoreConfig, Triple, VolumeConfig
+from vesuvius.data.box import Box, format_box, shape_of
+from vesuvius.data.plan import Plan, Task
 from vesuvius.data.volume import UnreadableChunkError, Volume, open_volume
 from vesuvius.errors import DataError
 
-Block = dict[str, NDArray[Any]]
-"""Columns of equal length n: `patch` (n, Z, Y, X) in the stored dtype, `condition` likewise where there is one, `index`
-(n,) int64, and `report` (n,), a `BlockReport` as JSON in its first entry, the others empty."""
+Block = NDArray[np.uint8]
+"""One region as it travels from a reader to the trainer: a head of `HEAD_BYTES` (a `BlockHead` as JSON, padded with
+spaces), then the voxels of the region, then those of its condition.  All blocks of a job have the same length."""
 
-# A block costs the trainer's process 4-5 ms in Ray, so short runs of small patches travel together.
-_BLOCK_BYTES_MIN = 2 * 2**20
+HEAD_BYTES = 2**16
+_ALIGNED = 64
 # Compressed chunks that are fetched ahead of the region being decoded, in bytes once decoded.
 _STAGED_BYTES_MAX = 64 * 2**20
 _SUBSTITUTES_TRIED = 100
@@ -57,26 +59,29 @@ class ReaderJob:
     world: int = 1
 
     @property
-    def patch_bytes(self) -> int:
-        """Bytes of one patch, with its condition."""
-        voxel_bytes = sum(np.dtype(dtype).itemsize for dtype in (self.dtype, self.condition_dtype) if dtype)
-        return math.prod(self.plan.patch_zyx) * voxel_bytes
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """Of the volume, and of the condition where there is one."""
+        return [np.dtype(name) for name in (self.dtype, self.condition_dtype) if name]
 
     @property
-    def block_samples(self) -> int:
-        """Samples of one block over all ranks: a whole number of runs."""
-        run = self.plan.regions_per_task
-        runs = -(-_BLOCK_BYTES_MIN // (run * self.patch_bytes))
-        return run * min(runs, self.plan.patches_per_region)
+    def patch_bytes(self) -> int:
+        """Bytes of one patch, with its condition."""
+        return math.prod(self.plan.patch_zyx) * sum(dtype.itemsize for dtype in self.dtypes)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one full block's patches."""
-        return max(self.block_samples // self.world, 1) * self.patch_bytes
+        """Bytes of every block."""
+        return HEAD_BYTES + sum(_aligned(self.plan.region_voxels_max * dtype.itemsize) for dtype in self.dtypes)
 
     @property
     def blocks_per_task(self) -> int:
-        return -(-self.plan.samples_per_task // self.block_samples)
+        """At most; a task that is cut, or shared with other ranks, may need fewer regions."""
+        return self.plan.regions_per_task
+
+    def slots(self, task: Task) -> list[int]:
+        """The region slots that this rank's samples of a task come from, in the order of their first sample."""
+        indices = (i for i in range(task.first, task.stop) if i % self.world == self.rank)
+        return list(dict.fromkeys(map(self.plan.slot_of, indices)))
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,6 @@ class BlockReport:
         rss_anon_bytes: private memory of the process; None where the system does not tell (not Linux).
         read_s: waiting for bytes from a remote store; None on disk, where zarrs reads and decodes in one call.
         decode_s: decoding regions (on disk with reading them).
-        cut_s: copying patches out of regions.
         bytes_read: bytes decoded, whole chunks.
         bytes_fetched: bytes that came over the network.
         requests, retries, cache_hits, cache_misses: as `SourceFigures`.
@@ -101,7 +105,6 @@ class BlockReport:
     rss_anon_bytes: int | None
     read_s: float | None
     decode_s: float
-    cut_s: float
     bytes_read: int
     bytes_fetched: int
     requests: int
@@ -111,20 +114,55 @@ class BlockReport:
     quarantined: list[dict[str, Any]] = field(default_factory=list)
 
 
-def report_of(block: Block) -> BlockReport:
-    """The report that travels with a block."""
-    return BlockReport(**json.loads(str(block["report"][0])))
+@dataclass(frozen=True)
+class BlockHead:
+    """What a block holds.
+
+    Attributes:
+        task: first and stop of the task that it was read for.
+        slot: region slot of the plan.
+        attempt: 0, or which substitute stands in for an unreadable region.
+        box: (start_zyx, stop_zyx) of the region.
+        report: what the reader says of itself.
+    """
+
+    task: tuple[int, int]
+    slot: int
+    attempt: int
+    box: Box
+    report: BlockReport
+
+
+def head_of(block: Block) -> BlockHead:
+    """The head of a block."""
+    fields = json.loads(block[:HEAD_BYTES].tobytes())
+    first, stop = fields["task"]
+    (z0, y0, x0), (z1, y1, x1) = fields["box"]
+    box = (z0, y0, x0), (z1, y1, x1)
+    return BlockHead((first, stop), fields["slot"], fields["attempt"], box, BlockReport(**fields["report"]))
+
+
+def regions_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
+    """Views of a block: the region (Z, Y, X), and that of the condition where there is one."""
+    views, offset = [], HEAD_BYTES
+    for dtype in job.dtypes:
+        size = math.prod(shape_zyx) * dtype.itemsize
+        views.append(block[offset : offset + size].view(dtype).reshape(shape_zyx))
+        offset += _aligned(job.plan.region_voxels_max * dtype.itemsize)
+    return views
 
 
 class Reader:
     """Opens the volumes once, then turns tasks into blocks.
 
     Args:
+        ring: blocks are delivered in so many buffers in turn: decoding into fresh memory costs twice as much.
         node, actor: for the report.
     """
 
-    def __init__(self, job: ReaderJob, node: str = "", actor: str = "") -> None:
+    def __init__(self, job: ReaderJob, ring: int, node: str = "", actor: str = "") -> None:
         self._job = job
+        self._ring = itertools.cycle([np.empty(job.block_bytes, np.uint8) for _ in range(ring)])
         self._node, self._actor = node, actor
         self._volumes = [open_volume(spec, job.store, job.missing_chunk) for spec in job.volumes]
         self._conditions = [
@@ -132,32 +170,37 @@ class Reader:
             for spec in job.volumes
         ]
         self._bad = set(job.quarantined)
-        self._buffers = _Buffers()
         self._staged: list[RegionKey] = []
         self._since = _Tally(self._opened)
 
     def blocks(self, task: Task, ahead: Task | None = None) -> Iterator[Block]:
-        """Yield the rank's samples of a task, in order, in blocks.
+        """Yield the regions that the rank's samples of a task come from, each once; valid for one round of the ring.
 
-        The number of blocks and their bytes depend on the task alone, so a task that is run again after its worker died
-        gives the same.
+        The number of blocks and their voxels depend on the task alone, so a task that is run again after its worker
+        died gives the same.
 
         Args:
             ahead: the task that this reader will probably get next.  From remote stores its first chunks are fetched
-                while this one is decoded and cut.
+                while this one is decoded.
 
         Raises:
             DataError: a chunk is absent and must not be, or no region can be read in place of an unreadable one.
         """
-        job = self._job
-        samples = self._samples(task)
-        if not samples:
-            return
-        samples, regions = self._load(samples, self._keys(ahead) if ahead else [])
-        for first in range(task.first, task.stop, job.block_samples):  # only the last is short: Ray would merge others
-            part = [s for s in samples if first <= s.index < first + job.block_samples]
-            if part:
-                yield self._cut(part, regions)
+        plan = self._job.plan
+        slots = self._job.slots(task)
+        queue = [plan.region_of_slot(slot) for slot in slots]
+        if any(key not in queue for key in self._staged):  # another task came than was foreseen
+            for volume in self._opened:
+                volume.unstage()
+            self._staged.clear()
+        queue += [plan.region_of_slot(slot) for slot in self._job.slots(ahead)] if ahead else []
+        for number, slot in enumerate(slots):
+            self._stage(queue[number:])
+            block = next(self._ring)
+            attempt = self._fill(block, slot)
+            self._write_head(block, task, slot, attempt)
+            yield block
+        self._stage(queue[len(slots) :])
 
     def close(self) -> None:
         """End the threads that fetch."""
@@ -168,34 +211,10 @@ class Reader:
     def _opened(self) -> list[Volume]:
         return self._volumes + [volume for volume in self._conditions if volume is not None]
 
-    def _samples(self, task: Task) -> list[Sample]:
-        job = self._job
-        return [job.plan.sample(i) for i in range(task.first, task.stop) if i % job.world == job.rank]
-
-    def _keys(self, task: Task) -> list[RegionKey]:
-        """The regions of a task, each once, in the order of their first sample."""
-        return list(dict.fromkeys((s.volume, s.region) for s in self._samples(task)))
-
-    def _load(
-        self, samples: list[Sample], ahead: list[RegionKey]
-    ) -> tuple[list[Sample], dict[RegionKey, list[NDArray[Any]]]]:
-        """The regions of the samples, decoded; and the samples, moved to other regions where theirs is unreadable."""
-        wanted = list(dict.fromkeys((s.volume, s.region) for s in samples))
-        if any(key not in wanted for key in self._staged):  # another task came than was foreseen
-            for volume in self._opened:
-                volume.unstage()
-            self._staged.clear()
-        self._buffers.rewind()
-        queue = wanted + [key for key in ahead if key not in wanted]
-        regions: dict[RegionKey, list[NDArray[Any]]] = {}
-        for number, key in enumerate(wanted):
-            self._stage(queue[number:])
-            self._try_region(key, regions)
-        self._stage(queue[len(wanted) :])
-        unread = [key for key in wanted if key not in regions]
-        if unread:
-            samples = self._substitute(samples, unread, regions)
-        return samples, regions
+    def _arrays(self, number: int) -> list[Volume]:
+        """The volume of this number, and its condition if it has one."""
+        condition = self._conditions[number]
+        return [self._volumes[number], condition] if condition else [self._volumes[number]]
 
     def _stage(self, queue: list[RegionKey]) -> None:
         """Have the chunks of the next regions fetched, as many as are to be held at once."""
@@ -209,13 +228,14 @@ class Reader:
                 for volume in self._arrays(key[0]):
                     volume.stage(key[1])
 
-    def _arrays(self, number: int) -> list[Volume]:
-        """The volume of this number, and its condition if it has one."""
-        condition = self._conditions[number]
-        return [self._volumes[number], condition] if condition else [self._volumes[number]]
+    def _fill(self, block: Block, slot: int) -> int:
+        """Read the region of a slot into a block, or another in its place; returns the attempt that it is."""
+        if self._try_region(block, self._job.plan.region_of_slot(slot)):
+            return 0
+        return self._fill_with_substitute(block, slot)
 
-    def _try_region(self, key: RegionKey, regions: dict[RegionKey, list[NDArray[Any]]]) -> bool:
-        """Decode a region into `regions`, or put it into quarantine and return False."""
+    def _try_region(self, block: Block, key: RegionKey) -> bool:
+        """Decode a region into a block, or put it into quarantine and return False."""
         if key in self._staged:
             self._staged.remove(key)
         if key in self._bad:
@@ -223,7 +243,9 @@ class Reader:
         number, box = key
         started = time.perf_counter()
         try:
-            regions[key] = [v.read(box, self._buffers.take(box, v.dtype)) for v in self._arrays(number)]
+            for volume, out in zip(self._arrays(number), regions_in(block, self._job, shape_of(box)), strict=True):
+                volume.read(box, out)
+                self._since.bytes_read += _decoded_bytes(volume, box)
         except UnreadableChunkError as error:
             self._bad.add(key)
             self._since.quarantined.append(
@@ -238,83 +260,40 @@ class Reader:
             return False
         finally:
             self._since.decode_s += time.perf_counter() - started
-        self._since.bytes_read += sum(_decoded_bytes(volume, box) for volume in self._arrays(number))
         return True
 
-    def _substitute(
-        self, samples: list[Sample], unread: list[RegionKey], regions: dict[RegionKey, list[NDArray[Any]]]
-    ) -> list[Sample]:
-        """Samples of unreadable regions, drawn anew from others: the same others whoever reads, and when."""
-        plan = self._job.plan
-        attempts: dict[int, int] = {}
-        for slot in sorted({plan.slot_of(s.index) for s in samples if (s.volume, s.region) in unread}):
-            attempts[slot] = self._find_substitute(slot, regions)
-        return [plan.sample(s.index, attempts.get(plan.slot_of(s.index), 0)) for s in samples]
+    def _fill_with_substitute(self, block: Block, slot: int) -> int:
+        """The first attempt whose region can be read; one that is not of the task anyway, if there is such a one.
 
-    def _find_substitute(self, slot: int, regions: dict[RegionKey, list[NDArray[Any]]]) -> int:
-        """The first attempt whose region can be read; one that the task does not hold yet, if there is such a one."""
-        held = None
-        for attempt in range(1, _SUBSTITUTES_TRIED + 1):
-            key = self._job.plan.region_of_slot(slot, attempt)
-            if key in regions:
-                held = held or attempt
-            elif key not in self._bad and self._try_region(key, regions):
+        What is of the task says the plan: a rank, or a resume in the middle of a task, reads a part of it only.
+        """
+        plan = self._job.plan
+        first = slot - slot % plan.regions_per_task
+        of_task = {plan.region_of_slot(other) for other in range(first, first + plan.regions_per_task)}
+        keys = {attempt: plan.region_of_slot(slot, attempt) for attempt in range(1, _SUBSTITUTES_TRIED + 1)}
+        for attempt in sorted(keys, key=lambda attempt: keys[attempt] in of_task):
+            if self._may_try(keys[attempt]) and self._try_region(block, keys[attempt]):
                 return attempt
-        if held is not None:
-            return held
-        volume, box = self._job.plan.region_of_slot(slot)
+        volume, box = plan.region_of_slot(slot)
+        found = self._since.quarantined
         raise DataError(
-            f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} tries for "
-            f"volume {self._volumes[volume].name}, region {format_box(box)}; see quarantine.jsonl and "
-            "restore the volume"
+            f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
+            f"volume {self._volumes[volume].name}, region {format_box(box)}"
+            + (f", the last for chunk {found[-1]['chunk']}: {found[-1]['cause']}" if found else "")
+            + "; restore the volume"
         )
 
-    def _cut(self, samples: list[Sample], regions: dict[RegionKey, list[NDArray[Any]]]) -> Block:
-        started = time.perf_counter()
-        block: Block = {"patch": self._cut_patches(samples, regions, 0, self._job.dtype)}
-        if self._job.condition_dtype:
-            block["condition"] = self._cut_patches(samples, regions, 1, self._job.condition_dtype)
-        self._since.cut_s += time.perf_counter() - started
+    def _may_try(self, key: RegionKey) -> bool:
+        """Not where it is known to fail, nor past the limit, when the stream ends at what was found anyway."""
+        past_limit = bool(self._since.quarantined) and len(self._bad) > self._job.max_quarantined
+        return key not in self._bad and not past_limit
+
+    def _write_head(self, block: Block, task: Task, slot: int, attempt: int) -> None:
+        box = self._job.plan.region_of_slot(slot, attempt)[1]
         report = self._since.report(self._node, self._actor)
-        block["index"] = np.array([s.index for s in samples], dtype=np.int64)
-        block["report"] = np.array([json.dumps(asdict(report))] + [""] * (len(samples) - 1), dtype=object)
-        return block
-
-    def _cut_patches(
-        self, samples: list[Sample], regions: dict[RegionKey, list[NDArray[Any]]], which: int, dtype: str
-    ) -> NDArray[Any]:
-        """One patch per sample out of the volume (0) or the condition (1): (n, Z, Y, X)."""
-        size = self._job.plan.patch_zyx
-        patches = np.empty((len(samples), *size), dtype=dtype)
-        for out, sample in zip(patches, samples, strict=True):
-            z, y, x = (start + length for start, length in zip(sample.start_zyx, size, strict=True))
-            box = (sample.start_zyx, (z, y, x))
-            out[...] = regions[sample.volume, sample.region][which][slices(box, sample.region[0])]
-        return patches
-
-
-class _Buffers:
-    """Memory for decoded regions, used again for each task: fresh memory costs more than decoding into it."""
-
-    def __init__(self) -> None:
-        self._arrays: list[NDArray[np.uint8]] = []
-        self._used = 0
-
-    def rewind(self) -> None:
-        """All buffers are free again."""
-        self._used = 0
-
-    def take(self, box: Box, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A C-contiguous array of the shape of a box; its content is anything."""
-        shape = shape_of(box)
-        need = math.prod(shape) * dtype.itemsize
-        if self._used == len(self._arrays):
-            self._arrays.append(np.empty(need, np.uint8))
-        elif self._arrays[self._used].nbytes < need:
-            self._arrays[self._used] = np.empty(need, np.uint8)
-        buffer = self._arrays[self._used]
-        self._used += 1
-        return buffer[:need].view(dtype).reshape(shape)
+        head = json.dumps(asdict(BlockHead((task.first, task.stop), slot, attempt, box, report))).encode()
+        assert len(head) <= HEAD_BYTES, f"a head must fit into {HEAD_BYTES} bytes; got {len(head)}"
+        block[:HEAD_BYTES] = np.frombuffer(head.ljust(HEAD_BYTES), np.uint8)
 
 
 class _Tally:
@@ -326,7 +305,7 @@ class _Tally:
         self._clear()
 
     def _clear(self) -> None:
-        self.decode_s = self.cut_s = 0.0
+        self.decode_s = 0.0
         self.bytes_read = 0
         self.quarantined: list[dict[str, Any]] = []
 
@@ -344,7 +323,6 @@ class _Tally:
             rss_anon_bytes=rss_anon_bytes(),
             read_s=waited_s if remote else None,
             decode_s=max(self.decode_s - waited_s, 0.0),
-            cut_s=self.cut_s,
             bytes_read=self.bytes_read,
             quarantined=self.quarantined,
             **since,
@@ -363,6 +341,10 @@ def _decoded_bytes(volume: Volume, box: Box) -> int:
     """Bytes of the whole chunks that a box touches."""
     chunks = math.prod(-(-hi // c) - lo // c for lo, hi, c in zip(*box, volume.chunk_zyx, strict=True))
     return chunks * math.prod(volume.chunk_zyx) * volume.dtype.itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def rss_anon_bytes() -> int | None:

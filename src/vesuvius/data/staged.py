@@ -25,7 +25,7 @@ class StagedStore(Store):
         super().__init__(read_only=True)
         self.source = source
         self._staged: dict[Request, tuple[Future[bytes | None], int]] = {}
-        self._stagings: dict[Box, Future[list[Future[bytes | None]]]] = {}
+        self._stagings: dict[Box, Future[list[Request]]] = {}
         self._lock = threading.Lock()
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="stage")
 
@@ -36,34 +36,43 @@ class StagedStore(Store):
 
     def settle(self, box: Box) -> None:
         """Wait until all bytes of a staged box are here or have failed; to be called before the box is read."""
-        staging = self._stagings.pop(box, None)
-        if staging is not None and staging.exception() is None:  # errors are met again, and reported, by the read
-            wait(staging.result())
+        wait([self._staged[request][0] for request in self._requests_of(box)])
+
+    def release(self, box: Box) -> None:
+        """Forget the bytes of a staged box that no other one needs; to be called when it has been read."""
+        requests = self._requests_of(box)
+        self._stagings.pop(box, None)
+        with self._lock:
+            for request in requests:
+                future, uses = self._staged.pop(request)
+                if uses > 1:
+                    self._staged[request] = (future, uses - 1)
+                else:
+                    future.cancel()
 
     def unstage(self) -> None:
-        """Forget what was staged and not read."""
-        wait(self._stagings.values())
-        self._stagings.clear()
-        with self._lock:
-            for future, _ in self._staged.values():
-                future.cancel()
-            self._staged.clear()
+        """Forget all that was staged."""
+        for box in list(self._stagings):
+            self.release(box)
 
-    def _stage(self, grid: ChunkGrid, box: Box) -> list[Future[bytes | None]]:
+    def _stage(self, grid: ChunkGrid, box: Box) -> list[Request]:
         requests = grid.requests(box)
         with self._lock:
             for request in requests:
                 future, uses = self._staged.get(request, (None, 0))
-                self._staged[request] = (future or self.source.submit(*request), uses + 1)
-            return [self._staged[request][0] for request in requests]
+                self._staged[request] = (future or grid.submit(*request), uses + 1)
+        return requests
+
+    def _requests_of(self, box: Box) -> list[Request]:
+        """What was staged for a box; nothing where that failed: the read meets the error again, and reports it."""
+        staging = self._stagings.get(box)
+        return staging.result() if staging is not None and staging.exception() is None else []
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
         """As zarr's Store; waits for what is on its way."""
         request = (key, _own(byte_range))
         with self._lock:
-            future, uses = self._staged.pop(request, (None, 0))
-            if future is not None and uses > 1:
-                self._staged[request] = (future, uses - 1)
+            future, _ = self._staged.get(request, (None, 0))
         data = await asyncio.wrap_future(future or self.source.submit(*request))
         return None if data is None else prototype.buffer.from_bytes(data)
 

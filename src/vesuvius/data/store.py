@@ -7,6 +7,7 @@ configured.  `Source` knows keys and byte ranges; that they are chunks is known 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,6 @@ from tenacity import (
     Retrying,
     retry_if_exception,
     stop_after_attempt,
-    stop_when_event_set,
     wait_random_exponential,
 )
 from tenacity.nap import sleep_using_event
@@ -113,10 +113,10 @@ class Source:
         cache = self._cache if self.cache_scope and cached else None
         name = self._cache_name(key, byte_range)
         if cache is not None:
-            cached = cache.get(name)
-            self.count(cache_hits=cached is not None, cache_misses=cached is None)
-            if cached is not None:
-                return cached
+            kept = cache.get(name)
+            self.count(cache_hits=kept is not None, cache_misses=kept is None)
+            if kept is not None:
+                return kept
         data: bytes | None = self._tried(key, lambda: self._read(key, byte_range))
         if data is not None and cache is not None:
             cache.put(name, data)
@@ -204,7 +204,7 @@ class Source:
     def _tried(self, key: str, read: Any) -> Any:
         """What `read` returns, tried again after transient faults; None where there is no such object."""
         retrying = Retrying(
-            stop=stop_after_attempt(1 + self.config.retries) | stop_when_event_set(self._closed),
+            stop=stop_after_attempt(1 + self.config.retries),
             wait=wait_random_exponential(_FIRST_PAUSE_S, max=self.config.max_pause_s),
             sleep=sleep_using_event(self._closed),
             retry=retry_if_exception(_is_transient),
@@ -213,6 +213,8 @@ class Source:
         )
 
         def once() -> Any:
+            if self._closed.is_set():
+                raise FetchError(f"{self.address} was closed while {key} was read")
             self.count(requests=1)
             data = read()
             self.count(bytes_fetched=len(data) if isinstance(data, bytes) else 0)
@@ -220,7 +222,7 @@ class Source:
 
         try:
             return retrying(once)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        except FileNotFoundError:
             return None
         except (BaseError, OSError) as error:
             tries = retrying.statistics.get("attempt_number", 1)
@@ -295,11 +297,11 @@ def check_cache(config: StoreConfig) -> None:
 
 
 def _is_transient(error: BaseException) -> bool:
-    if isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, *_REFUSED)):
-        return False
-    return isinstance(error, (BaseError, OSError))
+    return isinstance(error, (BaseError, OSError)) and not isinstance(error, (FileNotFoundError, *_REFUSED))
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, in one line and without the dump of its own structure that obstore appends."""
-    return one_line(str(error).partition("Debug source:")[0].rstrip(" :\n"))
+    """What an error says, in one line; of obstore's neither the preamble, which ends with the address and the time that
+    the request took, nor the dump of the error's structure at the end."""
+    text = str(error).partition("Debug source:")[0].rstrip(" :\n")
+    return one_line(re.sub(r"^.*Error performing \w+ \S+ in \S+ - ", "", text))

@@ -1,11 +1,10 @@
-"""Fourth stop of a patch: an endless, ordered iterator of batches, read by Ray workers or in this process.
+"""The whole data path as an endless, ordered iterator of batches, read by Ray workers or in this process.
 
 The content of batch n depends on the plan alone: not on the number of workers, the prefetch or the cache.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import shutil
 from collections import deque
@@ -15,12 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypedDict
 
-import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import ClusterConfig, TrainingConfig
+from vesuvius.data.cutter import Cutter
+from vesuvius.data.feeder import Batch, Feeder
 from vesuvius.data.plan import Task
-from vesuvius.data.reader import Block, BlockReport, Reader, ReaderJob, RegionKey, report_of
+from vesuvius.data.reader import Block, BlockReport, Reader, ReaderJob, RegionKey
 from vesuvius.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -60,22 +60,6 @@ class StreamOptions:
         )
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Consecutive samples of one rank.
-
-    Attributes:
-        patches: (B, Z, Y, X) in the stored dtype.  Where the stream was given buffers, one of them: valid until the
-            stream comes round to it again.
-        indices: (B,) int64, the sample index of each patch.
-        condition: like `patches`, cut from the condition volumes at the same place; None without them.
-    """
-
-    patches: NDArray[Any]
-    indices: NDArray[np.int64]
-    condition: NDArray[Any] | None = None
-
-
 @dataclass
 class ReaderFigures:
     """What a reader process said of itself, added up over its blocks; attributes as in `BlockReport`."""
@@ -85,7 +69,6 @@ class ReaderFigures:
     rss_anon_peak_bytes: int | None = None
     read_s: float | None = None
     decode_s: float = 0.0
-    cut_s: float = 0.0
     bytes_read: int = 0
     bytes_fetched: int = 0
     requests: int = 0
@@ -105,7 +88,7 @@ class ReaderFigures:
             setattr(self, name, getattr(self, name) + getattr(report, name))
 
 
-_SUMMED = ("decode_s", "cut_s", "bytes_read", "bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
+_SUMMED = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
 
 
 EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured"]
@@ -135,14 +118,17 @@ class StreamState(TypedDict):
     quarantined: list[dict[str, Any]]
 
 
-class BlockSource(Protocol):
-    """Blocks of consecutive samples, from wherever they are read."""
+class BlockSource(Iterator[Block], Protocol):
+    """Blocks of consecutive tasks, from wherever they are read.
 
-    def __iter__(self) -> Iterator[Block]: ...
+    Iterated on one thread; the rest is called from another.
+    """
 
-    def __next__(self) -> Block: ...
+    def interrupt(self) -> None:
+        """Have a `next` that is waiting end soon, with whatever error."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what reads, once nobody iterates any more."""
 
 
 class PatchStream(Iterator[Batch]):
@@ -153,8 +139,8 @@ class PatchStream(Iterator[Batch]):
         options: batch size and readers.
         first: sample index to start at; a multiple of the number of ranks.
         stop: sample index to end before, or None for an endless stream.  A last short batch is delivered.
-        buffers: arrays (batch_size, Z, Y, X) of the job's dtype to deliver batches in, in turn (a ring, e.g. of pinned
-            memory); new arrays by default.
+        buffers: a ring of at least 3 arrays (batch_size, Z, Y, X) of the job's dtype, e.g. of pinned memory; batches
+            are delivered in them in turn, each valid until the second `next` after it.  New arrays by default.
         condition_buffers: the same for conditions.
         quarantined: `quarantined` of an earlier stream over the same plan; those regions are not tried again.
 
@@ -185,18 +171,16 @@ class PatchStream(Iterator[Batch]):
         self._options = options
         self._next_sample = first
         self._stop = _ENDLESS if stop is None else stop
-        self._buffers = itertools.cycle(buffers) if buffers else None
-        self._condition_buffers = itertools.cycle(condition_buffers) if condition_buffers else None
-        self._block: Block | None = None
-        self._used = 0
+        self._buffers = [list(ring) for ring in (buffers, condition_buffers) if ring]
         self._pids: dict[str, int] = {}
         self.readers: dict[int, ReaderFigures] = {}
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
         self.quarantined = list(quarantined)
         self._session: Any = None  # a ray_stream.Session, whose module is not imported without workers
         self._source: BlockSource | None = None
+        self._feeder: Feeder | None = None
         try:
-            self._source = self._open_source()
+            self._open_readers()
         except BaseException:
             self.close()
             raise
@@ -210,34 +194,17 @@ class PatchStream(Iterator[Batch]):
         self.close()
 
     def __next__(self) -> Batch:
-        size, job = self._options.batch_size, self._job
-        patches = self._next_buffer(self._buffers, job.dtype)
-        condition = self._next_buffer(self._condition_buffers, job.condition_dtype) if job.condition_dtype else None
-        indices = np.empty(size, dtype=np.int64)
-        filled = 0
-        while filled < size and self._fill_block():
-            assert self._block is not None
-            take = min(size - filled, len(self._block["index"]) - self._used)
-            part = slice(self._used, self._used + take)
-            patches[filled : filled + take] = self._block["patch"][part]
-            if condition is not None:
-                condition[filled : filled + take] = self._block["condition"][part]
-            indices[filled : filled + take] = self._block["index"][part]
-            filled += take
-            self._used += take
-            if self._used == len(self._block["index"]):
-                self._block = None  # a view into the object store: held, it would keep the whole block alive
-        if not filled:
+        if self._feeder is None:
             raise StopIteration
-        self._check_order(indices[:filled])
-        return Batch(patches[:filled], indices[:filled], None if condition is None else condition[:filled])
+        batch = self._feeder.next_batch()
+        if batch is None:
+            raise StopIteration
+        self._next_sample += self._job.world * len(batch.indices)
+        return batch
 
     def close(self) -> None:
         """End the readers.  Safe to call again."""
-        self._block = None
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+        self._close_readers()
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -300,13 +267,28 @@ class PatchStream(Iterator[Batch]):
         return getattr(self._source, "store_peak_bytes", None)
 
     def _reopen(self, sample: int) -> None:
-        if self._source is not None:
-            self._source.close()
-        self._block = None
-        self._next_sample, self._used = sample, 0
+        self._close_readers()
+        self._next_sample = sample
+        self._open_readers()
+
+    def _open_readers(self) -> None:
         self._pids.clear()
         self.readers.clear()
         self._source = self._open_source()
+        cutter = Cutter(self._job, self._source, self._take_report)
+        first = self._next_sample + self._job.rank
+        self._feeder = Feeder(self._job, cutter, self._options.batch_size, first, self._buffers)
+
+    def _close_readers(self) -> None:
+        if self._feeder is not None:
+            self._feeder.stop()
+        if self._source is not None:
+            self._source.interrupt()
+        if self._feeder is not None:
+            self._feeder.join()
+        if self._source is not None:
+            self._source.close()
+        self._feeder = self._source = None
 
     def _open_source(self) -> BlockSource:
         job, options = self._job, self._options
@@ -321,32 +303,18 @@ class PatchStream(Iterator[Batch]):
         if self._session is None:
             check_store(job, options)
             self._session = ray_stream.Session(options.cluster, *need)
-        prefetch_blocks = -(-_prefetch_bytes(job, options) // job.block_bytes)
         return ray_stream.RayBlocks(
             job,
             self._next_sample,
             self._stop,
             options.workers,
-            prefetch_blocks,
+            prefetch_blocks(job, options),
             store_need_bytes(job, options),
             lambda text, fields: self._event("spill", text, fields),
         )
 
-    def _next_buffer(self, ring: Iterator[NDArray[Any]] | None, dtype: str) -> NDArray[Any]:
-        if ring is not None:
-            return next(ring)
-        return np.empty((self._options.batch_size, *self._job.plan.patch_zyx), dtype=dtype)
-
-    def _fill_block(self) -> bool:
-        """Have a block with samples left; False at the end of the stream."""
-        if self._block is None and self._source is not None:
-            self._block = next(self._source, None)
-            self._used = 0
-            if self._block is not None:
-                self._take_report(report_of(self._block))
-        return self._block is not None
-
     def _take_report(self, report: BlockReport) -> None:
+        """On the feeder's thread."""
         before = self._pids.get(report.actor)
         self._pids[report.actor] = report.pid
         if before not in (None, report.pid):
@@ -380,19 +348,12 @@ class PatchStream(Iterator[Batch]):
         self.events.append(StreamEvent(kind, text, dict(fields)))
         log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
 
-    def _check_order(self, indices: NDArray[np.int64]) -> None:
-        # A lost, repeated or reordered block must never train silently.
-        job = self._job
-        expected = self._next_sample + job.rank + job.world * np.arange(len(indices))
-        assert np.array_equal(indices, expected), f"samples out of order: expected {expected}, got {indices}"
-        self._next_sample += job.world * len(indices)
-
 
 class _LocalBlocks(Iterator[Block]):
     """Blocks that are read in this process."""
 
     def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
-        self._reader = Reader(job)
+        self._reader = Reader(job, ring=job.blocks_per_task + 1)  # the cutter holds those of a task
         self._blocks = self._read(job.plan.tasks(first, stop))
 
     def _read(self, tasks: Iterator[Task]) -> Iterator[Block]:
@@ -404,6 +365,9 @@ class _LocalBlocks(Iterator[Block]):
 
     def __next__(self) -> Block:
         return next(self._blocks)
+
+    def interrupt(self) -> None:
+        self._reader.close()
 
     def close(self) -> None:
         self._reader.close()
@@ -421,23 +385,34 @@ def with_quarantined(job: ReaderJob, records: Sequence[dict[str, Any]]) -> Reade
 
 
 def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Bytes of the object store that can be in use at once: each worker's task in flight and the block it works on, and
-    the batches read ahead.  0 with `workers: 0`.  Pure."""
-    tasks_bytes = options.workers * (job.blocks_per_task + 1) * job.block_bytes
-    return tasks_bytes + _prefetch_bytes(job, options)
+    """Bytes of the object store that can be in use at once.  0 with `workers: 0`.  Pure.
+
+    Each worker's task in flight and the block it works on, the task that the trainer cuts, and what is prefetched.
+    """
+    if options.workers == 0:
+        return 0
+    blocks = options.workers * (job.blocks_per_task + 1) + job.blocks_per_task + prefetch_blocks(job, options)
+    return blocks * job.block_bytes
+
+
+def prefetch_blocks(job: ReaderJob, options: StreamOptions) -> int:
+    """Blocks (regions) that hold `prefetch_factor` batches per worker, within `prefetch_bytes`; at least one.  Pure."""
+    wanted = options.workers * options.prefetch_factor * options.batch_size * job.patch_bytes
+    limited = wanted if options.prefetch_bytes is None else min(wanted, options.prefetch_bytes)
+    return max(limited // job.block_bytes, 1)
 
 
 def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Size of a private Ray's object store; 0 with `workers: 0`.  Pure.
 
-    Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use): half as much again as needed, and a floor for Ray's
-    own use.  The plan's maps lie there too, once for all readers.
+    Twice the need, because one execution of readers hands over to the next, and a quarter of it more, because Ray's
+    limit is soft (0.25 GiB configured, 0.64 GiB seen in use).  The plan's maps lie there too, once for all readers.
     """
     if options.workers == 0:
         return 0
     if options.cluster.object_store_gib is not None:
         return int(options.cluster.object_store_gib * 2**30)
-    return max(3 * store_need_bytes(job, options) // 2, 2**28) + job.plan.map_bytes
+    return max(9 * store_need_bytes(job, options) // 4, 2**28) + job.plan.map_bytes
 
 
 def check_store(job: ReaderJob, options: StreamOptions) -> None:
@@ -453,8 +428,3 @@ def check_store(job: ReaderJob, options: StreamOptions) -> None:
             "free; start the container with a larger --shm-size, or lower training.workers, training.prefetch_factor, "
             "data.patches_per_region or cluster.object_store_gib"
         )
-
-
-def _prefetch_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    wanted = options.workers * options.prefetch_factor * options.batch_size * job.patch_bytes
-    return wanted if options.prefetch_bytes is None else min(wanted, options.prefetch_bytes)

@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import time
 import warnings
 from functools import cached_property
@@ -139,59 +140,59 @@ class Volume:
             DataError: a chunk is absent and `data.missing_chunk` is 'error'.
         """
         out = np.empty(shape_of(box), self.dtype) if out is None else out
-        if self._staged is not None:
-            started = time.perf_counter()
-            self._staged.settle(box)
-            self.wait_s += time.perf_counter() - started
         try:
-            if self._missing_chunk == "error":
-                self._check_present(box)
+            self._settle(box)
+            self._check_present(box)
             _read_into(self.array, self.select, box, out)
-            if out.dtype.kind != "f" or np.isfinite(out).all():
-                return out
+            _check_finite(out)
         except DataError:
             raise
-        except Exception as error:  # codecs and stores raise whatever they like; below it is found which chunk it was
+        except Exception as error:  # codecs and stores raise whatever they like; here it is found which chunk it was
             log.debug("reading %s of %s chunk by chunk after %s", format_box(box), self.name, one_line(error))
-        self.source.count(retries=1)
-        self._read_chunk_by_chunk(box, out)
+            self.source.count(retries=1)
+            self._read_chunk_by_chunk(box, out)
+        finally:
+            if self._staged is not None:
+                self._staged.release(box)
         return out
 
     def close(self) -> None:
         """End the threads that fetch."""
         self.source.close()
 
+    def _settle(self, box: Box) -> None:
+        """Have all bytes of the box here, where they come from a remote store."""
+        if self._staged is not None:
+            started = time.perf_counter()
+            self._staged.stage(self.grid, box)
+            self._staged.settle(box)
+            self.wait_s += time.perf_counter() - started
+
     def _read_chunk_by_chunk(self, box: Box, out: NDArray[Any]) -> None:
-        """The careful way: each chunk is fetched with retries, and fetched anew once if it cannot be decoded."""
+        """The careful way: each chunk is fetched anew, past all caches, and decoded by itself."""
+        self.grid.forget(box)
         for chunk in self.grid.chunks_of(box):
             part = intersection(self.grid.box_of(chunk), box)
+            voxels = out[slices(part, box[0])]
             try:
-                self._read_finite(part, out[slices(part, box[0])])
-            except FetchError as error:
-                raise UnreadableChunkError(self.name, box, chunk, one_line(error)) from error
+                self._check_present(part)
+                voxels[...] = self._plain_array[_selection(self.select, part)]
+                _check_finite(voxels)
+            except DataError:
+                raise
             except Exception as error:
-                for request in self.grid.requests(part):
-                    self.source.forget(*request)
-                try:
-                    self._read_finite(part, out[slices(part, box[0])])
-                except Exception:
-                    cause = f"{type(error).__name__}: {one_line(error)}"
-                    raise UnreadableChunkError(self.name, box, chunk, cause) from error
-
-    def _read_finite(self, part: Box, out: NDArray[Any]) -> None:
-        out[...] = self._retried_array[_selection(self.select, part)]
-        if out.dtype.kind == "f" and not np.isfinite(out).all():
-            raise ValueError("NaN or infinity")
+                kind = "" if isinstance(error, FetchError) else f"{type(error).__name__}: "
+                raise UnreadableChunkError(self.name, box, chunk, kind + one_line(error, 400)) from error
 
     @cached_property
-    def _retried_array(self) -> zarr.Array[Any]:
-        """The same array, its bytes read by our source: with retries, and with errors that tell fetch from decode."""
-        store = self._staged or StagedStore(self.source)
+    def _plain_array(self) -> zarr.Array[Any]:
+        """The same array without staging, its bytes read by our source: with retries, and with errors that tell fetch
+        from decode."""
         with zarr.config.set(_PYTHON_PIPELINE):
-            return zarr.open_array(store, path=self.array.path, mode="r")
+            return zarr.open_array(StagedStore(self.source), path=self.array.path, mode="r")
 
     def _check_present(self, box: Box) -> None:
-        absent = self.grid.absent(box)
+        absent = self.grid.absent(box) if self._missing_chunk == "error" else []
         if absent:
             raise DataError(
                 f"every chunk must be stored with data.missing_chunk=error; got {len(absent)} absent, the first "
@@ -264,8 +265,14 @@ def _read_into(array: zarr.Array[Any], select: tuple[int, ...], box: Box, out: N
         out[...] = array[_selection(select, box)]
 
 
+def _check_finite(voxels: NDArray[Any]) -> None:
+    if voxels.dtype.kind == "f" and not np.isfinite(voxels).all():
+        raise ValueError("NaN or infinity")
+
+
 def _use_one_codec_thread() -> None:
     """Set zarr's process-wide configuration: readers are processes, so a pool of threads in each would only contend."""
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")  # zarrs itself; read when it is first used
     blosc.set_nthreads(1)
     settings: dict[str, Any] = {"threading.max_workers": 1, "async.concurrency": 4}
     if importlib.util.find_spec("zarrs") is not None:

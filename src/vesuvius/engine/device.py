@@ -14,13 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vesuvius.data.feeder import Batch
 from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange
 from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import Batch, PatchStream
+from vesuvius.data.stream import PatchStream
 from vesuvius.observe.clock import StepClock
 
-_RING = 3
+# Of four buffers two are being filled, one is being copied, and one was copied before: see `Feeder`.
+_RING = 4
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,8 @@ class DeviceFeed:
             return self._augmented(batch, *raw)
 
     def _wait_for_slot(self) -> None:
-        """The stream is about to overwrite a pinned buffer: its copy to the device must be over (it long is)."""
-        if self._pinned and (event := self._copied[self._slot]) is not None:
+        """The stream is about to fill the buffer of two batches ago: its copy must be over (it long is)."""
+        if self._pinned and (event := self._copied[self._slot - 2]) is not None:
             event.synchronize()
 
     def _copy_to_device(self, count: int, clock: StepClock) -> list[Tensor]:

@@ -1,0 +1,132 @@
+"""Fifth stop of a patch: batches are put together on a thread of their own, a few ahead of the trainer."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.data.cutter import Cutter
+from vesuvius.data.reader import ReaderJob
+from vesuvius.errors import ConfigError
+
+# A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
+_HELD = 2
+_AHEAD = 2
+_JOIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive samples of one rank.
+
+    Attributes:
+        patches: (B, Z, Y, X) in the stored dtype.  Where the stream was given buffers, one of them: valid until the
+            second `next` after it.
+        indices: (B,) int64, the sample index of each patch.
+        condition: like `patches`, cut from the condition volumes at the same place; None without them.
+    """
+
+    patches: NDArray[Any]
+    indices: NDArray[np.int64]
+    condition: NDArray[Any] | None = None
+
+
+class Feeder:
+    """Copies patches into batches, ahead of whoever takes them.
+
+    Args:
+        job: what is read.
+        cutter: where the patches come from; iterated on the feeder's thread.
+        batch_size: samples of a batch; the last one may be shorter.
+        first: index of the first sample.
+        rings: buffers to deliver patches, and conditions, in; empty for new arrays.
+
+    Raises:
+        ConfigError: a ring has fewer than three buffers.
+    """
+
+    def __init__(
+        self, job: ReaderJob, cutter: Cutter, batch_size: int, first: int, rings: Sequence[Sequence[NDArray[Any]]]
+    ) -> None:
+        if any(len(ring) <= _HELD for ring in rings):
+            raise ConfigError(
+                f"a ring of buffers must have at least {_HELD + 1}, of which {_HELD} stay untouched; got "
+                f"{[len(ring) for ring in rings]}; give more, or none"
+            )
+        self._job = job
+        self._patches = cutter.patches()
+        self._batch_size = batch_size
+        self._expected = first
+        self._rings = [itertools.cycle(ring) for ring in rings]
+        self._free = threading.Semaphore(min(map(len, rings), default=_HELD + _AHEAD))
+        self._ready: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
+        self._held: deque[Batch] = deque()
+        self._ended = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+        self._thread.start()
+
+    def next_batch(self) -> Batch | None:
+        """The next batch, or None at the end.  Raises what reading and cutting raise."""
+        if self._ended:
+            return None
+        if len(self._held) == _HELD:
+            self._held.popleft()
+            self._free.release()
+        ready = self._ready.get()
+        if not isinstance(ready, Batch):
+            self._ended = True
+            if ready is not None:
+                raise ready
+            return None
+        self._held.append(ready)
+        return ready
+
+    def stop(self) -> None:
+        """Have the thread end after the patch in hand.  Does not wait."""
+        self._stopped.set()
+        self._free.release()
+
+    def join(self) -> None:
+        """Wait for the thread, but not for ever: a read from a dead network may take its time."""
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            while self._free.acquire() and not self._stopped.is_set():
+                batch = self._next()
+                self._ready.put(batch)
+                if batch is None:
+                    return
+        except BaseException as error:
+            self._ready.put(error)
+        finally:
+            self._patches.close()  # lets go of the regions
+
+    def _next(self) -> Batch | None:
+        arrays = [
+            next(ring) if ring is not None else np.empty((self._batch_size, *self._job.plan.patch_zyx), dtype)
+            for ring, dtype in itertools.zip_longest(self._rings, self._job.dtypes)
+        ]
+        indices: list[int] = []
+        for patch in itertools.islice(self._patches, self._batch_size):
+            if self._stopped.is_set():
+                return None
+            for array, voxels in zip(arrays, patch.voxels, strict=True):
+                array[len(indices)] = voxels
+            indices.append(patch.index)
+        if not indices:
+            return None
+        # A lost, repeated or reordered sample must never train silently.
+        expected = self._expected + self._job.world * np.arange(len(indices))
+        assert np.array_equal(indices, expected), f"samples out of order: expected {expected}, got {indices}"
+        self._expected += self._job.world * len(indices)
+        return Batch(arrays[0][: len(indices)], expected, arrays[1][: len(indices)] if len(arrays) > 1 else None)
