@@ -385,19 +385,20 @@ def test_an_unreadable_chunk_is_named_the_rest_is_copied_and_a_rerun_tries_it_ag
     tmp_path: Path, server: ChunkServer
 ) -> None:
     voxels = textured((48, 48, 48))
-    write_array(tmp_path / "served" / "v.zarr", voxels, chunk=16)
+    (write_array(tmp_path / "served" / "v.zarr", voxels, chunk=16) / "2" / "2" / "2").unlink()
+    voxels[32:, 32:, 32:] = 0
     request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr", levels=2)
     server.set_faults([{"path": "/1/0/2$", "kind": "corrupt"}])
     with pytest.raises(UnfinishedCopyError, match=r"got 1 that .* first chunk \[1, 0, 2\] of .*: 26 of 35") as caught:
         copy_box(request, QUICK)
     assert caught.value.exit_code == 6
-    assert (caught.value.figures.written, caught.value.figures.failed) == (26, 1)
+    assert (caught.value.figures.written, caught.value.figures.air, caught.value.figures.failed) == (25, 1, 1)
     assert not (tmp_path / "c.zarr").exists()
     server.set_faults([])
     server.reset()
     figures = copy_box(request, QUICK)
-    assert chunks_fetched(server) == {"/v.zarr/1/0/2": 1}
-    assert (figures.before, figures.written, figures.failed) == (26, 9, 0)
+    assert chunks_fetched(server) == {"/v.zarr/1/0/2": 1}, "neither what is stored nor what is air"
+    assert (figures.before, figures.written, figures.air, figures.failed) == (26, 1 + 7, 1, 0)
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
 
 

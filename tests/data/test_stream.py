@@ -22,7 +22,7 @@ from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.data import ray_stream
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream, StreamOptions, check_store, store_need_bytes
+from vesuvius.data.stream import PatchStream, StreamOptions, batches_ahead, check_store
 from vesuvius.errors import ConfigError, DataError
 
 Stack = np.ndarray[Any, Any]
@@ -253,10 +253,19 @@ def test_a_condition_of_another_shape_is_refused(tmp_path: Path, volume: Path) -
 
 def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
     free = StreamOptions(4, workers=2, prefetch_factor=100)
-    tight = replace(free, prefetch_bytes=3 * 4 * job.patch_bytes)
-    without = (2 * (4 + 1) + 4) * job.block_bytes  # two workers' tasks of 4 regions, and the task being cut
-    assert store_need_bytes(job, free) == without + 2 * 100 * 4 * job.patch_bytes // job.block_bytes * job.block_bytes
-    assert store_need_bytes(job, tight) == without + job.block_bytes, "at least one region"
+    assert batches_ahead(job.patch_bytes, free) == 200
+    assert batches_ahead(job.patch_bytes, replace(free, prefetch_bytes=3 * 4 * job.patch_bytes + 1)) == 3
+    assert batches_ahead(job.patch_bytes, replace(free, prefetch_bytes=1)) == 1
+    with open_stream(job, stop=400) as stream:
+        next(stream)
+        time.sleep(0.5)
+        (figures,) = stream.readers.values()
+        read_by_default = figures.bytes_read
+    with PatchStream(job, replace(free, workers=0), stop=400) as stream:
+        next(stream)
+        time.sleep(0.5)
+        (figures,) = stream.readers.values()
+    assert figures.bytes_read > 4 * read_by_default
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -44,8 +44,9 @@ def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtyp
     config = DataConfig(volumes=tuple(volumes), patch_size=(8, 16, 16), patches_per_region=2, regions_per_task=4)
     data = prepare_data(0, config)
     greys = [GreyRange(0, 100), GreyRange(100, 150)]
-    feed = DeviceFeed(torch.device("cpu"), 16, data.job, greys)
-    with PatchStream(data.job, StreamOptions(16, workers=0)) as stream:
+    options = StreamOptions(16, workers=0)
+    feed = DeviceFeed(torch.device("cpu"), options, data.job, greys)
+    with PatchStream(data.job, options) as stream:
         batch = feed.next(stream, HostClock())
     x_0 = batch.x_0
     assert x_0.shape == (16, 1, 8, 16, 16)

@@ -18,8 +18,7 @@ from vesuvius.data.reader import ReaderJob
 from vesuvius.errors import ConfigError
 
 # A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
-_HELD = 2
-_AHEAD = 2
+HELD = 2
 _JOIN_S = 10.0
 
 
@@ -46,19 +45,26 @@ class Feeder:
         job: what is read.
         cutter: where the patches come from; iterated on the feeder's thread.
         batch_size: samples of a batch; the last one may be shorter.
+        ahead: batches that are put together ahead; fewer where the rings are shorter.
         first: index of the first sample.
-        rings: buffers to deliver patches, and conditions, in; empty for new arrays.
+        rings: buffers to deliver patches in, and those for conditions; either may be empty, for new arrays.
 
     Raises:
         ConfigError: a ring has fewer than three buffers.
     """
 
     def __init__(
-        self, job: ReaderJob, cutter: Cutter, batch_size: int, first: int, rings: Sequence[Sequence[NDArray[Any]]]
+        self,
+        job: ReaderJob,
+        cutter: Cutter,
+        batch_size: int,
+        ahead: int,
+        first: int,
+        rings: Sequence[Sequence[NDArray[Any]]],
     ) -> None:
-        if any(len(ring) <= _HELD for ring in rings):
+        if any(0 < len(ring) <= HELD for ring in rings):
             raise ConfigError(
-                f"a ring of buffers must have at least {_HELD + 1}, of which {_HELD} stay untouched; got "
+                f"a ring of buffers must have at least {HELD + 1}, of which {HELD} stay untouched; got "
                 f"{[len(ring) for ring in rings]}; give more, or none"
             )
         self._job = job
@@ -66,7 +72,7 @@ class Feeder:
         self._batch_size = batch_size
         self._expected = first
         self._rings = [itertools.cycle(ring) for ring in rings]
-        self._free = threading.Semaphore(min(map(len, rings), default=_HELD + _AHEAD))
+        self._free = threading.Semaphore(min([HELD + ahead, *(len(ring) for ring in rings if ring)]))
         self._ready: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
         self._held: deque[Batch] = deque()
         self._ended = False
@@ -78,7 +84,7 @@ class Feeder:
         """The next batch, or None at the end.  Raises what reading and cutting raise."""
         if self._ended:
             return None
-        if len(self._held) == _HELD:
+        if len(self._held) == HELD:
             self._held.popleft()
             self._free.release()
         ready = self._ready.get()
@@ -112,9 +118,10 @@ class Feeder:
             self._patches.close()  # lets go of the regions
 
     def _next(self) -> Batch | None:
+        shape = (self._batch_size, *self._job.plan.patch_zyx)
         arrays = [
-            next(ring) if ring is not None else np.empty((self._batch_size, *self._job.plan.patch_zyx), dtype)
-            for ring, dtype in itertools.zip_longest(self._rings, self._job.dtypes)
+            array if (array := next(ring, None)) is not None else np.empty(shape, dtype)
+            for ring, dtype in zip(self._rings, self._job.dtypes, strict=False)
         ]
         indices: list[int] = []
         for patch in itertools.islice(self._patches, self._batch_size):

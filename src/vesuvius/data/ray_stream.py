@@ -181,7 +181,6 @@ class RayBlocks(Iterator[Block]):
     Blocks are read-only views into the object store: copy out of them and drop them.
 
     Args:
-        prefetch_blocks: blocks fetched ahead of the trainer.
         store_bytes: limit for Ray Data's own accounting.
         on_spill: called from a thread of its own with a line and figures where Ray wrote objects to disk.
     """
@@ -192,14 +191,12 @@ class RayBlocks(Iterator[Block]):
         first: int,
         stop: int,
         workers: int,
-        prefetch_blocks: int,
         store_bytes: int,
         on_spill: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._job = job
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._workers = workers
-        self._prefetch_blocks = prefetch_blocks
         self._store_bytes = store_bytes
         self._tasks = job.plan.tasks(first, stop)
         self._upcoming: _Segment | None = None
@@ -241,7 +238,7 @@ class RayBlocks(Iterator[Block]):
         tasks = list(itertools.islice(self._tasks, TASKS_PER_SEGMENT))
         if not tasks:
             return None
-        return _Segment(self._job, self._job_ref, tasks, self._workers, self._prefetch_blocks, self._store_bytes)
+        return _Segment(self._job, self._job_ref, tasks, self._workers, self._store_bytes)
 
 
 class _RayReader:
@@ -281,7 +278,6 @@ class _Segment:
         job_ref: Any,
         tasks: list[Task],
         workers: int,
-        prefetch_blocks: int,
         store_bytes: int,
     ) -> None:
         self.tasks = tasks
@@ -298,7 +294,8 @@ class _Segment:
                 compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=2),
                 num_cpus=1,
             )
-        batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=prefetch_blocks)
+        # The task after the one that is being cut is fetched to this machine.
+        batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=job.blocks_per_task)
         self._iterator: Any = iter(batches)  # a generator: closing it ends the execution
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="ray-segment")
         self._first: Future[Block | None] | None = self._starter.submit(self._next)

@@ -248,15 +248,15 @@ class Reader:
                 self._since.bytes_read += _decoded_bytes(volume, box)
         except UnreadableChunkError as error:
             self._bad.add(key)
-            self._since.quarantined.append(
-                {
-                    "volume": error.volume,
-                    "number": number,
-                    "region": [list(box[0]), list(box[1])],
-                    "chunk": list(error.chunk),
-                    "cause": error.cause,
-                }
-            )
+            record = {
+                "volume": error.volume,
+                "number": number,
+                "region": [list(box[0]), list(box[1])],
+                "chunk": list(error.chunk),
+                "cause": error.cause,
+            }
+            self._since.quarantined.append(record)
+            check_quarantine(len(self._bad), self._job.max_quarantined, record)
             return False
         finally:
             self._since.decode_s += time.perf_counter() - started
@@ -270,23 +270,15 @@ class Reader:
         plan = self._job.plan
         first = slot - slot % plan.regions_per_task
         of_task = {plan.region_of_slot(other) for other in range(first, first + plan.regions_per_task)}
-        keys = {attempt: plan.region_of_slot(slot, attempt) for attempt in range(1, _SUBSTITUTES_TRIED + 1)}
-        for attempt in sorted(keys, key=lambda attempt: keys[attempt] in of_task):
-            if self._may_try(keys[attempt]) and self._try_region(block, keys[attempt]):
+        drawn = {attempt: plan.region_of_slot(slot, attempt) for attempt in range(1, _SUBSTITUTES_TRIED + 1)}
+        for attempt, key in sorted(drawn.items(), key=lambda item: item[1] in of_task):
+            if self._try_region(block, key):
                 return attempt
         volume, box = plan.region_of_slot(slot)
-        found = self._since.quarantined
         raise DataError(
             f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
-            f"volume {self._volumes[volume].name}, region {format_box(box)}"
-            + (f", the last for chunk {found[-1]['chunk']}: {found[-1]['cause']}" if found else "")
-            + "; restore the volume"
+            f"volume {self._volumes[volume].name}, region {format_box(box)}; restore the volume"
         )
-
-    def _may_try(self, key: RegionKey) -> bool:
-        """Not where it is known to fail, nor past the limit, when the stream ends at what was found anyway."""
-        past_limit = bool(self._since.quarantined) and len(self._bad) > self._job.max_quarantined
-        return key not in self._bad and not past_limit
 
     def _write_head(self, block: Block, task: Task, slot: int, attempt: int) -> None:
         box = self._job.plan.region_of_slot(slot, attempt)[1]
@@ -294,6 +286,16 @@ class Reader:
         head = json.dumps(asdict(BlockHead((task.first, task.stop), slot, attempt, box, report))).encode()
         assert len(head) <= HEAD_BYTES, f"a head must fit into {HEAD_BYTES} bytes; got {len(head)}"
         block[:HEAD_BYTES] = np.frombuffer(head.ljust(HEAD_BYTES), np.uint8)
+
+
+def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:
+    """Raises DataError where more regions are unreadable than `data.max_quarantined`; `last` is the record of one."""
+    if count > limit:
+        raise DataError(
+            f"at most data.max_quarantined={limit} regions may be unreadable; got {count}, the last: volume "
+            f"{last['volume']}, region {last['region']}, chunk {last['chunk']}: {last['cause']}; restore the volume or "
+            "raise the limit"
+        )
 
 
 class _Tally:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
@@ -32,6 +32,8 @@ from tenacity.nap import sleep_using_event
 from vesuvius.config import StoreConfig
 from vesuvius.data.disk_cache import DiskCache
 from vesuvius.errors import DataError, one_line
+
+T = TypeVar("T")
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs")
 _CREDENTIALS = {
@@ -76,6 +78,10 @@ class SourceFigures:
 
 class FetchError(Exception):
     """An object could not be read, however often it was tried."""
+
+
+class ClosedError(Exception):
+    """A source was closed, by whoever ends the stream, while another thread read from it."""
 
 
 @dataclass
@@ -124,7 +130,7 @@ class Source:
 
     def submit(self, key: str, byte_range: ByteRange | None = None) -> Future[bytes | None]:
         """`get` on one of `config.requests` threads."""
-        return self._threads().submit(self.get, key, byte_range)
+        return self._start(self.get, key, byte_range)
 
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
         """Remove from the cache what turned out to be damaged."""
@@ -137,8 +143,8 @@ class Source:
 
     def absent(self, keys: list[str]) -> list[str]:
         """Those for which there is no object; asks for many at once.  Raises FetchError as `get`."""
-        found = self._threads().map(self.exists, keys)
-        return [key for key, there in zip(keys, found, strict=True) if not there]
+        found = [self._start(self.exists, key) for key in keys]
+        return [key for key, there in zip(keys, found, strict=True) if not there.result()]
 
     def list_keys(self, prefix: str) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order.
@@ -164,15 +170,18 @@ class Source:
 
     def close(self) -> None:
         """End the threads; what they are reading is abandoned, and not tried again."""
-        self._closed.set()
+        with self._lock:
+            self._closed.set()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _threads(self) -> ThreadPoolExecutor:
+    def _start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
         with self._lock:
+            if self._closed.is_set():
+                raise ClosedError(self.address)
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.config.requests, thread_name_prefix="fetch")
-        return self._pool
+            return self._pool.submit(function, *arguments)
 
     @contextmanager
     def _listing_errors(self) -> Iterator[None]:
@@ -214,7 +223,7 @@ class Source:
 
         def once() -> Any:
             if self._closed.is_set():
-                raise FetchError(f"{self.address} was closed while {key} was read")
+                raise ClosedError(self.address)
             self.count(requests=1)
             data = read()
             self.count(bytes_fetched=len(data) if isinstance(data, bytes) else 0)

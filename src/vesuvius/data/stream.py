@@ -20,8 +20,8 @@ from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.data.cutter import Cutter
 from vesuvius.data.feeder import Batch, Feeder
 from vesuvius.data.plan import Task
-from vesuvius.data.reader import Block, BlockReport, Reader, ReaderJob, RegionKey
-from vesuvius.errors import ConfigError, DataError
+from vesuvius.data.reader import Block, BlockReport, Reader, ReaderJob, RegionKey, check_quarantine
+from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class StreamOptions:
     Attributes:
         batch_size: samples per batch of this rank.
         workers: Ray reader processes; 0 reads in this process, without Ray.
-        prefetch_factor: batches read ahead per worker.
-        prefetch_bytes: upper limit on all that is read ahead; None = none.
+        prefetch_factor: batches put together ahead per worker (or for this process with `workers: 0`).
+        prefetch_bytes: upper limit on all of them; None = none.
         cluster: where Ray runs.
     """
 
@@ -171,7 +171,7 @@ class PatchStream(Iterator[Batch]):
         self._options = options
         self._next_sample = first
         self._stop = _ENDLESS if stop is None else stop
-        self._buffers = [list(ring) for ring in (buffers, condition_buffers) if ring]
+        self._buffers = (buffers, condition_buffers)
         self._pids: dict[str, int] = {}
         self.readers: dict[int, ReaderFigures] = {}
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
@@ -277,7 +277,8 @@ class PatchStream(Iterator[Batch]):
         self._source = self._open_source()
         cutter = Cutter(self._job, self._source, self._take_report)
         first = self._next_sample + self._job.rank
-        self._feeder = Feeder(self._job, cutter, self._options.batch_size, first, self._buffers)
+        ahead = batches_ahead(self._job.patch_bytes, self._options)
+        self._feeder = Feeder(self._job, cutter, self._options.batch_size, ahead, first, self._buffers)
 
     def _close_readers(self) -> None:
         if self._feeder is not None:
@@ -308,7 +309,6 @@ class PatchStream(Iterator[Batch]):
             self._next_sample,
             self._stop,
             options.workers,
-            prefetch_blocks(job, options),
             store_need_bytes(job, options),
             lambda text, fields: self._event("spill", text, fields),
         )
@@ -337,12 +337,7 @@ class PatchStream(Iterator[Batch]):
             f"{record['chunk']}: {record['cause']}"
         )
         self._event("quarantine", text, record)
-        if len(self.quarantined) > self._job.max_quarantined:
-            raise DataError(
-                f"at most data.max_quarantined={self._job.max_quarantined} regions may be unreadable; got "
-                f"{len(self.quarantined)}, the last: volume {record['volume']}, region {record['region']}, chunk "
-                f"{record['chunk']}: {record['cause']}; restore the volume or raise the limit"
-            )
+        check_quarantine(len(self.quarantined), self._job.max_quarantined, record)
 
     def _event(self, kind: EventKind, text: str, fields: Any) -> None:
         self.events.append(StreamEvent(kind, text, dict(fields)))
@@ -387,19 +382,19 @@ def with_quarantined(job: ReaderJob, records: Sequence[dict[str, Any]]) -> Reade
 def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Bytes of the object store that can be in use at once.  0 with `workers: 0`.  Pure.
 
-    Each worker's task in flight and the block it works on, the task that the trainer cuts, and what is prefetched.
+    Each worker's task in flight and the block it works on, the task that is being cut, and the one after it.
     """
     if options.workers == 0:
         return 0
-    blocks = options.workers * (job.blocks_per_task + 1) + job.blocks_per_task + prefetch_blocks(job, options)
-    return blocks * job.block_bytes
+    return (options.workers * (job.blocks_per_task + 1) + 2 * job.blocks_per_task) * job.block_bytes
 
 
-def prefetch_blocks(job: ReaderJob, options: StreamOptions) -> int:
-    """Blocks (regions) that hold `prefetch_factor` batches per worker, within `prefetch_bytes`; at least one.  Pure."""
-    wanted = options.workers * options.prefetch_factor * options.batch_size * job.patch_bytes
-    limited = wanted if options.prefetch_bytes is None else min(wanted, options.prefetch_bytes)
-    return max(limited // job.block_bytes, 1)
+def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:
+    """Batches that are put together ahead of the trainer, at least one.  Pure."""
+    wanted = max(options.workers, 1) * options.prefetch_factor
+    if options.prefetch_bytes is not None:
+        wanted = min(wanted, options.prefetch_bytes // (options.batch_size * patch_bytes))
+    return max(wanted, 1)
 
 
 def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
@@ -425,6 +420,6 @@ def check_store(job: ReaderJob, options: StreamOptions) -> None:
     if size > free:
         raise ConfigError(
             f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "
-            "free; start the container with a larger --shm-size, or lower training.workers, training.prefetch_factor, "
-            "data.patches_per_region or cluster.object_store_gib"
+            "free; start the container with a larger --shm-size, or lower training.workers, data.reader_mib "
+            "or cluster.object_store_gib"
         )

@@ -30,7 +30,7 @@ from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.data.box import Box, format_box, intersection, shape_of, slices
 from vesuvius.data.chunks import ChunkGrid
 from vesuvius.data.staged import StagedStore
-from vesuvius.data.store import FetchError, Source, SourceFigures, is_remote
+from vesuvius.data.store import ClosedError, FetchError, Source, SourceFigures, is_remote
 from vesuvius.errors import DataError, one_line
 
 log = logging.getLogger(__name__)
@@ -138,6 +138,7 @@ class Volume:
         Raises:
             UnreadableChunkError: a chunk cannot be fetched or decoded, or holds NaN or infinity.
             DataError: a chunk is absent and `data.missing_chunk` is 'error'.
+            ClosedError: another thread has closed the volume.
         """
         out = np.empty(shape_of(box), self.dtype) if out is None else out
         try:
@@ -145,7 +146,7 @@ class Volume:
             self._check_present(box)
             _read_into(self.array, self.select, box, out)
             _check_finite(out)
-        except DataError:
+        except (DataError, ClosedError):
             raise
         except Exception as error:  # codecs and stores raise whatever they like; here it is found which chunk it was
             log.debug("reading %s of %s chunk by chunk after %s", format_box(box), self.name, one_line(error))
@@ -178,7 +179,7 @@ class Volume:
                 self._check_present(part)
                 voxels[...] = self._plain_array[_selection(self.select, part)]
                 _check_finite(voxels)
-            except DataError:
+            except (DataError, ClosedError):
                 raise
             except Exception as error:
                 kind = "" if isinstance(error, FetchError) else f"{type(error).__name__}: "

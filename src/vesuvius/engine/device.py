@@ -1,7 +1,7 @@
 """Last stop of a patch: from a batch in its stored dtype to model values on the device.
 
-On a GPU batches are copied out of the object store into a small ring of pinned buffers and from there on a stream of
-their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
+On a GPU batches are put together in a small ring of pinned buffers and copied from there on a stream of their own; on a
+CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.data.feeder import Batch
+from vesuvius.data.feeder import HELD, Batch
 from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange
 from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream import PatchStream, StreamOptions, batches_ahead
 from vesuvius.observe.clock import StepClock
-
-# Of four buffers two are being filled, one is being copied, and one was copied before: see `Feeder`.
-_RING = 4
 
 
 @dataclass(frozen=True)
@@ -45,14 +42,15 @@ class DeviceFeed:
 
     Args:
         device: where the model is.
-        batch_size: of the batches.
-        job: what the stream reads.
+        options, job: of the stream.
         greys: grey range of each volume of the plan.
 
     `buffers` and `condition_buffers` are to be handed to the stream (empty on a CPU).
     """
 
-    def __init__(self, device: torch.device, batch_size: int, job: ReaderJob, greys: Sequence[GreyRange]) -> None:
+    def __init__(
+        self, device: torch.device, options: StreamOptions, job: ReaderJob, greys: Sequence[GreyRange]
+    ) -> None:
         self._device = device
         self._plan = job.plan
         self._scales = np.array(
@@ -62,10 +60,11 @@ class DeviceFeed:
         self._pinned: list[list[Tensor]] = []
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            shape = (batch_size, *job.plan.patch_zyx)
+            shape = (options.batch_size, *job.plan.patch_zyx)
+            ring = HELD + batches_ahead(job.patch_bytes, options)
             dtypes = [torch.from_numpy(np.empty(0, d)).dtype for d in (job.dtype, job.condition_dtype) if d]
-            self._pinned = [[torch.empty(shape, dtype=d, pin_memory=True) for d in dtypes] for _ in range(_RING)]
-            self._copied: list[torch.cuda.Event | None] = [None] * _RING
+            self._pinned = [[torch.empty(shape, dtype=d, pin_memory=True) for d in dtypes] for _ in range(ring)]
+            self._copied: list[torch.cuda.Event | None] = [None] * ring
         self.buffers = [slot[0].numpy() for slot in self._pinned]
         self.condition_buffers = [slot[1].numpy() for slot in self._pinned if len(slot) > 1]
 
@@ -84,7 +83,7 @@ class DeviceFeed:
 
     def _wait_for_slot(self) -> None:
         """The stream is about to fill the buffer of two batches ago: its copy must be over (it long is)."""
-        if self._pinned and (event := self._copied[self._slot - 2]) is not None:
+        if self._pinned and (event := self._copied[self._slot - HELD]) is not None:
             event.synchronize()
 
     def _copy_to_device(self, count: int, clock: StepClock) -> list[Tensor]:
@@ -95,7 +94,7 @@ class DeviceFeed:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._copied[self._slot] = event
-        self._slot = (self._slot + 1) % _RING
+        self._slot = (self._slot + 1) % len(self._pinned)
         main.wait_event(event)
         for part in raw:
             part.record_stream(main)  # or the allocator could hand its memory out while the main stream still reads it

@@ -158,13 +158,13 @@ class Run:
     def _run_steps(self) -> None:
         """The loop, from the first batch to the last step or a wish to stop."""
         config, progress = self._config, self._progress
-        batch_size, job = config.training.train_batch_size, self._data.job
-        feed = DeviceFeed(self._device, batch_size, job, self._greys)
+        options, job = StreamOptions.from_config(config.training, config.cluster), self._data.job
+        feed = DeviceFeed(self._device, options, job, self._greys)
         stop_sample = progress.sample_index + (config.stop_step - progress.step) * config.global_batch
         with (
             PatchStream(
                 job,
-                StreamOptions.from_config(config.training, config.cluster),
+                options,
                 first=progress.sample_index,
                 stop=stop_sample,
                 buffers=feed.buffers,
