@@ -10,7 +10,7 @@ from vesuvius.errors import EXIT_CONFIG, EXIT_OK
 
 COMMANDS = {
     "train": "train a model from a config file, or go on training it",
-    "volume": "write a synthetic scroll volume",
+    "volume": "describe, copy or make volumes",
 }
 
 

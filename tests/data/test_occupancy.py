@@ -209,6 +209,16 @@ def test_a_sidecar_that_is_not_of_the_volume_is_refused(tmp_path: Path, bad: str
         chunk_occupancy(opened(path), StoreConfig())
 
 
+def test_a_sidecar_that_was_made_here_for_another_array_is_refused(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    other = write_array(tmp_path / "other.zarr", textured(SHAPE), compressors=None)
+    write_sidecar(path / SIDECAR, some_chunks(), occupancy.sidecar_signature(opened(other)))
+    with pytest.raises(
+        DataError, match=r"must belong to its array; got the signature vesuvius:.*v\.zarr; make it anew"
+    ):
+        chunk_occupancy(opened(path), StoreConfig())
+
+
 @pytest.mark.parametrize("part", [slice(0, 100), slice(0, -1), slice(40, None)])
 def test_a_sidecar_that_is_cut_is_refused(tmp_path: Path, part: slice) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.data.test_stream import collect, make_job, open_stream
 from tests.data.test_volume import LAYOUTS
 from vesuvius.config import StoreConfig, VolumeConfig
 from vesuvius.data.disk_cache import OVERHEAD_BYTES
+from vesuvius.data.store import ClosedError
 from vesuvius.data.stream import PatchStream, ReaderFigures
 from vesuvius.data.volume import open_volume
 from vesuvius.errors import DataError
@@ -130,14 +132,17 @@ def test_a_passing_fault_changes_no_byte_and_is_counted(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_ray_readers_on_a_bad_network_give_the_bytes_of_the_disk(server: ChunkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batches", [24, pytest.param(600, marks=pytest.mark.long)])
+def test_ray_readers_on_a_bad_network_give_the_bytes_of_the_disk(
+    server: ChunkServer, tmp_path: Path, batches: int
+) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    expected, _ = batches_of(path, 24)
+    expected, _ = batches_of(path, batches)
     rules = [{"kind": "corrupt", "times": 1}, *({"kind": kind, "every": 7} for kind in ("status", "reset", "truncate"))]
     server.set_faults([rule | {"path": CHUNK_KEYS} for rule in rules])
     job = make_job(server.url_of(path), store=FAST)
-    with open_stream(job, workers=2, stop=96) as stream:
-        patches, _ = collect(stream, 24)
+    with open_stream(job, workers=2, stop=4 * batches) as stream:
+        patches, _ = collect(stream, batches)
         assert sum(figures.retries for figures in stream.readers.values()) > 0
         assert not stream.events
     assert patches.tobytes() == expected
@@ -180,6 +185,39 @@ def test_a_store_that_does_not_tell_whether_a_chunk_exists_is_not_taken_for_air(
     volume = open_volume(VolumeConfig(path=server.url_of(path)), store, "error")
     with pytest.raises(DataError, match="got 1 absent"):
         volume.read(((32, 32, 32), (64, 64, 64)))
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_volume_closed_while_it_is_read_is_not_an_unreadable_one(
+    server: ChunkServer, tmp_path: Path, staged: bool
+) -> None:
+    """Of 36 chunks 4 are under way and the others wait when the stream that reads them is closed."""
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    volume = open_volume(VolumeConfig(path=server.url_of(path)), StoreConfig(requests=4))
+    server.set_faults([{"path": CHUNK_KEYS, "kind": "delay", "delay_s": 0.2}])
+    box = ((0, 0, 0), (96, 128, 96))
+    if staged:
+        volume.stage(box)
+    closing = threading.Timer(0.1, volume.close)
+    closing.start()
+    started = time.monotonic()
+    with pytest.raises(ClosedError):
+        volume.read(box)
+    assert time.monotonic() - started < 1, "no longer than what was under way"
+
+
+def test_closing_a_stream_in_the_middle_of_a_read_is_no_fault(
+    server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    server.set_faults([{"path": CHUNK_KEYS, "kind": "delay", "delay_s": 0.03}])
+    for batches in range(1, 6):
+        with open_stream(make_job(server.url_of(path), store=FAST)) as stream:
+            collect(stream, batches)
+            closing = time.monotonic()
+        assert time.monotonic() - closing < 2
+        assert not stream.events
+    assert not caplog.records
 
 
 # ---- the disk cache

@@ -22,21 +22,20 @@ from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.stream import PatchStream, StreamOptions
 
-path, end, patch, store_gib, prefetch = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5])
-data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(patch, patch, patch), patches_per_region=16)
-cluster = ClusterConfig(object_store_gib=store_gib)
-options = StreamOptions(batch_size=4, workers=2, prefetch_factor=prefetch, cluster=cluster)
+path, end, region, store_gib = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16), region_size=(region, region, region))
+options = StreamOptions(batch_size=4, workers=2, cluster=ClusterConfig(object_store_gib=store_gib))
+until = time.monotonic() + 90
 with PatchStream(prepare_data(0, data).job, options) as stream:
     for batch in itertools.islice(stream, 8):
         pass
     print("reading", *stream.readers, flush=True)
     if end == "exception":
         raise RuntimeError("the trainer broke")
-    while end == "signal":
+    while end == "signal" and time.monotonic() < until:
         next(stream)
-    while end == "spill" and not any(event.kind == "spill" for event in stream.events):
+    while end == "spill" and time.monotonic() < until and not any(event.kind == "spill" for event in stream.events):
         next(stream)
-        time.sleep(0.2)
     print("seen", *(event.kind for event in stream.events), flush=True)
 print("closed", flush=True)
 """
@@ -44,10 +43,10 @@ print("closed", flush=True)
 
 @contextmanager
 def trainer(
-    tmp_path: Path, end: str, patch: int = 16, store_gib: float = 0.25, prefetch: int = 2
+    tmp_path: Path, end: str, size: int = 96, region: int = 48, store_gib: float = 0.25
 ) -> Iterator[subprocess.Popen[str]]:
-    path = write_array(tmp_path / "volume.zarr", textured((96, 128, 128)))
-    arguments = [sys.executable, "-c", TRAINER, str(path), end, str(patch), str(store_gib), str(prefetch)]
+    path = write_array(tmp_path / "volume.zarr", textured((size, size, size)), chunk=size // 3)
+    arguments = [sys.executable, "-c", TRAINER, str(path), end, str(region), str(store_gib)]
     process = subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -118,7 +117,11 @@ def test_a_stream_that_is_closed_leaves_nothing(tmp_path: Path, end: str) -> Non
     assert shared_memory() <= before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],
+    ids=lambda n: n.name,
+)
 def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """Ctrl-C unwinds the loop.  SIGTERM, where the loop has no handler for it, and SIGKILL end the process on the spot:
     then Ray's own processes notice, its agents last, within two minutes."""
@@ -132,8 +135,8 @@ def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.S
 
 
 def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
-    """64 KiB patches, 200 MB of them read ahead, in a store of 80 MB (Ray's least)."""
-    with trainer(tmp_path, "spill", patch=40, store_gib=0.08, prefetch=800) as process:
+    """Regions of 4 MiB, of which some 30 are under way, in a store of 80 MB (Ray's least)."""
+    with trainer(tmp_path, "spill", size=256, region=160, store_gib=0.08) as process:
         run_to_reading(process)
         output = read_to_end(process)
     assert "seen spill" in output, output

@@ -110,12 +110,17 @@ def read_sidecar(volume: Volume) -> Bools | None:
     if data is None:
         return None
     try:
-        occupancy, _ = _parse_sidecar(data)
+        occupancy, signature = _parse_sidecar(data)
     except ValueError as error:
         raise DataError(
             f"a sidecar must be an npz with `occupancy` and `signature`; got {one_line(error)} in {key} of "
             f"{volume.name}; make it anew with `vesuvius volume occupancy`, or remove it"
         ) from error
+    if signature.startswith("vesuvius:") and not signature.startswith(sidecar_signature(volume)):
+        raise DataError(
+            f"a sidecar must belong to its array; got the signature {signature} for {sidecar_signature(volume)} in "
+            f"{key} of {volume.name}; make it anew with `vesuvius volume occupancy`, or remove it"
+        )
     wanted = [volume.grid.counts_zyx] + ([_shard_counts(volume)] if volume.grid.shard_zyx else [])
     if occupancy.shape not in wanted:
         raise DataError(

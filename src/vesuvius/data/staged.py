@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from vesuvius.data.box import Box
 from vesuvius.data.chunks import ChunkGrid, Request
-from vesuvius.data.store import ByteRange, Source
+from vesuvius.data.store import ByteRange, ClosedError, Source
 
 
 class StagedStore(Store):
@@ -35,8 +35,16 @@ class StagedStore(Store):
             self._stagings[box] = self._stager.submit(self._stage, grid, box)
 
     def settle(self, box: Box) -> None:
-        """Wait until all bytes of a staged box are here or have failed; to be called before the box is read."""
-        wait([self._staged[request][0] for request in self._requests_of(box)])
+        """Wait until all bytes of a staged box are here or have failed; to be called before the box is read.
+
+        Raises:
+            ClosedError: another thread has closed the source.
+        """
+        for request in self._requests_of(box):
+            try:
+                self._staged[request][0].exception()  # not futures.wait: it misses what a shutdown cancels
+            except CancelledError:
+                raise ClosedError(self.source.address) from None
 
     def release(self, box: Box) -> None:
         """Forget the bytes of a staged box that no other one needs; to be called when it has been read."""
