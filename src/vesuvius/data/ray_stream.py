@@ -291,7 +291,7 @@ class _Segment:
                 _RayReader,
                 fn_constructor_args=([job_ref],),
                 batch_size=1,
-                compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=2),
+                compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=4),
                 num_cpus=1,
             )
         # The task after the one that is being cut is fetched to this machine.
