@@ -130,13 +130,13 @@ class DataConfig(Section):
         None, description="K, patches cut from each region read; null = as many as make read amplification 0.8"
     )
     regions_per_task: PositiveInt = Field(
-        8, description="R, regions mixed in every run of R samples; higher = better mixed batches, more reader memory"
+        8, description="R, regions mixed in every run of R samples; higher = better mixed, more object store"
     )
     region_size: SizeZYX | None = Field(
         None, description="voxels (z, y, x) read and decoded at once; null = from chunks, patch and reader_mib"
     )
     reader_mib: PositiveInt = Field(
-        256, description="MiB of decoded regions that a reader holds (all R of a task); bounds the default region"
+        256, description="MiB of the R decoded regions of a task, which wait in the object store; bounds the region"
     )
     min_foreground: float = Field(
         0.0, ge=0, le=1, description="least share of foreground in every patch; 0 = patches from everywhere"
@@ -184,7 +184,9 @@ class TrainingConfig(Section):
         1, description="micro-batches per optimizer step; effective batch = product of both"
     )
     workers: NonNegativeInt = Field(2, description="Ray reader processes per rank; 0 reads in the trainer, without Ray")
-    prefetch_factor: PositiveInt = Field(2, description="batches read ahead per worker; costs object-store memory")
+    prefetch_factor: PositiveInt = Field(
+        2, description="batches put together ahead per worker; costs trainer memory (pinned on a GPU)"
+    )
     prefetch_mib: PositiveInt | None = Field(
         None, description="upper limit on the batches read ahead, MiB over all workers of a rank; null = none"
     )

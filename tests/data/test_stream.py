@@ -148,6 +148,20 @@ def test_buffers_are_filled_in_turn(job: ReaderJob) -> None:
             assert np.shares_memory(next(stream).patches, ring[number % 3])
 
 
+def test_a_ring_goes_on_where_it_was_and_spares_what_is_held_when_readers_change(job: ReaderJob) -> None:
+    ring = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(4)]
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 12)
+    with open_stream(job, buffers=ring) as stream:
+        for number in range(12):
+            batch = next(stream)
+            if number in (2, 5, 6):
+                stream.reconfigure(prefetch_factor=3)
+                time.sleep(0.2)  # the new readers fill what they may
+            assert np.shares_memory(batch.patches, ring[number % 4])
+            np.testing.assert_array_equal(batch.patches, expected[4 * number : 4 * number + 4])
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_chain_of_executions_is_one_sequence(job: ReaderJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 3)

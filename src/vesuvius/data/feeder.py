@@ -19,7 +19,7 @@ from vesuvius.errors import ConfigError
 
 # A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
 HELD = 2
-_JOIN_S = 10.0
+_JOIN_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Feeder:
         ahead: batches that are put together ahead; fewer where the rings are shorter.
         first: index of the first sample.
         rings: buffers to deliver patches in, and those for conditions; either may be empty, for new arrays.
+        held: the last batches of a feeder before this one, which are in the buffers at the end of the rings.
 
     Raises:
         ConfigError: a ring has fewer than three buffers.
@@ -61,6 +62,7 @@ class Feeder:
         ahead: int,
         first: int,
         rings: Sequence[Sequence[NDArray[Any]]],
+        held: Sequence[Batch] = (),
     ) -> None:
         if any(0 < len(ring) <= HELD for ring in rings):
             raise ConfigError(
@@ -72,9 +74,10 @@ class Feeder:
         self._batch_size = batch_size
         self._expected = first
         self._rings = [itertools.cycle(ring) for ring in rings]
-        self._free = threading.Semaphore(min([HELD + ahead, *(len(ring) for ring in rings if ring)]))
+        size = min([HELD + ahead, *(len(ring) for ring in rings if ring)])
+        self._free = threading.Semaphore(size - len(held))
         self._ready: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
-        self._held: deque[Batch] = deque()
+        self.held = deque(held)
         self._ended = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
@@ -84,8 +87,8 @@ class Feeder:
         """The next batch, or None at the end.  Raises what reading and cutting raise."""
         if self._ended:
             return None
-        if len(self._held) == HELD:
-            self._held.popleft()
+        if len(self.held) == HELD:
+            self.held.popleft()
             self._free.release()
         ready = self._ready.get()
         if not isinstance(ready, Batch):
@@ -93,7 +96,7 @@ class Feeder:
             if ready is not None:
                 raise ready
             return None
-        self._held.append(ready)
+        self.held.append(ready)
         return ready
 
     def stop(self) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from unittest import mock
@@ -181,6 +181,7 @@ class RayBlocks(Iterator[Block]):
     Blocks are read-only views into the object store: copy out of them and drop them.
 
     Args:
+        tasks_in_flight: tasks dispatched to each reader at once.
         store_bytes: limit for Ray Data's own accounting.
         on_spill: called from a thread of its own with a line and figures where Ray wrote objects to disk.
     """
@@ -191,12 +192,14 @@ class RayBlocks(Iterator[Block]):
         first: int,
         stop: int,
         workers: int,
+        tasks_in_flight: int,
         store_bytes: int,
         on_spill: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._job = job
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._workers = workers
+        self._tasks_in_flight = tasks_in_flight
         self._store_bytes = store_bytes
         self._tasks = job.plan.tasks(first, stop)
         self._upcoming: _Segment | None = None
@@ -238,7 +241,7 @@ class RayBlocks(Iterator[Block]):
         tasks = list(itertools.islice(self._tasks, TASKS_PER_SEGMENT))
         if not tasks:
             return None
-        return _Segment(self._job, self._job_ref, tasks, self._workers, self._store_bytes)
+        return _Segment(self._job, self._job_ref, tasks, self._workers, self._tasks_in_flight, self._store_bytes)
 
 
 class _RayReader:
@@ -278,6 +281,7 @@ class _Segment:
         job_ref: Any,
         tasks: list[Task],
         workers: int,
+        tasks_in_flight: int,
         store_bytes: int,
     ) -> None:
         self.tasks = tasks
@@ -291,7 +295,7 @@ class _Segment:
                 _RayReader,
                 fn_constructor_args=([job_ref],),
                 batch_size=1,
-                compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=4),
+                compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=tasks_in_flight),
                 num_cpus=1,
             )
         # The task after the one that is being cut is fetched to this machine.
@@ -341,7 +345,8 @@ class _Segment:
         end the process."""
         self.interrupt()
         self._starter.shutdown(wait=True)
-        self._iterator.close()
+        with suppress(ValueError):  # somebody still waits in it, for a network that does not answer
+            self._iterator.close()
 
 
 class _StoreWatch:
@@ -379,7 +384,7 @@ class _StoreWatch:
         if before is not None and spilled > before:
             self._on_spill(
                 f"Ray's object store was out of memory and spilled {(spilled - before) / 2**20:.0f} MiB to disk; lower "
-                "training.prefetch_factor or training.workers, or raise cluster.object_store_gib",
+                "data.reader_mib or training.workers, or raise cluster.object_store_gib",
                 {"spilled_bytes": spilled - before, "capacity_bytes": int(stats.object_store_bytes_avail)},
             )
 

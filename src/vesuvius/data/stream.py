@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _ENDLESS = 2**62
 _EVENTS_KEPT = 10_000
+# Dispatched to a reader at once, so that it never waits for the next one; it may finish them before they are wanted.
+TASKS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ class PatchStream(Iterator[Batch]):
         self._session: Any = None  # a ray_stream.Session, whose module is not imported without workers
         self._source: BlockSource | None = None
         self._feeder: Feeder | None = None
+        self._delivered = 0
+        self._held: list[Batch] = []
         try:
             self._open_readers()
         except BaseException:
@@ -200,14 +204,17 @@ class PatchStream(Iterator[Batch]):
         if batch is None:
             raise StopIteration
         self._next_sample += self._job.world * len(batch.indices)
+        self._delivered += 1
         return batch
 
     def close(self) -> None:
         """End the readers.  Safe to call again."""
-        self._close_readers()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        try:
+            self._close_readers()
+        finally:
+            if self._session is not None:
+                self._session.close()
+                self._session = None
 
     def state_dict(self) -> StreamState:
         """Where the stream is, as plain data.  Call it between two batches."""
@@ -250,7 +257,9 @@ class PatchStream(Iterator[Batch]):
         changes = {"workers": workers, "prefetch_factor": prefetch_factor, "prefetch_bytes": prefetch_bytes}
         changes = {key: value for key, value in changes.items() if value is not None}
         options = replace(self._options, **changes)  # type: ignore[arg-type]
-        check_store(self._job, options)
+        need = (options.workers, self._job.world, store_bytes(self._job, options))
+        if self._session is None or not self._session.fits(*need):
+            check_store(self._job, options)
         self._options = options
         self._reopen(self._next_sample)
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
@@ -274,11 +283,13 @@ class PatchStream(Iterator[Batch]):
     def _open_readers(self) -> None:
         self._pids.clear()
         self.readers.clear()
+        self._job = with_quarantined(self._job, self.quarantined)
         self._source = self._open_source()
         cutter = Cutter(self._job, self._source, self._take_report)
         first = self._next_sample + self._job.rank
         ahead = batches_ahead(self._job.patch_bytes, self._options)
-        self._feeder = Feeder(self._job, cutter, self._options.batch_size, ahead, first, self._buffers)
+        rings = [_rotated(ring, self._delivered) for ring in self._buffers]
+        self._feeder = Feeder(self._job, cutter, self._options.batch_size, ahead, first, rings, self._held)
 
     def _close_readers(self) -> None:
         if self._feeder is not None:
@@ -289,6 +300,7 @@ class PatchStream(Iterator[Batch]):
             self._feeder.join()
         if self._source is not None:
             self._source.close()
+        self._held = list(self._feeder.held) if self._feeder is not None else self._held
         self._feeder = self._source = None
 
     def _open_source(self) -> BlockSource:
@@ -309,6 +321,7 @@ class PatchStream(Iterator[Batch]):
             self._next_sample,
             self._stop,
             options.workers,
+            TASKS_IN_FLIGHT,
             store_need_bytes(job, options),
             lambda text, fields: self._event("spill", text, fields),
         )
@@ -324,6 +337,8 @@ class PatchStream(Iterator[Batch]):
                 f"reader {before} on {report.node} was killed or died; reader {report.pid} read its task again",
                 {"pid": before, "node": report.node, "new_pid": report.pid},
             )
+        while len(self._pids) > 2 * max(self._options.workers, 1):  # readers of executions that are over
+            self.readers.pop(self._pids.pop(next(iter(self._pids))), None)
         self.readers.setdefault(report.pid, ReaderFigures()).add(report)
         for record in report.quarantined:
             self._quarantine(record)
@@ -342,6 +357,12 @@ class PatchStream(Iterator[Batch]):
     def _event(self, kind: EventKind, text: str, fields: Any) -> None:
         self.events.append(StreamEvent(kind, text, dict(fields)))
         log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
+
+
+def _rotated(ring: Sequence[NDArray[Any]], count: int) -> list[NDArray[Any]]:
+    """The ring from where it is after so many batches."""
+    first = count % len(ring) if ring else 0
+    return [*ring[first:], *ring[:first]]
 
 
 class _LocalBlocks(Iterator[Block]):
@@ -382,11 +403,12 @@ def with_quarantined(job: ReaderJob, records: Sequence[dict[str, Any]]) -> Reade
 def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Bytes of the object store that can be in use at once.  0 with `workers: 0`.  Pure.
 
-    Each worker's task in flight and the block it works on, the task that is being cut, and the one after it.
+    The tasks that each worker may finish ahead and the block it works on, the task being cut, and the one after it.
     """
     if options.workers == 0:
         return 0
-    return (options.workers * (job.blocks_per_task + 1) + 2 * job.blocks_per_task) * job.block_bytes
+    per_worker = TASKS_IN_FLIGHT * job.blocks_per_task + 1
+    return (options.workers * per_worker + 2 * job.blocks_per_task) * job.block_bytes
 
 
 def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:

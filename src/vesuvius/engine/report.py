@@ -34,6 +34,13 @@ class _Launched:
     result: StepResult
 
 
+def _reader_sums(readers: list[ReaderFigures]) -> dict[str, float]:
+    """What the living readers have done so far, all together."""
+    names = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
+    sums: dict[str, float] = {name: sum(getattr(reader, name) for reader in readers) for name in names}
+    return sums | {"read_s": sum(reader.read_s or 0.0 for reader in readers)}
+
+
 class StepReporter:
     """Logs steps once the device has finished them, and counts those that were not finite.
 
@@ -85,6 +92,7 @@ class StepReporter:
         for pair in ("ram_bytes", "vram_bytes"):
             record[pair.replace("_", "_used_")], record[pair.replace("_", "_limit_")] = record.pop(pair) or (None, None)
         del record["times"]
+        record["readers"] = _reader_sums(list(self._readers.values()))
         self._metrics.write("step", **record, finite=outcome.finite, scaler_overflow=outcome.overflowed)
         self._on_logged(launched.step)
         if outcome.finite or outcome.overflowed:
@@ -118,7 +126,7 @@ class StepReporter:
         config, memory = self._config, self._memory()
         self._pace.append(times.step_s)  # its median does not mind the first steps, which hold the start of the readers
         workers = config.training.workers
-        peaks = [reader.rss_anon_peak_bytes or 0 for reader in self._readers.values()]
+        peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._readers.values())]
         return StepFigures(
             step=launched.step,
             steps=config.stop_step,

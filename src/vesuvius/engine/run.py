@@ -196,6 +196,7 @@ class Run:
                     reporter.report(wait=True)
                     self._save()
             reporter.report(wait=True)
+            self._record_events(stream)
 
     def _one_step(self, step: int, lr: float, feed: DeviceFeed, stream: PatchStream, clock: StepClock) -> StepResult:
         """One optimizer step over all micro-batches of its global batch."""
