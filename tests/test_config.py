@@ -32,7 +32,7 @@ def test_a_config_cannot_be_changed() -> None:
 
 def test_a_patch_must_suit_the_model_and_the_nearest_sizes_are_named() -> None:
     assert problems(f"{MINIMAL}  patch_size: [70, 136, 136]\n") == [
-        "x.yaml: data.patch_size must be a multiple of [8, 8, 8] (model.stem_stride x 2 per further level); "
+        "x.yaml: data.patch_size must be a multiple of [8, 8, 8] (model.stem_stride times model.strides); "
         "got [70, 136, 136]; nearest that fit: [64, 136, 136] and [72, 136, 136]"
     ]
     assert "[8, 136, 136] and [8, 136, 136]" in problems(f"{MINIMAL}  patch_size: [3, 136, 136]\n")[0]
@@ -88,3 +88,33 @@ def test_derived_numbers_follow_from_the_keys() -> None:
     assert (config.global_batch, config.horizon_steps, config.stop_step) == (12, 1200, 7)
     assert read(MINIMAL + training, "training.max_steps=null").stop_step == 1200
     assert read(MINIMAL + training, "training.max_steps=5000").stop_step == 1200
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["diffusion.zero_terminal_snr=true", "diffusion.prediction=eps"],
+            "zero_terminal_snr needs a prediction that says something at pure noise; got prediction eps; set",
+        ),
+        (["diffusion.sampler_quantile=0.995"], "sampler_quantile needs sampler_clip, the least limit; got 0.995"),
+        (
+            ["diffusion.sampler=heun", "diffusion.sampler_eta=0.5"],
+            "sampler_eta belongs to ddim; got 0.5 with heun; remove diffusion.sampler_eta",
+        ),
+        (["model.strides=[[1, 2, 2]]"], "strides must have one entry fewer than channels; got 1 for 3 levels"),
+        (["data.condition_classes=3"], "condition_classes says what the volumes' conditions hold; got 3 and no"),
+        (["training.checkpoint_levels=[4]"], "go from 0, full resolution, to 3, the last of model.channels; got [4]"),
+        (["diffusion.sampler_guidance=2.0"], "needs a model trained both with and without a condition; got 2.0"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_with_the_remedy(overrides: list[str], message: str) -> None:
+    (problem,) = problems(MINIMAL, *overrides)
+    assert message in problem
+
+
+def test_strides_say_what_a_patch_must_be_a_multiple_of() -> None:
+    config = read(MINIMAL, "model.strides=[[1, 2, 2], [3, 1, 2]]", "data.patch_size=[72, 136, 136]")
+    assert config.model.divisor_zyx == (6, 4, 8)
+    assert config.model.size_problem((72, 136, 136)) is None
+    assert "nearest that fit: [66, 136, 136] and [72, 136, 136]" in str(config.model.size_problem((70, 136, 136)))

@@ -77,7 +77,10 @@ def test_a_wrong_value_is_named_with_rule_and_value(text: str, message: str) -> 
             "x.yaml:1: model.stem_stride: each of the three sizes (z, y, x) must be at least 1; got [2, 0, 2]",
         ),
         ("model: {stem_stride: [2, a, 2]}", "x.yaml:1: model.stem_stride.1: must be an integer; got 'a'"),
-        ("diffusion: {schedule: linear}", "x.yaml:1: diffusion.schedule: must be 'cosine'; got 'linear'"),
+        (
+            "diffusion: {schedule: quadratic}",
+            "x.yaml:1: diffusion.schedule: must be one of linear, cosine, sigmoid; got 'quadratic'",
+        ),
     ],
 )
 def test_wrong_text_sections_and_lists_are_named(text: str, message: str) -> None:

@@ -6,6 +6,7 @@ from these lines (`tools/config_table.py`).  Reading files and overrides is in `
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -151,6 +152,12 @@ class DataConfig(Section):
     store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
     augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")
     normalize: NormalizeConfig = Field(NormalizeConfig(), description="grey values to model values")
+    condition_normalize: NormalizeConfig = Field(
+        NormalizeConfig(), description="grey values of the condition to model values"
+    )
+    condition_classes: PositiveInt | None = Field(
+        None, description="the condition holds labels 0 ... n-1, shown as n channels of 0 and 1; null = grey values"
+    )
     validation: ValidationConfig = Field(ValidationConfig(), description="what is held out")
 
     @model_validator(mode="after")
@@ -170,6 +177,11 @@ class DataConfig(Section):
             raise ValueError(
                 f"a mask has an effect only with data.min_foreground above 0; got 0 and the mask of {masks[0]}; set "
                 "data.min_foreground or remove the mask"
+            )
+        if self.condition_classes and not any(paired):
+            raise ValueError(
+                f"condition_classes says what the volumes' conditions hold; got {self.condition_classes} and no "
+                "condition; add data.volumes[].condition or remove data.condition_classes"
             )
         if any(paired) and not all(paired):
             raise ValueError("either every volume has a condition or none; add data.volumes[].condition or remove it")
@@ -203,6 +215,13 @@ class TrainingConfig(Section):
     amp: Literal["auto", "off", "bf16", "fp16"] = Field(
         "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
     )
+    channels_last: bool = Field(False, description="weights and activations in channels_last_3d memory order")
+    lean_norm: bool = Field(
+        True, description="recompute norms and SiLU in the backward pass instead of keeping them; same numbers"
+    )
+    checkpoint_levels: tuple[NonNegativeInt, ...] = Field(
+        (), description="levels whose blocks are computed again in the backward pass; 0 = full resolution"
+    )
     compile: bool = Field(False, description="torch.compile the network: minutes at the start, faster steps after")
     cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
     lr: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
@@ -232,16 +251,37 @@ class TrainingConfig(Section):
 
 
 class DiffusionConfig(Section):
-    """Noise schedule, target and sampler.  The timestep t counts from 0, the least noisy."""
+    """Noise schedule, target, loss and sampler.  The timestep t counts from 0, the least noisy."""
 
     timesteps: Annotated[int, Field(ge=2)] = Field(1000, description="noise levels of the schedule")
-    schedule: Literal["cosine"] = Field("cosine", description="how alpha_bar falls with t")
-    prediction: Literal["v"] = Field("v", description="what the network predicts: v = sqrt(ab) eps - sqrt(1-ab) x_0")
+    schedule: Literal["linear", "cosine", "sigmoid"] = Field("cosine", description="how alpha_bar falls with t")
+    zero_terminal_snr: bool = Field(
+        False, description="rescale the schedule so that the last t is pure noise; needs prediction v or x_0"
+    )
+    prediction: Literal["v", "eps", "x_0"] = Field(
+        "v", description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0"
+    )
+    loss: Literal["l2", "huber"] = Field("l2", description="error of the prediction, per voxel")
+    huber_delta: float = Field(1.0, gt=0, description="error above which the Huber loss is linear, model values")
     min_snr_gamma: float | None = Field(
         5.0, gt=0, description="cap on the loss weight by signal-to-noise ratio; null = unweighted"
     )
+    condition_dropout: float = Field(
+        0.1, ge=0, lt=1, description="share of samples trained without their condition, for guidance; 0 = none"
+    )
+    sampler: Literal["ddim", "ddpm", "dpmpp2m", "heun"] = Field(
+        "ddim", description="how samples are drawn; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)"
+    )
     sampler_steps: PositiveInt = Field(
-        50, description="network evaluations per generated sample (DDIM, trailing spacing)"
+        50, description="steps per generated sample (trailing spacing); heun evaluates the network twice in each"
+    )
+    sampler_eta: float = Field(0.0, ge=0, le=1, description="noise that ddim adds in each step; 0 = none, 1 = ddpm's")
+    sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
+    sampler_quantile: float | None = Field(
+        None, gt=0, le=1, description="dynamic thresholding: limit at this quantile of |x_0|, at least sampler_clip"
+    )
+    sampler_guidance: float = Field(
+        1.0, ge=0, description="classifier-free guidance: 1 = the condition as it is, more = stronger, 0 = none"
     )
 
     @model_validator(mode="after")
@@ -253,12 +293,38 @@ class DiffusionConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _predictable(self) -> Self:
+        if self.zero_terminal_snr and self.prediction == "eps":
+            raise ValueError(
+                "zero_terminal_snr needs a prediction that says something at pure noise; got prediction eps; set "
+                "diffusion.prediction=v"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> Self:
+        if self.sampler_quantile is not None and self.sampler_clip is None:
+            raise ValueError(
+                f"sampler_quantile needs sampler_clip, the least limit; got {self.sampler_quantile} and null; set "
+                "diffusion.sampler_clip=1.0"
+            )
+        if self.sampler_eta > 0 and self.sampler != "ddim":
+            raise ValueError(
+                f"sampler_eta belongs to ddim; got {self.sampler_eta} with {self.sampler}; remove "
+                "diffusion.sampler_eta or set diffusion.sampler=ddim"
+            )
+        return self
+
 
 class ModelConfig(Section):
     """The 3D U-Net, from tiny to the recipe."""
 
     channels: tuple[PositiveInt, ...] = Field(
         (128, 256, 512), min_length=1, description="channels of each level, finest first"
+    )
+    strides: tuple[SizeZYX, ...] | None = Field(
+        None, description="downsampling factors (z, y, x) from each level to the next; null = all [2, 2, 2]"
     )
     blocks_per_level: PositiveInt = Field(
         2, description="residual blocks per level on the way down; one more on the way up"
@@ -269,15 +335,46 @@ class ModelConfig(Section):
     full_res_channels: NonNegativeInt = Field(
         32, description="channels of the full-resolution block at each end; 0 = none"
     )
+    skips: Literal["concat", "add"] = Field(
+        "concat", description="how the way up takes what the way down left; add = smaller tensors, fewer weights"
+    )
     attention_heads: NonNegativeInt = Field(8, description="heads of self-attention at the lowest level; 0 = none")
     norm_groups: PositiveInt = Field(32, description="groups of GroupNorm; fewer where channels do not divide by it")
+    scalars: tuple[Literal["voxel_size", "level"], ...] = Field(
+        (), description="what the network is told of each volume: its voxel size, its pyramid level"
+    )
+
+    @property
+    def level_strides_zyx(self) -> tuple[Triple, ...]:
+        """Downsampling factors from each level to the next."""
+        return ((2, 2, 2),) * (len(self.channels) - 1) if self.strides is None else self.strides
 
     @property
     def divisor_zyx(self) -> Triple:
-        """What each patch size must be a multiple of, so that every level halves evenly."""
-        halvings = 2 ** (len(self.channels) - 1)
-        z, y, x = self.stem_stride
-        return z * halvings, y * halvings, x * halvings
+        """What each patch size must be a multiple of, so that every level divides evenly."""
+        z, y, x = (math.prod(factors) for factors in zip(self.stem_stride, *self.level_strides_zyx, strict=True))
+        return z, y, x
+
+    def size_problem(self, size_zyx: Triple) -> str | None:
+        """Why a patch of this size does not fit, with the nearest sizes that do; None where it fits."""
+        divisor = self.divisor_zyx
+        if not any(size % d for size, d in zip(size_zyx, divisor, strict=True)):
+            return None
+        below = [max(size // d, 1) * d for size, d in zip(size_zyx, divisor, strict=True)]
+        above = [-(-size // d) * d for size, d in zip(size_zyx, divisor, strict=True)]
+        return (
+            f"data.patch_size must be a multiple of {list(divisor)} (model.stem_stride times model.strides); "
+            f"got {list(size_zyx)}; nearest that fit: {below} and {above}"
+        )
+
+    @model_validator(mode="after")
+    def _strides_match(self) -> Self:
+        if self.strides is not None and len(self.strides) != len(self.channels) - 1:
+            raise ValueError(
+                f"strides must have one entry fewer than channels; got {len(self.strides)} for {len(self.channels)} "
+                "levels; change model.strides"
+            )
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -338,16 +435,40 @@ class Config(Section):
         """The optimizer step after which this run is done."""
         return min(self.horizon_steps, self.training.max_steps or self.horizon_steps)
 
+    @property
+    def has_condition(self) -> bool:
+        """Whether each patch comes with a second tensor that the network is shown."""
+        return self.data.volumes[0].condition is not None
+
+    @property
+    def condition_channels(self) -> int:
+        """Channels that the network is shown beside x_t: the condition's, and one that says whether it is there."""
+        return (self.data.condition_classes or 1) + 1 if self.has_condition else 0
+
     @model_validator(mode="after")
     def _patch_fits_model(self) -> Self:
-        divisor = self.model.divisor_zyx
-        patch = self.data.patch_size
-        if any(p % d for p, d in zip(patch, divisor, strict=True)):
-            below = [max(p // d, 1) * d for p, d in zip(patch, divisor, strict=True)]
-            above = [-(-p // d) * d for p, d in zip(patch, divisor, strict=True)]
+        problem = self.model.size_problem(self.data.patch_size)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _guidance_possible(self) -> Self:
+        conditional = self.has_condition or bool(self.model.scalars)
+        if self.diffusion.sampler_guidance != 1 and not (conditional and self.diffusion.condition_dropout > 0):
             raise ValueError(
-                f"data.patch_size must be a multiple of {list(divisor)} (model.stem_stride x 2 per further level); "
-                f"got {list(patch)}; nearest that fit: {below} and {above}"
+                "diffusion.sampler_guidance other than 1 needs a model trained both with and without a condition; got "
+                f"{self.diffusion.sampler_guidance}; add data.volumes[].condition and diffusion.condition_dropout=0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _checkpointed_levels_exist(self) -> Self:
+        levels = len(self.model.channels)
+        if any(level > levels for level in self.training.checkpoint_levels):
+            raise ValueError(
+                f"training.checkpoint_levels go from 0, full resolution, to {levels}, the last of model.channels; got "
+                f"{list(self.training.checkpoint_levels)}"
             )
         return self
 

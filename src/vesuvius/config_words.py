@@ -68,8 +68,6 @@ def describe_type(schema: JsonSchema) -> str:
             return " or ".join(describe_type(option) for option in options)
         case {"enum": choices}:
             return f"one of {', '.join(choices)}"
-        case {"const": only}:
-            return f"'{only}'"
         case {"prefixItems": items}:
             return f"a list of {len(items)} values, each {describe_type(items[0])}"
         case {"type": "array", "items": item}:

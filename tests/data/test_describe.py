@@ -102,7 +102,7 @@ def test_scale_and_translation_of_level_and_pyramid_are_applied_in_order(tmp_pat
     group.attrs["multiscales"] = multiscales
     multiscale = read_multiscale(open_volume(ArrayConfig(path=str(path))))
     assert multiscale is not None
-    geometry = level_geometry(multiscale, "0")
+    geometry = level_geometry(multiscale.entry, "0")
     assert geometry is not None
     assert geometry.scale_zyx == (24, 24, 4.8)
     assert geometry.translation_zyx == (10, 20, 11)

@@ -324,7 +324,7 @@ def test_the_grey_range_leaves_out_air_and_refuses_a_blank_volume(tmp_path: Path
     config = DataConfig(
         volumes=(VolumeConfig(path=str(write_array(tmp_path / "half.zarr", voxels))),), patch_size=(8, 16, 16)
     )
-    (grey,) = prepare_data(0, config).grey_ranges(config)
+    (grey,) = prepare_data(0, config).grey_ranges(config).volumes
     assert 1 <= grey.low <= 3
     assert 197 <= grey.high <= 199
     blank = write_array(tmp_path / "blank.zarr", np.full((96, 128, 128), 7, np.uint8))

@@ -15,14 +15,15 @@ def test_each_group_holds_at_least_four_channels_or_all_there_are(channels: int,
     assert layers.group_count(channels, norm_groups) == groups
 
 
-def test_adaptive_norm_parity_with_group_norm_then_scale_and_shift() -> None:
-    norm = layers.AdaptiveNormSiLU(8, 5, norm_groups=2)
+@pytest.mark.parametrize("lean", [False, True])
+def test_adaptive_norm_parity_with_group_norm_then_scale_and_shift(lean: bool) -> None:
+    norm, conv = layers.AdaptiveNormSiLU(8, 5, norm_groups=2), nn.Conv3d(8, 3, 3, padding=1)
     generator = torch.Generator().manual_seed(6)
     x, embedding = torch.randn(3, 8, 2, 3, 4, generator=generator), torch.randn(3, 5, generator=generator)
     scale, shift = norm.project(embedding)[:, :, None, None, None].chunk(2, dim=1)
-    expected = F.silu(nn.GroupNorm(2, 8, affine=False)(x) * (1 + scale) + shift)
+    expected = conv(F.silu(nn.GroupNorm(2, 8, affine=False)(x) * (1 + scale) + shift))
     # 1e-5: the fused form multiplies mean and scale in another order.
-    torch.testing.assert_close(norm(x, embedding), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm(x, embedding, conv, lean), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_parity_with_the_softmax_formula() -> None:
@@ -54,3 +55,13 @@ def test_timestep_embedding_is_float32_whatever_the_autocast() -> None:
         inside = embed(t)
     assert inside.dtype == torch.float32
     assert torch.equal(inside, outside)
+
+
+def test_scalars_start_without_effect_and_are_added_once_learned() -> None:
+    embed, t = layers.TimestepEmbedding(16, scalars=2), torch.arange(3)
+    scalars = torch.tensor([[3.0, 1.0], [2.0, 1.0], [0.0, 0.0]])
+    at_first = embed(t, scalars)
+    embed.scalars_out.reset_parameters()
+    assert torch.equal(embed(t, scalars), at_first)
+    nn.init.eye_(embed.scalars_out.weight)
+    assert (embed(t, scalars) - embed(t, torch.zeros(3, 2))).abs().amax(dim=1)[:2].min() > 1e-3

@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vesuvius.diffusion.randomness import Purpose, derive_seed, sample_noise, stratified_timesteps, torch_generator
+from vesuvius.diffusion.randomness import (
+    Purpose,
+    condition_kept,
+    derive_seed,
+    sample_noise,
+    stratified_timesteps,
+    torch_generator,
+)
 
 SHAPE = (1, 4, 6, 5)
 
@@ -59,10 +66,10 @@ def test_noise_is_standard_normal() -> None:
 
 
 def test_nothing_reads_or_moves_the_global_generators() -> None:
-    def draw() -> tuple[torch.Tensor, np.ndarray, int]:
+    def draw() -> tuple[torch.Tensor, np.ndarray, np.ndarray, int]:
         noise = sample_noise(0, [3], SHAPE)
         number = int(torch.randint(2**31, (), generator=torch_generator(0, Purpose.WEIGHTS)))
-        return noise, stratified_timesteps(0, 3, 8, 1000), number
+        return noise, stratified_timesteps(0, 3, 8, 1000), condition_kept(0, range(20), 0.5), number
 
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002 - the global generator is what must not matter
@@ -75,7 +82,8 @@ def test_nothing_reads_or_moves_the_global_generators() -> None:
     second = draw()
     assert torch.equal(first[0], second[0])
     assert np.array_equal(first[1], second[1])
-    assert first[2] == second[2]
+    assert np.array_equal(first[2], second[2])
+    assert first[3] == second[3]
 
 
 @settings(deadline=None)
@@ -112,3 +120,36 @@ def test_every_place_meets_every_timestep_equally_often(global_batch: int) -> No
         expected = steps / timesteps
         # chi square of 23 degrees of freedom; 63 is its 1e-5 tail.  Covers reaching t = 0 and t = T - 1.
         assert ((counts - expected) ** 2 / expected).sum() < 63
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=20), st.data())
+def test_dropout_of_conditions_does_not_depend_on_the_batch_split(indices: list[int], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, len(indices) - 1))
+    parts = [condition_kept(3, np.array(part, dtype=np.int64), 0.5) for part in (indices[:cut], indices[cut:])]
+    whole = condition_kept(3, indices, 0.5)
+    assert whole.dtype == np.bool_
+    assert np.array_equal(whole, np.concatenate(parts))
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_the_asked_share_of_conditions_is_left_out(dropout: float) -> None:
+    n = 4000
+    left_out = 1 - condition_kept(0, range(n), dropout).mean()
+    # 5 standard deviations of a share of n independent draws.
+    assert abs(left_out - dropout) < 5 * math.sqrt(dropout * (1 - dropout) / n)
+
+
+def test_no_dropout_keeps_every_condition_and_more_dropout_keeps_a_subset() -> None:
+    assert condition_kept(0, range(1000), 0.0).all()
+    few, many = condition_kept(0, range(1000), 0.5), condition_kept(0, range(1000), 0.1)
+    assert (many >= few).all()
+    assert not np.array_equal(few, condition_kept(1, range(1000), 0.5))
+
+
+def test_dropout_is_unrelated_to_the_noise_of_the_same_sample() -> None:
+    n = 4000
+    noise = sample_noise(0, range(n), (1, 1, 1, 1)).flatten().numpy()
+    kept = condition_kept(0, range(n), 0.5)
+    # 5 standard deviations of the correlation of n independent pairs.
+    assert abs(np.corrcoef(noise, kept)[0, 1]) < 5 / math.sqrt(n)

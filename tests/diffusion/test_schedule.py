@@ -1,4 +1,6 @@
-"""The schedule's tables and conversions, against diffusers and against closed forms."""
+"""The schedule's tables and conversions, against diffusers, MONAI and closed forms."""
+
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -6,21 +8,49 @@ import torch
 from diffusers import DDPMScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from monai.networks.schedulers import DDPMScheduler as MonaiScheduler
 
 from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.schedule import Schedule, cosine_betas
+from vesuvius.diffusion.schedule import (
+    Prediction,
+    Schedule,
+    cosine_betas,
+    linear_betas,
+    sigmoid_betas,
+    with_zero_terminal_snr,
+    x_0_and_eps,
+)
 
 SHAPE = (5, 1, 3, 4, 6)
 TIMES = torch.tensor([0, 1, 500, 998, 999])
+KINDS: tuple[Prediction, ...] = ("v", "eps", "x_0")
+BETAS = {"linear": linear_betas, "cosine": cosine_betas, "sigmoid": sigmoid_betas}
+
+
+@pytest.fixture(params=["linear", "cosine", "sigmoid"])
+def schedule(request: pytest.FixtureRequest) -> Schedule:
+    return Schedule.from_config(DiffusionConfig(schedule=request.param))
 
 
 @pytest.fixture
-def schedule() -> Schedule:
-    return Schedule.from_config(DiffusionConfig())
+def float64_default() -> Iterator[None]:
+    """Makes MONAI compute in float64, which takes torch's default."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
-def _oracle(timesteps: int) -> DDPMScheduler:
-    return DDPMScheduler(num_train_timesteps=timesteps, beta_schedule="squaredcos_cap_v2")
+def _oracle(name: str, timesteps: int = 1000, **options: object) -> DDPMScheduler:
+    if name == "cosine":
+        return DDPMScheduler(num_train_timesteps=timesteps, beta_schedule="squaredcos_cap_v2", **options)
+    scale = 1000 / timesteps  # diffusers leaves it to the caller to keep the last t as noisy
+    return DDPMScheduler(
+        num_train_timesteps=timesteps,
+        beta_schedule="linear",
+        beta_start=scale * 1e-4,
+        beta_end=scale * 0.02,
+        **options,
+    )
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,22 +58,56 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(SHAPE, generator=generator), torch.randn(SHAPE, generator=generator)
 
 
-@pytest.mark.parametrize("timesteps", [2, 10, 1000])
-def test_betas_and_alpha_bar_parity_with_diffusers(timesteps: int) -> None:
-    ours, theirs = Schedule.from_config(DiffusionConfig(timesteps=timesteps, sampler_steps=1)), _oracle(timesteps)
-    # 1e-6: diffusers takes the cumulative product in float32, up to 1000 roundings of 6e-8 that partly cancel.
+# Linear from 100 steps on: with fewer, ours clips betas at 0.999 where diffusers would let them pass 1.
+@pytest.mark.parametrize(
+    ("name", "timesteps"),
+    [("cosine", 2), ("cosine", 10), ("cosine", 1000), ("linear", 100), ("linear", 1000), ("linear", 4000)],
+)
+def test_betas_and_alpha_bar_parity_with_diffusers(name: str, timesteps: int) -> None:
+    config = DiffusionConfig(schedule=name, timesteps=timesteps, sampler_steps=1)
+    ours, theirs = Schedule.from_config(config), _oracle(name, timesteps)
+    # 1e-6: diffusers takes the cumulative product in float32, up to 4000 roundings of 6e-8 that partly cancel.
     torch.testing.assert_close(ours.betas, theirs.betas, rtol=0, atol=1e-6)
     torch.testing.assert_close(ours.alpha_bar, theirs.alphas_cumprod, rtol=0, atol=1e-6)
 
 
-def test_q_sample_and_velocity_parity_with_diffusers(schedule: Schedule) -> None:
-    x_0, eps = _batch()
-    theirs = _oracle(1000)
-    # 1e-5: diffusers forms 1 - alpha_bar in float32, which at t = 0 costs 1e-7 / 4e-5 of it, times 0.006 and |x| < 5.
-    torch.testing.assert_close(schedule.q_sample(x_0, eps, TIMES), theirs.add_noise(x_0, eps, TIMES), rtol=0, atol=1e-5)
-    torch.testing.assert_close(
-        schedule.velocity(x_0, eps, TIMES), theirs.get_velocity(x_0, eps, TIMES), rtol=0, atol=1e-5
-    )
+def test_linear_betas_and_alpha_bar_parity_with_monai() -> None:
+    ours, theirs = Schedule.from_config(DiffusionConfig(schedule="linear")), MonaiScheduler(1000, "linear_beta")
+    # 1e-6: MONAI's tables are float32 throughout.
+    torch.testing.assert_close(ours.betas, theirs.betas, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.alpha_bar, theirs.alphas_cumprod, rtol=0, atol=1e-6)
+
+
+# Not compared: MONAI's sigmoid_beta, where beta and not alpha_bar is a sigmoid, and scaled_linear_beta, which we do
+# not have.
+@pytest.mark.usefixtures("float64_default")
+@pytest.mark.parametrize("timesteps", [10, 1000])
+def test_cosine_betas_and_alpha_bar_parity_with_monai(timesteps: int) -> None:
+    # In float32 MONAI's last betas are 3e-5 off: the angles are rounded before the cosine is taken near pi/2.
+    theirs = MonaiScheduler(timesteps, "cosine")
+    betas = cosine_betas(timesteps)
+    np.testing.assert_allclose(betas, theirs.betas.numpy(), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.cumprod(1 - betas), theirs.alphas_cumprod.numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("timesteps", [10, 1000])
+def test_sigmoid_betas_and_alpha_bar_parity_with_the_papers_formula(timesteps: int) -> None:
+    # Chen 2023, "sigmoid (start = -3, end = 3, tau = 1)", which lucidrains' sigmoid_beta_schedule follows: with
+    # s(u) = 1 / (1 + exp(-u / tau)), gamma(u) = (s(end) - s(start + u (end - start))) / (s(end) - s(start)).
+    start, end, tau = -3.0, 3.0, 1.0
+
+    def s(u: np.ndarray | float) -> np.ndarray:
+        return 1 / (1 + np.exp(-np.asarray(u) / tau))
+
+    u = np.arange(timesteps + 1) / timesteps
+    gamma = (s(end) - s(start + u * (end - start))) / (s(end) - s(start))
+    alpha_bar = gamma[1:] / gamma[0]
+    betas = sigmoid_betas(timesteps)
+    # 1e-6 where nothing is clipped, and at the end the clip of betas at 0.999, which lucidrains has too.
+    np.testing.assert_allclose(np.cumprod(1 - betas)[:-1], alpha_bar[:-1], rtol=0, atol=1e-6)
+    expected = np.minimum(1 - gamma[1:] / gamma[:-1], 0.999)
+    np.testing.assert_allclose(betas, expected, rtol=0, atol=1e-6)
+    assert betas[-1] == 0.999
 
 
 def test_alpha_bar_follows_equation_17_where_beta_is_not_clipped() -> None:
@@ -60,58 +124,146 @@ def test_alpha_bar_follows_equation_17_where_beta_is_not_clipped() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(2, 2000))
-def test_noise_grows_with_t_and_betas_stay_in_range(timesteps: int) -> None:
-    schedule = Schedule.from_betas(cosine_betas(timesteps))
+@given(st.sampled_from(sorted(BETAS)), st.integers(2, 2000), st.booleans())
+def test_noise_grows_with_t_and_betas_stay_in_range(name: str, timesteps: int, zero_terminal: bool) -> None:
+    betas = BETAS[name](timesteps)
+    schedule = Schedule.from_betas(with_zero_terminal_snr(betas) if zero_terminal else betas)
     assert schedule.timesteps == timesteps
     assert schedule.betas.min() > 0
-    assert schedule.betas.max() <= np.float32(0.999)
-    assert (schedule.alpha_bar.diff() < 0).all()
+    assert schedule.betas.max() <= (1.0 if zero_terminal else np.float32(0.999))
+    assert (np.diff(schedule.alpha_bar_64) < 0).all()
     assert (schedule.snr_table.diff() < 0).all()
     assert (schedule.sqrt_one_minus_alpha_bar > 0).all()
 
 
-def test_conversions_invert_noising(schedule: Schedule) -> None:
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_zero_terminal_snr_parity_with_diffusers(name: str) -> None:
+    ours = Schedule.from_config(DiffusionConfig(schedule=name, zero_terminal_snr=True))
+    theirs = _oracle(name, rescale_betas_zero_snr=True)
+    # 1e-6: as without rescaling.  Betas not compared near the end: diffusers takes ratios of float32 alpha_bar there.
+    torch.testing.assert_close(ours.alpha_bar, theirs.alphas_cumprod, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(BETAS))
+def test_zero_terminal_snr_ends_at_exactly_zero_and_leaves_the_start(name: str) -> None:
+    plain = Schedule.from_config(DiffusionConfig(schedule=name))
+    rescaled = Schedule.from_config(DiffusionConfig(schedule=name, zero_terminal_snr=True))
+    assert rescaled.alpha_bar_64[-1] == 0
+    assert rescaled.snr(torch.tensor([999])).item() == 0
+    # 1e-12 and 1e-10: float64; the cumulative product repeats what the betas' division did, 1000 times.
+    assert rescaled.alpha_bar_64[0] == pytest.approx(plain.alpha_bar_64[0], rel=1e-12)
+    before, after = np.sqrt(plain.alpha_bar_64), np.sqrt(rescaled.alpha_bar_64)
+    expected = (before - before[-1]) * before[0] / (before[0] - before[-1])
+    np.testing.assert_allclose(after, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_q_sample_and_v_parity_with_diffusers_and_monai(name: str) -> None:
+    ours = Schedule.from_config(DiffusionConfig(schedule=name))
     x_0, eps = _batch()
-    x_t, v = schedule.q_sample(x_0, eps, TIMES), schedule.velocity(x_0, eps, TIMES)
-    # 2e-6: four float32 roundings of numbers below 8.
-    torch.testing.assert_close(schedule.x_0_from_v(x_t, v, TIMES), x_0, rtol=0, atol=2e-6)
-    torch.testing.assert_close(schedule.eps_from_v(x_t, v, TIMES), eps, rtol=0, atol=2e-6)
-    # 1e-4: x_t is rounded at 2e-7 and this conversion divides by sqrt(1 - alpha_bar) = 0.006 at t = 0.
-    torch.testing.assert_close(schedule.eps_from_x_0(x_t, x_0, TIMES), eps, rtol=0, atol=1e-4)
+    monai = MonaiScheduler(1000, "linear_beta" if name == "linear" else "cosine")
+    # 1e-5 of what is compared, or of 1 where that is near 0: the oracles form 1 - alpha_bar in float32, which at t = 0
+    # costs 1e-7 / 4e-5 of it, times 0.006 and |x| < 5.
+    for theirs in (_oracle(name), monai):
+        torch.testing.assert_close(
+            ours.q_sample(x_0, eps, TIMES), theirs.add_noise(x_0, eps, TIMES), rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            ours.target("v", x_0, eps, TIMES), theirs.get_velocity(x_0, eps, TIMES), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversions_parity_with_diffusers_noising(kind: Prediction, name: str) -> None:
+    # From x_t and v that diffusers made of (x_0, eps), every prediction must lead back to that pair.
+    x_0, eps = (tensor.double() for tensor in _batch())
+    oracle = _oracle(name)
+    oracle.alphas_cumprod = torch.cumprod(1 - oracle.betas.double(), 0)  # its float32 table would drown the rest
+    x_t, v = oracle.add_noise(x_0, eps, TIMES), oracle.get_velocity(x_0, eps, TIMES)
+    alpha_bar = oracle.alphas_cumprod[TIMES].view(-1, 1, 1, 1, 1)
+    prediction = {"v": v, "eps": eps, "x_0": x_0}[kind]
+    pair = x_0_and_eps(kind, prediction, x_t, alpha_bar.sqrt(), (1 - alpha_bar).sqrt())
+    # 1e-5 is asked for; float64 leaves 1e-11 where the least of alpha and sigma, 5e-5, divides.
+    for ours, expected in zip(pair, (x_0, eps), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversions_invert_noising_in_float32(schedule: Schedule, kind: Prediction) -> None:
+    x_0, eps = _batch()
+    x_t, prediction = schedule.q_sample(x_0, eps, TIMES), schedule.target(kind, x_0, eps, TIMES)
+    ours = schedule.x_0_and_eps(kind, prediction, x_t, TIMES)
+    # Four float32 roundings of numbers below 8, divided by alpha from eps and by sigma from x_0.
+    alpha, sigma = schedule.sqrt_alpha_bar[TIMES], schedule.sqrt_one_minus_alpha_bar[TIMES]
+    x_0_tolerance = 2e-6 / (alpha if kind == "eps" else torch.ones(5))
+    eps_tolerance = 2e-6 / (sigma if kind == "x_0" else torch.ones(5))
+    for mine, expected, tolerance in zip(ours, (x_0, eps), (x_0_tolerance, eps_tolerance), strict=True):
+        assert mine.dtype == torch.float32
+        assert ((mine - expected).abs().amax(dim=(1, 2, 3, 4)) < tolerance).all()
+
+
+@given(st.floats(0.01, 1.56), st.floats(-5, 5), st.floats(-5, 5))
+def test_conversions_go_round_between_all_three_predictions(angle: float, x_0: float, eps: float) -> None:
+    alpha, sigma = np.cos(angle), np.sin(angle)
+    x_t, v = (
+        torch.tensor(value, dtype=torch.float64) for value in (alpha * x_0 + sigma * eps, alpha * eps - sigma * x_0)
+    )
+    from_v = x_0_and_eps("v", v, x_t, alpha, sigma)
+    # 1e-11: float64 divided by the least of alpha and sigma, 0.01.
+    for again in (
+        x_0_and_eps("eps", from_v[1], x_t, alpha, sigma),
+        x_0_and_eps("x_0", from_v[0], x_t, alpha, sigma),
+    ):
+        assert [float(part) for part in again] == pytest.approx([x_0, eps], abs=1e-11)
+
+
+def test_v_and_x_0_say_something_at_pure_noise() -> None:
+    x_0, eps = _batch()
+    schedule = Schedule.from_config(DiffusionConfig(zero_terminal_snr=True))
+    t = torch.full((len(x_0),), 999)
+    x_t = schedule.q_sample(x_0, eps, t)
+    assert torch.equal(x_t, eps)
+    for kind in ("v", "x_0"):
+        pair = schedule.x_0_and_eps(kind, schedule.target(kind, x_0, eps, t), x_t, t)
+        assert torch.equal(pair[0], x_0)
+        assert torch.equal(pair[1], eps)
 
 
 def test_v_of_the_exact_pair_keeps_the_norm(schedule: Schedule) -> None:
     x_0, eps = _batch()
-    x_t, v = schedule.q_sample(x_0, eps, TIMES), schedule.velocity(x_0, eps, TIMES)
+    x_t, v = schedule.q_sample(x_0, eps, TIMES), schedule.target("v", x_0, eps, TIMES)
     # (x_t, v) is (x_0, eps) turned by an angle; 1e-5: float32 squares of numbers below 8.
     torch.testing.assert_close(x_t**2 + v**2, x_0**2 + eps**2, rtol=1e-5, atol=1e-5)
 
 
-def test_snr_is_signal_power_over_noise_power(schedule: Schedule) -> None:
+def test_snr_is_signal_power_over_noise_power() -> None:
+    schedule = Schedule.from_config(DiffusionConfig())
     alpha_bar = np.cumprod(1 - cosine_betas(1000))[TIMES.numpy()]
     # 1e-6: one rounding from float64 to float32.
     np.testing.assert_allclose(schedule.snr(TIMES).numpy(), alpha_bar / (1 - alpha_bar), rtol=1e-6)
 
 
+def test_tables_are_rounded_once_from_float64(schedule: Schedule) -> None:
+    exact = torch.from_numpy(schedule.alpha_bar_64)
+    assert torch.equal(schedule.alpha_bar, exact.float())
+    assert torch.equal(schedule.sqrt_one_minus_alpha_bar, (1 - exact).sqrt().float())
+
+
 def test_everything_is_float32_and_unchanged_inside_bf16_autocast(schedule: Schedule) -> None:
     x_0, eps = _batch()
-    functions = (
-        schedule.q_sample,
-        schedule.velocity,
-        schedule.x_0_from_v,
-        schedule.eps_from_v,
-        schedule.eps_from_x_0,
-    )
-    outside = [function(x_0, eps, TIMES) for function in functions]
+
+    def everything(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        targets = [schedule.target(kind, a, b, TIMES) for kind in KINDS]
+        pairs = [part for kind in KINDS for part in schedule.x_0_and_eps(kind, a, b, TIMES)]
+        return [schedule.q_sample(a, b, TIMES), *targets, *pairs]
+
+    outside = everything(x_0.bfloat16().float(), eps.bfloat16().float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = [function(x_0, eps, TIMES) for function in functions]
-        from_bf16 = schedule.q_sample(x_0.bfloat16(), eps.bfloat16(), TIMES)
+        inside = everything(x_0.bfloat16(), eps.bfloat16())
     for a, b in zip(outside, inside, strict=True):
         assert b.dtype == torch.float32
         assert torch.equal(a, b)
-    assert from_bf16.dtype == torch.float32
-    assert torch.equal(from_bf16, schedule.q_sample(x_0.bfloat16().float(), eps.bfloat16().float(), TIMES))
 
 
 @pytest.mark.parametrize("t", [-1, 1000])
@@ -126,5 +278,6 @@ def test_t_outside_the_schedule_is_refused_and_never_wraps(schedule: Schedule, t
 def test_to_moves_every_table(schedule: Schedule) -> None:
     moved = schedule.to("meta")
     assert moved.device.type == "meta"
-    assert {tensor.device.type for tensor in vars(moved).values()} == {"meta"}
+    assert {table.device.type for table in vars(moved).values() if isinstance(table, torch.Tensor)} == {"meta"}
+    assert moved.alpha_bar_64 is schedule.alpha_bar_64
     assert schedule.device.type == "cpu"

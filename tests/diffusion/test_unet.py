@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vesuvius.config import ModelConfig
 from vesuvius.diffusion import unet
-from vesuvius.diffusion.layers import ZeroConv3d
-from vesuvius.diffusion.unet import UNet, build_unet
+from vesuvius.diffusion.layers import ZeroConv3d, ZeroLinear
+from vesuvius.diffusion.unet import Execution, UNet, build_unet
 from vesuvius.errors import ConfigError
 
 TINY = ModelConfig(
@@ -27,8 +27,13 @@ ONE_LEVEL = ModelConfig(
     channels=(8,), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=0, attention_heads=1
 )
 NARROWING = ModelConfig(channels=(24, 8), stem_stride=(1, 1, 1), full_res_channels=0, attention_heads=0)
-CONFIGS = pytest.mark.parametrize("config", [TINY, ALL_PARTS, ONE_LEVEL], ids=["tiny", "all_parts", "one_level"])
-SIZE = (4, 8, 12)
+ADDED = ALL_PARTS.model_copy(update={"skips": "add"})
+FLAT = ModelConfig(  # as for slices further apart than pixels
+    channels=(8, 12, 16), strides=((1, 2, 2), (3, 1, 2)), stem_stride=(1, 2, 2), full_res_channels=4, attention_heads=2
+)
+IDS = {"tiny": TINY, "all_parts": ALL_PARTS, "one_level": ONE_LEVEL, "added_skips": ADDED, "anisotropic": FLAT}
+CONFIGS = pytest.mark.parametrize("config", IDS.values(), ids=IDS.keys())
+SIZE = (6, 8, 24)
 
 
 def _input(batch: int = 2, channels: int = 1) -> tuple[Tensor, Tensor]:
@@ -36,15 +41,19 @@ def _input(batch: int = 2, channels: int = 1) -> tuple[Tensor, Tensor]:
     return x, torch.arange(batch) * 300
 
 
-def _awake(config: ModelConfig, channels: int = 1) -> UNet:
-    """A network whose zero-initialised convolutions have been given weights, as a few updates would."""
-    model = build_unet(config, 0, channels, channels)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, ZeroConv3d):
-                module.weight.normal_(std=math.prod(module.weight.shape[1:]) ** -0.5, generator=generator)
+def _awake(config: ModelConfig, channels: int = 1, execution: Execution = Execution()) -> UNet:
+    """A network whose zero-initialised maps have been given weights, as a few updates would."""
+    model = build_unet(config, 0, channels, channels, execution=execution)
+    _wake(model)
     return model
+
+
+@torch.no_grad()
+def _wake(model: UNet) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for module in model.modules():
+        if isinstance(module, (ZeroConv3d, ZeroLinear)):
+            module.weight.normal_(std=math.prod(module.weight.shape[1:]) ** -0.5, generator=generator)
 
 
 @CONFIGS
@@ -159,12 +168,57 @@ def test_bf16_autocast_is_close_to_float32(config: ModelConfig) -> None:
     assert not torch.equal(rounded, exact)
 
 
+def _loss_and_gradients(model: UNet) -> tuple[Tensor, dict[str, Tensor]]:
+    x, t = _input()
+    loss = F.mse_loss(model(x, t), torch.roll(x, 1, dims=4))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@CONFIGS
+@pytest.mark.parametrize(
+    "execution",
+    [Execution(lean_norm=True), Execution(lean_norm=False, checkpoint_levels=(0, 1)), Execution(True, (0, 1, 2, 3))],
+    ids=["lean", "checkpointed", "both"],
+)
+def test_how_it_is_computed_changes_no_number(config: ModelConfig, execution: Execution) -> None:
+    plain, other = _awake(config, execution=Execution(lean_norm=False)), _awake(config, execution=execution)
+    loss, gradients = _loss_and_gradients(plain)
+    other_loss, other_gradients = _loss_and_gradients(other)
+    assert torch.equal(loss, other_loss)
+    assert gradients.keys() == other_gradients.keys()
+    for name, gradient in gradients.items():
+        # 1e-5: the same kernels, but gradients that meet are added in another order.
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def test_channels_last_gives_the_same_numbers() -> None:
-    model, (x, t) = _awake(ALL_PARTS).eval(), _input()
-    expected = model(x, t)
-    out = model.to(memory_format=torch.channels_last_3d)(x.contiguous(memory_format=torch.channels_last_3d), t)
+    loss, gradients = _loss_and_gradients(_awake(ALL_PARTS))
+    last = _awake(ALL_PARTS)
+    last.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    last_loss, last_gradients = _loss_and_gradients(last)
     # 1e-5: the same float32 sums in another order; outputs are of order 1.
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(last_loss, loss, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(last_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_added_skips_need_fewer_weights_and_every_level_still_reaches_the_output() -> None:
+    added, joined = _awake(ADDED), _awake(ALL_PARTS)
+    assert sum(p.numel() for p in added.parameters()) < sum(p.numel() for p in joined.parameters())
+    _, gradients = _loss_and_gradients(added)
+    assert all(gradients[name].abs().max() > 0 for name in gradients if "skip_maps" in name)
+
+
+def test_the_condition_and_the_scalars_reach_the_output() -> None:
+    config = ALL_PARTS.model_copy(update={"scalars": ("voxel_size",)})
+    model = build_unet(config, 0, in_channels=3).eval()
+    _wake(model)
+    x, t = _input()
+    channels, scalars = torch.ones(2, 2, *SIZE), torch.tensor([[3.0, 1.0], [3.0, 1.0]])
+    shown = model(torch.cat([x, channels], dim=1), t, scalars)
+    assert (shown - model(torch.cat([x, 0 * channels], dim=1), t, scalars)).abs().max() > 1e-3
+    assert (shown - model(torch.cat([x, channels], dim=1), t, scalars + torch.tensor([1.0, 0.0]))).abs().max() > 1e-3
 
 
 @pytest.fixture
@@ -176,11 +230,16 @@ def compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("compiler")
-def test_forward_is_one_graph_for_torch_compile() -> None:
-    model, (x, t) = _awake(ALL_PARTS).eval(), _input()
+@pytest.mark.parametrize("lean", [False, True])
+def test_forward_and_backward_are_one_graph_for_torch_compile(lean: bool) -> None:
+    execution = Execution(lean_norm=lean)
+    model, compiled = _awake(ALL_PARTS, execution=execution), _awake(ALL_PARTS, execution=execution)
     # backend="eager" runs the captured graph as it is: a graph break would raise, the numbers stay the same.
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x, t), model(x, t))
+    compiled.forward = torch.compile(compiled.forward, backend="eager", fullgraph=True)  # type: ignore[method-assign]
+    (loss, gradients), (compiled_loss, compiled_gradients) = _loss_and_gradients(model), _loss_and_gradients(compiled)
+    assert torch.equal(compiled_loss, loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @CONFIGS
@@ -190,7 +249,9 @@ def test_indivisible_size_is_refused_with_the_sizes(config: ModelConfig, axis: i
     size[axis] += 1
     with torch.device("meta"):
         model = UNet(config)
-        with pytest.raises(ConfigError, match=r"must be a multiple of .*; got .*; change data\.patch_size"):
+        with pytest.raises(
+            ConfigError, match=r"patch_size must be a multiple of .*; got .*; nearest that fit: .* and "
+        ):
             model(torch.empty(1, 1, *size), torch.zeros(1, dtype=torch.int64))
 
 
@@ -209,7 +270,7 @@ class _LargestOutput(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("config", [TINY, ALL_PARTS, ONE_LEVEL, NARROWING, ModelConfig()])
+@pytest.mark.parametrize("config", [*IDS.values(), NARROWING, ModelConfig()])
 def test_the_guard_counts_the_largest_tensor_that_forward_makes(config: ModelConfig) -> None:
     size = (72, 136, 136)
     # Fake and not meta tensors: on meta, attention takes the path that forms the whole matrix of scores, which neither

@@ -14,9 +14,11 @@ from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange, prepare_data
 from vesuvius.data.stream import PatchStream, StreamOptions
+from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import DeviceFeed, apply_symmetries
 from vesuvius.observe.clock import HostClock
 
+CPU = torch.device("cpu")
 ALL = [
     Augmentation((z, y, x), turns) for z, y, x, turns in product([False, True], [False, True], [False, True], range(4))
 ]
@@ -45,7 +47,8 @@ def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtyp
     data = prepare_data(0, config)
     greys = [GreyRange(0, 100), GreyRange(100, 150)]
     options = StreamOptions(16, workers=0)
-    feed = DeviceFeed(torch.device("cpu"), options, data.job, greys)
+    conditioner = Conditioner(None, [], np.zeros((2, 0), np.float32), CPU)
+    feed = DeviceFeed(CPU, options, data.job, greys, conditioner)
     with PatchStream(data.job, options) as stream:
         batch = feed.next(stream, HostClock())
     x_0 = batch.x_0

@@ -11,19 +11,23 @@ import pytest
 import torch
 
 from vesuvius.config import Config
+from vesuvius.diffusion.condition import NO_CONDITION, Condition
+from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.diffusion.unet import build_unet
+from vesuvius.engine.network import build_network
 from vesuvius.engine.step import StepResult, TrainStep, learning_rate, make_optimizer, resolve_amp
 
 CPU = torch.device("cpu")
 
 
-def make_config(**training: Any) -> Config:
+def make_config(conditional: bool = False, condition_dropout: float = 0.1, **training: Any) -> Config:
     settings = {"steps_per_epoch": 100, "warmup_steps": 10, "lr": 1e-3, "ema_decay": 0.9} | training
+    volume: dict[str, Any] = {"path": "v"} | ({"condition": {"path": "c"}} if conditional else {})
     return Config.model_validate(
         {
             "name": "t",
-            "data": {"volumes": ({"path": "v"},), "patch_size": (8, 16, 16)},
+            "data": {"volumes": (volume,), "patch_size": (8, 16, 16)},
+            "diffusion": {"condition_dropout": condition_dropout},
             "training": settings,
             "model": {
                 "channels": (8, 16),
@@ -38,7 +42,7 @@ def make_config(**training: Any) -> Config:
 
 
 def make_step(config: Config) -> TrainStep:
-    return TrainStep(config, build_unet(config.model, config.seed), Schedule.from_config(config.diffusion), CPU)
+    return TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
 
 
 def train(step: TrainStep, config: Config, steps: int = 5, scale: float = 1.0) -> list[float]:
@@ -49,7 +53,8 @@ def train(step: TrainStep, config: Config, steps: int = 5, scale: float = 1.0) -
         t = (np.arange(batch) * 997 + number * 131) % 1000
         indices = np.arange(batch) + number * batch
         for part in np.split(np.arange(batch), config.training.accumulate_steps):
-            step.accumulate(x_0[part], indices[part], t[part])
+            shown = Condition(x_0[part].repeat(1, 2, 1, 1, 1), None) if config.has_condition else NO_CONDITION
+            step.accumulate(x_0[part], indices[part], t[part], shown)
         losses.append(step.apply(config.training.lr).read().loss)
     return losses
 
@@ -69,6 +74,81 @@ def test_accumulation_equals_one_large_batch(split: tuple[int, int]) -> None:
         torch.testing.assert_close(weight, weights(many)[name], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(one.ema.weights[name], many.ema.weights[name], rtol=1e-4, atol=1e-5)
     assert one.ema.updates == many.ema.updates == 5
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+def test_any_split_into_ranks_and_micro_batches_trains_on_the_same_numbers(conditional: bool) -> None:
+    # 1 rank x 4 micro-batches, 2 x 2 and 4 x 1 of 2 samples each.  A rank's micro-batches are slices of the global
+    # batch; adding up the ranks' gradients is what their all-reduce does.
+    ends = [_train_ranks(ranks, 4 // ranks, conditional) for ranks in (1, 2, 4)]
+    for losses, parameters in ends[1:]:
+        # 1e-6: the same sums of gradients in another order, passed through 20 steps of AdamW.
+        np.testing.assert_allclose(losses, ends[0][0], rtol=0, atol=1e-6)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, ends[0][1][name], rtol=0, atol=1e-6, msg=name)
+
+
+def _train_ranks(ranks: int, accumulate: int, conditional: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """20 steps; their losses and the weights behind them."""
+    per_rank = make_config(train_batch_size=2, accumulate_steps=4, lr=1e-4, conditional=conditional)
+    steps = [make_step(per_rank) for _ in range(ranks)]
+    losses = []
+    for number in range(20):
+        t = stratified_timesteps(0, number, 8, 1000)
+        for place in range(0, 8, 2):
+            indices = np.arange(place, place + 2) + 8 * number
+            x_0 = torch.tanh(sample_noise(1, indices, (1, 8, 16, 16)))
+            condition = Condition(torch.sign(x_0.repeat(1, 2, 1, 1, 1)), None) if conditional else NO_CONDITION
+            steps[place // (2 * accumulate)].accumulate(x_0, indices, t[place : place + 2], condition)
+        _all_reduce(steps)
+        results = [step.apply(1e-4).read() for step in steps]
+        losses.append(results[0].loss)
+    return losses, weights(steps[0])
+
+
+def _all_reduce(steps: list[TrainStep]) -> None:
+    """Give each rank the sum of all ranks' gradients and losses."""
+    for same in zip(*(step.network.parameters() for step in steps), strict=True):
+        total = torch.stack([p.grad for p in same if p.grad is not None]).sum(0)
+        for parameter in same:
+            parameter.grad = total.clone()
+    loss = torch.stack([step._loss for step in steps]).sum()
+    for step in steps:
+        step._loss = loss.clone()
+
+
+def test_a_dropped_condition_has_no_influence_and_a_kept_one_has() -> None:
+    config = make_config(train_batch_size=4, conditional=True, condition_dropout=0.5)
+    # The first layers of a fresh network have no gradient yet: its branches end in zeros.
+    step = make_step(config)
+    train(step, config, steps=3)
+    x_0, t = torch.tanh(sample_noise(1, range(4), (1, 8, 16, 16))), np.array([100, 300, 500, 700])
+    kept = condition_kept(config.seed, range(4), 0.5)
+    assert kept.any(), "the seed draws both"
+    assert not kept.all(), "the seed draws both"
+
+    def loss(channels: torch.Tensor) -> float:
+        step.accumulate(x_0, np.arange(4), t, Condition(channels, None))
+        return step.apply(0.0).read().loss
+
+    shown = torch.ones(4, 2, 8, 16, 16)
+    other = shown.clone()
+    other[~kept] = -3.0
+    assert loss(other) == loss(shown)
+    other[kept] = -3.0
+    assert loss(other) != loss(shown)
+
+
+def test_samples_are_drawn_with_the_averaged_weights_and_their_condition() -> None:
+    config = make_config(train_batch_size=2, conditional=True)
+    step = make_step(config)
+    train(step, config, steps=5)
+    x_t, t = sample_noise(2, range(2), (1, 8, 16, 16)), torch.tensor([400, 400])
+    condition = Condition(torch.ones(2, 2, 8, 16, 16), None)
+    at_average = step.denoise(x_t, t, condition)
+    assert not torch.equal(at_average, step.denoise(x_t, t, condition.left_out()))
+    step.network.load_state_dict(step.ema.weights)
+    torch.testing.assert_close(step.network(condition.joined(x_t), t), at_average, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
@@ -172,7 +252,7 @@ def test_a_saved_and_loaded_step_goes_on_bit_by_bit() -> None:
 
 def test_weight_decay_spares_biases_and_norms() -> None:
     config = make_config()
-    network = build_unet(config.model, 0)
+    network = build_network(config, CPU)
     decayed, spared = make_optimizer(network, config.training).param_groups
     assert decayed["weight_decay"] == 0.01
     assert spared["weight_decay"] == 0.0
@@ -215,7 +295,7 @@ def test_a_run_may_turn_to_fp16_and_back() -> None:
 def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str) -> None:
     config = make_config(train_batch_size=2, accumulate_steps=2, amp=amp)
     device = torch.device("cuda")
-    step = TrainStep(config, build_unet(config.model, 0, device=device), Schedule.from_config(config.diffusion), device)
+    step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion), device)
     x_0 = torch.zeros(2, 1, 8, 16, 16, device=device)
 
     def one() -> None:

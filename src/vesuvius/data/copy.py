@@ -330,7 +330,7 @@ def _multiscale_of(volume: Volume, plan: CopyPlan, out: Path) -> dict[str, Any]:
     """OME-Zarr 0.4 metadata of the copy.  Its voxels keep their place: the box's offset is a translation, in the units
     of the source; in voxels where that has no scale.  As in the published scrolls, all levels begin at one corner."""
     source = read_multiscale(volume)
-    geometry = (level_geometry(source, volume.array.path) if source else None) or _VOXELS
+    geometry = (level_geometry(source.entry, volume.array.path) if source else None) or _VOXELS
     offset = zip(geometry.translation_zyx, geometry.scale_zyx, plan.source_box[0], strict=True)
     corner = [t + size * lo for t, size, lo in offset]
     axes = [

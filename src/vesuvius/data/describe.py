@@ -253,7 +253,7 @@ def _level_facts(volume: Volume, level: int, multiscale: Multiscale | None) -> L
         zarr_format=array.metadata.zarr_format,
         codec=codec_words(array),
         decoder=volume.codec_pipeline,
-        geometry=level_geometry(multiscale, array.path) if multiscale else None,
+        geometry=level_geometry(multiscale.entry, array.path) if multiscale else None,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zarr
 
-from vesuvius.data.volume import Volume
+if TYPE_CHECKING:
+    from vesuvius.data.volume import Volume
 
 FloatTriple = tuple[float, float, float]
 
@@ -19,6 +20,11 @@ class Geometry:
     scale_zyx: FloatTriple
     translation_zyx: FloatTriple
     units_zyx: tuple[str | None, str | None, str | None]
+
+    @property
+    def voxel_size_um(self) -> FloatTriple | None:
+        """Edge lengths (z, y, x) where all units are micrometres."""
+        return self.scale_zyx if self.units_zyx == ("micrometer",) * 3 else None
 
 
 @dataclass(frozen=True)
@@ -53,17 +59,17 @@ def read_multiscale(volume: Volume) -> Multiscale | None:
     )
 
 
-def level_geometry(multiscale: Multiscale, path: str) -> Geometry | None:
+def level_geometry(entry: Any, path: str) -> Geometry | None:
     """What the transformations of one level, and then those of the whole pyramid, come to.  Pure.
 
     Args:
+        entry: a `multiscales` entry.
         path: the level's array within the group.
 
     Returns:
         None where the metadata give no scale.
     """
-    entry = multiscale.entry
-    dataset = next(entry for entry in entry["datasets"] if str(entry["path"]).strip("/") == path)
+    dataset = next(level for level in entry["datasets"] if str(level["path"]).strip("/") == path.strip("/"))
     scale: list[float] | None = None
     translation = [0.0, 0.0, 0.0]
     for holder in (dataset, entry):

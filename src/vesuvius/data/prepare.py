@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.config import DataConfig, NormalizeConfig, VolumeConfig
 from vesuvius.data.occupancy import foreground_map
 from vesuvius.data.plan import Plan, PlanVolume, make_plan, plan_volume
 from vesuvius.data.reader import ReaderJob
@@ -29,26 +29,41 @@ class GreyRange:
 
 
 @dataclass(frozen=True)
+class GreyRanges:
+    """The grey ranges of a run, one entry per volume; `conditions` is empty where there are none, or labels."""
+
+    volumes: tuple[GreyRange, ...]
+    conditions: tuple[GreyRange, ...]
+
+
+@dataclass(frozen=True)
 class PreparedData:
     """Everything that is known before the first patch is read, one entry per volume where plural."""
 
     volumes: tuple[Volume, ...]
+    conditions: tuple[Volume, ...]
     splits: tuple[Split, ...]
     plan: Plan
     job: ReaderJob
 
-    def grey_ranges(self, config: DataConfig) -> list[GreyRange]:
-        """The configured range, or one estimated from each volume.  Reads a few patches of training voxels.
+    def grey_ranges(self, config: DataConfig) -> GreyRanges:
+        """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
 
         Raises:
             DataError: an estimate is needed where all sampled voxels are air or equal.
         """
-        normalize = config.normalize
-        if normalize.low is not None and normalize.high is not None:
-            return [GreyRange(normalize.low, normalize.high)] * len(self.volumes)
-        return [estimate_grey_range(volume, self.plan, number) for number, volume in enumerate(self.volumes)]
+        conditions = () if config.condition_classes else self.conditions
+        return GreyRanges(
+            self._ranges("data.normalize", config.normalize, self.volumes),
+            self._ranges("data.condition_normalize", config.condition_normalize, conditions),
+        )
 
-    def describe(self, config: DataConfig, greys: list[GreyRange]) -> dict[str, Any]:
+    def _ranges(self, key: str, normalize: NormalizeConfig, volumes: tuple[Volume, ...]) -> tuple[GreyRange, ...]:
+        if normalize.low is not None and normalize.high is not None:
+            return (GreyRange(normalize.low, normalize.high),) * len(volumes)
+        return tuple(estimate_grey_range(volume, self.plan, number, key) for number, volume in enumerate(volumes))
+
+    def describe(self, config: DataConfig, greys: GreyRanges) -> dict[str, Any]:
         """What `split.json` holds."""
         return {
             "plan_hash": self.plan.hash,
@@ -67,7 +82,9 @@ class PreparedData:
                     "grey_low": grey.low,
                     "grey_high": grey.high,
                 }
-                for spec, volume, split, grey in zip(config.volumes, self.volumes, self.splits, greys, strict=True)
+                for spec, volume, split, grey in zip(
+                    config.volumes, self.volumes, self.splits, greys.volumes, strict=True
+                )
             ],
         }
 
@@ -110,7 +127,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
         rank=rank,
         world=world,
     )
-    return PreparedData(volumes, splits, plan, job)
+    return PreparedData(volumes, conditions, splits, plan, job)
 
 
 def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
@@ -136,7 +153,7 @@ def _plan(volume: Volume, split: Split, spec: VolumeConfig, voxel_bytes: int, co
     )
 
 
-def estimate_grey_range(volume: Volume, plan: Plan, number: int) -> GreyRange:
+def estimate_grey_range(volume: Volume, plan: Plan, number: int, key: str = "data.normalize") -> GreyRange:
     """0.5th and 99.5th percentile of the material in some patches of the plan: the same for the same plan.
 
     Voxels equal to the fill value are masked air and left out, because their share differs from volume to volume.
@@ -160,6 +177,6 @@ def estimate_grey_range(volume: Volume, plan: Plan, number: int) -> GreyRange:
     if not low < high:
         raise DataError(
             f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} "
-            f"patches of {volume.name}; set data.normalize.low and data.normalize.high"
+            f"patches of {volume.name}; set {key}.low and {key}.high"
         )
     return GreyRange(float(low), float(high))

@@ -29,6 +29,7 @@ from zarr.storage import LocalStore
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.data.box import Box, format_box, intersection, shape_of, slices
 from vesuvius.data.chunks import ChunkGrid
+from vesuvius.data.geometry import FloatTriple, level_geometry
 from vesuvius.data.staged import StagedStore
 from vesuvius.data.store import ClosedError, FetchError, Source, SourceFigures, is_remote
 from vesuvius.errors import DataError, one_line
@@ -72,7 +73,7 @@ class Volume:
         name: str,
         array: zarr.Array[Any],
         select: tuple[int, ...],
-        voxel_size_um: tuple[float, float, float] | None,
+        voxel_size_um: FloatTriple | None,
         level_paths: tuple[str, ...],
         source: Source,
         missing_chunk: Literal["air", "error"],
@@ -223,7 +224,7 @@ def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal[
         raise DataError(f"a volume must exist; got {spec.path}, which is not there; {_how_to_get_data(spec.path)}")
     source = Source(spec.path, config)
     node = _open_node(source)
-    voxel_size_um: tuple[float, float, float] | None = None
+    voxel_size_um: FloatTriple | None = None
     level_paths: tuple[str, ...] = ()
     if isinstance(node, zarr.Group):
         array, axes, voxel_size_um, level_paths = _pick_level(node, spec)
@@ -311,7 +312,7 @@ def _how_to_get_data(path: str) -> str:
 
 def _pick_level(
     group: zarr.Group, spec: ArrayConfig
-) -> tuple[zarr.Array[Any], list[str] | None, tuple[float, float, float] | None, tuple[str, ...]]:
+) -> tuple[zarr.Array[Any], list[str] | None, FloatTriple | None, tuple[str, ...]]:
     """The array of one level of an OME-Zarr group, its axis names, its voxel size in micrometres, all levels' paths."""
     attributes: Any = group.attrs.asdict()
     ome = attributes.get("ome", attributes)  # OME-Zarr 0.5 nests its metadata under "ome", 0.4 does not
@@ -342,16 +343,16 @@ def _pick_level(
     if not isinstance(array, zarr.Array):
         raise DataError(f"a level must be an array; got a group at {spec.path}/{paths[spec.level]}; check its metadata")
     names = [axis if isinstance(axis, str) else str(axis.get("name")) for axis in axes] or None
-    return array, names, _voxel_size_um(axes, datasets[spec.level]), tuple(paths)
+    return array, names, _voxel_size_um(multiscale, paths[spec.level]), tuple(paths)
 
 
-def _voxel_size_um(axes: list[Any], dataset: Any) -> tuple[float, float, float] | None:
-    units = [axis.get("unit") if isinstance(axis, dict) else None for axis in axes[-3:]]
-    for transform in dataset.get("coordinateTransformations", []):
-        if transform.get("type") == "scale" and units == ["micrometer"] * 3:
-            z, y, x = (float(scale) for scale in transform["scale"][-3:])
-            return z, y, x
-    return None
+def _voxel_size_um(entry: Any, path: str) -> FloatTriple | None:
+    """Where the metadata do not give it, or not in a form that can be read, it is unknown: patches do not need it."""
+    try:
+        geometry = level_geometry(entry, path)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return geometry.voxel_size_um if geometry else None
 
 
 def _check_axes(name: str, array: zarr.Array[Any], axes: list[str] | None, select: tuple[int, ...]) -> None:

@@ -6,17 +6,16 @@ Branches end in a convolution that starts as zero, so a block is the identity (o
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from vesuvius.config import Triple
+from vesuvius.diffusion.lean import NORM_EPS, no_autocast, norm_silu_conv
 
 FREQUENCIES = 64
 LONGEST_PERIOD = 10_000.0
-NORM_EPS = 1e-5
 MIN_CHANNELS_PER_GROUP = 4
 
 
@@ -47,21 +46,6 @@ def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
     return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, c, z * sz, y * sy, x_size * sx)
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
-def _group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor) -> Tensor:
-    """GroupNorm in the dtype of `x`; torch keeps its statistics in float32.
-
-    Left to autocast, CUDA would store float32 copies of both input and output for the backward pass.
-    """
-    with _no_autocast(x.device):
-        return F.group_norm(x, groups, weight.to(x.dtype), bias.to(x.dtype), NORM_EPS)
-
-
 class ZeroConv3d(nn.Conv3d):
     """A convolution that starts as zero, so that the branch it ends adds nothing at first."""
 
@@ -71,8 +55,17 @@ class ZeroConv3d(nn.Conv3d):
             nn.init.zeros_(parameter)
 
 
+class ZeroLinear(nn.Linear):
+    """A linear map that starts as zero."""
+
+    def reset_parameters(self) -> None:
+        """Set weight and bias to 0."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
 class NormSiLU(nn.Module):
-    """GroupNorm with learned weight and bias, then SiLU."""
+    """GroupNorm with learned weight and bias, then SiLU, then what follows it: a convolution of its own."""
 
     def __init__(self, channels: int, norm_groups: int) -> None:
         super().__init__()
@@ -80,27 +73,23 @@ class NormSiLU(nn.Module):
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, C, Z, Y, X] -> same shape and dtype."""
-        return F.silu(_group_norm(x, self.groups, self.weight, self.bias))
+    def forward(self, x: Tensor, conv: nn.Conv3d, lean: bool) -> Tensor:
+        """[B, C, Z, Y, X] -> conv(SiLU(norm(x)))."""
+        return norm_silu_conv(x, self.weight, self.bias, self.groups, conv, lean)
 
 
 class AdaptiveNormSiLU(nn.Module):
-    """GroupNorm whose scale and shift come from the timestep (AdaGN, Dhariwal & Nichol 2021), then SiLU."""
+    """GroupNorm whose scale and shift come from the timestep (AdaGN, Dhariwal & Nichol 2021), SiLU, a convolution."""
 
     def __init__(self, channels: int, embedding: int, norm_groups: int) -> None:
         super().__init__()
         self.groups = group_count(channels, norm_groups)
         self.project = nn.Linear(embedding, 2 * channels)
 
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """[B, C, Z, Y, X] and [B, embedding] -> same shape and dtype as `x`."""
-        b, c, *size_zyx = x.shape
+    def forward(self, x: Tensor, embedding: Tensor, conv: nn.Conv3d, lean: bool) -> Tensor:
+        """[B, C, Z, Y, X] and [B, embedding] -> conv(SiLU(norm(x) (1 + scale) + shift))."""
         scale, shift = self.project(embedding).chunk(2, dim=1)
-        # With the batch folded into the channels, scale and shift are GroupNorm's own weight and bias: written as
-        # norm(x) * (1 + scale) + shift, the backward pass would keep one more tensor of this size.
-        folded = x.reshape(1, b * c, *size_zyx)
-        return F.silu(_group_norm(folded, b * self.groups, (1 + scale).flatten(), shift.flatten()).reshape(x.shape))
+        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, lean)
 
 
 class ResidualBlock(nn.Module):
@@ -114,10 +103,10 @@ class ResidualBlock(nn.Module):
         self.conv_2 = ZeroConv3d(channels_out, channels_out, 3, padding=1)
         self.skip = nn.Identity() if channels_in == channels_out else nn.Conv3d(channels_in, channels_out, 1)
 
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor, lean: bool) -> Tensor:
         """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X]."""
-        h = self.conv_1(self.norm_1(x))
-        out: Tensor = self.skip(x) + self.conv_2(self.norm_2(h, embedding))
+        h = self.norm_1(x, self.conv_1, lean)
+        out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, lean)
         return out
 
 
@@ -142,17 +131,28 @@ class Attention(nn.Module):
 
 
 class TimestepEmbedding(nn.Module):
-    """Sines and cosines of t (Vaswani et al. 2017) and a two-layer perceptron, in float32 whatever the autocast."""
+    """Sines and cosines of t (Vaswani et al. 2017) and a two-layer perceptron, in float32 whatever the autocast.
 
-    def __init__(self, width: int) -> None:
+    With `scalars` above 0, that many numbers a sample pass a perceptron of their own, which starts as zero, and are
+    added.
+    """
+
+    def __init__(self, width: int, scalars: int = 0) -> None:
         super().__init__()
         self.linear_1 = nn.Linear(2 * FREQUENCIES, width)
         self.linear_2 = nn.Linear(width, width)
+        self.scalars = nn.Linear(scalars, width) if scalars else None
+        if scalars:
+            self.scalars_out = ZeroLinear(width, width)
 
-    def forward(self, t: Tensor) -> Tensor:
-        """int64 [B] -> float32 [B, width]."""
-        with _no_autocast(t.device):
+    def forward(self, t: Tensor, scalars: Tensor | None = None) -> Tensor:
+        """t, int64 or float32 [B], and scalars, float32 [B, n], where the network takes them -> float32 [B, width]."""
+        with no_autocast(t.device):
             exponents = torch.arange(FREQUENCIES, dtype=torch.float32, device=t.device) / FREQUENCIES
             angles = t.float()[:, None] * torch.exp(-math.log(LONGEST_PERIOD) * exponents)
             waves = torch.cat([angles.cos(), angles.sin()], dim=1)
-            return F.silu(self.linear_2(F.silu(self.linear_1(waves))))
+            h = self.linear_2(F.silu(self.linear_1(waves)))
+            if self.scalars is not None:
+                assert scalars is not None
+                h = h + self.scalars_out(F.silu(self.scalars(scalars)))
+            return F.silu(h)

@@ -28,6 +28,10 @@ class Purpose(IntEnum):
     WEIGHTS = 3
     PREVIEW = 4
     VALIDATION = 5
+    CONDITION_DROPOUT = 6
+    SAMPLE = 7
+    SAMPLER_NOISE = 8
+    CONDITION_PLACE = 9
 
 
 def _sequence(seed: int, purpose: Purpose, indices: Sequence[int]) -> np.random.SeedSequence:
@@ -65,6 +69,15 @@ def sample_noise(
     for row, index in zip(noise, sample_indices, strict=True):
         row.normal_(generator=torch_generator(seed, purpose, int(index)))
     return noise.to(device, non_blocking=True)
+
+
+def condition_kept(seed: int, sample_indices: SampleIndices, dropout: float) -> npt.NDArray[np.bool_]:
+    """Return which samples are trained with their condition: bool [len(sample_indices)]; entry k from (seed, index k).
+
+    Source: Ho & Salimans 2022, algorithm 1: each is left out with probability `dropout`.  Pure.
+    """
+    draws = [_sequence(seed, Purpose.CONDITION_DROPOUT, [int(i)]).generate_state(1, np.uint64) for i in sample_indices]
+    return np.array([float(draw[0]) / 2.0**64 >= dropout for draw in draws], dtype=np.bool_)
 
 
 def stratified_timesteps(seed: int, step: int, global_batch: int, timesteps: int) -> npt.NDArray[np.int64]:

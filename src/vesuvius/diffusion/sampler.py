@@ -1,64 +1,158 @@
-"""Noise -> sample: deterministic DDIM around any function that predicts v.  Knows neither the network nor amp."""
+"""Noise -> sample: DDIM, ancestral DDPM, DPM-Solver++(2M) and Heun along any falling list of noise levels.
+
+Each method is a table of coefficients, one row per step, made in float64 on the host; `sample` applies it.  What is
+known of x_0 and eps at a level comes from an `Estimate`: a network (`estimate.py`), a closed form, or, for volumes
+larger than a patch, something that tiles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import ConfigError
+from vesuvius.diffusion.levels import NoiseLevel, log_snr_gain
+
+Method = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
+
+# (x, level) -> (x_0, eps) with x = alpha x_0 + sigma eps: the best guess of both, in the shape and dtype of x.
+Estimate = Callable[[Tensor, NoiseLevel], tuple[Tensor, Tensor]]
 
 
-def trailing_timesteps(timesteps: int, steps: int) -> npt.NDArray[np.int64]:
-    """Return the t of each sampling step: int64 [steps], strictly falling from `timesteps - 1`.
+@dataclass(frozen=True)
+class Coefficients:
+    """One step: the next state is the sum of these five tensors, each times its number.
 
-    Source: Lin et al. 2023, table 2, "trailing": round(T k / S) - 1 for k = S ... 1.  It starts where training is
-    noisiest; "leading" and "linspace" do not (diffusers #12633).  Raises ConfigError unless 1 <= steps <= timesteps.
+    Attributes:
+        x: the state.
+        x_0, eps: the estimate at the state.
+        x_0_before: the estimate of x_0 one step earlier.
+        noise: fresh standard normal noise.
     """
-    if not 1 <= steps <= timesteps:
-        raise ConfigError(
-            f"sampler steps must be between 1 and timesteps; got {steps} of {timesteps}; change diffusion.sampler_steps"
-        )
-    return np.round(timesteps * np.arange(steps, 0, -1) / steps).astype(np.int64) - 1
+
+    x: float = 0.0
+    x_0: float = 0.0
+    eps: float = 0.0
+    x_0_before: float = 0.0
+    noise: float = 0.0
+
+
+def ddim_step(here: NoiseLevel, there: NoiseLevel, eta: float) -> Coefficients:
+    """Return the DDIM step: x' = alpha' x_0 + sqrt(sigma'^2 - r^2) eps + r z.
+
+    Source: Song et al. 2021, eq. 12 and 16: r = eta sqrt((1 - ab')/(1 - ab)) sqrt(1 - ab/ab').  With h the gain in
+    log(alpha/sigma), that is r^2 = eta^2 sigma'^2 (1 - exp(-2h)) and sigma'^2 - r^2 = sigma'^2 (1 - eta^2 +
+    eta^2 exp(-2h)), which lose nothing to cancellation.  At eta 1, r^2 is the variance of the posterior q(x' | x, x_0)
+    (Ho et al. 2020, eq. 7; "fixed small"): the step is ancestral DDPM's, between any two levels.  Pure.
+    """
+    h = log_snr_gain(here, there)
+    return Coefficients(
+        x_0=there.alpha,
+        eps=there.sigma * math.sqrt(1 - eta**2 + eta**2 * math.exp(-2 * h)),
+        noise=there.sigma * eta * math.sqrt(-math.expm1(-2 * h)),
+    )
+
+
+def dpmpp2m_step(before: NoiseLevel | None, here: NoiseLevel, there: NoiseLevel) -> Coefficients:
+    """Return the DPM-Solver++(2M) step: x' = (sigma'/sigma) x - alpha' expm1(-h) D.
+
+    Source: Lu et al. 2022b (DPM-Solver++), algorithm 2: D = x_0 + (x_0 - x_0_before) / (2r), r = h_before / h.  First
+    order, D = x_0, for the first step (`before` None), to a clean sample, where h is infinite, and after a step from
+    pure noise, where h_before is.  Pure.
+    """
+    h = log_snr_gain(here, there)
+    gain = -there.alpha * math.expm1(-h)
+    slope = 0.0 if before is None or there.sigma == 0 else h / (2 * log_snr_gain(before, here))
+    return Coefficients(x=there.sigma / here.sigma, x_0=gain * (1 + slope), x_0_before=-gain * slope)
+
+
+def heun_correction(here: NoiseLevel, there: NoiseLevel) -> Coefficients:
+    """Return what makes Heun's step of a DDIM step, for x_0 and eps that are sums of the estimates at both ends.
+
+    x' = x + (alpha' - alpha) mean(x_0) + (sigma' - sigma) mean(eps): the trapezoidal rule on the probability-flow
+    ODE written as dx = x_0 d alpha + eps d sigma (Song et al. 2021b, eq. 13, for a Gaussian path); its Euler step is
+    DDIM's.  Source of the pairing: Karras et al. 2022, algorithm 1.  Their variables x/alpha and sigma/alpha are not
+    taken: the first step from almost pure noise spans orders of magnitude of sigma/alpha, and the rule is unstable
+    there.  In these variables it is regular at alpha 0 and at sigma 0.  Pure.
+    """
+    return Coefficients(x=1.0, x_0=(there.alpha - here.alpha) / 2, eps=(there.sigma - here.sigma) / 2)
+
+
+def step_table(levels: Sequence[NoiseLevel], method: Method, eta: float = 0.0) -> tuple[Coefficients, ...]:
+    """Return one row per step between `levels`, which must fall in noise; for heun, the predictor's.  Pure."""
+    pairs = list(pairwise(levels))
+    assert pairs, "sampling needs two noise levels or more"
+    assert all(a.sigma > b.sigma and a.alpha <= b.alpha for a, b in pairs), f"noise levels must fall; got {levels}"
+    assert 0 <= eta <= 1, eta
+    assert eta == 0 or method == "ddim", f"eta belongs to ddim; got {eta} with {method}"
+    match method:
+        case "ddim":
+            return tuple(ddim_step(a, b, eta) for a, b in pairs)
+        case "ddpm":
+            return tuple(ddim_step(a, b, 1.0) for a, b in pairs)
+        case "dpmpp2m":
+            return tuple(dpmpp2m_step(before, a, b) for before, (a, b) in zip([None, *levels[:-2]], pairs, strict=True))
+        case "heun":
+            return tuple(ddim_step(a, b, 0.0) for a, b in pairs)
 
 
 @torch.no_grad()
-def ddim_sample(
-    denoise: Callable[[Tensor, Tensor], Tensor],
-    schedule: Schedule,
-    noise: Tensor,
-    steps: int,
+def sample(
+    estimate: Estimate,
+    levels: Sequence[NoiseLevel],
+    x: Tensor,
+    method: Method,
     *,
-    clip: tuple[float, float] | None = None,
+    eta: float = 0.0,
+    step_noise: Callable[[int], Tensor] | None = None,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
-    """Turn `noise` into samples with `steps` evaluations of `denoise`: float32 BCZYX.
+    """Walk `x` from the first of `levels` to the last and return it there: float32, or float64 where x is.
 
-    `denoise(x_t, t)` takes float32 BCZYX and int64 [B] and returns v, any float dtype; it alone decides on autocast.
-    `noise` is standard normal BCZYX on the schedule's device.  With `clip`, each predicted x_0 is limited to that
-    range and eps is derived anew from it, so that the two still explain x_t.  `on_step(k, x)` is called after step
-    k = 1 ... steps with the state x, the sample itself after the last.  Pure but for what the two functions do.
-    Raises ConfigError unless 1 <= steps <= timesteps.
-
-    Source: Song et al. 2021, eq. 12 with sigma = 0; trailing spacing; the last step goes to alpha_bar = 1, that is
-    to the predicted x_0.
+    `estimate` is asked once per step, by heun twice but for a step to a clean sample, and never at a clean sample.
+    `x` has any shape; at the noisiest level it is standard normal noise.  `step_noise(k)` is the noise of step k = 1,
+    2, ..., in the shape and on the device of x, and is needed by ddpm and by ddim with `eta` above 0.  `on_step(k, x)`
+    is called after step k with the state, after the last with the result.  Pure but for what the functions do, and
+    unchanged inside an autocast region.
     """
-    times = [int(t) for t in trailing_timesteps(schedule.timesteps, steps)]
-    x = noise.float()
-    for k, (now, after) in enumerate(zip(times, [*times[1:], None], strict=True), start=1):
-        t = torch.full((len(x),), now, dtype=torch.int64, device=x.device)
-        v = denoise(x, t)
-        x_0 = schedule.x_0_from_v(x, v, t)
-        if clip is None:
-            eps = schedule.eps_from_v(x, v, t)
-        else:
-            x_0 = x_0.clamp(*clip)
-            eps = schedule.eps_from_x_0(x, x_0, t)
-        x = x_0 if after is None else schedule.q_sample(x_0, eps, torch.full_like(t, after))
+    x = x if x.dtype == torch.float64 else x.float()
+    x_0_before = None
+    rows = step_table(levels, method, eta)
+    for k, (row, (here, there)) in enumerate(zip(rows, pairwise(levels), strict=True), start=1):
+        x_0, eps = estimate(x, here)
+        noise = None
+        if row.noise != 0:
+            assert step_noise is not None, f"{method} with eta {eta} needs step_noise"
+            noise = step_noise(k).to(x.dtype)
+        after = _combined(row, x, x_0, eps, x_0_before, noise)
+        if method == "heun" and there.sigma > 0:
+            x_0_there, eps_there = estimate(after, there)
+            after = _combined(heun_correction(here, there), x, x_0 + x_0_there, eps + eps_there)
+        x, x_0_before = after, x_0
         if on_step is not None:
             on_step(k, x)
     return x
+
+
+def _combined(
+    row: Coefficients,
+    x: Tensor,
+    x_0: Tensor,
+    eps: Tensor,
+    x_0_before: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """The sum that `row` stands for.
+
+    Each product is rounded by itself: a fused multiply-add may be used for some places of a tensor and not for others,
+    and a sample would depend on its place in the batch.
+    """
+    weights = (row.x, row.x_0, row.eps, row.x_0_before, row.noise)
+    terms = zip(weights, (x, x_0, eps, x_0_before, noise), strict=True)
+    return reduce(torch.add, [weight * tensor for weight, tensor in terms if weight != 0 and tensor is not None])

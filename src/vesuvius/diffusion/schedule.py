@@ -1,14 +1,14 @@
 """How much noise there is at each timestep, and the conversions between x_0, eps, v and x_t that follow from it.
 
 The timestep `t` counts from 0, the least noisy, to `timesteps - 1`, almost pure noise.  A clean sample has no t.
-`Schedule` stands between the batch and the network in training, and around the network in sampling.
+`Schedule` stands between the batch and the network in training; `sampler.py` takes its noise levels from it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,32 +17,98 @@ from torch import Tensor
 
 from vesuvius.config import DiffusionConfig
 
+Prediction = Literal["v", "eps", "x_0"]
+Betas = npt.NDArray[np.float64]
+
 COSINE_OFFSET = 0.008
 MAX_BETA = 0.999
+LINEAR_FIRST, LINEAR_LAST = 1e-4, 0.02  # for 1000 timesteps
+SIGMOID_START, SIGMOID_END = -3.0, 3.0
 
 
-def cosine_betas(timesteps: int) -> npt.NDArray[np.float64]:
+def linear_betas(timesteps: int) -> Betas:
+    """Return the betas of the linear schedule: float64 [timesteps], each in (0, 0.999].
+
+    Source: Ho et al. 2020, section 4: 1e-4 to 0.02 in 1000 steps.  With fewer steps the betas grow in proportion, so
+    that the last t stays as noisy.  Pure.
+    """
+    scale = 1000 / timesteps
+    betas: Betas = np.minimum(np.linspace(scale * LINEAR_FIRST, scale * LINEAR_LAST, timesteps), MAX_BETA)
+    return betas
+
+
+def cosine_betas(timesteps: int) -> Betas:
     """Return the betas of the cosine schedule: float64 [timesteps], each in (0, 0.999].
 
-    Source: Nichol & Dhariwal 2021, eq. 17: alpha_bar(t) = f(t)/f(0), f(t) = cos^2((t/T + s)/(1 + s) pi/2), s = 0.008,
-    with beta_t = 1 - alpha_bar(t)/alpha_bar(t-1) clipped at 0.999.  The paper's t = 1 is our t = 0.  Pure.
+    Source: Nichol & Dhariwal 2021, eq. 17: alpha_bar(t) = f(t)/f(0), f(t) = cos^2((t/T + s)/(1 + s) pi/2), s = 0.008.
+    The paper's t = 1 is our t = 0.  Pure.
     """
     angles = (np.arange(timesteps + 1) / timesteps + COSINE_OFFSET) / (1 + COSINE_OFFSET) * (math.pi / 2)
-    f = np.cos(angles) ** 2
-    betas: npt.NDArray[np.float64] = np.minimum(1 - f[1:] / f[:-1], MAX_BETA)
+    return _betas_of(np.cos(angles) ** 2)
+
+
+def sigmoid_betas(timesteps: int) -> Betas:
+    """Return the betas of the sigmoid schedule: float64 [timesteps], each in (0, 0.999].
+
+    Source: Jabri et al. 2022 and Chen 2023 (start -3, end 3, temperature 1): alpha_bar(t) falls as the logistic
+    function of -3 ... 3, shifted and scaled to go from 1 to 0.  Keeps more signal than cosine at large t.  Pure.
+    """
+    levels = np.linspace(SIGMOID_START, SIGMOID_END, timesteps + 1)
+    falling = 1 / (1 + np.exp(levels))
+    return _betas_of((falling - falling[-1]) / (falling[0] - falling[-1]))
+
+
+def _betas_of(alpha_bar: npt.NDArray[np.float64]) -> Betas:
+    """beta_t = 1 - alpha_bar(t)/alpha_bar(t-1), clipped at 0.999, from alpha_bar up to a factor at 0 ... T."""
+    betas: Betas = np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], MAX_BETA)
     return betas
+
+
+def with_zero_terminal_snr(betas: Betas) -> Betas:
+    """Return betas whose last alpha_bar is 0 and whose first is unchanged: float64 [timesteps], the last beta 1.
+
+    Source: Lin et al. 2023, algorithm 1: sqrt(alpha_bar) is shifted and scaled.  Pure.
+    """
+    root = np.sqrt(np.cumprod(1 - betas))
+    root = (root - root[-1]) * root[0] / (root[0] - root[-1])
+    alpha_bar = root**2
+    rescaled: Betas = 1 - alpha_bar / np.concatenate([[1.0], alpha_bar[:-1]])
+    return rescaled
+
+
+def x_0_and_eps(
+    kind: Prediction, prediction: Tensor, x_t: Tensor, alpha: Tensor | float, sigma: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    """Return what a prediction about `x_t` = alpha x_0 + sigma eps says of x_0 and of eps.
+
+    Source: Salimans & Ho 2022, section 4 and appendix D.  `alpha` = sqrt(alpha_bar), `sigma` = sqrt(1 - alpha_bar).
+    From eps, x_0 is divided by alpha, and from x_0, eps by sigma: errors grow where these are small.  Pure; in the
+    dtype of its arguments.
+    """
+    match kind:
+        case "v":
+            return alpha * x_t - sigma * prediction, sigma * x_t + alpha * prediction
+        case "eps":
+            return (x_t - sigma * prediction) / alpha, prediction
+        case "x_0":
+            return prediction, (x_t - alpha * prediction) / sigma
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Tables over t, float32 [timesteps], rounded once from float64, all on one device.
+    """Tables over t: float64 on the host, and float32, rounded once from them, all on one device.
 
     All methods are pure, take tensors BCZYX with `t` int64 [B] on the schedule's device, and return float32 BCZYX.
     They cast their inputs to float32 and use no operation that autocast touches, so that they can stand inside an
     autocast region: in bf16, alpha_bar rounds to 1 at small t.  A `t` outside [0, timesteps) raises an error of
     torch, a negative one too: it never wraps.
+
+    Attributes:
+        alpha_bar_64: float64 [timesteps], on the host; samplers make their coefficients from it.
+        betas, alpha_bar, sqrt_alpha_bar, sqrt_one_minus_alpha_bar, snr_table: float32 [timesteps].
     """
 
+    alpha_bar_64: npt.NDArray[np.float64]
     betas: Tensor
     alpha_bar: Tensor
     sqrt_alpha_bar: Tensor
@@ -50,14 +116,15 @@ class Schedule:
     snr_table: Tensor
 
     @classmethod
-    def from_betas(cls, betas: npt.NDArray[np.float64]) -> Self:
-        """Build the tables on the CPU from float64 betas [timesteps], each in (0, 1)."""
+    def from_betas(cls, betas: Betas) -> Self:
+        """Build the tables on the CPU from float64 betas [timesteps], each in (0, 1), the last in (0, 1]."""
         alpha_bar = np.cumprod(1 - betas, dtype=np.float64)
 
         def table(values: npt.NDArray[np.floating]) -> Tensor:
             return torch.from_numpy(values).to(torch.float32)
 
         return cls(
+            alpha_bar_64=alpha_bar,
             betas=table(betas),
             alpha_bar=table(alpha_bar),
             sqrt_alpha_bar=table(np.sqrt(alpha_bar)),
@@ -69,8 +136,13 @@ class Schedule:
     def from_config(cls, config: DiffusionConfig) -> Self:
         """Build the schedule that the config names, on the CPU."""
         match config.schedule:
+            case "linear":
+                betas = linear_betas(config.timesteps)
             case "cosine":
-                return cls.from_betas(cosine_betas(config.timesteps))
+                betas = cosine_betas(config.timesteps)
+            case "sigmoid":
+                betas = sigmoid_betas(config.timesteps)
+        return cls.from_betas(with_zero_terminal_snr(betas) if config.zero_terminal_snr else betas)
 
     @property
     def timesteps(self) -> int:
@@ -79,12 +151,13 @@ class Schedule:
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """Where the float32 tables are."""
         return self.betas.device
 
     def to(self, device: torch.device | str) -> Schedule:
-        """Return a copy whose tables are on `device`."""
+        """Return a copy whose float32 tables are on `device`."""
         return Schedule(
+            alpha_bar_64=self.alpha_bar_64,
             betas=self.betas.to(device),
             alpha_bar=self.alpha_bar.to(device),
             sqrt_alpha_bar=self.sqrt_alpha_bar.to(device),
@@ -94,28 +167,26 @@ class Schedule:
 
     def q_sample(self, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Noise `x_0` to level `t`: x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) eps (Ho et al. 2020, eq. 4)."""
-        signal, noise = self._levels(t)
-        return signal * x_0.float() + noise * eps.float()
+        alpha, sigma = self._levels(t)
+        return alpha * x_0.float() + sigma * eps.float()
 
-    def velocity(self, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return v = sqrt(alpha_bar) eps - sqrt(1 - alpha_bar) x_0 (Salimans & Ho 2022, section 4)."""
-        signal, noise = self._levels(t)
-        return signal * eps.float() - noise * x_0.float()
+    def target(self, kind: Prediction, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return what the network is trained to predict about x_t: the average of this is what it can learn.
 
-    def x_0_from_v(self, x_t: Tensor, v: Tensor, t: Tensor) -> Tensor:
-        """Return x_0 = sqrt(alpha_bar) x_t - sqrt(1 - alpha_bar) v (Salimans & Ho 2022, section 4)."""
-        signal, noise = self._levels(t)
-        return signal * x_t.float() - noise * v.float()
+        v = sqrt(alpha_bar) eps - sqrt(1 - alpha_bar) x_0 (Salimans & Ho 2022, section 4).
+        """
+        match kind:
+            case "v":
+                alpha, sigma = self._levels(t)
+                return alpha * eps.float() - sigma * x_0.float()
+            case "eps":
+                return eps.float()
+            case "x_0":
+                return x_0.float()
 
-    def eps_from_v(self, x_t: Tensor, v: Tensor, t: Tensor) -> Tensor:
-        """Return eps = sqrt(1 - alpha_bar) x_t + sqrt(alpha_bar) v (Salimans & Ho 2022, appendix D)."""
-        signal, noise = self._levels(t)
-        return noise * x_t.float() + signal * v.float()
-
-    def eps_from_x_0(self, x_t: Tensor, x_0: Tensor, t: Tensor) -> Tensor:
-        """Return the eps that leads from `x_0` to `x_t`; divides by sqrt(1 - alpha_bar), so errors grow at small t."""
-        signal, noise = self._levels(t)
-        return (x_t.float() - signal * x_0.float()) / noise
+    def x_0_and_eps(self, kind: Prediction, prediction: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `prediction` says of x_0 and of eps; see the function of this name."""
+        return x_0_and_eps(kind, prediction.float(), x_t.float(), *self._levels(t))
 
     def snr(self, t: Tensor) -> Tensor:
         """Return the signal-to-noise ratio alpha_bar / (1 - alpha_bar) at `t`: float32 [B], falling with t."""
@@ -124,6 +195,6 @@ class Schedule:
     def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at `t`, each [B, 1, 1, 1, 1]."""
         # index_select, not table[t]: indexing lets a negative t wrap to the noisy end.
-        signal = self.sqrt_alpha_bar.index_select(0, t)
-        noise = self.sqrt_one_minus_alpha_bar.index_select(0, t)
-        return signal.view(-1, 1, 1, 1, 1), noise.view(-1, 1, 1, 1, 1)
+        alpha = self.sqrt_alpha_bar.index_select(0, t)
+        sigma = self.sqrt_one_minus_alpha_bar.index_select(0, t)
+        return alpha.view(-1, 1, 1, 1, 1), sigma.view(-1, 1, 1, 1, 1)

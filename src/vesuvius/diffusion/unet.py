@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vesuvius.config import ModelConfig, Triple
 from vesuvius.diffusion.layers import (
@@ -19,6 +21,7 @@ from vesuvius.diffusion.layers import (
     ResidualBlock,
     TimestepEmbedding,
     ZeroConv3d,
+    ZeroLinear,
     depth_to_space,
     space_to_depth,
 )
@@ -42,34 +45,67 @@ def largest_activation_elements(
     """Return the number of elements of the largest tensor that a forward pass makes.  Pure arithmetic."""
     voxels = batch * math.prod(size_zyx)
     largest = voxels * max(in_channels, out_channels, config.full_res_channels)
+    voxels //= math.prod(config.stem_stride)
     for level, channels in enumerate(config.channels):
-        widest = 2 * channels  # what comes up, concatenated with a skip
+        if level > 0:
+            voxels //= math.prod(config.level_strides_zyx[level - 1])
+        widest = 2 * channels if config.skips == "concat" else channels
         if config.attention_heads and level == len(config.channels) - 1:
             widest = 3 * channels  # queries, keys and values
-        largest = max(largest, widest * (voxels // (math.prod(config.stem_stride) * 8**level)))
+        largest = max(largest, widest * voxels)
     return largest
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a network is computed; changes neither its weights nor, beyond rounding, its results.
+
+    Attributes:
+        lean_norm: recompute norms and SiLU in the backward pass instead of keeping what they give.
+        checkpoint_levels: levels whose blocks are computed again in the backward pass; 0 = full resolution, 1 = the
+            first of `ModelConfig.channels`, and so on.
+    """
+
+    lean_norm: bool = True
+    checkpoint_levels: tuple[int, ...] = ()
+
+    def run(self, level: int, block: nn.Module, embedding: Tensor, *parts: Tensor) -> Tensor:
+        """Apply a residual block of a level to parts that are joined by channel."""
+
+        def joined_and_applied(embedding: Tensor, *parts: Tensor) -> Tensor:
+            out: Tensor = block(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], embedding, self.lean_norm)
+            return out
+
+        if level in self.checkpoint_levels and torch.is_grad_enabled():
+            # Nothing in a block is random, so there is no generator whose state would have to be kept.
+            out: Tensor = checkpoint(
+                joined_and_applied, embedding, *parts, use_reentrant=False, preserve_rng_state=False
+            )
+            return out
+        return joined_and_applied(embedding, *parts)
 
 
 class Trunk(nn.Module):
     """All levels behind the stem: [B, channels[0], ...] in and out.
 
-    Down: `blocks_per_level` residual blocks a level and a stride-2 convolution between levels.  Middle: block,
+    Down: `blocks_per_level` residual blocks a level and a strided convolution between levels.  Middle: block,
     attention, block.  Up: `blocks_per_level + 1` blocks a level, each fed with one skip: the stem, every block and
     every downsampling on the way down left one (Ho et al. 2020).  Upsampling is a 1x1x1 convolution and
     depth-to-space: it keeps its coarse input for the backward pass, where nearest-neighbour and convolution would keep
-    the eight times larger upsampled one.
+    the upsampled one, eight times larger.
     """
 
-    def __init__(self, config: ModelConfig, embedding: int) -> None:
+    def __init__(self, config: ModelConfig, embedding: int, execution: Execution) -> None:
         super().__init__()
-        self.per_level, self.levels = config.blocks_per_level, len(config.channels)
+        self.per_level, self.strides_zyx = config.blocks_per_level, config.level_strides_zyx
+        self.adds_skips, self.execution = config.skips == "add", execution
         groups, heads, c = config.norm_groups, config.attention_heads, config.channels[0]
         self.down_blocks, self.downsamples = nn.ModuleList(), nn.ModuleList()
-        self.up_blocks, self.upsamples = nn.ModuleList(), nn.ModuleList()
+        self.up_blocks, self.upsamples, self.skip_maps = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         skips = [c]
         for level, level_channels in enumerate(config.channels):
             if level > 0:
-                self.downsamples.append(nn.Conv3d(c, c, 3, stride=2, padding=1))
+                self.downsamples.append(_downsampling(c, self.strides_zyx[level - 1]))
                 skips.append(c)
             for _ in range(self.per_level):
                 self.down_blocks.append(ResidualBlock(c, level_channels, embedding, groups))
@@ -78,32 +114,47 @@ class Trunk(nn.Module):
         self.middle_1 = ResidualBlock(c, c, embedding, groups)
         self.attention = Attention(c, heads, groups) if heads else nn.Identity()
         self.middle_2 = ResidualBlock(c, c, embedding, groups)
-        for level in reversed(range(self.levels)):
+        for level in reversed(range(len(config.channels))):
             for _ in range(self.per_level + 1):
-                self.up_blocks.append(ResidualBlock(c + skips.pop(), config.channels[level], embedding, groups))
+                left = skips.pop()
+                channels_in = c if self.adds_skips else c + left
+                self.skip_maps.append(nn.Conv3d(left, c, 1) if self.adds_skips and left != c else nn.Identity())
+                self.up_blocks.append(ResidualBlock(channels_in, config.channels[level], embedding, groups))
                 c = config.channels[level]
             if level > 0:
-                self.upsamples.append(nn.Conv3d(c, 8 * config.channels[level - 1], 1))
-                c = config.channels[level - 1]
+                finer, stride = config.channels[level - 1], self.strides_zyx[level - 1]
+                self.upsamples.append(nn.Conv3d(c, math.prod(stride) * finer, 1))
+                c = finer
 
     def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
         """[B, channels[0], Z, Y, X] and [B, embedding] -> [B, channels[0], Z, Y, X]."""
+        levels, run = len(self.strides_zyx) + 1, self.execution.run
         down_blocks, up_blocks = iter(self.down_blocks), iter(self.up_blocks)
         skips = [h]
-        for level in range(self.levels):
+        for level in range(levels):
             if level > 0:
                 h = self.downsamples[level - 1](h)
                 skips.append(h)
             for _ in range(self.per_level):
-                h = next(down_blocks)(h, embedding)
+                h = run(level + 1, next(down_blocks), embedding, h)
                 skips.append(h)
-        h = self.middle_2(self.attention(self.middle_1(h, embedding)), embedding)
-        for level in range(self.levels):
+        h = run(levels, self.middle_1, embedding, h)
+        h = run(levels, self.middle_2, embedding, self.attention(h))
+        skip_maps = iter(self.skip_maps)
+        for level in reversed(range(levels)):
             for _ in range(self.per_level + 1):
-                h = next(up_blocks)(torch.cat([h, skips.pop()], dim=1), embedding)
-            if level < self.levels - 1:
-                h = depth_to_space(self.upsamples[level](h), (2, 2, 2))
+                skip = next(skip_maps)(skips.pop())
+                parts = [h + skip] if self.adds_skips else [h, skip]
+                h = run(level + 1, next(up_blocks), embedding, *parts)
+            if level > 0:
+                h = depth_to_space(self.upsamples[-level](h), self.strides_zyx[level - 1])
         return h
+
+
+def _downsampling(channels: int, stride_zyx: Triple) -> nn.Conv3d:
+    """A convolution that divides (z, y, x) by the stride and sees every voxel: kernels are odd and no smaller."""
+    z, y, x = (max(3, stride + 1 - stride % 2) for stride in stride_zyx)
+    return nn.Conv3d(channels, channels, (z, y, x), stride_zyx, (z // 2, y // 2, x // 2))
 
 
 class UNet(nn.Module):
@@ -112,16 +163,24 @@ class UNet(nn.Module):
     Space-to-depth by `stem_stride` leads to the trunk and depth-to-space back.  With `full_res_channels`, one residual
     block at each end works at full resolution; the first is added to what comes back, not concatenated, because the
     tensors there are the largest of all.
+
+    Args:
+        config: the architecture.
+        in_channels: 1 for x_t, and those of the condition.
+        out_channels: of the prediction.
+        execution: how it is computed.
     """
 
-    def __init__(self, config: ModelConfig, in_channels: int = 1, out_channels: int = 1) -> None:
+    def __init__(
+        self, config: ModelConfig, in_channels: int = 1, out_channels: int = 1, execution: Execution = Execution()
+    ) -> None:
         super().__init__()
-        self.config, self.in_channels, self.out_channels = config, in_channels, out_channels
+        self.config, self.in_channels, self.out_channels, self.execution = config, in_channels, out_channels, execution
         groups, full, first = config.norm_groups, config.full_res_channels, config.channels[0]
         stem_voxels = math.prod(config.stem_stride)
-        self.embed = TimestepEmbedding(4 * first)
+        self.embed = TimestepEmbedding(4 * first, len(config.scalars) + 1 if config.scalars else 0)
         self.stem_in = nn.Conv3d((full or in_channels) * stem_voxels, first, 3, padding=1)
-        self.trunk = Trunk(config, 4 * first)
+        self.trunk = Trunk(config, 4 * first, execution)
         if full:
             self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
             self.full_down = ResidualBlock(full, full, 4 * first, groups)
@@ -130,22 +189,28 @@ class UNet(nn.Module):
         self.norm_out = NormSiLU(full or first, groups)
         self.conv_out = ZeroConv3d(full or first, out_channels * (1 if full else stem_voxels), 3, padding=1)
 
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        """Predict v: x [B, in_channels, Z, Y, X] and t int64 [B] -> float32 [B, out_channels, Z, Y, X].
+    def forward(self, x: Tensor, t: Tensor, scalars: Tensor | None = None) -> Tensor:
+        """Predict what `diffusion.prediction` names: float32 [B, out_channels, Z, Y, X].
 
-        Raises ConfigError when (Z, Y, X) is no multiple of `config.divisor_zyx`, or when the batch is so large that a
-        tensor would reach 2^31 elements.
+        Args:
+            x: x_t and the condition's channels, [B, in_channels, Z, Y, X].
+            t: int64 or float32 [B].
+            scalars: float32 [B, n + 1] where `config.scalars` lists n, as in `Condition`.
+
+        Raises:
+            ConfigError: (Z, Y, X) is no multiple of `config.divisor_zyx`, or the batch is so large that a tensor would
+                reach 2^31 elements.
         """
         self._check_input(x, t)
-        embedding = self.embed(t)
-        stride = self.config.stem_stride
+        embedding = self.embed(t, scalars)
+        stride, run, lean = self.config.stem_stride, self.execution.run, self.execution.lean_norm
         if not self.config.full_res_channels:
             h = self.trunk(self.stem_in(space_to_depth(x, stride)), embedding)
-            return depth_to_space(self.conv_out(self.norm_out(h)), stride).float()
-        fine = self.full_down(self.full_in(x), embedding)
+            return depth_to_space(self.norm_out(h, self.conv_out, lean), stride).float()
+        fine = run(0, self.full_down, embedding, self.full_in(x))
         h = self.trunk(self.stem_in(space_to_depth(fine, stride)), embedding)
-        fine = self.full_up(fine + depth_to_space(self.stem_out(h), stride), embedding)
-        out: Tensor = self.conv_out(self.norm_out(fine))
+        fine = run(0, self.full_up, embedding, fine + depth_to_space(self.stem_out(h), stride))
+        out: Tensor = self.norm_out(fine, self.conv_out, lean)
         return out.float()
 
     def _check_input(self, x: Tensor, t: Tensor) -> None:
@@ -157,12 +222,9 @@ class UNet(nn.Module):
 
     def check_size(self, batch: int, size_zyx: Triple) -> None:
         """Raises ConfigError where the levels do not halve evenly, or a tensor inside would be too large to index."""
-        divisor = self.config.divisor_zyx
-        if any(size % d for size, d in zip(size_zyx, divisor, strict=True)):
-            raise ConfigError(
-                f"the input (z, y, x) must be a multiple of {list(divisor)} (model.stem_stride x 2 per further level); "
-                f"got {list(size_zyx)}; change data.patch_size or model.channels"
-            )
+        problem = self.config.size_problem(size_zyx)
+        if problem:
+            raise ConfigError(problem)
         elements = largest_activation_elements(self.config, batch, size_zyx, self.in_channels, self.out_channels)
         if elements >= INT32_LIMIT:
             raise ConfigError(
@@ -172,7 +234,12 @@ class UNet(nn.Module):
 
 
 def build_unet(
-    config: ModelConfig, seed: int, in_channels: int = 1, out_channels: int = 1, device: torch.device | str = "cpu"
+    config: ModelConfig,
+    seed: int,
+    in_channels: int = 1,
+    out_channels: int = 1,
+    device: torch.device | str = "cpu",
+    execution: Execution = Execution(),
 ) -> UNet:
     """Make a U-Net whose initial weights follow from `seed` alone, on every device; float32, in training mode.
 
@@ -182,7 +249,7 @@ def build_unet(
     """
     check_torch_version()
     with torch.device("meta"):  # torch's own initialisation would draw from the global generator
-        model = UNet(config, in_channels, out_channels)
+        model = UNet(config, in_channels, out_channels, execution)
     model.to_empty(device=device)
     for prefix, module in model.named_modules():
         _initialise(module, prefix, seed)
@@ -192,7 +259,7 @@ def build_unet(
 @torch.no_grad()
 def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
     match module:
-        case ZeroConv3d():
+        case ZeroConv3d() | ZeroLinear():
             module.reset_parameters()
         case nn.Conv3d() | nn.Linear():
             assert module.bias is not None

@@ -19,6 +19,9 @@ from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange
 from vesuvius.data.reader import ReaderJob
 from vesuvius.data.stream import PatchStream, StreamOptions, batches_ahead
+from vesuvius.diffusion.condition import Condition
+from vesuvius.engine.conditioning import Conditioner, scale_and_offset
+from vesuvius.engine.transfer import to_device
 from vesuvius.observe.clock import StepClock
 
 
@@ -29,12 +32,12 @@ class DeviceBatch:
     Attributes:
         indices: int64 [B], on the host.
         x_0: float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1.
-        condition: [B, 1, Z, Y, X] in its stored dtype, mirrored and turned with its patch; None without conditions.
+        condition: what the network is shown beside, mirrored and turned with its patch.
     """
 
     indices: NDArray[np.int64]
     x_0: Tensor
-    condition: Tensor | None
+    condition: Condition
 
 
 class DeviceFeed:
@@ -44,18 +47,23 @@ class DeviceFeed:
         device: where the model is.
         options, job: of the stream.
         greys: grey range of each volume of the plan.
+        conditioner: makes the condition of a batch.
 
     `buffers` and `condition_buffers` are to be handed to the stream (empty on a CPU).
     """
 
     def __init__(
-        self, device: torch.device, options: StreamOptions, job: ReaderJob, greys: Sequence[GreyRange]
+        self,
+        device: torch.device,
+        options: StreamOptions,
+        job: ReaderJob,
+        greys: Sequence[GreyRange],
+        conditioner: Conditioner,
     ) -> None:
         self._device = device
         self._plan = job.plan
-        self._scales = np.array(
-            [[2 / (g.high - g.low), -(g.high + g.low) / (g.high - g.low)] for g in greys], np.float32
-        )
+        self._scales = np.array([scale_and_offset(grey) for grey in greys], np.float32)
+        self._conditioner = conditioner
         self._slot = 0
         self._pinned: list[list[Tensor]] = []
         if device.type == "cuda":
@@ -103,19 +111,15 @@ class DeviceFeed:
     def _augmented(self, batch: Batch, raw: Tensor, raw_condition: Tensor | None = None) -> DeviceBatch:
         indices = [int(index) for index in batch.indices]
         augmentations = [self._plan.augmentation(index) for index in indices]
-        scale, offset = self._scales[[self._plan.volume_of(index) for index in indices]].T
+        volumes = [self._plan.volume_of(index) for index in indices]
+        scale, offset = self._scales[volumes].T
         gain, shift = np.array([[a.gain, a.offset] for a in augmentations], np.float32).T
         factors = to_device(torch.from_numpy(np.stack([scale * gain, offset * gain + shift])), self._device)
         factor, summand = factors.view(2, -1, 1, 1, 1, 1).unbind(0)
         x_0 = apply_symmetries(raw, augmentations).unsqueeze(1).float() * factor + summand
-        if raw_condition is None:
-            return DeviceBatch(batch.indices, x_0, None)
-        return DeviceBatch(batch.indices, x_0, apply_symmetries(raw_condition, augmentations).unsqueeze(1))
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy small host values to the device.  From pinned memory: an ordinary copy makes the host wait for the GPU."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+        if raw_condition is not None:
+            raw_condition = apply_symmetries(raw_condition, augmentations).unsqueeze(1)
+        return DeviceBatch(batch.indices, x_0, self._conditioner(raw_condition, volumes))
 
 
 def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> Tensor:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from vesuvius.config import Config
-from vesuvius.data.prepare import GreyRange, PreparedData, prepare_data
+from vesuvius.data.prepare import GreyRanges, PreparedData, prepare_data
 from vesuvius.data.store import check_cache
 from vesuvius.data.stream import StreamOptions, check_store
-from vesuvius.diffusion.unet import UNet, check_torch_version
+from vesuvius.diffusion.unet import check_torch_version
 from vesuvius.engine.checkpoint import newest_checkpoint
-from vesuvius.engine.resume import read_state
+from vesuvius.engine.conditioning import volume_scalars
+from vesuvius.engine.network import lay_out_network
+from vesuvius.engine.resume import read_state, stored_greys
 from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.engine.step import parameter_count
 from vesuvius.errors import StorageError
@@ -35,6 +38,7 @@ class Preflight:
         checkpoint: the one it goes on from, or None to start at step 0.
         state: what that checkpoint holds.
         drift: config keys that have changed since, a line each.
+        scalars: what the network is told of each volume, float32 [volumes, n].
         parameters: trainable weights of the network.
         checkpoint_bytes: size of one checkpoint on disk, estimated.
         free_bytes: free space where the run directory is or will be.
@@ -42,7 +46,8 @@ class Preflight:
 
     directory: RunDir
     data: PreparedData
-    greys: list[GreyRange]
+    greys: GreyRanges
+    scalars: NDArray[np.float32]
     checkpoint: Path | None
     state: dict[str, Any] | None
     drift: list[str]
@@ -69,16 +74,18 @@ def preflight(config: Config, resume: bool) -> Preflight:
     check_cache(config.data.store)
     checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
     state, drift = read_state(checkpoint, config, data.plan) if checkpoint else (None, [])
-    greys = [GreyRange(*grey) for grey in state["greys"]] if state else data.grey_ranges(config.data)
+    greys = stored_greys(state) if state else data.grey_ranges(config.data)
     checkpoint_bytes = parameters * _CHECKPOINT_BYTES_PER_PARAMETER
     free_bytes = _check_disk(directory.path, checkpoint_bytes, config.training.keep_last)
-    return Preflight(directory, data, greys, checkpoint, state, drift, parameters, checkpoint_bytes, free_bytes)
+    scalars = volume_scalars(config, data)
+    return Preflight(
+        directory, data, greys, scalars, checkpoint, state, drift, parameters, checkpoint_bytes, free_bytes
+    )
 
 
 def _check_network(config: Config) -> int:
     """Lay the network out without memory; returns its number of weights."""
-    with torch.device("meta"):
-        network = UNet(config.model)
+    network = lay_out_network(config)
     network.check_size(config.training.train_batch_size, config.data.patch_size)
     return parameter_count(network)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,14 @@ from torch import Tensor
 
 from vesuvius.config import Config
 from vesuvius.data.plan import Plan
-from vesuvius.data.prepare import GreyRange, PreparedData
-from vesuvius.diffusion.randomness import Purpose, sample_noise
-from vesuvius.diffusion.sampler import ddim_sample
+from vesuvius.data.prepare import GreyRanges, PreparedData
+from vesuvius.data.volume import Volume
+from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.estimate import Denoise
+from vesuvius.diffusion.generate import generate
+from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.engine.conditioning import Conditioner, scale_and_offset
 from vesuvius.engine.device import apply_symmetries
 
 _GAP, _HEADING = 4, 16
@@ -24,32 +28,55 @@ _SMALLEST_SIDE = 96
 
 
 def generate_patches(
-    config: Config, denoise: Callable[[Tensor, Tensor], Tensor], schedule: Schedule
+    config: Config, denoise: Denoise, schedule: Schedule, conditions: Sequence[Condition]
 ) -> NDArray[np.float32]:
-    """Patches drawn with the network `denoise(x_t, t) -> v`: float32 [preview_count, Z, Y, X], model values.
+    """Patches drawn with the network `denoise`, one for each condition: float32 [preview_count, Z, Y, X], model values.
 
-    Patch n follows from (seed, n): the pictures of one run show the same patches growing.
+    Each condition is a batch of 1 on the schedule's device, `NO_CONDITION` where the network is shown none.  Patch n
+    follows from (seed, n) and its condition: the pictures of one run show the same patches growing.
     """
+    assert len(conditions) == config.training.preview_count, (len(conditions), config.training.preview_count)
     patches = []
-    for number in range(config.training.preview_count):
-        shape = (1, *config.data.patch_size)
-        noise = sample_noise(config.seed, [number], shape, schedule.device, purpose=Purpose.PREVIEW)
-        patches.append(ddim_sample(denoise, schedule, noise, config.diffusion.sampler_steps)[0, 0].cpu().numpy())
+    for number, condition in enumerate(conditions):
+        generated = generate(
+            denoise,
+            schedule,
+            config.diffusion,
+            config.seed,
+            [number],
+            (1, *config.data.patch_size),
+            schedule.device,
+            condition=condition,
+            purpose=Purpose.PREVIEW,
+        )
+        patches.append(generated.x_0[0, 0].cpu().numpy())
     return np.stack(patches)
 
 
-def real_patches(config: Config, data: PreparedData, greys: list[GreyRange]) -> NDArray[np.float32]:
-    """The plan's first training patches, mirrored as in training: float32 [preview_count, Z, Y, X], model values."""
-    return np.stack([_read_patch(data.plan, data, greys, i) for i in range(config.training.preview_count)])
+def real_patches(
+    config: Config, data: PreparedData, greys: GreyRanges, conditioner: Conditioner
+) -> tuple[NDArray[np.float32], list[Condition]]:
+    """The plan's first training patches, mirrored as in training, and their conditions.
+
+    Returns:
+        float32 [preview_count, Z, Y, X], model values; a condition with a batch of 1 for each.
+    """
+    patches, conditions = [], []
+    for index in range(config.training.preview_count):
+        number = data.plan.sample(index).volume
+        scale, offset = scale_and_offset(greys.volumes[number])
+        patches.append(_read_patch(data.plan, data.volumes, index)[0, 0].float().numpy() * scale + offset)
+        raw = _read_patch(data.plan, data.conditions, index) if data.conditions else None
+        conditions.append(conditioner(raw, [number]))
+    return np.stack(patches).astype(np.float32), conditions
 
 
-def _read_patch(plan: Plan, data: PreparedData, greys: list[GreyRange], index: int) -> NDArray[np.float32]:
+def _read_patch(plan: Plan, volumes: Sequence[Volume], index: int) -> Tensor:
+    """Sample `index` of the plan, mirrored as in training: [1, 1, Z, Y, X] in its stored dtype."""
     sample = plan.sample(index)
     z, y, x = (start + size for start, size in zip(sample.start_zyx, plan.patch_zyx, strict=True))
-    voxels = data.volumes[sample.volume].read((sample.start_zyx, (z, y, x)))
-    voxels = apply_symmetries(torch.from_numpy(voxels)[None], [plan.augmentation(index)])[0].numpy()
-    grey = greys[sample.volume]
-    return (2 * (voxels.astype(np.float32) - grey.low) / (grey.high - grey.low) - 1).astype(np.float32)
+    voxels = torch.from_numpy(volumes[sample.volume].read((sample.start_zyx, (z, y, x))))
+    return apply_symmetries(voxels[None], [plan.augmentation(index)])[:, None]
 
 
 def write_montage(path: Path, generated: NDArray[np.float32], real: NDArray[np.float32], title: str) -> None:

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vesuvius.config import Config
 from vesuvius.data.plan import Plan, plan_difference
-from vesuvius.data.prepare import GreyRange
+from vesuvius.data.prepare import GreyRange, GreyRanges, PreparedData
 from vesuvius.engine.checkpoint import load_checkpoint
 from vesuvius.engine.step import TrainStep
 from vesuvius.errors import ConfigError
 
 # A change here makes it another experiment: the weights would not fit or would not mean the same.
-_FIXED = ("seed", "model.", "diffusion.", "data.normalize.")
+_FIXED = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
+_FREE = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 
 @dataclass
@@ -35,18 +38,35 @@ class Progress:
 
 
 def run_state(
-    config: Config, plan: Plan, greys: list[GreyRange], step: TrainStep, progress: Progress, threads: int
+    config: Config,
+    data: PreparedData,
+    greys: GreyRanges,
+    scalars: NDArray[np.float32],
+    step: TrainStep,
+    progress: Progress,
+    threads: int,
 ) -> dict[str, Any]:
-    """All that a resume needs, as tensors and plain data."""
+    """All that a resume needs, and what sampling needs to know of the volumes, as tensors and plain data."""
+    volumes = [
+        {
+            "name": volume.name,
+            "dtype": volume.dtype.name,
+            "voxel_size_um": volume.voxel_size_um,
+            "scalars": row.tolist(),
+        }
+        for volume, row in zip(data.volumes, scalars, strict=True)
+    ]
     return {
         **step.state_dict(),
         "step": progress.step,
         "sample_index": progress.sample_index,
         "quarantined": progress.quarantined,
-        "plan_hash": plan.hash,
-        "plan": plan.describe(),
+        "plan_hash": data.plan.hash,
+        "plan": data.plan.describe(),
+        "volumes": volumes,
         "config": config.model_dump(mode="json"),
-        "greys": [[grey.low, grey.high] for grey in greys],
+        "greys": [[grey.low, grey.high] for grey in greys.volumes],
+        "condition_greys": [[grey.low, grey.high] for grey in greys.conditions],
         "torch_threads": threads,
     }
 
@@ -59,7 +79,7 @@ def read_state(path: Path, config: Config, plan: Plan) -> tuple[dict[str, Any], 
     """
     state = load_checkpoint(path, verified=True)
     drift = config_drift(state["config"], config.model_dump(mode="json"))
-    refused = [line for line in drift if line.startswith(_FIXED)]
+    refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FREE)]
     if _without_paths(state["config"]) != _without_paths(config.model_dump(mode="json")):
         refused += [line for line in drift if line.startswith("data.volumes")]
     if state["plan_hash"] != plan.hash:
@@ -80,6 +100,12 @@ def restore(state: dict[str, Any], step: TrainStep, device: torch.device) -> Pro
         # The order in which threads add up is part of a CPU result.
         torch.set_num_threads(state["torch_threads"])
     return Progress(state["step"], state["sample_index"], state["quarantined"])
+
+
+def stored_greys(state: dict[str, Any]) -> GreyRanges:
+    """The grey ranges that a run began with."""
+    volumes, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys"))
+    return GreyRanges(volumes, conditions)
 
 
 def config_drift(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -14,9 +14,10 @@ from vesuvius.config import Config
 from vesuvius.data.stream import PatchStream, StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.diffusion.unet import build_unet
 from vesuvius.engine.checkpoint import save_checkpoint
+from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import DeviceFeed
+from vesuvius.engine.network import build_network
 from vesuvius.engine.preflight import Preflight, preflight
 from vesuvius.engine.preview import generate_patches, real_patches, write_montage
 from vesuvius.engine.report import StepReporter
@@ -117,14 +118,18 @@ class Run:
         self._directory = found.directory
         self._data = found.data
         self._greys = found.greys
+        self._scalars = found.scalars
         self._stop = stop
         self._metrics = metrics
         self._on_step = on_step
         self._device = choose_device()
         if self._device.type == "cuda":
             torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
+        self._conditioner = Conditioner(
+            config.data.condition_classes, self._greys.conditions, found.scalars, self._device
+        )
         self._schedule = Schedule.from_config(config.diffusion).to(self._device)
-        network = build_unet(config.model, config.seed, device=self._device)
+        network = build_network(config, self._device)
         self._step = TrainStep(config, network, self._schedule, self._device)
         log.info(
             "model %.1f M parameters, device %s, amp %s, global batch %d",
@@ -159,7 +164,7 @@ class Run:
         """The loop, from the first batch to the last step or a wish to stop."""
         config, progress = self._config, self._progress
         options, job = StreamOptions.from_config(config.training, config.cluster), self._data.job
-        feed = DeviceFeed(self._device, options, job, self._greys)
+        feed = DeviceFeed(self._device, options, job, self._greys.volumes, self._conditioner)
         stop_sample = progress.sample_index + (config.stop_step - progress.step) * config.global_batch
         with (
             PatchStream(
@@ -205,7 +210,7 @@ class Run:
         for t in np.split(timesteps, config.training.accumulate_steps):
             batch = feed.next(stream, clock)
             with clock.computing():
-                self._step.accumulate(batch.x_0, batch.indices, t)
+                self._step.accumulate(batch.x_0, batch.indices, t, batch.condition)
         with clock.computing():
             result = self._step.apply(lr)
         clock.step_done()
@@ -228,7 +233,7 @@ class Run:
         if step == self._saved_step:
             return
         threads = torch.get_num_threads()
-        state = run_state(self._config, self._data.plan, self._greys, self._step, self._progress, threads)
+        state = run_state(self._config, self._data, self._greys, self._scalars, self._step, self._progress, threads)
         keep_last = self._config.training.keep_last
         path = save_checkpoint(self._directory.checkpoints, step, state, self._step.ema.weights, keep_last)
         self._saved_step = step
@@ -247,8 +252,8 @@ class Run:
 
     def _preview(self, step: int) -> None:
         path = self._directory.samples / f"step_{step:08d}.png"
-        generated = generate_patches(self._config, self._step.denoise, self._schedule)
-        real = real_patches(self._config, self._data, self._greys)
+        real, conditions = real_patches(self._config, self._data, self._greys, self._conditioner)
+        generated = generate_patches(self._config, self._step.denoise, self._schedule, conditions)
         write_montage(path, generated, real, f"{self._config.name} step {step}")
         log.info("wrote %s", path)
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vesuvius.config import Config, TrainingConfig
+from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.loss import loss_per_sample
-from vesuvius.diffusion.randomness import sample_noise
+from vesuvius.diffusion.randomness import condition_kept, sample_noise
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.engine.device import to_device
+from vesuvius.engine.transfer import to_device
 
 AmpMode = Literal["off", "bf16", "fp16"]
 
@@ -81,19 +82,26 @@ class TrainStep:
         self.ema = MovingAverage(self.network, config.training.ema_decay)
         self._loss = torch.zeros((), device=device)
 
-    def accumulate(self, x_0: Tensor, indices: NDArray[np.int64], t: NDArray[np.int64]) -> None:
+    def accumulate(
+        self, x_0: Tensor, indices: NDArray[np.int64], t: NDArray[np.int64], condition: Condition = NO_CONDITION
+    ) -> None:
         """Add the gradient of one micro-batch.
 
         Args:
             x_0: model values, float32 [B, 1, Z, Y, X] on the device.
-            indices: sample indices [B]; the noise follows from them.
+            indices: sample indices [B]; the noise, and whether the condition is shown, follow from them.
             t: timesteps [B].
+            condition: of the same samples, on the device.
         """
-        eps = sample_noise(self._config.seed, indices, (1, *x_0.shape[2:]), self._device)
+        seed = self._config.seed
+        eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
         t_device = to_device(torch.from_numpy(t), self._device)
         x_t = self._schedule.q_sample(x_0, eps, t_device)
+        if not condition.empty:
+            keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
+            condition = condition.kept(to_device(torch.from_numpy(keep), self._device))
         with self._autocast():
-            prediction = self._forward(x_t, t_device)
+            prediction = self._forward(condition.joined(x_t), t_device, condition.scalars)
         per_sample = loss_per_sample(prediction, x_0, eps, t_device, self._schedule, self._config.diffusion)
         loss = per_sample.sum() / self._config.global_batch
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -124,10 +132,11 @@ class TrainStep:
         return result
 
     @torch.no_grad()
-    def denoise(self, x_t: Tensor, t: Tensor) -> Tensor:
+    def denoise(self, x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
         """The network's prediction with the averaged weights, for sampling."""
+        arguments = (condition.joined(x_t), t, condition.scalars)
         with self._autocast():
-            prediction: Tensor = functional_call(self.network, self.ema.weights, (x_t, t))
+            prediction: Tensor = functional_call(self.network, self.ema.weights, arguments)
         return prediction
 
     def _autocast(self) -> AbstractContextManager[Any]:

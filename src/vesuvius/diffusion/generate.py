@@ -1,0 +1,68 @@
+"""Sample numbers -> samples of the size of a patch: random numbers, noise levels, network and sampler put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vesuvius.config import DiffusionConfig
+from vesuvius.diffusion.condition import NO_CONDITION, Condition
+from vesuvius.diffusion.estimate import Denoise, NetworkEstimate
+from vesuvius.diffusion.levels import trailing_levels
+from vesuvius.diffusion.randomness import Purpose, derive_seed, sample_noise
+from vesuvius.diffusion.sampler import sample
+from vesuvius.diffusion.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """A batch of samples.
+
+    Attributes:
+        x_0: float32 [len(numbers), C, Z, Y, X], model values.
+        evaluations: how often the network was called for the batch.
+    """
+
+    x_0: Tensor
+    evaluations: int
+
+
+def generate(
+    denoise: Denoise,
+    schedule: Schedule,
+    config: DiffusionConfig,
+    seed: int,
+    numbers: Sequence[int],
+    shape_czyx: tuple[int, int, int, int],
+    device: torch.device | str,
+    *,
+    condition: Condition = NO_CONDITION,
+    purpose: Purpose = Purpose.SAMPLE,
+    on_step: Callable[[int, Tensor], None] | None = None,
+) -> Generated:
+    """Draw the samples of these `numbers` as one batch, as the `sampler_*` keys of the config say.
+
+    A sample's first noise follows from (seed, purpose, number) and that of step k from (seed, number, k): it is the
+    same beside any neighbours, up to how `denoise` computes batches of different sizes.  `condition` has one entry per
+    number, on `device`; `on_step(k, x)` is called after each sampling step with the state.  Moves no global generator.
+    Raises ConfigError unless 1 <= sampler_steps <= timesteps.
+    """
+    estimate = NetworkEstimate(denoise, config, condition)
+
+    def step_noise(k: int) -> Tensor:
+        step_seed = derive_seed(seed, Purpose.SAMPLER_NOISE, k)
+        return sample_noise(step_seed, numbers, shape_czyx, device, purpose=Purpose.SAMPLER_NOISE)
+
+    x_0 = sample(
+        estimate,
+        trailing_levels(schedule, config.sampler_steps),
+        sample_noise(seed, numbers, shape_czyx, device, purpose=purpose),
+        config.sampler,
+        eta=config.sampler_eta,
+        step_noise=step_noise,
+        on_step=on_step,
+    )
+    return Generated(x_0, estimate.evaluations)

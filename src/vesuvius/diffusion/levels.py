@@ -1,0 +1,71 @@
+"""Noise levels: the points between pure noise and a clean sample at which a sampler asks for an estimate.
+
+`Schedule` has a level for each t; a sampler walks down a falling list of them, which need not come from a schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class NoiseLevel:
+    """The noise of x = alpha x_0 + sigma eps.
+
+    Both factors are stored, because each is what the other loses by cancellation where it is small.
+
+    Attributes:
+        t: what the network is told; a whole number is a timestep of the schedule, others lie between two of them.
+        alpha: sqrt(alpha_bar), 0 for pure noise.
+        sigma: sqrt(1 - alpha_bar), 0 for a clean sample.
+    """
+
+    t: float
+    alpha: float
+    sigma: float
+
+
+CLEAN = NoiseLevel(t=-1, alpha=1.0, sigma=0.0)  # nothing is asked here, so its t is one that every table refuses
+
+
+def log_snr_gain(here: NoiseLevel, there: NoiseLevel) -> float:
+    """Return h = lambda(there) - lambda(here) with lambda = log(alpha/sigma), half the log of the SNR.
+
+    It is positive where noise falls, and infinite from pure noise or to a clean sample.  Pure.
+    """
+    if here.alpha == 0 or there.sigma == 0:
+        return math.inf
+    return math.log(there.alpha / here.alpha) + math.log(here.sigma / there.sigma)
+
+
+def trailing_timesteps(timesteps: int, steps: int) -> npt.NDArray[np.int64]:
+    """Return the t of each sampling step: int64 [steps], strictly falling from `timesteps - 1`.
+
+    Source: Lin et al. 2023, table 2, "trailing": round(T k / S) - 1 for k = S ... 1.  It starts where training is
+    noisiest; "leading" and "linspace" do not (diffusers #12633).  Raises ConfigError unless 1 <= steps <= timesteps.
+    """
+    if not 1 <= steps <= timesteps:
+        raise ConfigError(
+            f"sampler steps must be between 1 and timesteps; got {steps} of {timesteps}; change diffusion.sampler_steps"
+        )
+    return np.round(timesteps * np.arange(steps, 0, -1) / steps).astype(np.int64) - 1
+
+
+def trailing_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
+    """Return the steps + 1 levels of a sampling run: those of `trailing_timesteps`, then `CLEAN`.
+
+    Float64 throughout.  Raises ConfigError unless 1 <= steps <= timesteps.  Pure.
+    """
+    times = trailing_timesteps(schedule.timesteps, steps)
+    return (*(_level(int(t), float(schedule.alpha_bar_64[t])) for t in times), CLEAN)
+
+
+def _level(t: int, alpha_bar: float) -> NoiseLevel:
+    return NoiseLevel(t, math.sqrt(alpha_bar), math.sqrt(1 - alpha_bar))

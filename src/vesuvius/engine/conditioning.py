@@ -1,0 +1,101 @@
+"""From a condition's stored voxels and the numbers of volumes to what the network is shown of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vesuvius.config import Config
+from vesuvius.data.geometry import FloatTriple
+from vesuvius.data.prepare import GreyRange, PreparedData
+from vesuvius.data.volume import Volume
+from vesuvius.diffusion.condition import Condition
+from vesuvius.engine.transfer import to_device
+from vesuvius.errors import DataError
+
+
+class Conditioner:
+    """Makes the `Condition` of a batch.
+
+    Args:
+        classes: the condition holds labels 0 ... classes - 1; None: grey values.
+        greys: grey range of each volume's condition; empty with labels, and without conditions.
+        scalars: float32 [volumes, n] from `volume_scalars`.
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        classes: int | None,
+        greys: Sequence[GreyRange],
+        scalars: NDArray[np.float32],
+        device: torch.device,
+    ) -> None:
+        self._classes = classes
+        self._scales = np.array([scale_and_offset(grey) for grey in greys], np.float32)
+        self._scalars = scalars
+        self._device = device
+
+    def __call__(self, raw: Tensor | None, volumes: Sequence[int]) -> Condition:
+        """The condition of a batch.
+
+        Args:
+            raw: [B, 1, Z, Y, X] in the stored dtype; None where the volumes have no conditions.
+            volumes: the number of the volume that each sample comes from.
+        """
+        return Condition(
+            None if raw is None else self._channels(raw, volumes),
+            self._scalars_of(volumes) if self._scalars.shape[1] else None,
+        )
+
+    def _channels(self, raw: Tensor, volumes: Sequence[int]) -> Tensor:
+        values = raw.to(self._device).float()
+        present = torch.ones_like(values)
+        if self._classes:
+            # A label beyond the classes, such as 255 for "ignore", leaves all channels 0.
+            labels = [(values == label).float() for label in range(self._classes)]
+            return torch.cat([*labels, present], dim=1)
+        per_sample = to_device(torch.from_numpy(self._scales[list(volumes)]), self._device)
+        scale, offset = per_sample.view(-1, 2, 1, 1, 1, 1).unbind(1)
+        return torch.cat([values * scale + offset, present], dim=1)
+
+    def _scalars_of(self, volumes: Sequence[int]) -> Tensor:
+        rows = self._scalars[list(volumes)]
+        return to_device(torch.from_numpy(np.hstack([rows, np.ones((len(rows), 1), np.float32)])), self._device)
+
+
+def scale_and_offset(grey: GreyRange) -> tuple[float, float]:
+    """Grey value times scale plus offset = model value: low becomes -1, high +1."""
+    return 2 / (grey.high - grey.low), -(grey.high + grey.low) / (grey.high - grey.low)
+
+
+def volume_scalars(config: Config, data: PreparedData) -> NDArray[np.float32]:
+    """What the network is told of each volume: float32 [volumes, len(model.scalars)].
+
+    voxel_size is the binary logarithm of the edge in micrometres (geometric mean of z, y, x), level the pyramid level.
+
+    Raises:
+        DataError: the voxel size is wanted and a volume does not say it.
+    """
+    rows = np.zeros((len(data.volumes), len(config.model.scalars)), np.float32)
+    for row, volume, spec in zip(rows, data.volumes, config.data.volumes, strict=True):
+        for column, scalar in enumerate(config.model.scalars):
+            match scalar:
+                case "voxel_size":
+                    row[column] = np.log2(_voxel_size_um(volume)).mean()
+                case "level":
+                    row[column] = spec.level
+    return rows
+
+
+def _voxel_size_um(volume: Volume) -> FloatTriple:
+    if volume.voxel_size_um is None:
+        raise DataError(
+            "model.scalars: voxel_size needs volumes whose OME-Zarr metadata give a scale in micrometres; got none in "
+            f"{volume.name}; add it to the metadata or remove voxel_size"
+        )
+    return volume.voxel_size_um

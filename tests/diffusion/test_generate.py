@@ -1,0 +1,175 @@
+"""Samples as functions of seed and number."""
+
+import math
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vesuvius.config import DiffusionConfig, ModelConfig
+from vesuvius.diffusion.condition import NO_CONDITION, Condition
+from vesuvius.diffusion.generate import Generated, generate
+from vesuvius.diffusion.levels import trailing_levels
+from vesuvius.diffusion.randomness import Purpose, sample_noise
+from vesuvius.diffusion.sampler import Method, step_table
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.unet import build_unet
+
+SHAPE = (1, 4, 4, 4)
+METHODS: tuple[Method, ...] = get_args(Method)
+TINY = ModelConfig(
+    channels=(8,), stem_stride=(1, 1, 1), blocks_per_level=1, full_res_channels=0, attention_heads=0, norm_groups=2
+)
+
+
+def _wavy(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    """Works voxel by voxel, so that a batch's size cannot change how it is computed."""
+    shift = 0.0 if condition.channels is None else condition.channels[:, :1]
+    return torch.sin(2 * x_t) * 0.3 - 1e-3 * t.view(-1, 1, 1, 1, 1) * x_t + shift
+
+
+def _generate(
+    config: DiffusionConfig, numbers: list[int], seed: int = 0, condition: Condition = NO_CONDITION, **options: Any
+) -> Generated:
+    denoise = options.pop("denoise", _wavy)
+    return generate(
+        denoise, Schedule.from_config(config), config, seed, numbers, SHAPE, "cpu", condition=condition, **options
+    )
+
+
+def _config(method: Method = "ddim", **options: Any) -> DiffusionConfig:
+    return DiffusionConfig(sampler=method, sampler_steps=6, **options)
+
+
+def _shown(*values: float) -> Condition:
+    channels = torch.ones(len(values), 2, *SHAPE[1:])
+    channels[:, 0] = torch.tensor(values).view(-1, 1, 1, 1)
+    return Condition(channels, None)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*(_config(method) for method in METHODS), _config(sampler_eta=0.7), _config(sampler_clip=1.0)],
+    ids=[*METHODS, "eta", "clip"],
+)
+def test_a_sample_follows_from_seed_and_number_and_not_from_its_neighbours(config: DiffusionConfig) -> None:
+    batch = _generate(config, [3, 5, 900]).x_0
+    assert batch.dtype == torch.float32
+    assert batch.shape == (3, *SHAPE)
+    assert torch.equal(batch[1:2], _generate(config, [5]).x_0)
+    assert torch.equal(batch[[1, 2, 0]], _generate(config, [5, 900, 3]).x_0)
+    assert not torch.equal(batch[0], batch[1])
+    assert not torch.equal(batch, _generate(config, [3, 5, 900], seed=1).x_0)
+    assert not torch.equal(batch, _generate(config, [3, 5, 900], purpose=Purpose.PREVIEW).x_0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_networks_samples_are_bit_identical_at_equal_batch_size(method: Method) -> None:
+    network = build_unet(TINY, 0).eval()
+    torch.nn.init.normal_(
+        next(p for p in network.parameters() if p.ndim > 1 and not p.any()),  # the output starts at zero
+        std=0.1,
+        generator=torch.Generator().manual_seed(0),
+    )
+
+    def denoise(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        return network(condition.joined(x_t), t)
+
+    two, again = (_generate(_config(method), [0, 1], denoise=denoise).x_0 for _ in range(2))
+    assert torch.equal(two, again)
+    assert torch.equal(two[1], _generate(_config(method), [7, 1], denoise=denoise).x_0[1])
+
+
+def test_each_sample_meets_its_own_condition() -> None:
+    config = _config(sampler_guidance=2.0)
+    both = _generate(config, [0, 1], condition=_shown(0.3, -0.2)).x_0
+    assert torch.equal(both[:1], _generate(config, [0], condition=_shown(0.3)).x_0)
+    assert torch.equal(both[1:], _generate(config, [1], condition=_shown(-0.2)).x_0)
+    assert not torch.equal(both[:1], _generate(config, [0], condition=_shown(-0.2)).x_0)
+
+
+@pytest.mark.parametrize(("method", "calls"), [("ddim", 6), ("ddpm", 6), ("dpmpp2m", 6), ("heun", 11)])
+@pytest.mark.parametrize(("guidance", "times"), [(0.0, 1), (1.0, 1), (2.0, 2)])
+def test_evaluations_are_counted_as_the_network_is_called(
+    method: Method, calls: int, guidance: float, times: int
+) -> None:
+    called = 0
+
+    def denoise(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        nonlocal called
+        called += 1
+        return _wavy(x_t, t, condition)
+
+    generated = _generate(
+        _config(method, sampler_guidance=guidance), [0, 1], condition=_shown(0.1, 0.2), denoise=denoise
+    )
+    assert generated.evaluations == called == calls * times
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("quantile", [None, 0.8])
+def test_limits_of_the_config_hold_for_the_sample(method: Method, quantile: float | None) -> None:
+    free = _generate(_config(method), [0, 1]).x_0
+    limited = _generate(_config(method, sampler_clip=0.1, sampler_quantile=quantile), [0, 1]).x_0
+    assert free.abs().max() > 0.2
+    # The last step ends at x_0; DPM-Solver++'s and Heun's too.  1e-6: float32.
+    assert limited.abs().max() <= 0.1 * (1 + 1e-6)
+
+
+def test_noise_of_each_step_and_number_is_standard_normal_and_unrelated() -> None:
+    shape, config = (1, 16, 16, 16), DiffusionConfig(sampler="ddpm", sampler_steps=4, prediction="x_0")
+    schedule = Schedule.from_config(config)
+    states = [sample_noise(0, [0, 1], shape, purpose=Purpose.SAMPLE)]
+    generate(
+        lambda x_t, t, condition: torch.zeros_like(x_t),
+        schedule,
+        config,
+        0,
+        [0, 1],
+        shape,
+        "cpu",
+        on_step=lambda k, x: states.append(x),
+    )
+    levels = trailing_levels(schedule, 4)
+    rows = []
+    for row, level, before, after in zip(
+        step_table(levels, "ddpm")[:3], levels[:3], states[:3], states[1:4], strict=True
+    ):
+        # x_0 is 0, so eps = x / sigma and what is left of the next state is the step's noise.
+        rows.append((after - row.eps * before / level.sigma) / row.noise)
+    noise = torch.cat([states[0], *rows]).flatten(1)
+    n = noise.shape[1]
+    # 5 standard deviations of mean, standard deviation and correlation of n independent normals.
+    assert noise.mean(1).abs().max() < 5 / math.sqrt(n)
+    assert (noise.std(1) - 1).abs().max() < 5 / math.sqrt(2 * n)
+    assert (torch.corrcoef(noise) - torch.eye(8)).abs().max() < 5 / math.sqrt(n)
+
+
+def test_on_step_is_called_after_each_step_and_last_with_the_sample() -> None:
+    seen: list[tuple[int, Tensor]] = []
+    x_0 = _generate(_config(), [0], on_step=lambda k, x: seen.append((k, x.clone()))).x_0
+    assert [k for k, _ in seen] == [1, 2, 3, 4, 5, 6]
+    assert torch.equal(seen[-1][1], x_0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_global_generator_is_read_or_moved(method: Method) -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)  # noqa: NPY002 - the global generator is what must not matter
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    first = _generate(_config(method), [0, 1]).x_0
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
+    torch.manual_seed(2)
+    assert torch.equal(first, _generate(_config(method), [0, 1]).x_0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_autocast_around_it_changes_nothing_outside_the_network(method: Method) -> None:
+    outside = _generate(_config(method), [0]).x_0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = _generate(_config(method), [0]).x_0
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, outside)

@@ -1,0 +1,62 @@
+"""The noise levels of a sampling run."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vesuvius.config import DiffusionConfig
+from vesuvius.diffusion.levels import CLEAN, NoiseLevel, log_snr_gain, trailing_levels, trailing_timesteps
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import ConfigError
+
+
+@given(st.integers(1, 1200).flatmap(lambda timesteps: st.tuples(st.just(timesteps), st.integers(1, timesteps))))
+def test_trailing_times_start_at_the_noisiest_and_fall_strictly(sizes: tuple[int, int]) -> None:
+    timesteps, steps = sizes
+    times = trailing_timesteps(timesteps, steps)
+    assert len(times) == steps
+    assert times[0] == timesteps - 1
+    assert times[-1] >= 0
+    assert (np.diff(times) < 0).all()
+
+
+@pytest.mark.parametrize("steps", [0, 1001])
+def test_impossible_step_counts_are_refused(steps: int) -> None:
+    with pytest.raises(ConfigError, match=rf"got {steps} of 1000"):
+        trailing_levels(Schedule.from_config(DiffusionConfig()), steps)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(["linear", "cosine", "sigmoid"]), st.booleans(), st.integers(1, 1000))
+def test_levels_are_those_of_the_schedule_in_float64_and_end_clean(name: str, zero: bool, steps: int) -> None:
+    schedule = Schedule.from_config(DiffusionConfig(schedule=name, zero_terminal_snr=zero))
+    levels = trailing_levels(schedule, steps)
+    assert len(levels) == steps + 1
+    assert levels[-1] == CLEAN == NoiseLevel(-1, 1.0, 0.0)
+    assert [level.t for level in levels[:-1]] == trailing_timesteps(1000, steps).tolist()
+    assert all(isinstance(level.t, int) for level in levels)
+    for level in levels[:-1]:
+        # a few ulp: a square of a square root
+        assert level.alpha**2 == pytest.approx(schedule.alpha_bar_64[level.t], rel=1e-15)
+        assert level.alpha**2 + level.sigma**2 == pytest.approx(1, rel=1e-15)
+    assert (levels[0].alpha == 0) == zero
+
+
+@given(st.floats(1e-3, 1.57), st.floats(1e-3, 1.57))
+def test_gain_is_the_difference_of_half_log_snrs(here: float, there: float) -> None:
+    def half_log_snr(angle: float) -> float:
+        return math.log(math.cos(angle) / math.sin(angle))
+
+    gain = log_snr_gain(*(NoiseLevel(0, math.cos(angle), math.sin(angle)) for angle in (here, there)))
+    # 1e-13: float64 logarithms up to 7, with cos(1.57) = 8e-4.
+    assert gain == pytest.approx(half_log_snr(there) - half_log_snr(here), abs=1e-13)
+
+
+def test_gain_is_infinite_from_pure_noise_and_to_a_clean_sample() -> None:
+    middle = NoiseLevel(500, 0.6, 0.8)
+    assert log_snr_gain(NoiseLevel(999, 0.0, 1.0), middle) == math.inf
+    assert log_snr_gain(middle, CLEAN) == math.inf
+    assert log_snr_gain(NoiseLevel(999, 0.0, 1.0), CLEAN) == math.inf

@@ -1,0 +1,74 @@
+"""A model that is shown labels and the voxel size, from the volumes to the checkpoint and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import run_vesuvius, textured
+from tests.engine.test_conditioning import write_group
+
+
+@pytest.fixture
+def conditional_config(tmp_path: Path, tiny_config: Callable[..., Path]) -> Path:
+    voxels = textured((96, 128, 128))
+    scan = write_group(tmp_path / "scan.zarr", voxels, [8.0] * 3)
+    labels = write_group(tmp_path / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
+    return tiny_config(
+        data={
+            "volumes": [{"path": str(scan), "condition": {"path": str(labels)}}],
+            "condition_classes": 2,
+        },
+        training={"max_steps": 6, "save_every": 3, "preview_every": 6, "preview_count": 1},
+        model={"scalars": ["voxel_size"]},
+        diffusion={"sampler": "dpmpp2m", "sampler_steps": 3, "sampler_guidance": 2.0},
+    )
+
+
+def test_a_conditional_run_trains_draws_and_resumes_bit_by_bit(tmp_path: Path, conditional_config: Path) -> None:
+    straight = run_vesuvius("train", "--config", conditional_config, "name=straight", cwd=tmp_path)
+    assert straight.returncode == 0, straight.stderr
+    assert (tmp_path / "runs/straight/samples/step_00000006.png").is_file()
+    first = run_vesuvius("train", "--config", conditional_config, "name=parts", "training.max_steps=3", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = run_vesuvius("train", "--config", conditional_config, "name=parts", "--resume", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    ends = [
+        torch.load(tmp_path / f"runs/{name}/checkpoints/step_00000006/state.pt", weights_only=True)
+        for name in ("straight", "parts")
+    ]
+    for name, weight in ends[0]["model"].items():
+        assert torch.equal(weight, ends[1]["model"][name]), name
+    assert ends[0]["model"]["full_in.weight"].shape[1] == 1 + 2 + 1  # x_t, two labels, "there is a condition"
+    assert ends[0]["volumes"][0]["scalars"] == [3.0]
+    losses = [
+        [json.loads(line).get("loss") for line in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+        for name in ("straight", "parts")
+    ]
+    assert [x for x in losses[0] if x is not None] == [x for x in losses[1] if x is not None]
+
+
+def test_how_samples_are_drawn_may_change_on_resume_and_what_the_network_is_may_not(
+    tmp_path: Path, conditional_config: Path
+) -> None:
+    begun = run_vesuvius("train", "--config", conditional_config, "training.max_steps=1", cwd=tmp_path)
+    assert begun.returncode == 0, begun.stderr
+    resume = ("train", "--config", conditional_config, "--resume", "--dry-run")
+    other_sampler = run_vesuvius(*resume, "diffusion.sampler=heun", "training.lean_norm=false", cwd=tmp_path)
+    assert other_sampler.returncode == 0, other_sampler.stderr
+    other_model = run_vesuvius(*resume, "data.condition_classes=3", cwd=tmp_path)
+    assert other_model.returncode == 2
+    assert "data.condition_classes: was 2, is 3" in other_model.stderr
+
+
+def test_guidance_without_a_condition_is_refused(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    result = run_vesuvius(
+        "train", "--config", tiny_config(), "--dry-run", "diffusion.sampler_guidance=3.0", cwd=tmp_path
+    )
+    assert result.returncode == 2
+    assert "diffusion.sampler_guidance other than 1 needs a model trained both with and without" in result.stderr
