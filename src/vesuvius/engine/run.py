@@ -23,6 +23,7 @@ from vesuvius.engine.preview import generate_patches, real_patches, write_montag
 from vesuvius.engine.report import StepReporter
 from vesuvius.engine.resume import Progress, restore, run_state
 from vesuvius.engine.run_dir import RunDir
+from vesuvius.engine.self_test import check_convolution
 from vesuvius.engine.step import StepResult, TrainStep, choose_device, learning_rate, parameter_count
 from vesuvius.engine.stop import StopRequest
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, GpuMemoryError, StorageError, VesuviusError
@@ -131,6 +132,7 @@ class Run:
         self._schedule = Schedule.from_config(config.diffusion).to(self._device)
         network = build_network(config, self._device)
         self._step = TrainStep(config, network, self._schedule, self._device)
+        check_convolution(self._device, self._step.amp)
         log.info(
             "model %.1f M parameters, device %s, amp %s, global batch %d",
             parameter_count(network) / 1e6,

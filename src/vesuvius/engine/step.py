@@ -100,7 +100,7 @@ class TrainStep:
         if not condition.empty:
             keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
             condition = condition.kept(to_device(torch.from_numpy(keep), self._device))
-        with self._autocast():
+        with autocast(self._device, self.amp):
             prediction = self._forward(condition.joined(x_t), t_device, condition.scalars)
         per_sample = loss_per_sample(prediction, x_0, eps, t_device, self._schedule, self._config.diffusion)
         loss = per_sample.sum() / self._config.global_batch
@@ -135,14 +135,9 @@ class TrainStep:
     def denoise(self, x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
         """The network's prediction with the averaged weights, for sampling."""
         arguments = (condition.joined(x_t), t, condition.scalars)
-        with self._autocast():
+        with autocast(self._device, self.amp):
             prediction: Tensor = functional_call(self.network, self.ema.weights, arguments)
         return prediction
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.amp == "off":
-            return nullcontext()
-        return torch.autocast(self._device.type, torch.bfloat16 if self.amp == "bf16" else torch.float16)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs of this object: tensors and plain data."""
@@ -196,6 +191,13 @@ def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.devic
     if device.type != "cuda":
         return "off"
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+def autocast(device: torch.device, amp: AmpMode) -> AbstractContextManager[Any]:
+    """The context in which the network, and nothing else, is computed."""
+    if amp == "off":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if amp == "bf16" else torch.float16)
 
 
 def make_optimizer(network: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:

@@ -1,0 +1,63 @@
+"""Before the first step: does this machine convolve rightly in the dtype that it will train in?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+from vesuvius.engine.step import AmpMode, autocast
+from vesuvius.errors import ConfigError
+
+Convolve = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# Norm of the error over the norm of the result.  One rounding to bf16 is up to 2^-9, to fp16 2^-12; float32 is held to
+# that of TF32 (2^-11), which GPUs use for it.  Each with room for the roundings of inputs, weights and output together.
+_TOLERANCES: dict[AmpMode, float] = {"off": 2e-3, "fp16": 2e-3, "bf16": 1e-2}
+_CHANNELS = 32
+_SIZE_ZYX = (9, 17, 17)  # the lowest level of the default network with its default patch
+
+
+def check_convolution(device: torch.device, amp: AmpMode, convolve: Convolve | None = None) -> None:
+    """Compare a 3x3x3 convolution and its gradients on `device`, under autocast, with float64 on the CPU.
+
+    torch 2.9 was once silently wrong there; other versions, drivers and GPUs are tested rather than trusted.  Takes
+    milliseconds and touches no global generator.
+
+    Args:
+        device: where the model will be.
+        amp: the dtype that it will be computed in.
+        convolve: what is tested, `F.conv3d` with padding 1 if None.
+
+    Raises:
+        ConfigError: the error of the output or of a gradient is beyond rounding.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, _CHANNELS, *_SIZE_ZYX, generator=generator)
+    kernel = torch.randn(_CHANNELS, _CHANNELS, 3, 3, 3, generator=generator) * (27 * _CHANNELS) ** -0.5
+    bias = torch.randn(_CHANNELS, generator=generator)
+    grad = torch.randn(x.shape, generator=generator)
+    exact = _run(_convolve, x.double(), kernel.double(), bias.double(), grad.double())
+    with autocast(device, amp):
+        found = _run(convolve or _convolve, x.to(device), kernel.to(device), bias.to(device), grad.to(device))
+    for name, ours, truth in zip(("output", "input gradient", "weight gradient"), found, exact, strict=True):
+        error = float((ours.cpu().double() - truth).norm() / truth.norm())
+        if not error <= _TOLERANCES[amp]:  # also where it is NaN
+            raise ConfigError(
+                f"Conv3d must agree with float64 within {_TOLERANCES[amp]:g}; got an error of {error:.2g} in its "
+                f"{name} (torch {torch.__version__}, {device}, amp {amp}); set training.amp=off or use another torch"
+            )
+
+
+def _run(convolve: Convolve, x: Tensor, kernel: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and the gradients of x and kernel for the output's gradient `grad`."""
+    x, kernel = x.clone().requires_grad_(), kernel.clone().requires_grad_()
+    out = convolve(x, kernel, bias)
+    grad_x, grad_kernel = torch.autograd.grad(out, (x, kernel), grad.to(out.dtype))
+    return out.detach(), grad_x, grad_kernel
+
+
+def _convolve(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
+    return F.conv3d(x, kernel, bias, padding=1)
