@@ -259,7 +259,7 @@ class DiffusionConfig(Section):
         False, description="rescale the schedule so that the last t is pure noise; needs prediction v or x_0"
     )
     prediction: Literal["v", "eps", "x_0"] = Field(
-        "v", description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0"
+        "v", description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; eps needs a sampler_clip"
     )
     loss: Literal["l2", "huber"] = Field("l2", description="error of the prediction, per voxel")
     huber_delta: float = Field(1.0, gt=0, description="error above which the Huber loss is linear, model values")

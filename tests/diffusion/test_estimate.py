@@ -159,14 +159,14 @@ def test_thresholding_takes_more_voxels_than_torch_quantile() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_everything_outside_a_bf16_network_is_float32_also_under_autocast(scale: float) -> None:
-    def denoise(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    def rounded(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         assert x_t.dtype == torch.float32
         return _Network()(x_t, t, condition).bfloat16()
 
     config = DiffusionConfig(sampler_guidance=scale, sampler_clip=1.0, sampler_quantile=0.9)
-    outside = NetworkEstimate(denoise, config, _condition())(_x(), LEVEL)
+    outside = NetworkEstimate(lambda *shown: rounded(*shown).float(), config, _condition())(_x(), LEVEL)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = NetworkEstimate(denoise, config, _condition())(_x(), LEVEL)
+        inside = NetworkEstimate(rounded, config, _condition())(_x(), LEVEL)
     for a, b in zip(outside, inside, strict=True):
         assert b.dtype == torch.float32
         assert torch.equal(a, b)

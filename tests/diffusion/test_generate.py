@@ -65,14 +65,14 @@ def test_a_sample_follows_from_seed_and_number_and_not_from_its_neighbours(confi
     assert not torch.equal(batch, _generate(config, [3, 5, 900], purpose=Purpose.PREVIEW).x_0)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_networks_samples_are_bit_identical_at_equal_batch_size(method: Method) -> None:
     network = build_unet(TINY, 0).eval()
-    torch.nn.init.normal_(
-        next(p for p in network.parameters() if p.ndim > 1 and not p.any()),  # the output starts at zero
-        std=0.1,
-        generator=torch.Generator().manual_seed(0),
-    )
+    generator = torch.Generator().manual_seed(0)
+    for weight in network.parameters():
+        if weight.ndim > 1 and not weight.any():  # convolutions that start at zero: the output would be zero
+            torch.nn.init.normal_(weight, std=0.1, generator=generator)
 
     def denoise(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         return network(condition.joined(x_t), t)
@@ -118,10 +118,11 @@ def test_limits_of_the_config_hold_for_the_sample(method: Method, quantile: floa
     assert limited.abs().max() <= 0.1 * (1 + 1e-6)
 
 
-def test_noise_of_each_step_and_number_is_standard_normal_and_unrelated() -> None:
+def _noise_of_each_step(purpose: Purpose) -> Tensor:
+    """What two samples were made from, the noise at the start and of the three noisy steps: [8, voxels]."""
     shape, config = (1, 16, 16, 16), DiffusionConfig(sampler="ddpm", sampler_steps=4, prediction="x_0")
     schedule = Schedule.from_config(config)
-    states = [sample_noise(0, [0, 1], shape, purpose=Purpose.SAMPLE)]
+    states = [sample_noise(0, [0, 1], shape, purpose=purpose)]
     generate(
         lambda x_t, t, condition: torch.zeros_like(x_t),
         schedule,
@@ -130,21 +131,31 @@ def test_noise_of_each_step_and_number_is_standard_normal_and_unrelated() -> Non
         [0, 1],
         shape,
         "cpu",
+        purpose=purpose,
         on_step=lambda k, x: states.append(x),
     )
-    levels = trailing_levels(schedule, 4)
-    rows = []
-    for row, level, before, after in zip(
-        step_table(levels, "ddpm")[:3], levels[:3], states[:3], states[1:4], strict=True
-    ):
+    noise, levels = [states[0]], trailing_levels(schedule, 4)
+    for k, row in enumerate(step_table(levels, "ddpm")[:3]):
         # x_0 is 0, so eps = x / sigma and what is left of the next state is the step's noise.
-        rows.append((after - row.eps * before / level.sigma) / row.noise)
-    noise = torch.cat([states[0], *rows]).flatten(1)
-    n = noise.shape[1]
+        noise.append((states[k + 1] - row.eps * states[k] / levels[k].sigma) / row.noise)
+    return torch.cat(noise).flatten(1)
+
+
+def test_noise_of_each_step_number_and_purpose_is_standard_normal_and_unrelated() -> None:
+    noise = torch.cat([_noise_of_each_step(purpose) for purpose in (Purpose.SAMPLE, Purpose.PREVIEW)])
+    rows, n = noise.shape
+    assert rows == 16
     # 5 standard deviations of mean, standard deviation and correlation of n independent normals.
     assert noise.mean(1).abs().max() < 5 / math.sqrt(n)
     assert (noise.std(1) - 1).abs().max() < 5 / math.sqrt(2 * n)
-    assert (torch.corrcoef(noise) - torch.eye(8)).abs().max() < 5 / math.sqrt(n)
+    assert (torch.corrcoef(noise) - torch.eye(rows)).abs().max() < 5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
+def test_eta_of_the_config_reaches_the_sampler_and_1_is_ddpm(eta: float) -> None:
+    ours = _generate(_config(sampler_eta=eta), [0, 1]).x_0
+    assert torch.equal(ours, _generate(_config("ddpm"), [0, 1]).x_0) == (eta == 1)
+    assert torch.equal(ours, _generate(_config("ddim"), [0, 1]).x_0) == (eta == 0)
 
 
 def test_on_step_is_called_after_each_step_and_last_with_the_sample() -> None:

@@ -34,8 +34,8 @@ def _patches(step: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def denoise() -> Callable[[Tensor, Tensor, Condition], Tensor]:
-    """A network of 0.1 M parameters after 300 steps: 6 s on one core."""
+def denoise(one_thread: None) -> Callable[[Tensor, Tensor, Condition], Tensor]:
+    """A network of 0.1 M parameters after 300 steps: 6 s on a free core."""
     config = DiffusionConfig()
     schedule, network = Schedule.from_config(config), build_unet(MODEL, 0)
     optimizer = torch.optim.AdamW(network.parameters())
@@ -69,8 +69,10 @@ def test_samples_of_a_trained_network_have_the_moments_of_the_data(
     # Nothing in between: 0.15 is 6 of those spreads.
     between = ((grey - DARK).abs() > 0.15) & ((grey - BRIGHT).abs() > 0.15)
     assert between.float().mean() < 0.02
-    # 4 standard errors of a share of 400, and 0.05 for 300 steps of training (the exact estimate leaves 0.03).
+    # 4 standard errors of a share of 400, and 0.05 for 300 steps of training and the few of sampling.  Seen with three
+    # seeds of the weights: 0.27 to 0.34, and 0.20 to 0.23 with ddpm, which meets the network's errors at large t, where
+    # min-SNR hardly trains it, more often.
     error = 4 * math.sqrt(SHARE_DARK * (1 - SHARE_DARK) / COUNT)
     assert dark.float().mean().item() == pytest.approx(SHARE_DARK, abs=error + 0.05)
-    # A third: so few steps with the exact estimate give 0.15 (ddpm) to 0.18 (dpmpp2m) of 0.2.
+    # A third: so few steps give 0.17 (ddim) to 0.18 (dpmpp2m) of 0.2 even with the exact estimate; 0.15 to 0.18 seen.
     assert texture == pytest.approx(TEXTURE, rel=1 / 3)

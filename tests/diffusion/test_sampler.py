@@ -179,8 +179,9 @@ def test_ddim_parity_with_diffusers_trailing(
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * _size(expected))
 
 
-# With diffusers' float32 table eta 1 deviates by up to 5e-5, for the reason given for the ancestral step.  Not compared:
-# eps with the cosine schedule, where dividing by alpha = 5e-5 makes states of 1e4, whose sine float32 does not know.
+# With diffusers' float32 table eta 1 deviates by up to 5e-5, for the reason given for the ancestral step.
+# Not compared: eps with the cosine schedule, where dividing by alpha = 5e-5 makes states of 1e4, whose sine float32
+# does not know.
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(
     ("kind", "name"), [("v", "cosine"), ("v", "linear"), ("eps", "linear"), ("x_0", "cosine"), ("x_0", "linear")]
@@ -213,6 +214,7 @@ def test_ddim_step_keeps_the_noise_level_for_any_eta(levels: tuple[NoiseLevel, N
 # --- DPM-Solver++(2M) ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers with numpy 2
 @pytest.mark.parametrize("steps", [2, 10, 20, 50])
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -334,12 +336,12 @@ def test_samples_of_a_known_mixture_have_its_moments(method: Method) -> None:
     )
     grey, within = x.mean((1, 2, 3, 4)), x.flatten(1).var(1).mean().sqrt()
     is_low = grey < -0.1
-    # 4 standard errors of a share of 2000; 0.01 and 5 % of the spread: what 200 steps of the coarsest method leave,
-    # seen to halve with 400.
+    # 4 standard errors of a share of 2000, and of a mean of the 600 dark ones, 0.07 / sqrt(600).  7 %: 200 ancestral
+    # steps leave 4 % of the spread (half with 400, a third of that with 1000), and 3 standard errors are 2 %.
     assert is_low.float().mean().item() == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / count))
-    assert grey[is_low].mean().item() == pytest.approx(low, abs=0.01)
-    assert grey[~is_low].mean().item() == pytest.approx(high, abs=0.01)
-    assert within.item() == pytest.approx(std, rel=0.05)
+    assert grey[is_low].mean().item() == pytest.approx(low, abs=0.012)
+    assert grey[~is_low].mean().item() == pytest.approx(high, abs=0.012)
+    assert within.item() == pytest.approx(std, rel=0.07)
 
 
 @pytest.mark.parametrize("method", ["ddim", "dpmpp2m", "heun"])

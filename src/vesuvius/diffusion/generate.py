@@ -45,16 +45,17 @@ def generate(
 ) -> Generated:
     """Draw the samples of these `numbers` as one batch, as the `sampler_*` keys of the config say.
 
-    A sample's first noise follows from (seed, purpose, number) and that of step k from (seed, number, k): it is the
-    same beside any neighbours, up to how `denoise` computes batches of different sizes.  `condition` has one entry per
-    number, on `device`; `on_step(k, x)` is called after each sampling step with the state.  Moves no global generator.
+    The noise that a sample starts from follows from (seed, purpose, number) and that of step k from (seed, purpose,
+    number, k): a sample is the same beside any neighbours, up to how `denoise` computes batches of different sizes.
+    `condition` has one entry per number, on `device`; `on_step(k, x)` is called after each sampling step with the
+    state.  Moves no global generator.
     Raises ConfigError unless 1 <= sampler_steps <= timesteps.
     """
     estimate = NetworkEstimate(denoise, config, condition)
 
     def step_noise(k: int) -> Tensor:
         step_seed = derive_seed(seed, Purpose.SAMPLER_NOISE, k)
-        return sample_noise(step_seed, numbers, shape_czyx, device, purpose=Purpose.SAMPLER_NOISE)
+        return sample_noise(step_seed, numbers, shape_czyx, device, purpose=purpose)
 
     x_0 = sample(
         estimate,
