@@ -31,8 +31,7 @@ class NetworkEstimate:
     def __init__(self, denoise: Denoise, config: DiffusionConfig, condition: Condition = NO_CONDITION) -> None:
         self.evaluations = 0
         self._denoise, self._config, self._condition = denoise, config, condition
-        conditional = condition.channels is not None or condition.scalars is not None
-        assert conditional or config.sampler_guidance == 1, "guidance other than 1 needs a condition"
+        assert not condition.empty or config.sampler_guidance == 1, "guidance other than 1 needs a condition"
 
     def __call__(self, x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
         """BCZYX at `level`, noise above 0 -> (x_0, eps), both in the shape and dtype of x."""
