@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -13,6 +14,8 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from vesuvius.data.box import Box
 from vesuvius.data.chunks import ChunkGrid, Request
 from vesuvius.data.store import ByteRange, ClosedError, Source
+
+_READS_ONLY = "a staged store only reads, and only keys that it is asked for by name"
 
 
 class StagedStore(Store):
@@ -112,19 +115,19 @@ class StagedStore(Store):
         return False
 
     async def set(self, key: str, value: Buffer) -> None:
-        raise NotImplementedError
+        raise io.UnsupportedOperation(_READS_ONLY)
 
     async def delete(self, key: str) -> None:
-        raise NotImplementedError
+        raise io.UnsupportedOperation(_READS_ONLY)
 
     def list(self) -> AsyncIterator[str]:
-        raise NotImplementedError
+        raise io.UnsupportedOperation(_READS_ONLY)
 
     def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        raise NotImplementedError
+        raise io.UnsupportedOperation(_READS_ONLY)
 
     def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        raise NotImplementedError
+        raise io.UnsupportedOperation(_READS_ONLY)
 
 
 def _own(part: ByteRequest | None) -> ByteRange | None:
@@ -137,4 +140,3 @@ def _own(part: ByteRequest | None) -> ByteRange | None:
             return ByteRange(-part.suffix)
         case OffsetByteRequest():
             return ByteRange(part.offset)
-    raise NotImplementedError(part)
