@@ -378,6 +378,61 @@ def test_the_dry_run_says_what_would_happen_and_writes_nothing(
     assert not Path("runs").exists()
 
 
+def test_the_dry_run_plans_the_memory_of_a_gpu(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "24", "training.amp=bf16") == 0
+    text = capsys.readouterr().out
+    assert "planned for 24.0 GiB of VRAM (--vram-gib), amp bf16" in text
+    for fact in (
+        r"compute +[\d.]+ GFLOP a step",
+        r"fixed +[\d.]+ GiB: weights [\d.]+, gradients [\d.]+, optimizer [\d.]+, EMA [\d.]+",
+        r"kept +[\d.]+ GiB of activations per patch",
+        r"peak +[\d.]+ GiB with train_batch_size 2,",
+        r"largest +train_batch_size 1024 or more",
+    ):
+        assert re.search(fact, text)
+    assert "WARN       train_batch_size" not in text
+
+
+def test_without_a_gpu_the_dry_run_says_what_it_assumes(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert vesuvius_train(tiny_config(), "--dry-run") == 0
+    assert "80.0 GiB of VRAM (assumed, as this machine has no GPU; --vram-gib N" in capsys.readouterr().out
+
+
+def test_the_dry_run_warns_of_a_batch_that_will_not_fit_and_names_one_that_does(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "0.65", "training.train_batch_size=512") == 0
+    warning = re.search(r"WARN +train_batch_size 512 will not fit: .* set (\S+) and", capsys.readouterr().out)
+    assert warning
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "0.65", warning[1]) == 0
+    assert "WARN       train_batch_size" not in capsys.readouterr().out
+
+
+def test_the_dry_run_says_where_not_even_one_patch_fits(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "0.5") == 0
+    text = capsys.readouterr().out
+    assert "largest  train_batch_size 0" in text
+    assert "set training.lean_norm=true" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--vram-gib", "80"], *(["--dry-run", "--vram-gib", n] for n in ("0", "x", "inf"))]
+)
+def test_vram_is_a_positive_number_that_goes_with_a_dry_run(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        vesuvius_train(tiny_config(), *arguments)
+    assert exit_info.value.code == 2
+    assert "--vram-gib" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
 def test_print_config_reads_back_as_the_same_config(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

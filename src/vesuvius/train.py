@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from vesuvius.config_file import dump_config, read_config
-from vesuvius.door import run_door
+from vesuvius.door import run_door, say
 from vesuvius.errors import EXIT_OK
-from vesuvius.observe.logfile import silence, terminal_lines_through
+from vesuvius.observe.logfile import terminal_lines_through
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,11 +27,14 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run, if any")
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would happen, write nothing")
+    parser.add_argument("--vram-gib", type=_positive, metavar="N", help="with --dry-run: GPU memory to plan for, GiB")
     parser.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
     args = parser.parse_intermixed_args(argv)
+    if args.vram_gib is not None and not args.dry_run:
+        parser.error("--vram-gib only plans; it goes with --dry-run")
     config = read_config(args.config, args.overrides)
     if args.print_config:
-        _print(dump_config(config, comments=True).rstrip("\n"))
+        say(dump_config(config, comments=True).rstrip("\n"))
         return EXIT_OK
     resume = args.resume or config.training.resume == "auto"
     # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
@@ -40,7 +44,7 @@ def _main(argv: list[str]) -> int:
     if args.dry_run:
         from vesuvius.engine.dry_run import dry_run
 
-        _print("\n".join(dry_run(config, resume)))
+        say("\n".join(dry_run(config, resume, args.vram_gib)))
         return EXIT_OK
     from vesuvius.engine.run import train
 
@@ -48,7 +52,27 @@ def _main(argv: list[str]) -> int:
         return train(config, args.config, resume, on_step)
 
 
-def _print(text: str) -> None:
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
+    return number
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
+    return number
+
+
+def say(text: str) -> None:
     """Print what was asked for.  A reader that leaves before the end, as `| head` does, is no error."""
     try:
         print(text, flush=True)

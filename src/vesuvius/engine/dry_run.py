@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import torch
+
 from vesuvius.config import Config
 from vesuvius.data.box import format_box
 from vesuvius.data.prepare import PreparedData
 from vesuvius.data.stream import StreamOptions, store_bytes
+from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, MemoryPlan, largest_batch, plan_memory
 from vesuvius.engine.preflight import Preflight, preflight
-from vesuvius.engine.step import choose_device, resolve_amp
+from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
 from vesuvius.observe.memory import GIB
 
+ASSUMED_VRAM_GIB = 80  # of an A100 or H100
 
-def dry_run(config: Config, resume: bool) -> list[str]:
-    """What would happen, a line each.  Writes nothing; raises what `preflight` raises."""
+
+def dry_run(config: Config, resume: bool, vram_gib: float | None = None) -> list[str]:
+    """What would happen, a line each.  Writes nothing; raises what `preflight` raises.
+
+    `vram_gib` is the GPU memory to plan for; None = this machine's GPU, or 80 GiB where there is none.
+    """
     found = preflight(config, resume)
     training, device = config.training, choose_device()
     store_gib = store_bytes(found.data.job, StreamOptions.from_config(training, config.cluster)) / GIB
@@ -23,6 +31,7 @@ def dry_run(config: Config, resume: bool) -> list[str]:
         f"model      {found.parameters / 1e6:.1f} M parameters, device {device}, "
         f"amp {resolve_amp(training.amp, device)}",
         f"batch      {training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",
+        *_memory_lines(config, device, vram_gib),
         f"readers    {training.workers} workers, object store {store_gib:.2f} GiB",
         _disk_line(found, training.keep_last),
         "dry run: all checks passed, nothing was written",
@@ -44,7 +53,7 @@ def _resume_lines(config: Config, found: Preflight, resume: bool) -> list[str]:
 
 def _data_lines(config: Config, found: Preflight) -> list[str]:
     data, lines = found.data, []
-    for number, (volume, split, grey) in enumerate(zip(data.volumes, data.splits, found.greys, strict=True)):
+    for number, (volume, split, grey) in enumerate(zip(data.volumes, data.splits, found.greys.volumes, strict=True)):
         validation = format_box(split.validation) if split.validation else "none"
         lines += [
             f"volume     {volume.name}: {_times(volume.shape_zyx)} {volume.dtype}, chunks {_times(volume.chunk_zyx)}, "
@@ -65,6 +74,56 @@ def _regions(data: PreparedData, number: int) -> str:
     largest = [max(hi - lo for lo, hi in axis) for axis in planned.intervals_zyx]
     amplification = data.plan.read_amplification(number)
     return f"{planned.region_count} of up to {_times(largest)}, read amplification {amplification:.2f}"
+
+
+def _memory_lines(config: Config, device: torch.device, vram_gib: float | None) -> list[str]:
+    """The memory plan of a GPU."""
+    vram_bytes, whose = _vram(device, vram_gib)
+    amp: AmpMode = resolve_amp(config.training.amp, device)
+    if config.training.amp == "auto" and device.type == "cpu":
+        amp = "bf16"  # the plan is for a GPU, and those that large take it
+    plan, largest = plan_memory(config, amp=amp), largest_batch(config, vram_bytes, amp)
+    or_more = " or more" if largest == LARGEST_PLANNED_BATCH else ""
+    return [
+        f"memory     planned for {vram_bytes / GIB:.1f} GiB of VRAM ({whose}), amp {amp}",
+        f"  compute  {_compute(plan.flops_per_step)} a step",
+        f"  fixed    {plan.fixed_bytes / GIB:.2f} GiB: weights {plan.weight_bytes / GIB:.2f}, gradients "
+        f"{plan.gradient_bytes / GIB:.2f}, optimizer {plan.optimizer_bytes / GIB:.2f}, EMA {plan.ema_bytes / GIB:.2f}",
+        f"  kept     {plan.activation_bytes_per_patch / GIB:.2f} GiB of activations per patch, "
+        f"{plan.weight_copy_bytes / GIB:.2f} GiB of autocast copies of weights",
+        f"  peak     {plan.peak_bytes / GIB:.2f} GiB with train_batch_size {plan.batch}, "
+        f"{plan.vram_bytes / GIB:.2f} GiB with the reserve for CUDA, cuDNN and fragmentation",
+        f"  largest  train_batch_size {largest}{or_more}",
+        *_too_large_lines(plan, largest, vram_bytes),
+    ]
+
+
+def _vram(device: torch.device, vram_gib: float | None) -> tuple[int, str]:
+    """Bytes of GPU memory to plan for, and where the figure is from."""
+    if vram_gib is not None:
+        return int(vram_gib * GIB), "--vram-gib"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return properties.total_memory, properties.name
+    return ASSUMED_VRAM_GIB * GIB, "assumed, as this machine has no GPU; --vram-gib N plans for another"
+
+
+def _compute(flops: int) -> str:
+    return f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP"
+
+
+def _too_large_lines(plan: MemoryPlan, largest: int, vram_bytes: int) -> list[str]:
+    if plan.vram_bytes <= vram_bytes:
+        return []
+    remedy = (
+        f"set training.train_batch_size={largest} and raise training.accumulate_steps"
+        if largest
+        else "set training.lean_norm=true, name more training.checkpoint_levels, or lower model.channels"
+    )
+    return [
+        f"WARN       train_batch_size {plan.batch} will not fit: {plan.vram_bytes / GIB:.1f} GiB needed of "
+        f"{vram_bytes / GIB:.1f} GiB; {remedy}"
+    ]
 
 
 def _disk_line(found: Preflight, keep_last: int) -> str:
