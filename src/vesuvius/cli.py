@@ -10,6 +10,7 @@ from vesuvius.errors import EXIT_CONFIG, EXIT_OK
 
 COMMANDS = {
     "train": "train a model from a config file, or go on training it",
+    "sample": "draw samples of a trained model",
     "volume": "describe, copy or make volumes",
 }
 

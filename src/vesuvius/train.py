@@ -62,24 +62,6 @@ def _positive(text: str) -> float:
     return number
 
 
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
-    return number
-
-
-def say(text: str) -> None:
-    """Print what was asked for.  A reader that leaves before the end, as `| head` does, is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        silence(sys.stdout)
-
-
 @contextmanager
 def _progress_bar(steps: int) -> Iterator[Callable[[int], None]]:
     """A bar under the log lines where standard output is a terminal, nothing elsewhere.

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from vesuvius.errors import StorageError
 
 log = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
 _PARTIAL = ".partial-"
 
 
@@ -51,7 +52,7 @@ def save_checkpoint(
                 "ema.safetensors": _write(partial / "ema.safetensors", lambda path: _save_weights(ema, path)),
             },
         }
-        _write(partial / "manifest.json", lambda path: path.write_text(json.dumps(manifest, indent=1) + "\n"))
+        _write(partial / MANIFEST, lambda path: path.write_text(json.dumps(manifest, indent=1) + "\n"))
         _sync(partial)
         if final.exists():  # a run that was resumed from an earlier checkpoint comes by here again
             shutil.rmtree(final)
@@ -115,14 +116,14 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None.  Reads all of it."""
+def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:
+    """What is wrong with a checkpoint, or with the files of these names in it; None where nothing is.  Reads them."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        for name, digest in manifest["files"].items():
-            if _digest(path / name) != digest:
+        digests = json.loads((path / MANIFEST).read_text())["files"]
+        for name in names or digests:
+            if _digest(path / name) != digests[name]:
                 return f"{name} has another checksum"
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -22,9 +22,7 @@ from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner, scale_and_offset
 from vesuvius.engine.device import apply_symmetries
-
-_GAP, _HEADING = 4, 16
-_SMALLEST_SIDE = 96
+from vesuvius.engine.montage import GAP, HEADING, magnification, slices_row
 
 
 def generate_patches(
@@ -81,29 +79,17 @@ def _read_patch(plan: Plan, volumes: Sequence[Volume], index: int) -> Tensor:
 
 def write_montage(path: Path, generated: NDArray[np.float32], real: NDArray[np.float32], title: str) -> None:
     """Write a PNG: generated patches on the left, real ones on the right; a row each; slices across z, y and x."""
-    scale = max(1, -(-_SMALLEST_SIDE // max(generated.shape[1:])))
-    left, right = (np.vstack([_slices_row(patch, scale) for patch in patches]) for patches in (generated, real))
-    gap = np.zeros((left.shape[0], 4 * _GAP), np.uint8)
+    scale = magnification(generated.shape[1:])
+    left, right = (np.vstack([slices_row(patch, scale) for patch in patches]) for patches in (generated, real))
+    gap = np.zeros((left.shape[0], 4 * GAP), np.uint8)
     picture = np.hstack([left, gap, right])
-    image = Image.new("L", (max(picture.shape[1], 8 * len(title)), picture.shape[0] + 2 * _HEADING))
-    image.paste(Image.fromarray(picture), (0, 2 * _HEADING))
+    image = Image.new("L", (max(picture.shape[1], 8 * len(title)), picture.shape[0] + 2 * HEADING))
+    image.paste(Image.fromarray(picture), (0, 2 * HEADING))
     draw = ImageDraw.Draw(image)
-    draw.text((_GAP, 2), title, fill=255)
-    draw.text((_GAP, _HEADING), "generated: z, y, x slices", fill=255)
-    draw.text((left.shape[1] + 5 * _GAP, _HEADING), "real: z, y, x slices", fill=255)
+    draw.text((GAP, 2), title, fill=255)
+    draw.text((GAP, HEADING), "generated: z, y, x slices", fill=255)
+    draw.text((left.shape[1] + 5 * GAP, HEADING), "real: z, y, x slices", fill=255)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     image.save(partial, format="PNG")
     partial.replace(path)
-
-
-def _slices_row(patch: NDArray[np.float32], scale: int) -> NDArray[np.uint8]:
-    """The middle slices across z, y and x, side by side, -1 black and +1 white, each pixel `scale` wide."""
-    z, y, x = (size // 2 for size in patch.shape)
-    slices = [patch[z], patch[:, y], patch[:, :, x]]
-    height = max(s.shape[0] for s in slices) * scale + _GAP
-    row = []
-    for s in slices:
-        grey = np.clip((s + 1) * 127.5, 0, 255).astype(np.uint8).repeat(scale, 0).repeat(scale, 1)
-        row.append(np.pad(grey, ((0, height - grey.shape[0]), (0, _GAP))))
-    return np.hstack(row)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 GIB = 2**30
 
 
@@ -31,6 +29,8 @@ class MemoryUse:
 
 def measure_memory(pid: int | None = None) -> MemoryUse:
     """Measure a process (this one by default) and its descendants, Ray's among them."""
+    import psutil  # here, because the memory plan takes no more than a constant from this file, and works without
+
     root = psutil.Process(pid)
     anon, shared = 0, 0
     for process in [root, *root.children(recursive=True)]:
@@ -42,6 +42,8 @@ def measure_memory(pid: int | None = None) -> MemoryUse:
 
 def memory_limit_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     """The smallest of the machine's memory and the limit of a cgroup v2 or v1 mounted as a container sees it."""
+    import psutil
+
     limits = [psutil.virtual_memory().total]
     for name in ("memory.max", "memory.high", "memory/memory.limit_in_bytes"):
         try:

@@ -1,0 +1,64 @@
+"""Pictures of patches: orthogonal slices side by side, in rows and grids, as PNG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+UInt8 = NDArray[np.uint8]
+
+GAP, HEADING = 4, 16
+_SMALLEST_SIDE = 96
+_LETTER = 8  # width of a letter, rounded up
+_WIDTH_TO_HEIGHT = 1.5  # of a grid, about
+
+
+def magnification(shape_zyx: Sequence[int]) -> int:
+    """By which whole factor a patch is enlarged for its slices to be seen.  Pure."""
+    return max(1, -(-_SMALLEST_SIDE // max(shape_zyx)))
+
+
+def slices_row(patch: NDArray[Any], scale: int) -> UInt8:
+    """The middle slices of a patch [Z, Y, X] across z, y and x, side by side, each pixel `scale` wide.  Pure.
+
+    -1 is black and +1 white.  Each slice has a gap on its right, the row one below.
+    """
+    z, y, x = (size // 2 for size in patch.shape)
+    slices = [patch[z], patch[:, y], patch[:, :, x]]
+    height = max(s.shape[0] for s in slices) * scale + GAP
+    row = []
+    for s in slices:
+        grey = np.clip((s + 1) * 127.5, 0, 255).astype(np.uint8).repeat(scale, 0).repeat(scale, 1)
+        row.append(np.pad(grey, ((0, height - grey.shape[0]), (0, GAP))))
+    return np.hstack(row)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One picture of a grid and the line above it."""
+
+    caption: str
+    picture: UInt8
+
+
+def write_grid(path: Path, cells: Sequence[Cell], title: str) -> None:
+    """Write a PNG of cells of one size, in rows, below a title.  Raises OSError."""
+    height, width = cells[0].picture.shape
+    height, width = height + HEADING, max(width, _LETTER * max(len(cell.caption) for cell in cells)) + 3 * GAP
+    columns = min(len(cells), math.ceil(math.sqrt(_WIDTH_TO_HEIGHT * len(cells) * height / width)))
+    rows = -(-len(cells) // columns)
+    image = Image.new("L", (max(columns * width, _LETTER * len(title)), HEADING + rows * height))
+    draw = ImageDraw.Draw(image)
+    draw.text((GAP, 2), title, fill=255)
+    for number, cell in enumerate(cells):
+        left, top = number % columns * width, HEADING + number // columns * height
+        draw.text((left + GAP, top + 2), cell.caption, fill=255)
+        image.paste(Image.fromarray(cell.picture), (left, top + HEADING))
+    image.save(path, format="PNG")

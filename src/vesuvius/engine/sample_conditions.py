@@ -1,0 +1,70 @@
+"""What a conditional model is shown while it draws samples: boxes of a condition volume that training has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import DataConfig, Triple
+from vesuvius.data.box import Box
+from vesuvius.data.prepare import GreyRange
+from vesuvius.data.split import split_volume
+from vesuvius.data.volume import open_volume
+from vesuvius.diffusion.randomness import Purpose
+from vesuvius.engine.conditioning import scale_and_offset
+
+
+class ConditionPatches(AbstractContextManager["ConditionPatches"]):
+    """Cuts the condition of each sample out of one volume's condition; the volume itself need not be there.
+
+    Attributes:
+        volume: the opened condition volume.
+    """
+
+    def __init__(self, config: DataConfig, number: int, seed: int, greys: Sequence[GreyRange]) -> None:
+        """Reads metadata.  Raises DataError where the condition volume cannot be used.
+
+        Args:
+            number: which of `data.volumes`.
+            greys: grey range of each volume's condition; empty with labels.
+        """
+        spec = config.volumes[number].condition
+        assert spec is not None
+        self.volume = open_volume(spec, config.store, config.missing_chunk)
+        self._patch_zyx, self._seed = config.patch_size, seed
+        split = split_volume(self.volume.name, self.volume.shape_zyx, config.patch_size, config.validation)
+        self._box = split.validation or split.train
+        labels = config.condition_classes
+        self._scale = (2 / max(1, labels - 1), -1.0) if labels else scale_and_offset(greys[number])
+
+    def __exit__(self, *_: object) -> None:
+        self.volume.close()
+
+    def start_zyx(self, sample: int) -> Triple:
+        """Where the condition of a sample begins, from (seed, sample) alone.  Pure."""
+        return random_start(self._box, self._patch_zyx, self._seed, sample)
+
+    def read(self, samples: Sequence[int]) -> NDArray[Any]:
+        """The conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
+        return np.stack([self._read(self.start_zyx(sample)) for sample in samples])
+
+    def to_model_values(self, stored: NDArray[Any]) -> NDArray[np.float32]:
+        """For a picture: low grey, or label 0, becomes -1, high grey, or the last label, +1.  Pure."""
+        scale, offset = self._scale
+        return stored.astype(np.float32) * np.float32(scale) + np.float32(offset)
+
+    def _read(self, start_zyx: Triple) -> NDArray[Any]:
+        z, y, x = (start + size for start, size in zip(start_zyx, self._patch_zyx, strict=True))
+        return self.volume.read((start_zyx, (z, y, x)))
+
+
+def random_start(box: Box, patch_zyx: Triple, seed: int, sample: int) -> Triple:
+    """A place for a patch, every one inside the box equally likely.  Pure."""
+    rng = np.random.default_rng((seed, int(Purpose.CONDITION_PLACE), sample))
+    last = [stop - size for stop, size in zip(box[1], patch_zyx, strict=True)]
+    z, y, x = rng.integers(box[0], last, endpoint=True).tolist()
+    return z, y, x
