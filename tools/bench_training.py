@@ -27,7 +27,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vesuvius.config import Config, ModelConfig, Triple
 from vesuvius.data.prepare import GreyRanges, PreparedData, prepare_data
-from vesuvius.data.stream import PatchStream, StreamOptions
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.randomness import Purpose, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule

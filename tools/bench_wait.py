@@ -17,7 +17,8 @@ from pathlib import Path
 
 from vesuvius.config import AugmentConfig, DataConfig, VolumeConfig
 from vesuvius.data.prepare import prepare_data
-from vesuvius.data.stream import PatchStream, StreamOptions
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions
 
 
 def main() -> None:

@@ -462,7 +462,8 @@ import numpy as np
 import zarr
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.data.prepare import prepare_data
-from vesuvius.data.stream import PatchStream, StreamOptions
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions
 
 config = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), min_foreground=0.5)
 prepared = prepare_data(0, config)

@@ -22,7 +22,8 @@ from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.data import ray_stream
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream, StreamOptions, batches_ahead, check_store
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions, batches_ahead, check_store, check_store_need
 from vesuvius.errors import ConfigError, DataError
 
 Stack = np.ndarray[Any, Any]
@@ -302,6 +303,14 @@ def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) ->
         check_store(job, StreamOptions(4, workers=1, cluster=ClusterConfig(object_store_gib=1e6)))
     check_store(job, StreamOptions(4, workers=0, cluster=ClusterConfig(object_store_gib=1e6)))
     check_store(job, StreamOptions(4, workers=1))
+
+
+def test_a_store_below_what_is_in_flight_is_refused_before_it_spills(job: ReaderJob) -> None:
+    tiny = ClusterConfig(object_store_gib=1e-6)
+    with pytest.raises(ConfigError, match=r"must hold what the readers have in flight; got 1e-06 GiB and .* needed"):
+        check_store_need(job, StreamOptions(4, workers=2, cluster=tiny))
+    check_store_need(job, StreamOptions(4, workers=0, cluster=tiny))
+    check_store_need(job, StreamOptions(4, workers=2, cluster=ClusterConfig(object_store_gib=1.0)))
 
 
 def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:

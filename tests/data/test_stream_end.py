@@ -20,7 +20,8 @@ TRAINER = """
 import itertools, os, sys, time
 from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.data.prepare import prepare_data
-from vesuvius.data.stream import PatchStream, StreamOptions
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions
 
 path, end, region, store_gib = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16), region_size=(region, region, region))

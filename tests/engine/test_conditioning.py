@@ -13,7 +13,8 @@ import zarr
 from tests.conftest import textured, write_array
 from vesuvius.config import Config
 from vesuvius.data.prepare import GreyRange, prepare_data
-from vesuvius.data.stream import PatchStream, StreamOptions
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions
 from vesuvius.engine.conditioning import Conditioner, volume_scalars
 from vesuvius.engine.device import DeviceFeed
 from vesuvius.errors import DataError

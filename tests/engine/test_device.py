@@ -13,7 +13,8 @@ from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange, prepare_data
-from vesuvius.data.stream import PatchStream, StreamOptions
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import DeviceFeed, apply_symmetries
 from vesuvius.observe.clock import HostClock

@@ -6,60 +6,32 @@ The content of batch n depends on the plan alone: not on the number of workers, 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypedDict
 
 from numpy.typing import NDArray
 
-from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.data.cutter import Cutter
 from vesuvius.data.feeder import Batch, Feeder
 from vesuvius.data.plan import Task
 from vesuvius.data.reader import Block, BlockReport, Reader, ReaderJob, RegionKey, check_quarantine
+from vesuvius.data.stream_options import (
+    TASKS_IN_FLIGHT,
+    StreamOptions,
+    batches_ahead,
+    check_store,
+    store_bytes,
+    store_need_bytes,
+)
 from vesuvius.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _ENDLESS = 2**62
 _EVENTS_KEPT = 10_000
-# Dispatched to a reader at once, so that it never waits for the next one; it may finish them before they are wanted.
-TASKS_IN_FLIGHT = 2
-
-
-@dataclass(frozen=True)
-class StreamOptions:
-    """How a stream delivers; nothing here changes what it delivers, but for the size of batches.
-
-    Attributes:
-        batch_size: samples per batch of this rank.
-        workers: Ray reader processes; 0 reads in this process, without Ray.
-        prefetch_factor: batches put together ahead per worker (or for this process with `workers: 0`).
-        prefetch_bytes: upper limit on all of them; None = none.
-        cluster: where Ray runs.
-    """
-
-    batch_size: int
-    workers: int = 2
-    prefetch_factor: int = 2
-    prefetch_bytes: int | None = None
-    cluster: ClusterConfig = ClusterConfig()
-
-    @classmethod
-    def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
-        """The options that a config names."""
-        mib = training.prefetch_mib
-        return cls(
-            training.train_batch_size,
-            training.workers,
-            training.prefetch_factor,
-            None if mib is None else mib * 2**20,
-            cluster,
-        )
 
 
 @dataclass
@@ -398,50 +370,3 @@ def region_key(record: dict[str, Any]) -> RegionKey:
 def with_quarantined(job: ReaderJob, records: Sequence[dict[str, Any]]) -> ReaderJob:
     """The job, with regions that are replaced without a try."""
     return replace(job, quarantined=frozenset(map(region_key, records)))
-
-
-def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Bytes of the object store that can be in use at once.  0 with `workers: 0`.  Pure.
-
-    The tasks that each worker may finish ahead and the block it works on, the task being cut, and the one after it.
-    """
-    if options.workers == 0:
-        return 0
-    per_worker = TASKS_IN_FLIGHT * job.blocks_per_task + 1
-    return (options.workers * per_worker + 2 * job.blocks_per_task) * job.block_bytes
-
-
-def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:
-    """Batches that are put together ahead of the trainer, at least one.  Pure."""
-    wanted = max(options.workers, 1) * options.prefetch_factor
-    if options.prefetch_bytes is not None:
-        wanted = min(wanted, options.prefetch_bytes // (options.batch_size * patch_bytes))
-    return max(wanted, 1)
-
-
-def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Size of a private Ray's object store; 0 with `workers: 0`.  Pure.
-
-    Twice the need, because one execution of readers hands over to the next, and a quarter of it more, because Ray's
-    limit is soft (0.25 GiB configured, 0.64 GiB seen in use).  The plan's maps lie there too, once for all readers.
-    """
-    if options.workers == 0:
-        return 0
-    if options.cluster.object_store_gib is not None:
-        return int(options.cluster.object_store_gib * 2**30)
-    return max(9 * store_need_bytes(job, options) // 4, 2**28) + job.plan.map_bytes
-
-
-def check_store(job: ReaderJob, options: StreamOptions) -> None:
-    """Raises ConfigError where /dev/shm cannot hold the object store of a private Ray: it would silently use /tmp."""
-    shared = Path("/dev/shm")
-    if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
-        return
-    size = store_bytes(job, options)
-    free = shutil.disk_usage(shared).free
-    if size > free:
-        raise ConfigError(
-            f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "
-            "free; start the container with a larger --shm-size, or lower training.workers, data.reader_mib "
-            "or cluster.object_store_gib"
-        )

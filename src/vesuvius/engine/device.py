@@ -18,7 +18,8 @@ from vesuvius.data.feeder import HELD, Batch
 from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange
 from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream, StreamOptions, batches_ahead
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions, batches_ahead
 from vesuvius.diffusion.condition import Condition
 from vesuvius.engine.conditioning import Conditioner, scale_and_offset
 from vesuvius.engine.transfer import to_device

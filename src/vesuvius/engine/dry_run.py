@@ -7,7 +7,7 @@ import torch
 from vesuvius.config import Config
 from vesuvius.data.box import format_box
 from vesuvius.data.prepare import PreparedData
-from vesuvius.data.stream import StreamOptions, store_bytes
+from vesuvius.data.stream_options import StreamOptions, store_bytes
 from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, MemoryPlan, largest_batch, plan_memory
 from vesuvius.engine.preflight import Preflight, preflight
 from vesuvius.engine.step import AmpMode, choose_device, resolve_amp

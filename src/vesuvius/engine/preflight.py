@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vesuvius.config import Config
 from vesuvius.data.prepare import GreyRanges, PreparedData, prepare_data
 from vesuvius.data.store import check_cache
-from vesuvius.data.stream import StreamOptions, check_store
+from vesuvius.data.stream_options import StreamOptions, check_store, check_store_need
 from vesuvius.diffusion.unet import check_torch_version
 from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.conditioning import volume_scalars
@@ -70,7 +70,9 @@ def preflight(config: Config, resume: bool) -> Preflight:
         refuse_existing(directory)
     parameters = _check_network(config)
     data = prepare_data(config.seed, config.data)
-    check_store(data.job, StreamOptions.from_config(config.training, config.cluster))
+    options = StreamOptions.from_config(config.training, config.cluster)
+    check_store_need(data.job, options)
+    check_store(data.job, options)
     check_cache(config.data.store)
     checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
     state, drift = read_state(checkpoint, config, data.plan) if checkpoint else (None, [])

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from vesuvius.config import Config
-from vesuvius.data.stream import PatchStream, StreamOptions
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.checkpoint import save_checkpoint
