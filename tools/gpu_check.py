@@ -44,7 +44,6 @@ if importlib.util.find_spec("vesuvius") is None:
 
 if TYPE_CHECKING:
     from gpu_measure import Bench, Budget
-    from gpu_parity import Amp
     from model_systems import Spec
 
 EXIT_OK, EXIT_WRONG, EXIT_USAGE = 0, 1, 2
@@ -153,8 +152,7 @@ class Check:
 
     def run(self) -> None:
         ours, monai = self._networks.ours, self._networks.monai
-        for amp in ("off", "bf16", "fp16"):
-            self._self_test(amp)
+        self._self_tests()
         limits = self._sweep(ours)
         batch = max(1, min(self._networks.batch, limits[0]))
         self._parity(ours)
@@ -225,10 +223,11 @@ class Check:
         row = {"system": spec.name, "settings": settings, "micro_batch": fitting, "too_many": too_many}
         self._findings.add("largest", row)
 
-    def _self_test(self, amp: Amp) -> None:
-        from gpu_parity import convolution_self_test
+    def _self_tests(self) -> None:
+        from gpu_parity import AMPS, convolution_self_test
 
-        self._findings.add("self_test", convolution_self_test(self._bench, amp))
+        for amp in AMPS:
+            self._findings.add("self_test", convolution_self_test(self._bench, amp))
 
     def _parity(self, spec: Spec) -> None:
         from gpu_parity import parity

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from vesuvius.errors import one_line
 from vesuvius.observe.clock import StepTimes, make_clock
 
 Row = dict[str, Any]
-Amp = Literal["auto", "off", "bf16", "fp16"]
 
 WARM_UP_STEPS = 2  # the first makes the optimizer's state and cuDNN's choices
 LEAST_STEPS, MOST_STEPS = 3, 30

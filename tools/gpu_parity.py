@@ -5,46 +5,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from gpu_measure import Bench, Budget, Row, attempt, make_step, one_step, resident_patches, synchronize
 from model_systems import Spec, experiment
-from torch import Tensor, nn
+from torch import nn
 
-Amp = Literal["off", "bf16", "fp16"]
-AMPS: tuple[Amp, ...] = ("off", "bf16", "fp16")
+from vesuvius.engine.self_test import TOLERANCES, convolution_errors
+from vesuvius.engine.step import AmpMode
+
+AMPS: tuple[AmpMode, ...] = ("off", "bf16", "fp16")
 
 PARITY_STEPS = 5
 PARITY_LIMIT = 0.03  # bf16 has 8 bits of mantissa; losses of a few steps stay within a percent or so
-# bf16 rounds to 2^-9 = 0.2 % and sums of many products in float32 average that out; TF32 and fp16 are finer.
-SELF_TEST_LIMIT = 0.01
 
 
-def convolution_self_test(bench: Bench, amp: Amp) -> Row:
-    """Forward and weight gradient of a Conv3d in the autocast dtype against float64 on the CPU; relative errors.
-
-    Source of the worry: torch 2.9's Conv3d in bf16.
-    """
-    dtype = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 32, 9, 17, 17, generator=generator)
-    weight = torch.randn(32, 32, 3, 3, 3, generator=generator) / math.sqrt(32 * 27)
-    grad = torch.randn(2, 32, 9, 17, 17, generator=generator)
-
-    def pair(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        kernel = weight.to(device, dtype).requires_grad_()
-        out = F.conv3d(x.to(device, dtype), kernel, padding=1)
-        out.backward(grad.to(device, dtype))
-        assert kernel.grad is not None
-        return [out.detach().cpu().double(), kernel.grad.cpu().double()]
-
-    exact = pair(torch.device("cpu"), torch.float64)
-    errors = [
-        float((got - right).norm() / right.norm()) for got, right in zip(pair(bench.device, dtype), exact, strict=True)
-    ]
-    return {"amp": amp, "forward_error": errors[0], "gradient_error": errors[1], "ok": max(errors) < SELF_TEST_LIMIT}
+def convolution_self_test(bench: Bench, amp: AmpMode) -> Row:
+    """The test that every run begins with, and its relative errors."""
+    errors = convolution_errors(bench.device, amp)
+    return {"amp": amp, "errors": errors, "ok": all(error <= TOLERANCES[amp] for error in errors.values())}
 
 
 def parity(bench: Bench, spec: Spec, batch: int, budget: Budget) -> list[Row]:
@@ -67,7 +46,7 @@ def parity(bench: Bench, spec: Spec, batch: int, budget: Budget) -> list[Row]:
     return rows
 
 
-def _losses(bench: Bench, spec: Spec, batch: int, amp: Amp) -> list[float]:
+def _losses(bench: Bench, spec: Spec, batch: int, amp: AmpMode) -> list[float]:
     config = experiment(spec, bench.patch_zyx, batch, amp=amp)
     step = make_step(bench, spec, config)
     _wake(step.network)

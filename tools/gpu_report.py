@@ -46,8 +46,8 @@ def print_report(content: Row) -> None:
         )
     print("\nConv3d against float64, relative error\n")
     _print_markdown(
-        ["dtype", "forward", "gradient", "ok"],
-        [[r["amp"], f"{r['forward_error']:.1e}", f"{r['gradient_error']:.1e}", _yes(r)] for r in content["self_test"]],
+        ["dtype", "output", "input gradient", "weight gradient", "ok"],
+        [[r["amp"], *(f"{error:.1e}" for error in r["errors"].values()), _yes(r)] for r in content["self_test"]],
     )
     print("\nLosses of a few steps, largest difference from float32\n")
     _print_markdown(

@@ -15,24 +15,23 @@ Convolve = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Norm of the error over the norm of the result.  One rounding to bf16 is up to 2^-9, to fp16 2^-12; float32 is held to
 # that of TF32 (2^-11), which GPUs use for it.  Each with room for the roundings of inputs, weights and output together.
-_TOLERANCES: dict[AmpMode, float] = {"off": 2e-3, "fp16": 2e-3, "bf16": 1e-2}
+TOLERANCES: dict[AmpMode, float] = {"off": 2e-3, "fp16": 2e-3, "bf16": 1e-2}
 _CHANNELS = 32
 _SIZE_ZYX = (9, 17, 17)  # the lowest level of the default network with its default patch
 
 
-def check_convolution(device: torch.device, amp: AmpMode, convolve: Convolve | None = None) -> None:
+def convolution_errors(device: torch.device, amp: AmpMode, convolve: Convolve | None = None) -> dict[str, float]:
     """Compare a 3x3x3 convolution and its gradients on `device`, under autocast, with float64 on the CPU.
 
-    torch 2.9 was once silently wrong there; other versions, drivers and GPUs are tested rather than trusted.  Takes
-    milliseconds and touches no global generator.
+    Takes milliseconds and touches no global generator.
 
     Args:
         device: where the model will be.
         amp: the dtype that it will be computed in.
         convolve: what is tested, `F.conv3d` with padding 1 if None.
 
-    Raises:
-        ConfigError: the error of the output or of a gradient is beyond rounding.
+    Returns:
+        Norm of the error over the norm of the result, of the output, the input gradient and the weight gradient.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, _CHANNELS, *_SIZE_ZYX, generator=generator)
@@ -42,11 +41,22 @@ def check_convolution(device: torch.device, amp: AmpMode, convolve: Convolve | N
     exact = _run(_convolve, x.double(), kernel.double(), bias.double(), grad.double())
     with autocast(device, amp):
         found = _run(convolve or _convolve, x.to(device), kernel.to(device), bias.to(device), grad.to(device))
-    for name, ours, truth in zip(("output", "input gradient", "weight gradient"), found, exact, strict=True):
-        error = float((ours.cpu().double() - truth).norm() / truth.norm())
-        if not error <= _TOLERANCES[amp]:  # also where it is NaN
+    names = ("output", "input gradient", "weight gradient")
+    return {
+        name: float((ours.cpu().double() - truth).norm() / truth.norm())
+        for name, ours, truth in zip(names, found, exact, strict=True)
+    }
+
+
+def check_convolution(device: torch.device, amp: AmpMode, convolve: Convolve | None = None) -> None:
+    """Raises ConfigError where `convolution_errors` are beyond rounding.
+
+    torch 2.9 was once silently wrong there; other versions, drivers and GPUs are tested rather than trusted.
+    """
+    for name, error in convolution_errors(device, amp, convolve).items():
+        if not error <= TOLERANCES[amp]:  # also where it is NaN
             raise ConfigError(
-                f"Conv3d must agree with float64 within {_TOLERANCES[amp]:g}; got an error of {error:.2g} in its "
+                f"Conv3d must agree with float64 within {TOLERANCES[amp]:g}; got an error of {error:.2g} in its "
                 f"{name} (torch {torch.__version__}, {device}, amp {amp}); set training.amp=off or use another torch"
             )
 
