@@ -64,6 +64,11 @@ def test_how_samples_are_drawn_may_change_on_resume_and_what_the_network_is_may_
     other_model = run_vesuvius(*resume, "data.condition_classes=3", cwd=tmp_path)
     assert other_model.returncode == 2
     assert "data.condition_classes: was 2, is 3" in other_model.stderr
+    moved = write_group(tmp_path / "moved.zarr", np.ones((96, 128, 128), np.uint16), [8.0] * 3)
+    scan = tmp_path / "scan.zarr"
+    other_labels = run_vesuvius(*resume, f"data.volumes=[{{path: {scan}, condition: {{path: {moved}}}}}]", cwd=tmp_path)
+    assert other_labels.returncode == 2
+    assert "dtype of the conditions: was uint8, is uint16" in other_labels.stderr
 
 
 def test_guidance_without_a_condition_is_refused(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:

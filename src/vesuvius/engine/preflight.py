@@ -75,7 +75,7 @@ def preflight(config: Config, resume: bool) -> Preflight:
     check_store(data.job, options)
     check_cache(config.data.store)
     checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
-    state, drift = read_state(checkpoint, config, data.plan) if checkpoint else (None, [])
+    state, drift = read_state(checkpoint, config, data) if checkpoint else (None, [])
     greys = stored_greys(state) if state else data.grey_ranges(config.data)
     checkpoint_bytes = parameters * _CHECKPOINT_BYTES_PER_PARAMETER
     free_bytes = _check_disk(directory.path, checkpoint_bytes, config.training.keep_last)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.config import Config
-from vesuvius.data.plan import Plan, plan_difference
+from vesuvius.data.plan import plan_difference
 from vesuvius.data.prepare import GreyRange, GreyRanges, PreparedData
 from vesuvius.engine.checkpoint import load_checkpoint
 from vesuvius.engine.step import TrainStep
@@ -64,6 +64,7 @@ def run_state(
         "plan_hash": data.plan.hash,
         "plan": data.plan.describe(),
         "volumes": volumes,
+        "condition_dtype": data.job.condition_dtype,
         "config": config.model_dump(mode="json"),
         "greys": [[grey.low, grey.high] for grey in greys.volumes],
         "condition_greys": [[grey.low, grey.high] for grey in greys.conditions],
@@ -71,7 +72,7 @@ def run_state(
     }
 
 
-def read_state(path: Path, config: Config, plan: Plan) -> tuple[dict[str, Any], list[str]]:
+def read_state(path: Path, config: Config, data: PreparedData) -> tuple[dict[str, Any], list[str]]:
     """The state of a checkpoint that was found whole, and the config keys that have changed since, a line each.
 
     Raises:
@@ -82,8 +83,10 @@ def read_state(path: Path, config: Config, plan: Plan) -> tuple[dict[str, Any], 
     refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FREE)]
     if _without_paths(state["config"]) != _without_paths(config.model_dump(mode="json")):
         refused += [line for line in drift if line.startswith("data.volumes")]
-    if state["plan_hash"] != plan.hash:
-        refused = [f"plan.{line}" for line in plan_difference(state["plan"], plan.describe())] + refused
+    if state["condition_dtype"] != data.job.condition_dtype:
+        refused.append(f"dtype of the conditions: was {state['condition_dtype']}, is {data.job.condition_dtype}")
+    if state["plan_hash"] != data.plan.hash:
+        refused = [f"plan.{line}" for line in plan_difference(state["plan"], data.plan.describe())] + refused
     if refused:
         raise ConfigError(
             f"a resumed run must keep its data and its model; got differences to {path}:\n  "
