@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius train` does
 
 import numpy as np
 import torch
