@@ -105,6 +105,15 @@ def test_derived_numbers_follow_from_the_keys() -> None:
         (["model.strides=[[1, 2, 2]]"], "strides must have one entry fewer than channels; got 1 for 3 levels"),
         (["data.condition_classes=3"], "condition_classes says what the volumes' conditions hold; got 3 and no"),
         (["training.checkpoint_levels=[4]"], "go from 0, full resolution, to 3, the last of model.channels; got [4]"),
+        (["diffusion.huber_delta=0.1"], "huber_delta belongs to the Huber loss; got 0.1 with l2; set diffusion.loss"),
+        (
+            ["training.checkpoint_levels=[0]", "model.full_res_channels=0"],
+            "checkpoint_levels 0 is the full-resolution blocks; got it with model.full_res_channels 0",
+        ),
+        (
+            ["data.condition_normalize={low: 0.0, high: 2.0}"],
+            "condition_normalize is for conditions of grey values; got 0 to 2 and no condition; remove",
+        ),
         (["diffusion.sampler_guidance=2.0"], "needs a model trained both with and without a condition; got 2.0"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zarr
 
 from tests.conftest import run_vesuvius, textured
 from tests.engine.test_conditioning import write_group
@@ -77,3 +79,66 @@ def test_guidance_without_a_condition_is_refused(tmp_path: Path, tiny_config: Ca
     )
     assert result.returncode == 2
     assert "diffusion.sampler_guidance other than 1 needs a model trained both with and without" in result.stderr
+
+
+def test_what_the_network_was_told_of_a_volume_stays_when_its_metadata_change(
+    tmp_path: Path, conditional_config: Path
+) -> None:
+    begun = run_vesuvius("train", "--config", conditional_config, "training.max_steps=1", cwd=tmp_path)
+    assert begun.returncode == 0, begun.stderr
+    attributes = tmp_path / "scan.zarr" / ".zattrs"
+    attributes.write_text(attributes.read_text().replace("8.0", "2.0"))
+    resumed = run_vesuvius("train", "--config", conditional_config, "training.max_steps=2", "--resume", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    state = torch.load(tmp_path / "runs/tiny/checkpoints/step_00000002/state.pt", weights_only=True)
+    assert state["volumes"][0]["scalars"] == [3.0]
+
+
+def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path) -> None:
+    scan, labels = tmp_path / "scan.zarr", tmp_path / "labels.zarr"
+    result = run_vesuvius(
+        "train",
+        "--config",
+        conditional_config,
+        f"data.volumes=[{{path: {labels}, condition: {{path: {scan}}}}}]",
+        "data.condition_classes=null",
+        "data.normalize={low: 0.0, high: 1.0}",
+        "training.max_steps=2",
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    sampled = run_vesuvius(
+        "sample", "--checkpoint", "tiny", "--count", 1, "--batch-size", 1, "--out", "s", cwd=tmp_path
+    )
+    assert sampled.returncode == 0, sampled.stderr
+    drawn = zarr.open_group(tmp_path / "s" / "samples.zarr", mode="r")["0"]
+    assert isinstance(drawn, zarr.Array)
+    assert set(np.unique(np.asarray(drawn[:]))) <= {0, 1, 2}, "grey values of the labels, a little beyond at most"
+
+
+def test_a_checkpoint_from_before_these_keys_goes_on(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    config = tiny_config()
+    begun = run_vesuvius("train", "--config", config, "training.max_steps=1", cwd=tmp_path)
+    assert begun.returncode == 0, begun.stderr
+    checkpoint = tmp_path / "runs/tiny/checkpoints/step_00000001"
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    for key in ("volumes", "condition_greys", "condition_dtype"):
+        del state[key]
+    del state["config"]["model"]["skips"], state["config"]["diffusion"]["loss"]
+    torch.save(state, checkpoint / "state.pt")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["state.pt"] = hashlib.sha256((checkpoint / "state.pt").read_bytes()).hexdigest()
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    refused = run_vesuvius("sample", "--checkpoint", "tiny", cwd=tmp_path)
+    assert refused.returncode == 6
+    assert "train on with `vesuvius train --resume`" in refused.stderr
+    resumed = run_vesuvius("train", "--config", config, "training.max_steps=2", "--resume", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    sampled = run_vesuvius("sample", "--checkpoint", "tiny", "--count", 1, cwd=tmp_path)
+    assert sampled.returncode == 0, sampled.stderr
+
+
+def test_settings_that_are_seldom_meant_are_doubted(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    result = run_vesuvius("train", "--config", tiny_config(), "--dry-run", "diffusion.prediction=eps", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "WARN       diffusion.prediction eps without diffusion.sampler_clip" in result.stdout

@@ -322,4 +322,5 @@ def predicted(spec: Spec, bench: Bench, row: Row) -> Row:
         plan = plan_memory(experiment(spec, bench.patch_zyx, row["micro_batch"], **row["settings"]), amp=row["amp"])
     except Exception as error:  # the plan is checked here, so that its failure must not end the check
         return {"prediction": f"{type(error).__name__}: {one_line(error)}"}
-    return {"predicted_peak_bytes": plan.peak_bytes, "predicted_vram_bytes": plan.vram_bytes}
+    # The allocator also hands out what the kernels work in.
+    return {"predicted_peak_bytes": plan.peak_bytes + plan.workspace_bytes, "predicted_vram_bytes": plan.vram_bytes}

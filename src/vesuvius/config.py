@@ -12,6 +12,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Triple = tuple[int, int, int]
+Prediction = Literal["v", "eps", "x_0"]
+SamplerMethod = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
 
 
 def _check_name(name: str) -> str:
@@ -178,6 +180,12 @@ class DataConfig(Section):
                 f"a mask has an effect only with data.min_foreground above 0; got 0 and the mask of {masks[0]}; set "
                 "data.min_foreground or remove the mask"
             )
+        if self.condition_normalize.low is not None and (self.condition_classes or not any(paired)):
+            raise ValueError(
+                "condition_normalize is for conditions of grey values; got "
+                f"{self.condition_normalize.low:g} to {self.condition_normalize.high:g} and "
+                f"{'labels' if self.condition_classes else 'no condition'}; remove data.condition_normalize"
+            )
         if self.condition_classes and not any(paired):
             raise ValueError(
                 f"condition_classes says what the volumes' conditions hold; got {self.condition_classes} and no "
@@ -258,8 +266,8 @@ class DiffusionConfig(Section):
     zero_terminal_snr: bool = Field(
         False, description="rescale the schedule so that the last t is pure noise; needs prediction v or x_0"
     )
-    prediction: Literal["v", "eps", "x_0"] = Field(
-        "v", description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; eps needs a sampler_clip"
+    prediction: Prediction = Field(
+        "v", description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; eps wants a sampler_clip"
     )
     loss: Literal["l2", "huber"] = Field("l2", description="error of the prediction, per voxel")
     huber_delta: float = Field(1.0, gt=0, description="error above which the Huber loss is linear, model values")
@@ -269,11 +277,12 @@ class DiffusionConfig(Section):
     condition_dropout: float = Field(
         0.1, ge=0, lt=1, description="share of samples trained without their condition, for guidance; 0 = none"
     )
-    sampler: Literal["ddim", "ddpm", "dpmpp2m", "heun"] = Field(
+    sampler: SamplerMethod = Field(
         "ddim", description="how samples are drawn; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)"
     )
     sampler_steps: PositiveInt = Field(
-        50, description="steps per generated sample (trailing spacing); heun evaluates the network twice in each"
+        50,
+        description="steps per generated sample (trailing spacing); heun takes two evaluations in all but the last",
     )
     sampler_eta: float = Field(0.0, ge=0, le=1, description="noise that ddim adds in each step; 0 = none, 1 = ddpm's")
     sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
@@ -290,6 +299,15 @@ class DiffusionConfig(Section):
             raise ValueError(
                 f"sampler_steps must not exceed timesteps; got {self.sampler_steps} of {self.timesteps}; "
                 "lower diffusion.sampler_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _delta_used(self) -> Self:
+        if self.loss != "huber" and self.huber_delta != 1.0:
+            raise ValueError(
+                f"huber_delta belongs to the Huber loss; got {self.huber_delta:g} with {self.loss}; set "
+                "diffusion.loss=huber or remove diffusion.huber_delta"
             )
         return self
 
@@ -324,7 +342,8 @@ class ModelConfig(Section):
         (128, 256, 512), min_length=1, description="channels of each level, finest first"
     )
     strides: tuple[SizeZYX, ...] | None = Field(
-        None, description="downsampling factors (z, y, x) from each level to the next; null = all [2, 2, 2]"
+        None,
+        description="downsampling factors (z, y, x), an entry from each level to the next; null = [2, 2, 2] throughout",
     )
     blocks_per_level: PositiveInt = Field(
         2, description="residual blocks per level on the way down; one more on the way up"
@@ -464,6 +483,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _checkpointed_levels_exist(self) -> Self:
+        if 0 in self.training.checkpoint_levels and self.model.full_res_channels == 0:
+            raise ValueError(
+                "training.checkpoint_levels 0 is the full-resolution blocks; got it with model.full_res_channels 0; "
+                "remove it"
+            )
         levels = len(self.model.channels)
         if any(level > levels for level in self.training.checkpoint_levels):
             raise ValueError(

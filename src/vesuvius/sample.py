@@ -91,7 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--count", type=_positive, default=16, help="samples to draw (default: 16)")
     parser.add_argument("--seed", type=_natural, default=0, help="another seed, other samples (default: 0)")
-    parser.add_argument("--batch-size", type=_positive, default=4, help="samples drawn at once (default: 4)")
+    parser.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=4,
+        help="samples drawn at once; the last batch is drawn in full, too (default: 4)",
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: below the run's samples/)")
     parser.add_argument("--overwrite", action="store_true", help="replace samples that are already there")
     parser.add_argument(

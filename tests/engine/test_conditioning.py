@@ -95,7 +95,14 @@ def test_scalars_are_those_of_the_samples_volume(tmp_path: Path) -> None:
 
 def test_a_volume_that_does_not_say_its_voxel_size_is_refused_where_it_is_wanted(volume: Path) -> None:
     config = make_config([{"path": str(volume)}], scalars=("voxel_size",))
-    with pytest.raises(DataError, match=r"voxel_size needs volumes .* got none in .*volume\.zarr; add it"):
+    with pytest.raises(DataError, match=r"voxel_size needs volumes .* got none in .*volume\.zarr; correct"):
+        volume_scalars(config, prepare_data(0, config.data))
+
+
+def test_a_voxel_size_of_nothing_is_refused(tmp_path: Path) -> None:
+    path = write_group(tmp_path / "flat.zarr", textured((96, 128, 128)), [0.0, 8.0, 8.0])
+    config = make_config([{"path": str(path)}], scalars=("voxel_size",))
+    with pytest.raises(DataError, match=r"voxel_size needs .* got \(0\.0, 8\.0, 8\.0\) in .*flat\.zarr"):
         volume_scalars(config, prepare_data(0, config.data))
 
 

@@ -205,14 +205,14 @@ def test_float16_is_planned_as_bfloat16_is() -> None:
 
 def test_planning_draws_from_no_global_generator() -> None:
     before = torch.get_rng_state()
-    plan_memory(make_config({"ema_decay": 0.5}))  # not planned before
+    plan_memory.__wrapped__(make_config())  # the function itself: the cache may know the answer
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_plan_allocates_no_tensors() -> None:
-    config = with_training(read_config(EXP001, []), ema_decay=0.5)
+    config = read_config(EXP001, [])
     with record_memory() as record:
-        plan = plan_memory(config)
+        plan = plan_memory.__wrapped__(config)  # the function itself: the cache may know the answer
     assert plan.peak_bytes > 4 * GIB
     assert allocated_bytes(record).max() < 2**20, "schedule tables, and no more"
 

@@ -289,6 +289,21 @@ def test_a_run_may_turn_to_fp16_and_back() -> None:
     assert math.isfinite(train(third, plain, steps=1)[0])
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_run_may_turn_to_channels_last_and_back(channels_last: bool) -> None:
+    configs = [make_config(train_batch_size=2, channels_last=last) for last in (channels_last, not channels_last)]
+    straight, first = make_step(configs[0]), make_step(configs[0])
+    train(straight, configs[0], steps=4)
+    train(first, configs[0], steps=2)
+    second = make_step(configs[1])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(second, configs[1], steps=2)
+    train(first, configs[0], steps=2)  # on the same patches as `second`
+    for name, weight in weights(first).items():
+        # The same sums in another order: float32 rounding, passed through AdamW.
+        torch.testing.assert_close(weights(second)[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from vesuvius.config import DiffusionConfig
-from vesuvius.diffusion.schedule import Prediction, Schedule
+from vesuvius.config import DiffusionConfig, Prediction
+from vesuvius.diffusion.schedule import Schedule
 
 
 def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:

@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from vesuvius.config import SamplerMethod
 from vesuvius.diffusion.levels import NoiseLevel, log_snr_gain
-
-Method = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
 
 # (x, level) -> (x_0, eps) with x = alpha x_0 + sigma eps: the best guess of both, in the shape and dtype of x.
 Estimate = Callable[[Tensor, NoiseLevel], tuple[Tensor, Tensor]]
@@ -84,7 +82,7 @@ def heun_correction(here: NoiseLevel, there: NoiseLevel) -> Coefficients:
     return Coefficients(x=1.0, x_0=(there.alpha - here.alpha) / 2, eps=(there.sigma - here.sigma) / 2)
 
 
-def step_table(levels: Sequence[NoiseLevel], method: Method, eta: float = 0.0) -> tuple[Coefficients, ...]:
+def step_table(levels: Sequence[NoiseLevel], method: SamplerMethod, eta: float = 0.0) -> tuple[Coefficients, ...]:
     """Return one row per step between `levels`, which must fall in noise; for heun, the predictor's.  Pure."""
     pairs = list(pairwise(levels))
     assert pairs, "sampling needs two noise levels or more"
@@ -107,7 +105,7 @@ def sample(
     estimate: Estimate,
     levels: Sequence[NoiseLevel],
     x: Tensor,
-    method: Method,
+    method: SamplerMethod,
     *,
     eta: float = 0.0,
     step_noise: Callable[[int], Tensor] | None = None,

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vesuvius.config import DiffusionConfig
+from vesuvius.config import DiffusionConfig, Prediction
 
-Prediction = Literal["v", "eps", "x_0"]
 Betas = npt.NDArray[np.float64]
 
 COSINE_OFFSET = 0.008

@@ -1,4 +1,4 @@
-"""The network: (x_t, t) -> prediction of v, a 3D U-Net that does most of its work at half resolution.
+"""The network: (x_t and condition, t, scalars) -> prediction, a 3D U-Net that works mostly at half resolution.
 
 Activations at full resolution are what fills memory, so a space-to-depth stem brings the volume to the first level
 and only one narrow residual block at each end sees every voxel.  Forward has no randomness.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -93,9 +94,10 @@ def volume_scalars(config: Config, data: PreparedData) -> NDArray[np.float32]:
 
 
 def _voxel_size_um(volume: Volume) -> FloatTriple:
-    if volume.voxel_size_um is None:
+    size_um = volume.voxel_size_um
+    if size_um is None or not all(0 < edge < math.inf for edge in size_um):
         raise DataError(
-            "model.scalars: voxel_size needs volumes whose OME-Zarr metadata give a scale in micrometres; got none in "
-            f"{volume.name}; add it to the metadata or remove voxel_size"
+            "model.scalars: voxel_size needs volumes whose OME-Zarr metadata give a scale in micrometres; got "
+            f"{size_um or 'none'} in {volume.name}; correct the metadata or remove voxel_size"
         )
-    return volume.voxel_size_um
+    return size_um

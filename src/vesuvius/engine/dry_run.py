@@ -8,8 +8,8 @@ from vesuvius.config import Config
 from vesuvius.data.box import format_box
 from vesuvius.data.prepare import PreparedData
 from vesuvius.data.stream_options import StreamOptions, store_bytes
-from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, MemoryPlan, largest_batch, plan_memory
-from vesuvius.engine.preflight import Preflight, preflight
+from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, MemoryPlan, indexable_batch, largest_batch, plan_memory
+from vesuvius.engine.preflight import Preflight, doubts, preflight
 from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
 from vesuvius.observe.memory import GIB
 
@@ -34,6 +34,7 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None) -> list
         *_memory_lines(config, device, vram_gib),
         f"readers    {training.workers} workers, object store {store_gib:.2f} GiB",
         _disk_line(found, training.keep_last),
+        *(f"WARN       {doubt}" for doubt in doubts(config)),
         "dry run: all checks passed, nothing was written",
     ]
 
@@ -83,18 +84,23 @@ def _memory_lines(config: Config, device: torch.device, vram_gib: float | None) 
     if config.training.amp == "auto" and device.type == "cpu":
         amp = "bf16"  # the plan is for a GPU, and those that large take it
     plan, largest = plan_memory(config, amp=amp), largest_batch(config, vram_bytes, amp)
-    or_more = " or more" if largest == LARGEST_PLANNED_BATCH else ""
+    if largest == LARGEST_PLANNED_BATCH:
+        limit = " or more"
+    elif largest == indexable_batch(config):
+        limit = ", beyond which a tensor would reach 2^31 elements"
+    else:
+        limit = ""
     return [
         f"memory     planned for {vram_bytes / GIB:.1f} GiB of VRAM ({whose}), amp {amp}",
         f"  compute  {_compute(plan.flops_per_step)} a step",
-        f"  fixed    {plan.fixed_bytes / GIB:.2f} GiB: weights {plan.weight_bytes / GIB:.2f}, gradients "
-        f"{plan.gradient_bytes / GIB:.2f}, optimizer {plan.optimizer_bytes / GIB:.2f}, EMA {plan.ema_bytes / GIB:.2f}",
-        f"  kept     {plan.activation_bytes_per_patch / GIB:.2f} GiB of activations per patch, "
-        f"{plan.weight_copy_bytes / GIB:.2f} GiB of autocast copies of weights",
-        f"  peak     {plan.peak_bytes / GIB:.2f} GiB with train_batch_size {plan.batch}, "
-        f"{plan.vram_bytes / GIB:.2f} GiB with the reserve for CUDA, cuDNN and fragmentation",
-        f"  largest  train_batch_size {largest}{or_more}",
-        *_too_large_lines(plan, largest, vram_bytes),
+        f"  fixed    {_size(plan.fixed_bytes)}: weights {_size(plan.weight_bytes)}, gradients "
+        f"{_size(plan.gradient_bytes)}, optimizer {_size(plan.optimizer_bytes)}, EMA {_size(plan.ema_bytes)}",
+        f"  kept     {_size(plan.activation_bytes_per_patch)} of activations per patch, "
+        f"{_size(plan.weight_copy_bytes)} of autocast copies of weights",
+        f"  peak     {_size(plan.peak_bytes)} with train_batch_size {plan.batch}, "
+        f"{_size(plan.vram_bytes)} with the reserve for CUDA, cuDNN and fragmentation",
+        f"  largest  train_batch_size {largest}{limit}",
+        *_too_large_lines(config, plan, largest, vram_bytes),
     ]
 
 
@@ -108,17 +114,22 @@ def _vram(device: torch.device, vram_gib: float | None) -> tuple[int, str]:
     return ASSUMED_VRAM_GIB * GIB, "assumed, as this machine has no GPU; --vram-gib N plans for another"
 
 
+def _size(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / 2**20:.3g} MiB"
+
+
 def _compute(flops: int) -> str:
     return f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP"
 
 
-def _too_large_lines(plan: MemoryPlan, largest: int, vram_bytes: int) -> list[str]:
+def _too_large_lines(config: Config, plan: MemoryPlan, largest: int, vram_bytes: int) -> list[str]:
     if plan.vram_bytes <= vram_bytes:
         return []
+    lean = "" if config.training.lean_norm else "set training.lean_norm=true, "
     remedy = (
         f"set training.train_batch_size={largest} and raise training.accumulate_steps"
         if largest
-        else "set training.lean_norm=true, name more training.checkpoint_levels, or lower model.channels"
+        else f"{lean}name more training.checkpoint_levels, or lower model.channels"
     )
     return [
         f"WARN       train_batch_size {plan.batch} will not fit: {plan.vram_bytes / GIB:.1f} GiB needed of "

@@ -5,8 +5,9 @@ have a shape, a dtype and no memory, and `Footprint` watches it.  So the plan fo
 
 The fake tensors are those of a CPU: torch without CUDA refuses to compute with fake CUDA tensors, and on meta tensors
 attention would form the whole matrix of scores.  Convolutions, linear maps and attention have the same autocast dtype
-on both.  On CUDA autocast computes the norm in front of the attention in float32, which here counts in bf16: some MiB a
-patch at the lowest level.  Beside the step, `DeviceFeed` holds 5 bytes a voxel more than the plan has.
+on both.  What differs on CUDA: autocast computes the norm in front of the attention in float32, which here counts in
+bf16, some MiB a patch at the lowest level; with `training.channels_last` each norm copies its input into another order.
+Beside the step, `DeviceFeed` holds 5 bytes a voxel more than the plan has.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def largest_batch(config: Config, vram_bytes: int, amp: AmpMode = "bf16") -> int
     The answer was traced and fits, and one more does not, or reaches the limit of 2^31 elements a tensor or
     `LARGEST_PLANNED_BATCH`.  `accumulate_steps` stays.
     """
-    fits, too_many = 0, min(_indexable_batch(config), LARGEST_PLANNED_BATCH) + 1
+    fits, too_many = 0, min(indexable_batch(config), LARGEST_PLANNED_BATCH) + 1
     guess, slope_bytes = 1, 0.0
     first_bytes = plan_memory(config, 1, amp).vram_bytes if too_many > 1 else 0
     while too_many - fits > 1:
@@ -152,7 +153,7 @@ def largest_batch(config: Config, vram_bytes: int, amp: AmpMode = "bf16") -> int
     return fits
 
 
-def _indexable_batch(config: Config) -> int:
+def indexable_batch(config: Config) -> int:
     """The largest micro-batch without a tensor of 2^31 elements."""
     elements = largest_activation_elements(config.model, 1, config.data.patch_size, 1 + config.condition_channels, 1)
     return (INT32_LIMIT - 1) // elements

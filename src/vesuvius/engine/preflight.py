@@ -19,7 +19,7 @@ from vesuvius.diffusion.unet import check_torch_version
 from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.conditioning import volume_scalars
 from vesuvius.engine.network import lay_out_network
-from vesuvius.engine.resume import read_state, stored_greys
+from vesuvius.engine.resume import read_state, stored_greys, stored_scalars
 from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.engine.step import parameter_count
 from vesuvius.errors import StorageError
@@ -79,10 +79,28 @@ def preflight(config: Config, resume: bool) -> Preflight:
     greys = stored_greys(state) if state else data.grey_ranges(config.data)
     checkpoint_bytes = parameters * _CHECKPOINT_BYTES_PER_PARAMETER
     free_bytes = _check_disk(directory.path, checkpoint_bytes, config.training.keep_last)
-    scalars = volume_scalars(config, data)
+    scalars = stored_scalars(state) if state else None
+    if scalars is None:
+        scalars = volume_scalars(config, data)
     return Preflight(
         directory, data, greys, scalars, checkpoint, state, drift, parameters, checkpoint_bytes, free_bytes
     )
+
+
+def doubts(config: Config) -> list[str]:
+    """Settings that are allowed and seldom meant, a line each.  Pure."""
+    diffusion, found = config.diffusion, []
+    if diffusion.prediction == "eps" and diffusion.sampler_clip is None:
+        found.append(
+            "diffusion.prediction eps without diffusion.sampler_clip: near pure noise x_0 is what eps leaves over, "
+            "divided by almost 0, and samples may be useless; set diffusion.sampler_clip=1.5"
+        )
+    if diffusion.zero_terminal_snr and diffusion.min_snr_gamma is not None:
+        found.append(
+            "diffusion.zero_terminal_snr with diffusion.min_snr_gamma: the last timestep has weight 0 and is learned "
+            "from its neighbours only; set diffusion.min_snr_gamma=null to train it"
+        )
+    return found
 
 
 def _check_network(config: Config) -> int:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.config import Config
+from vesuvius.config_file import parse_config
 from vesuvius.data.plan import plan_difference
 from vesuvius.data.prepare import GreyRange, GreyRanges, PreparedData
 from vesuvius.engine.checkpoint import load_checkpoint
@@ -20,6 +21,7 @@ from vesuvius.errors import ConfigError
 
 # A change here makes it another experiment: the weights would not fit or would not mean the same.
 _FIXED = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
+_GREYS = ("greys", "condition_greys")
 _FREE = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 
@@ -79,12 +81,14 @@ def read_state(path: Path, config: Config, data: PreparedData) -> tuple[dict[str
         ConfigError: the order of samples or the model has changed; shows the difference.
     """
     state = load_checkpoint(path, verified=True)
-    drift = config_drift(state["config"], config.model_dump(mode="json"))
+    before = _stored_config(state, path)
+    drift = config_drift(before, config.model_dump(mode="json"))
     refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FREE)]
-    if _without_paths(state["config"]) != _without_paths(config.model_dump(mode="json")):
+    if _without_paths(before) != _without_paths(config.model_dump(mode="json")):
         refused += [line for line in drift if line.startswith("data.volumes")]
-    if state["condition_dtype"] != data.job.condition_dtype:
-        refused.append(f"dtype of the conditions: was {state['condition_dtype']}, is {data.job.condition_dtype}")
+    condition_dtype = state.get("condition_dtype", data.job.condition_dtype)
+    if condition_dtype != data.job.condition_dtype:
+        refused.append(f"dtype of the conditions: was {condition_dtype}, is {data.job.condition_dtype}")
     if state["plan_hash"] != data.plan.hash:
         refused = [f"plan.{line}" for line in plan_difference(state["plan"], data.plan.describe())] + refused
     if refused:
@@ -107,8 +111,22 @@ def restore(state: dict[str, Any], step: TrainStep, device: torch.device) -> Pro
 
 def stored_greys(state: dict[str, Any]) -> GreyRanges:
     """The grey ranges that a run began with."""
-    volumes, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys"))
+    volumes, conditions = (tuple(GreyRange(*pair) for pair in state.get(key, ())) for key in _GREYS)
     return GreyRanges(volumes, conditions)
+
+
+def stored_scalars(state: dict[str, Any]) -> NDArray[np.float32] | None:
+    """What the network was told of each volume so far, float32 [volumes, n]; None in a state that does not say."""
+    volumes = state.get("volumes")
+    if volumes is None:
+        return None
+    return np.array([volume["scalars"] for volume in volumes], np.float32).reshape(len(volumes), -1)
+
+
+def _stored_config(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The config of a checkpoint; keys that came later have their defaults."""
+    text = json.dumps(state["config"], ensure_ascii=False)  # JSON is YAML
+    return parse_config(text, (), source=str(path / "state.pt")).model_dump(mode="json")
 
 
 def config_drift(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

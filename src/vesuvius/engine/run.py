@@ -19,7 +19,7 @@ from vesuvius.engine.checkpoint import save_checkpoint
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import DeviceFeed
 from vesuvius.engine.network import build_network
-from vesuvius.engine.preflight import Preflight, preflight
+from vesuvius.engine.preflight import Preflight, doubts, preflight
 from vesuvius.engine.preview import generate_patches, real_patches, write_montage
 from vesuvius.engine.report import StepReporter
 from vesuvius.engine.resume import Progress, restore, run_state
@@ -266,6 +266,8 @@ def _log_start(config: Config, found: Preflight, resume: bool) -> None:
         log.info("going on from %s", found.checkpoint)
     elif resume:
         log.warning("no checkpoint in %s: starting at step 0", found.directory.checkpoints)
+    for doubt in doubts(config):
+        log.warning("%s", doubt)
     for line in found.drift:
         level = logging.WARNING if line.startswith("data.") else logging.INFO
         log.log(level, "changed since the checkpoint: %s", line)

@@ -62,12 +62,21 @@ class SampleReport:
 
 
 def default_out(request: SampleRequest, trained: Trained) -> Path:
-    """`runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`; `samples/...` for a checkpoint outside a run."""
+    """`runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`; `samples/...` for a checkpoint outside a run.
+
+    Guidance, eta, volume and weights are named where they are not the usual ones.
+    """
     path, diffusion = trained.checkpoint.path, trained.config.diffusion
     parent = path.parent if path.parent.name else path.absolute().parent
     run = parent.parent if parent.name == "checkpoints" else Path()
-    name = f"step_{trained.step:08d}_{diffusion.sampler}_{diffusion.sampler_steps}_seed{request.seed}"
-    return run / "samples" / name
+    parts = [f"step_{trained.step:08d}", diffusion.sampler, str(diffusion.sampler_steps), f"seed{request.seed}"]
+    unusual = {
+        f"guidance{diffusion.sampler_guidance:g}": diffusion.sampler_guidance != 1,
+        f"eta{diffusion.sampler_eta:g}": diffusion.sampler_eta != 0,
+        f"volume{request.volume}": request.volume != 0,
+        request.weights: request.weights != "ema",
+    }
+    return run / "samples" / "_".join([*parts, *(part for part, named in unusual.items() if named)])
 
 
 def describe(request: SampleRequest, trained: Trained, amp: AmpMode, evaluations: int) -> dict[str, Any]:

@@ -151,9 +151,20 @@ class TrainStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.network.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._lay_out_moments()
         if self.amp == "fp16" and state["scaler"]:  # empty where the run has not used fp16 so far
             self.scaler.load_state_dict(state["scaler"])
         self.ema.load_state_dict(state["ema"])
+
+    def _lay_out_moments(self) -> None:
+        """Bring the moments into the memory order of their weights, in which the fused AdamW walks both.
+
+        They come in that of the run that saved them, with or without `training.channels_last`.
+        """
+        for parameter, state in self.optimizer.state.items():
+            for name, value in state.items():
+                if value.shape == parameter.shape:
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 class MovingAverage:

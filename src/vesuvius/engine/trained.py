@@ -26,7 +26,7 @@ from vesuvius.data.prepare import GreyRanges
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.engine.checkpoint import MANIFEST, find_damage, newest_checkpoint
 from vesuvius.engine.network import build_network
-from vesuvius.engine.resume import stored_greys
+from vesuvius.engine.resume import stored_greys, stored_scalars
 from vesuvius.engine.run_dir import RUNS, RunDir
 from vesuvius.engine.step import AmpMode, autocast, parameter_count, resolve_amp
 from vesuvius.errors import ConfigError, StorageError, one_line
@@ -123,6 +123,15 @@ def find_checkpoint(given: Path) -> FoundCheckpoint:
         StorageError: the run has checkpoints and none is whole.
     """
     named = [RUNS / given] if given.name == str(given) else []
+    try:
+        return _find_checkpoint(given, named)
+    except PermissionError as error:
+        raise StorageError(
+            f"a checkpoint must be readable; got {error}; change the permissions or run as its owner"
+        ) from error
+
+
+def _find_checkpoint(given: Path, named: Sequence[Path]) -> FoundCheckpoint:
     for path in (given, *named):
         if path.name in _FILE_OF.values() and path.is_file() and _is_checkpoint(path.parent):
             return FoundCheckpoint(path.parent, verified=False)
@@ -159,14 +168,21 @@ def read_trained(checkpoint: FoundCheckpoint, overrides: Sequence[str] = ()) -> 
     try:
         text = json.dumps(state["config"], ensure_ascii=False)  # JSON is YAML
         volumes = tuple(_volume_facts(volume) for volume in state["volumes"])
-        scalars = np.array([volume["scalars"] for volume in state["volumes"]], np.float32).reshape(len(volumes), -1)
-        greys, step = stored_greys(state), int(state["step"])
+        scalars, greys, step = stored_scalars(state), stored_greys(state), int(state["step"])
+        assert scalars is not None
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(
             f"a checkpoint must say what it was trained on; got {type(error).__name__}: {one_line(error)} in {path}; "
-            "it is of another version: save a new one with `vesuvius train --resume`"
+            "it is of an earlier version: train on with `vesuvius train --resume`, and sample from what that saves"
         ) from error
-    return Trained(checkpoint, step, parse_config(text, overrides, source=str(path)), volumes, greys, scalars)
+    try:
+        config = parse_config(text, overrides, source=str(path))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\n(of a trained model only keys that an option of `vesuvius sample` sets can change: give it or "
+            "leave it out)"
+        ) from error
+    return Trained(checkpoint, step, config, volumes, greys, scalars)
 
 
 def load_weights(checkpoint: FoundCheckpoint, weights: Weights) -> dict[str, Tensor]:
