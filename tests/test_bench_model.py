@@ -138,4 +138,4 @@ def test_widths_are_searched_near_the_proportions(tools: dict[str, Any]) -> None
     target = tools["count_parameters"](spec.with_channels((24, 48, 96)))
     found = tools["matched"](spec, target)
     assert found.channels == (24, 48, 96)
-    assert found.architecture["full_res_channels"] == 8, "a quarter of the first width, in fours, ties to even"
+    assert found.architecture["full_res_channels"] == 12

@@ -464,7 +464,7 @@ def test_the_full_experiment_says_how_to_get_data_on_a_fresh_clone(capsys: pytes
 def test_the_full_experiment_passes_its_dry_run_on_a_real_scroll(capsys: pytest.CaptureFixture[str]) -> None:
     override = f"data.volumes=[{{path: {SCROLL_DATA / 'scroll_v2_blosc.zarr'}, level: 0}}]"
     assert vesuvius_train(REPOSITORY / "configs/exp001_full.yaml", "--dry-run", override) == 0
-    assert "154.0 M parameters" in capsys.readouterr().out
+    assert "155.3 M parameters" in capsys.readouterr().out
 
 
 def test_the_module_and_the_command_are_the_same_door(tiny_config: WriteConfig, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     python tools/bench_model.py                                   # batch 2 of 1x32x64x64, 7.2 M parameters: 3 minutes
     python tools/bench_model.py --switches                        # and ours with each of its switches
-    python tools/bench_model.py --full-size --systems ""          # only the bytes of one 72x136x136 patch, 154 M
+    python tools/bench_model.py --full-size --systems ""          # only the bytes of one 72x136x136 patch, 155 M
     python tools/bench_model.py --systems ours,monai --repeats 3 --json bench.json
 
 ours, plain, monai, diffusers: see `model_systems.py`; all in float32, with the number of parameters of MONAI's U-Net
@@ -64,7 +64,7 @@ FIGURES = ("step_s", "step_cpu_s", "saved_bytes")
 # As `vesuvius train`: threads that spin without bound make a step ten times as long beside another busy process.
 SPIN = {"GOMP_SPINCOUNT": "10000"}
 
-OURS = Spec("ours", "vesuvius", (28, 56, 112), {"full_res_channels": 8, "attention_heads": 4})
+OURS = Spec("ours", "vesuvius", (28, 56, 112), {"full_res_channels": 14, "attention_heads": 4})
 PLAIN = Spec(
     "plain", "vesuvius", (28, 56, 112), {"stem_stride": (1, 1, 1), "full_res_channels": 0, "attention_heads": 4}
 )

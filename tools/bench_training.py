@@ -65,7 +65,7 @@ def main() -> None:
     device = choose_device()
     ours = ModelConfig(
         channels=(arguments.width, 2 * arguments.width, 4 * arguments.width),
-        full_res_channels=arguments.width // 4,
+        full_res_channels=arguments.width // 2,
         attention_heads=4,
     )
     configs = {
@@ -222,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--volume", type=Path, default=Path("volumes/bench_training.zarr"), help="a zarr volume")
     parser.add_argument("--patch", type=_size, default=(16, 64, 64), help="z,y,x voxels (default: 16,64,64)")
     parser.add_argument("--batch", type=int, default=4, help="patches of a step")
-    parser.add_argument("--width", type=int, default=32, help="channels of the default network's first level")
+    parser.add_argument("--width", type=int, default=28, help="channels of the default network's first level")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each network")
     parser.add_argument("--validate-every", type=int, default=50, help="steps between validation losses")
     parser.add_argument("--validation", type=int, default=64, help="held-out patches")

@@ -56,10 +56,10 @@ class Spec:
     steps: tuple[int, int] = (4, 4)
 
     def with_channels(self, channels: tuple[int, ...]) -> Spec:
-        """The same with other widths; a full-resolution block of ours stays a quarter of the first, in fours."""
+        """The same with other widths; a full-resolution block of ours stays half as wide as the first level."""
         architecture = dict(self.architecture)
         if architecture.get("full_res_channels"):
-            architecture["full_res_channels"] = max(4, 4 * round(channels[0] / 16))
+            architecture["full_res_channels"] = channels[0] // 2
         return dataclasses.replace(self, channels=channels, architecture=architecture)
 
     def with_switches(self, name: str, **switches: Any) -> Spec:

@@ -352,7 +352,7 @@ class ModelConfig(Section):
         (2, 2, 2), description="space-to-depth factor (z, y, x) before the first level; [1,1,1] = none"
     )
     full_res_channels: NonNegativeInt = Field(
-        32, description="channels of the full-resolution block at each end; 0 = none"
+        64, description="channels of the full-resolution block at each end; 0 = none"
     )
     skips: Literal["concat", "add"] = Field(
         "concat", description="how the way up takes what the way down left; add = smaller tensors, fewer weights"
