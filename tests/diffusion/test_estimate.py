@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vesuvius.config import DiffusionConfig
+from vesuvius.config import DiffusionConfig, Prediction
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.estimate import NetworkEstimate, limited
 from vesuvius.diffusion.levels import NoiseLevel
-from vesuvius.diffusion.schedule import Prediction, x_0_and_eps
+from vesuvius.diffusion.schedule import x_0_and_eps
 
 SHAPE = (3, 1, 2, 4, 5)
 LEVEL = NoiseLevel(700, 0.6, 0.8)

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from vesuvius.config import DiffusionConfig, ModelConfig
+from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.generate import Generated, generate
 from vesuvius.diffusion.levels import trailing_levels
 from vesuvius.diffusion.randomness import Purpose, sample_noise
-from vesuvius.diffusion.sampler import Method, step_table
+from vesuvius.diffusion.sampler import step_table
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.unet import build_unet
 
 SHAPE = (1, 4, 4, 4)
-METHODS: tuple[Method, ...] = get_args(Method)
+METHODS: tuple[SamplerMethod, ...] = get_args(SamplerMethod)
 TINY = ModelConfig(
     channels=(8,), stem_stride=(1, 1, 1), blocks_per_level=1, full_res_channels=0, attention_heads=0, norm_groups=2
 )
@@ -39,7 +39,7 @@ def _generate(
     )
 
 
-def _config(method: Method = "ddim", **options: Any) -> DiffusionConfig:
+def _config(method: SamplerMethod = "ddim", **options: Any) -> DiffusionConfig:
     return DiffusionConfig(sampler=method, sampler_steps=6, **options)
 
 
@@ -67,7 +67,7 @@ def test_a_sample_follows_from_seed_and_number_and_not_from_its_neighbours(confi
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_networks_samples_are_bit_identical_at_equal_batch_size(method: Method) -> None:
+def test_a_networks_samples_are_bit_identical_at_equal_batch_size(method: SamplerMethod) -> None:
     network = build_unet(TINY, 0).eval()
     generator = torch.Generator().manual_seed(0)
     for weight in network.parameters():
@@ -93,7 +93,7 @@ def test_each_sample_meets_its_own_condition() -> None:
 @pytest.mark.parametrize(("method", "calls"), [("ddim", 6), ("ddpm", 6), ("dpmpp2m", 6), ("heun", 11)])
 @pytest.mark.parametrize(("guidance", "times"), [(0.0, 1), (1.0, 1), (2.0, 2)])
 def test_evaluations_are_counted_as_the_network_is_called(
-    method: Method, calls: int, guidance: float, times: int
+    method: SamplerMethod, calls: int, guidance: float, times: int
 ) -> None:
     called = 0
 
@@ -110,7 +110,7 @@ def test_evaluations_are_counted_as_the_network_is_called(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("quantile", [None, 0.8])
-def test_limits_of_the_config_hold_for_the_sample(method: Method, quantile: float | None) -> None:
+def test_limits_of_the_config_hold_for_the_sample(method: SamplerMethod, quantile: float | None) -> None:
     free = _generate(_config(method), [0, 1]).x_0
     limited = _generate(_config(method, sampler_clip=0.1, sampler_quantile=quantile), [0, 1]).x_0
     assert free.abs().max() > 0.2
@@ -166,7 +166,7 @@ def test_on_step_is_called_after_each_step_and_last_with_the_sample() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_no_global_generator_is_read_or_moved(method: Method) -> None:
+def test_no_global_generator_is_read_or_moved(method: SamplerMethod) -> None:
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002 - the global generator is what must not matter
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
@@ -178,7 +178,7 @@ def test_no_global_generator_is_read_or_moved(method: Method) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_autocast_around_it_changes_nothing_outside_the_network(method: Method) -> None:
+def test_autocast_around_it_changes_nothing_outside_the_network(method: SamplerMethod) -> None:
     outside = _generate(_config(method), [0]).x_0
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = _generate(_config(method), [0]).x_0

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from vesuvius.config import DiffusionConfig, ModelConfig
+from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.generate import generate
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.randomness import sample_noise, stratified_timesteps
-from vesuvius.diffusion.sampler import Method
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.unet import build_unet
 
@@ -52,9 +51,9 @@ def denoise(one_thread: None) -> Callable[[Tensor, Tensor, Condition], Tensor]:
     return lambda x_t, t, condition: network(condition.joined(x_t), t)
 
 
-@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("method", get_args(SamplerMethod))
 def test_samples_of_a_trained_network_have_the_moments_of_the_data(
-    denoise: Callable[[Tensor, Tensor, Condition], Tensor], method: Method
+    denoise: Callable[[Tensor, Tensor, Condition], Tensor], method: SamplerMethod
 ) -> None:
     # Heun evaluates twice; ancestral noise needs shorter steps.
     steps = {"ddim": 20, "dpmpp2m": 20, "heun": 10, "ddpm": 40}[method]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from vesuvius.config import DiffusionConfig
+from vesuvius.config import DiffusionConfig, Prediction
 from vesuvius.diffusion.loss import loss_per_sample, min_snr_weight
-from vesuvius.diffusion.schedule import Prediction, Schedule, cosine_betas
+from vesuvius.diffusion.schedule import Schedule, cosine_betas
 
 SHAPE = (6, 2, 3, 4, 5)
 TIMES = torch.tensor([0, 100, 268, 500, 900, 999])

@@ -12,23 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vesuvius.config import DiffusionConfig
+from vesuvius.config import DiffusionConfig, Prediction, SamplerMethod
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.estimate import NetworkEstimate
 from vesuvius.diffusion.levels import CLEAN, NoiseLevel, log_snr_gain, trailing_levels
 from vesuvius.diffusion.sampler import (
     Estimate,
-    Method,
     ddim_step,
     dpmpp2m_step,
     heun_correction,
     sample,
     step_table,
 )
-from vesuvius.diffusion.schedule import Prediction, Schedule
+from vesuvius.diffusion.schedule import Schedule
 
 SHAPE = (2, 1, 4, 5, 6)
-METHODS: tuple[Method, ...] = get_args(Method)
+METHODS: tuple[SamplerMethod, ...] = get_args(SamplerMethod)
 KINDS: dict[Prediction, str] = {"v": "v_prediction", "eps": "epsilon", "x_0": "sample"}
 SCHEDULES = {"linear": "linear", "cosine": "squaredcos_cap_v2"}
 
@@ -288,7 +287,7 @@ def _gaussian_flow(mean: float, std: float, x: Tensor, here: NoiseLevel, there: 
 # Not with N(0, 1), where the leading terms of the error cancel: Heun is of third order there.
 @pytest.mark.parametrize(("mean", "std"), [(0.4, 0.3), (-0.8, 2.0)])
 @pytest.mark.parametrize(("method", "order"), [("ddim", 1), ("dpmpp2m", 2), ("heun", 2)])
-def test_order_of_convergence_on_a_gaussian(method: Method, order: int, mean: float, std: float) -> None:
+def test_order_of_convergence_on_a_gaussian(method: SamplerMethod, order: int, mean: float, std: float) -> None:
     x = torch.linspace(-3, 3, 7, dtype=torch.float64)
     counts = [40, 80, 160, 320, 640]
     errors = []
@@ -323,7 +322,7 @@ def _mixture(low: float, high: float, share: float, std: float) -> Estimate:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_samples_of_a_known_mixture_have_its_moments(method: Method) -> None:
+def test_samples_of_a_known_mixture_have_its_moments(method: SamplerMethod) -> None:
     count, low, high, share, std = 2000, -0.6, 0.4, 0.3, 0.2
     shape = (count, 1, 2, 2, 2)
     generator = torch.Generator().manual_seed(0)
@@ -345,7 +344,7 @@ def test_samples_of_a_known_mixture_have_its_moments(method: Method) -> None:
 
 
 @pytest.mark.parametrize("method", ["ddim", "dpmpp2m", "heun"])
-def test_a_known_sample_is_reached_exactly_from_any_noise_along_any_levels(method: Method) -> None:
+def test_a_known_sample_is_reached_exactly_from_any_noise_along_any_levels(method: SamplerMethod) -> None:
     known = _noise(9).double()
 
     def estimate(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
@@ -361,7 +360,7 @@ def test_a_known_sample_is_reached_exactly_from_any_noise_along_any_levels(metho
 
 @pytest.mark.parametrize("kind", ["v", "x_0"])
 @pytest.mark.parametrize("method", METHODS)
-def test_all_methods_start_from_pure_noise(method: Method, kind: Prediction) -> None:
+def test_all_methods_start_from_pure_noise(method: SamplerMethod, kind: Prediction) -> None:
     config = DiffusionConfig(prediction=kind, zero_terminal_snr=True)
     levels = trailing_levels(Schedule.from_config(config), 10)
     assert levels[0].alpha == 0
@@ -381,7 +380,7 @@ def test_all_methods_start_from_pure_noise(method: Method, kind: Prediction) -> 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_zero_terminal_snr_gives_a_gaussian_its_mean(method: Method) -> None:
+def test_zero_terminal_snr_gives_a_gaussian_its_mean(method: SamplerMethod) -> None:
     # From alpha 0 on, the mean of the noise, 0, becomes the mean of the data; 0 noise stays on it all the way.
     levels = trailing_levels(Schedule.from_config(DiffusionConfig(zero_terminal_snr=True)), 20)
     ours = sample(_gaussian(0.4, 0.25), levels, torch.zeros(SHAPE), method, step_noise=lambda k: torch.zeros(SHAPE))
@@ -390,7 +389,7 @@ def test_zero_terminal_snr_gives_a_gaussian_its_mean(method: Method) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_estimate_is_asked_once_a_step_by_heun_twice_and_never_at_the_clean_end(method: Method) -> None:
+def test_the_estimate_is_asked_once_a_step_by_heun_twice_and_never_at_the_clean_end(method: SamplerMethod) -> None:
     asked: list[NoiseLevel] = []
 
     def estimate(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
@@ -407,7 +406,7 @@ def test_the_estimate_is_asked_once_a_step_by_heun_twice_and_never_at_the_clean_
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_on_step_sees_every_state_and_the_noise_is_not_changed(method: Method) -> None:
+def test_on_step_sees_every_state_and_the_noise_is_not_changed(method: SamplerMethod) -> None:
     seen: list[tuple[int, Tensor]] = []
     noise = _noise()
     levels = trailing_levels(Schedule.from_config(DiffusionConfig()), 7)
@@ -426,7 +425,7 @@ def test_on_step_sees_every_state_and_the_noise_is_not_changed(method: Method) -
 
 @pytest.mark.parametrize(("method", "eta", "steps"), [("ddpm", 0.0, [1, 2]), ("ddim", 0.5, [1, 2]), ("ddim", 0.0, [])])
 def test_noise_is_asked_for_each_step_but_the_last_and_only_where_needed(
-    method: Method, eta: float, steps: list[int]
+    method: SamplerMethod, eta: float, steps: list[int]
 ) -> None:
     asked: list[int] = []
 
@@ -440,7 +439,7 @@ def test_noise_is_asked_for_each_step_but_the_last_and_only_where_needed(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_state_outside_a_bf16_network_stays_float32_without_gradients(method: Method) -> None:
+def test_state_outside_a_bf16_network_stays_float32_without_gradients(method: SamplerMethod) -> None:
     scale = torch.ones((), requires_grad=True)
 
     def denoise(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
@@ -479,7 +478,7 @@ def test_heun_correction_is_the_trapezoidal_rule() -> None:
     ],
 )
 def test_rising_levels_and_eta_without_ddim_are_refused(
-    levels: Sequence[NoiseLevel], method: Method, eta: float
+    levels: Sequence[NoiseLevel], method: SamplerMethod, eta: float
 ) -> None:
     with pytest.raises(AssertionError):
         step_table(levels, method, eta)
