@@ -384,9 +384,9 @@ def test_the_dry_run_plans_the_memory_of_a_gpu(tiny_config: WriteConfig, capsys:
     assert "planned for 24.0 GiB of VRAM (--vram-gib), amp bf16" in text
     for fact in (
         r"compute +[\d.]+ GFLOP a step",
-        r"fixed +[\d.]+ GiB: weights [\d.]+, gradients [\d.]+, optimizer [\d.]+, EMA [\d.]+",
-        r"kept +[\d.]+ GiB of activations per patch",
-        r"peak +[\d.]+ GiB with train_batch_size 2,",
+        r"fixed +[\d.]+ MiB: weights [\d.]+ MiB, gradients [\d.]+ MiB, optimizer [\d.]+ MiB, EMA [\d.]+ MiB",
+        r"kept +[\d.]+ MiB of activations per patch",
+        r"peak +[\d.]+ MiB with train_batch_size 2, 0\.6\d GiB with the reserve",
         r"largest +train_batch_size 1024 or more",
     ):
         assert re.search(fact, text)
@@ -414,10 +414,13 @@ def test_the_dry_run_warns_of_a_batch_that_will_not_fit_and_names_one_that_does(
 def test_the_dry_run_says_where_not_even_one_patch_fits(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "0.5") == 0
+    too_small = ("--dry-run", "--vram-gib", "0.5")
+    assert vesuvius_train(tiny_config(), *too_small) == 0
     text = capsys.readouterr().out
     assert "largest  train_batch_size 0" in text
-    assert "set training.lean_norm=true" in text
+    assert "GiB; name more training.checkpoint_levels" in text, "lean_norm is on already"
+    assert vesuvius_train(tiny_config(), *too_small, "training.lean_norm=false") == 0
+    assert "GiB; set training.lean_norm=true, name more" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
