@@ -16,7 +16,7 @@ def test_both_networks_train_on_the_same_data_at_equal_compute(tmp_path: Path) -
     z, y, x = np.mgrid[:96, :128, :128]
     waves = (120 + 60 * np.sin(x / 4) + 10 * np.cos((y + z) / 7)).astype(np.uint8)
     volume, file = write_array(tmp_path / "waves.zarr", waves), tmp_path / "training.json"
-    options = ["--patch=8,16,16", "--batch=4", "--width=32", "--steps=40", "--validate-every=20", "--validation=8"]
+    options = ["--patch=8,16,16", "--batch=4", "--width=28", "--steps=40", "--validate-every=20", "--validation=8"]
     command = [sys.executable, str(REPOSITORY / "tools" / "bench_training.py"), f"--volume={volume}", f"--json={file}"]
     done = subprocess.run([*command, "--threads=1", *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -102,7 +102,7 @@ def read_to_end(process: subprocess.Popen[str]) -> str:
     """What the process prints from here on; `communicate` would miss lines that `readline` has read ahead."""
     assert process.stdout is not None
     output = process.stdout.read()
-    process.wait(timeout=60)
+    process.wait(timeout=180)
     return output
 
 
@@ -130,7 +130,7 @@ def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.S
     with trainer(tmp_path, "signal") as process:
         children = run_to_reading(process)
         process.send_signal(number)
-        process.wait(timeout=60)
+        process.wait(timeout=180)
         assert wait_until_gone(children, 30 if number == signal.SIGINT else 120) == []
     assert shared_memory() <= before
 
