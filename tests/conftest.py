@@ -21,6 +21,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 REPOSITORY = Path(__file__).parent.parent
 SCROLL_DATA = REPOSITORY.parent / "shared" / "data"
 
+TINY_MODEL: dict[str, Any] = {
+    "channels": [8, 16],
+    "blocks_per_level": 1,
+    "stem_stride": [1, 2, 2],
+    "full_res_channels": 4,
+    "attention_heads": 2,
+    "norm_groups": 4,
+}
+
 needs_scroll_data = pytest.mark.skipif(
     not SCROLL_DATA.is_dir(),
     reason="real scroll CT is not part of the repository; it lies in ../shared/data where present",
@@ -80,14 +89,7 @@ def tiny_config(tmp_path: Path, volume: Path) -> Callable[..., Path]:
                 "save_every": 10,
             },
             "diffusion": {"sampler_steps": 3},
-            "model": {
-                "channels": [8, 16],
-                "blocks_per_level": 1,
-                "stem_stride": [1, 2, 2],
-                "full_res_channels": 4,
-                "attention_heads": 2,
-                "norm_groups": 4,
-            },
+            "model": TINY_MODEL,
         }
         for section, keys in sections.items():
             config[section] = config.get(section, {}) | keys

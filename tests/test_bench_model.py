@@ -42,7 +42,6 @@ def tools() -> dict[str, Any]:
 
 
 def test_each_system_is_measured_at_equal_parameters(tmp_path: Path) -> None:
-    pytest.importorskip("monai")
     content, text = run_bench(
         tmp_path, "--patch=8,16,16", "--batch=1", "--repeats=1", "--steps=1", "--systems=ours,plain,monai"
     )
@@ -94,7 +93,6 @@ def test_figures_are_medians_and_ratios_their_quotients() -> None:
 
 
 def test_the_default_model_keeps_at_most_a_third_of_the_bytes_of_monais(tmp_path: Path) -> None:
-    pytest.importorskip("monai")
     content, text = run_bench(tmp_path, "--full-size", "--systems=")
     rows = {row["system"]: row for row in content["full_size"]}
     assert content["rows"] == []

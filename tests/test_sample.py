@@ -26,7 +26,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.func import functional_call
 
-from tests.conftest import run_vesuvius, textured
+from tests.conftest import TINY_MODEL, run_vesuvius, textured
 from tests.engine.test_conditioning import write_group
 from tests.test_terminal import BAR, output_on_a_terminal
 from vesuvius import __version__, cli, sample
@@ -77,15 +77,7 @@ def write_config(path: Path, volumes: list[dict[str, Any]], data: dict[str, Any]
             "save_every": 5,
         },
         "diffusion": {"sampler_steps": 3},
-        "model": {
-            "channels": [8, 16],
-            "blocks_per_level": 1,
-            "stem_stride": [1, 2, 2],
-            "full_res_channels": 4,
-            "attention_heads": 2,
-            "norm_groups": 4,
-        }
-        | model,
+        "model": TINY_MODEL | model,
     }
     path.write_text(yaml.safe_dump(config))
     return path

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,8 +112,9 @@ def published_when_whole(out: Path) -> Iterator[Path]:
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".partial", dir=out.parent) as scratch:
-            staged, old = Path(scratch) / "new", Path(scratch) / "old"
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        try:
+            staged, old = scratch / "new", scratch / "old"
             staged.mkdir()
             yield staged
             replaced = os.path.lexists(out)
@@ -123,8 +126,23 @@ def published_when_whole(out: Path) -> Iterator[Path]:
                 if replaced:
                     old.rename(out)
                 raise
+        except BaseException:
+            _remove_for_good(scratch)
+            raise
+        shutil.rmtree(scratch)
     except OSError as error:
         raise StorageError(
             f"samples need a writable place with enough room; got {error} while writing {out}; free space or choose "
             "another place with --out"
         ) from error
+
+
+def _remove_for_good(directory: Path) -> None:
+    """Remove what an error left.
+
+    zarr writes the files of one call side by side and reports the first that fails: another may still appear, and make
+    its directory anew.
+    """
+    for _ in range(4):
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.05)
