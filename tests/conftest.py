@@ -87,8 +87,10 @@ def tiny_config(tmp_path: Path, volume: Path) -> Callable[..., Path]:
                 "lr": 1e-3,
                 "ema_decay": 0.9,
                 "save_every": 10,
+                "validate_every": 0,
             },
             "diffusion": {"sampler_steps": 3},
+            "monitor": {"tensorboard": False},
             "model": TINY_MODEL,
         }
         for section, keys in sections.items():

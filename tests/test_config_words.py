@@ -38,7 +38,7 @@ TABLE_TOOL = Path(__file__).parents[1] / "tools" / "config_table.py"
         ("amp: false", "training.amp: must be one of auto, off, bf16, fp16; got false"),
         (
             "lr_schedule: cosin",
-            "training.lr_schedule: must be one of cosine, constant; got 'cosin'; did you mean 'cosine'?",
+            "training.lr_schedule: must be one of cosine, constant, inverse_sqrt; got 'cosin'; did you mean 'cosine'?",
         ),
     ],
 )

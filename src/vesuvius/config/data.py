@@ -1,0 +1,166 @@
+"""`data.*`: volumes, patches, their order, and what is held out."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from vesuvius.config.section import NonNegativeInt, PositiveInt, Section, SizeZYX
+
+
+class ArrayConfig(Section):
+    """One array of voxels: a level of an OME-Zarr pyramid or a bare zarr array."""
+
+    path: str = Field(description="zarr group or array: a folder, or an address https://, s3:// or gs://")
+    level: NonNegativeInt = Field(0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
+    select: tuple[NonNegativeInt, ...] = Field(
+        (), description="indices that fix the axes before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"
+    )
+
+
+class VolumeConfig(ArrayConfig):
+    """One zarr volume to draw patches from."""
+
+    weight: float = Field(1.0, gt=0, description="share of the regions drawn from this volume, relative to the others")
+    mask: ArrayConfig | None = Field(
+        None, description="volume whose nonzero voxels are foreground; may be coarser by a whole factor per axis"
+    )
+    condition: ArrayConfig | None = Field(
+        None, description="labels or a second scan of the same shape, cut at the same place as a second tensor"
+    )
+
+
+class AugmentConfig(Section):
+    """Random symmetries, drawn by the plan per sample and applied on the device."""
+
+    flip: bool = Field(True, description="mirror along z, y and x at random, each with probability 1/2")
+    turn: bool = Field(True, description="turn by 0, 90, 180 or 270 degrees in the y-x plane; needs patch y = x")
+    contrast: float = Field(
+        0.0, ge=0, lt=1, description="model values times 1 + u, u uniform in -contrast..contrast; 0 = off"
+    )
+    brightness: float = Field(
+        0.0, ge=0, description="model values plus u, u uniform in -brightness..brightness; 0 = off"
+    )
+
+
+class NormalizeConfig(Section):
+    """Grey values to model values: low -> -1, high -> +1, linear, not clipped."""
+
+    low: float | None = Field(None, description="grey value that becomes -1; null = 0.5th percentile of a sample")
+    high: float | None = Field(None, description="grey value that becomes +1; null = 99.5th percentile of a sample")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if (self.low is None) != (self.high is None):
+            raise ValueError("low and high go together: set both, or neither to have them estimated")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low must be below high; got low={self.low}, high={self.high}")
+        return self
+
+
+class ValidationConfig(Section):
+    """The part of every volume that training never sees: a slab across one axis."""
+
+    fraction: float = Field(
+        0.05, ge=0, lt=1, description="share of the split axis held out (at least one patch); 0 = none"
+    )
+    guard: float = Field(
+        1.0, ge=0, description="gap between training and validation, in patches; below 1 they may share texture"
+    )
+
+
+class ForegroundConfig(Section):
+    """What counts as foreground where `data.min_foreground` is above 0 and a volume names no mask."""
+
+    source: Literal["chunks", "level"] = Field(
+        "chunks", description="chunks = chunks that are stored (sidecar or listing); level = a coarse level's voxels"
+    )
+    level: PositiveInt = Field(5, description="which level of the same pyramid, with source: level")
+    threshold: float = Field(0.0, ge=0, description="grey value above which a voxel of that level is foreground")
+
+
+class StoreConfig(Section):
+    """How chunks are fetched, from disks and from remote stores."""
+
+    requests: PositiveInt = Field(16, description="requests in flight per reader on remote stores")
+    retries: NonNegativeInt = Field(6, description="further tries of a failed read, after random growing pauses")
+    max_pause_s: float = Field(10.0, gt=0, description="longest pause between two tries, seconds")
+    timeout_s: float = Field(30.0, gt=0, description="seconds after which a request counts as failed")
+    anonymous: bool | None = Field(
+        None, description="s3 and gs without signing; null = where the environment holds no credentials"
+    )
+    cache_dir: str | None = Field(None, description="folder that keeps fetched chunk bytes; null = no cache")
+    cache_gib: float = Field(50.0, gt=0, description="hard limit on that folder, shared by all readers, GiB")
+
+
+class DataConfig(Section):
+    """Where patches come from and in which order."""
+
+    volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
+    patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
+    patches_per_region: PositiveInt | None = Field(
+        None, description="K, patches cut from each region read; null = as many as make read amplification 0.8"
+    )
+    regions_per_task: PositiveInt = Field(
+        8, description="R, regions mixed in every run of R samples; higher = better mixed, more object store"
+    )
+    region_size: SizeZYX | None = Field(
+        None, description="voxels (z, y, x) read and decoded at once; null = from chunks, patch and reader_mib"
+    )
+    reader_mib: PositiveInt = Field(
+        256, description="MiB of the R decoded regions of a task, which wait in the object store; bounds the region"
+    )
+    min_foreground: float = Field(
+        0.0, ge=0, le=1, description="least share of foreground in every patch; 0 = patches from everywhere"
+    )
+    foreground: ForegroundConfig = Field(ForegroundConfig(), description="what is foreground")
+    missing_chunk: Literal["air", "error"] = Field(
+        "air", description="what an absent chunk means: the fill value, or the end of the run with exit 6"
+    )
+    max_quarantined: NonNegativeInt = Field(
+        32, description="unreadable regions that are replaced by others before the run ends with exit 6"
+    )
+    store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
+    augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")
+    normalize: NormalizeConfig = Field(NormalizeConfig(), description="grey values to model values")
+    condition_normalize: NormalizeConfig = Field(
+        NormalizeConfig(), description="grey values of the condition to model values"
+    )
+    condition_classes: PositiveInt | None = Field(
+        None, description="the condition holds labels 0 ... n-1, shown as n channels of 0 and 1; null = grey values"
+    )
+    validation: ValidationConfig = Field(ValidationConfig(), description="what is held out")
+
+    @model_validator(mode="after")
+    def _turnable(self) -> Self:
+        if self.augment.turn and self.patch_size[1] != self.patch_size[2]:
+            raise ValueError(
+                f"augment.turn needs a patch that is square in y and x; got {list(self.patch_size)}; "
+                "set data.augment.turn=false or make patch_size square"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        paired = [volume.condition is not None for volume in self.volumes]
+        masks = [volume.path for volume in self.volumes if volume.mask is not None]
+        if masks and self.min_foreground == 0:
+            raise ValueError(
+                f"a mask has an effect only with data.min_foreground above 0; got 0 and the mask of {masks[0]}; set "
+                "data.min_foreground or remove the mask"
+            )
+        if self.condition_normalize.low is not None and (self.condition_classes or not any(paired)):
+            raise ValueError(
+                "condition_normalize is for conditions of grey values; got "
+                f"{self.condition_normalize.low:g} to {self.condition_normalize.high:g} and "
+                f"{'labels' if self.condition_classes else 'no condition'}; remove data.condition_normalize"
+            )
+        if self.condition_classes and not any(paired):
+            raise ValueError(
+                f"condition_classes says what the volumes' conditions hold; got {self.condition_classes} and no "
+                "condition; add data.volumes[].condition or remove data.condition_classes"
+            )
+        if any(paired) and not all(paired):
+            raise ValueError("either every volume has a condition or none; add data.volumes[].condition or remove it")
+        return self

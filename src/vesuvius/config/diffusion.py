@@ -1,0 +1,89 @@
+"""`diffusion.*`: noise schedule, target, loss and sampler."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vesuvius.config.section import PositiveInt, Section
+
+Prediction = Literal["v", "eps", "x_0"]
+SamplerMethod = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
+
+
+class DiffusionConfig(Section):
+    """Noise schedule, target, loss and sampler.  The timestep t counts from 0, the least noisy."""
+
+    timesteps: Annotated[int, Field(ge=2)] = Field(1000, description="noise levels of the schedule")
+    schedule: Literal["linear", "cosine", "sigmoid"] = Field("cosine", description="how alpha_bar falls with t")
+    zero_terminal_snr: bool = Field(
+        False, description="rescale the schedule so that the last t is pure noise; needs prediction v or x_0"
+    )
+    prediction: Prediction = Field(
+        "v", description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; eps wants a sampler_clip"
+    )
+    loss: Literal["l2", "huber"] = Field("l2", description="error of the prediction, per voxel")
+    huber_delta: float = Field(1.0, gt=0, description="error above which the Huber loss is linear, model values")
+    min_snr_gamma: float | None = Field(
+        5.0, gt=0, description="cap on the loss weight by signal-to-noise ratio; null = unweighted"
+    )
+    condition_dropout: float = Field(
+        0.1, ge=0, lt=1, description="share of samples trained without their condition, for guidance; 0 = none"
+    )
+    sampler: SamplerMethod = Field(
+        "ddim", description="how samples are drawn; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)"
+    )
+    sampler_steps: PositiveInt = Field(
+        50,
+        description="steps per generated sample (trailing spacing); heun takes two evaluations in all but the last",
+    )
+    sampler_eta: float = Field(0.0, ge=0, le=1, description="noise that ddim adds in each step; 0 = none, 1 = ddpm's")
+    sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
+    sampler_quantile: float | None = Field(
+        None, gt=0, le=1, description="dynamic thresholding: limit at this quantile of |x_0|, at least sampler_clip"
+    )
+    sampler_guidance: float = Field(
+        1.0, ge=0, description="classifier-free guidance: 1 = the condition as it is, more = stronger, 0 = none"
+    )
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> Self:
+        if self.sampler_steps > self.timesteps:
+            raise ValueError(
+                f"sampler_steps must not exceed timesteps; got {self.sampler_steps} of {self.timesteps}; "
+                "lower diffusion.sampler_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _delta_used(self) -> Self:
+        if self.loss != "huber" and self.huber_delta != 1.0:
+            raise ValueError(
+                f"huber_delta belongs to the Huber loss; got {self.huber_delta:g} with {self.loss}; set "
+                "diffusion.loss=huber or remove diffusion.huber_delta"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _predictable(self) -> Self:
+        if self.zero_terminal_snr and self.prediction == "eps":
+            raise ValueError(
+                "zero_terminal_snr needs a prediction that says something at pure noise; got prediction eps; set "
+                "diffusion.prediction=v"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> Self:
+        if self.sampler_quantile is not None and self.sampler_clip is None:
+            raise ValueError(
+                f"sampler_quantile needs sampler_clip, the least limit; got {self.sampler_quantile} and null; set "
+                "diffusion.sampler_clip=1.0"
+            )
+        if self.sampler_eta > 0 and self.sampler != "ddim":
+            raise ValueError(
+                f"sampler_eta belongs to ddim; got {self.sampler_eta} with {self.sampler}; remove "
+                "diffusion.sampler_eta or set diffusion.sampler=ddim"
+            )
+        return self

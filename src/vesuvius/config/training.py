@@ -1,0 +1,95 @@
+"""`training.*`: the loop, its optimizer, checkpoints, validation and previews."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vesuvius.config.section import NonNegativeInt, PositiveInt, Section
+
+
+class TrainingConfig(Section):
+    """The loop: batch, readers, optimizer, checkpoints."""
+
+    train_batch_size: PositiveInt = Field(1, description="patches per micro-batch: what the GPU holds at once")
+    accumulate_steps: PositiveInt = Field(
+        1, description="micro-batches per optimizer step; effective batch = product of both"
+    )
+    workers: NonNegativeInt = Field(2, description="Ray reader processes per rank; 0 reads in the trainer, without Ray")
+    prefetch_factor: PositiveInt = Field(
+        2, description="batches put together ahead per worker; costs trainer memory (pinned on a GPU)"
+    )
+    prefetch_mib: PositiveInt | None = Field(
+        None, description="upper limit on the batches read ahead, MiB over all workers of a rank; null = none"
+    )
+    steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps that are called an epoch; only bookkeeping")
+    epochs: PositiveInt = Field(
+        1, description="epochs x steps_per_epoch = length of the run and horizon of the LR schedule"
+    )
+    max_steps: PositiveInt | None = Field(
+        None, description="stop after this many optimizer steps; the LR horizon stays"
+    )
+    max_hours: float | None = Field(
+        None, gt=0, description="stop, save and exit 75 after this many hours of this session"
+    )
+    amp: Literal["auto", "off", "bf16", "fp16"] = Field(
+        "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
+    )
+    channels_last: bool = Field(False, description="weights and activations in channels_last_3d memory order")
+    lean_norm: bool = Field(
+        True, description="recompute norms and SiLU in the backward pass instead of keeping them; same numbers"
+    )
+    checkpoint_levels: tuple[NonNegativeInt, ...] = Field(
+        (), description="levels whose blocks are computed again in the backward pass; 0 = full resolution"
+    )
+    compile: bool = Field(False, description="torch.compile the network: minutes at the start, faster steps after")
+    cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
+    lr: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
+    lr_schedule: Literal["cosine", "constant", "inverse_sqrt"] = Field(
+        "cosine", description="learning rate after warm-up, in optimizer steps; cosine ends at 0 with the last epoch"
+    )
+    warmup_steps: NonNegativeInt = Field(500, description="optimizer steps of linear learning-rate warm-up")
+    weight_decay: float = Field(
+        0.01, ge=0, description="AdamW's decoupled weight decay, on weights of two and more axes"
+    )
+    clip_norm: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
+    ema_decay: float = Field(
+        0.9999, ge=0, lt=1, description="decay of the weight average per step, warmed up as (1+n)/(10+n)"
+    )
+    extra_ema_decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
+        (), description="further averages of other lengths, validated and saved beside the first"
+    )
+    init_from: str | None = Field(
+        None, description="run, checkpoint or .safetensors file whose averaged weights a new run starts from"
+    )
+    save_every: PositiveInt = Field(500, description="optimizer steps between checkpoints; the last step always saves")
+    keep_last: PositiveInt = Field(3, description="checkpoints kept; older ones are deleted after a new one is whole")
+    keep_every: PositiveInt | None = Field(
+        None, description="checkpoints of multiples of this step are never deleted; null = none such"
+    )
+    validate_every: NonNegativeInt = Field(
+        1000, description="optimizer steps between validations on held-out patches, and one at the horizon; 0 = none"
+    )
+    validate_patches: PositiveInt = Field(
+        16, description="held-out patches of a validation; each at 8 noise levels, for every set of weights"
+    )
+    preview_every: NonNegativeInt = Field(
+        0, description="optimizer steps between sample pictures, and one at the horizon; 0 = none"
+    )
+    preview_count: PositiveInt = Field(2, description="generated patches in a sample picture; each costs a DDIM run")
+    max_nonfinite: PositiveInt = Field(
+        1, description="NaN or infinite steps in a row after which the run stops with exit 5"
+    )
+    resume: Literal["never", "auto"] = Field(
+        "never", description="auto = as --resume: go on from the newest checkpoint if any"
+    )
+
+    @model_validator(mode="after")
+    def _averages_differ(self) -> Self:
+        decays = (self.ema_decay, *self.extra_ema_decays)
+        if len(set(decays)) < len(decays):
+            raise ValueError(
+                f"each average must have a decay of its own; got {list(decays)}; change training.extra_ema_decays"
+            )
+        return self
