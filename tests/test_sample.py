@@ -74,9 +74,12 @@ def write_config(path: Path, volumes: list[dict[str, Any]], data: dict[str, Any]
             "warmup_steps": 3,
             "lr": 1e-3,
             "ema_decay": 0.9,
+            "extra_ema_decays": [0.5],
             "save_every": 5,
+            "validate_every": 0,
         },
         "diffusion": {"sampler_steps": 3},
+        "monitor": {"tensorboard": False},
         "model": TINY_MODEL | model,
     }
     path.write_text(yaml.safe_dump(config))
@@ -187,7 +190,7 @@ def test_what_is_written_is_what_the_averaged_weights_draw_in_grey_values(tmp_pa
     samples = drawn(tmp_path / "out", "--count", 2, "--seed", 3)
     config = read_config(Path("plain.yaml"))
     network = build_unet(config.model, 0)
-    weights = load_file("runs/plain/checkpoints/step_00000010/ema.safetensors")
+    weights = load_file("runs/plain/checkpoints/step_00000010/model.safetensors")
 
     @torch.no_grad()
     def denoise(x_t: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
@@ -221,14 +224,19 @@ def test_batches_begin_at_multiples_of_their_size_and_are_full(tmp_path: Path, m
 
 
 @in_plain
-def test_the_averaged_weights_are_the_default_and_the_last_ones_a_choice(tmp_path: Path) -> None:
-    default, ema, model = (
-        drawn(tmp_path / name, "--count", 1, *arguments)
-        for name, arguments in (("d", ()), ("e", ("--weights", "ema")), ("m", ("--weights", "model")))
-    )
-    np.testing.assert_array_equal(default.voxels(), ema.voxels())
-    assert (default.voxels() != model.voxels()).any()
-    assert (default.record["weights"], model.record["weights"]) == ("ema", "model")
+def test_the_averaged_weights_are_the_default_and_others_a_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = drawn(tmp_path / "default", "--count", 1)
+    chosen = {name: drawn(tmp_path / name, "--count", 1, "--weights", name) for name in ("ema", "ema_0.5", "model")}
+    np.testing.assert_array_equal(default.voxels(), chosen["ema"].voxels())
+    assert len({samples.voxels().tobytes() for samples in chosen.values()}) == 3
+    assert default.record["weights"] == "ema"
+    assert [samples.record["weights"] for samples in chosen.values()] == list(chosen)
+    assert refused("--out", tmp_path / "other", "--weights", "ema_0.7") == 2
+    assert "--weights must be one of ema, ema_0.5, model, which the checkpoint holds; got 'ema_0.7' of " \
+        in capsys.readouterr().err  # fmt: skip
+    assert not (tmp_path / "other").exists()
 
 
 @in_plain
@@ -250,16 +258,21 @@ def test_each_sampler_draws_and_says_what_it_cost(tmp_path: Path, capsys: pytest
 @in_plain
 def test_each_way_to_name_a_checkpoint_finds_it(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = Path("runs/plain/checkpoints/step_00000010")
-    ways: list[object] = ["plain", "runs/plain", plain / "runs/plain", newest, newest / "state.pt"]
+    best = newest.with_name("best")
+    best.symlink_to(newest.name)
+    ways: list[object] = ["plain", "runs/plain", plain / "runs/plain", newest, newest / "state.pt", best]
+    ways += [best / "model.safetensors", newest / "model_ema_0.5.safetensors"]
     found = [drawn(tmp_path / str(n), "--count", 1, checkpoint=way) for n, way in enumerate(ways)]
+    best.unlink()
     assert [samples.record["step"] for samples in found] == [10] * len(ways)
+    assert {Path(samples.record["checkpoint"]).name for samples in found} == {newest.name}
     assert len({samples.voxels().tobytes() for samples in found}) == 1
     older = drawn(tmp_path / "older", "--count", 1, checkpoint=newest.with_name("step_00000005"))
     assert older.record["step"] == 5
     assert (older.voxels() != found[0].voxels()).any()
     # The place to write to is found from within the checkpoint too, and outside a run lies below where one is.
     monkeypatch.chdir(newest)
-    assert refused("--count", 1, "--steps", 2, checkpoint="ema.safetensors") == 0
+    assert refused("--count", 1, "--steps", 2, checkpoint="model.safetensors") == 0
     assert (plain / "runs/plain/samples/step_00000010_ddim_2_seed0/samples.zarr").is_dir()
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain / newest, tmp_path / "copy")
@@ -351,13 +364,12 @@ def test_numbers_that_are_none_are_refused_by_the_command_line(argument: tuple[s
 @in_plain
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "young/checkpoints").mkdir(parents=True)
-    (tmp_path / "ema.safetensors").touch()
-    for wrong in ("nowhere", "runs", "plain.yaml", "runs/plain/metrics.jsonl", tmp_path / "none/ema.safetensors"):
+    for wrong in ("nowhere", "runs", "plain.yaml", "runs/plain/metrics.jsonl", tmp_path / "none/model.safetensors"):
         assert refused(checkpoint=wrong) == 2
         assert f"--checkpoint must be a run directory, the name of one in runs/, a checkpoint directory, or the " \
-            f"ema.safetensors or state.pt in one; got {wrong}" in capsys.readouterr().err  # fmt: skip
+            f"model.safetensors or state.pt in one; got {wrong}" in capsys.readouterr().err  # fmt: skip
     assert refused(checkpoint=tmp_path / "young") == 2
-    assert "a run needs a checkpoint to sample from; got" in capsys.readouterr().err
+    assert "a run must have a checkpoint by now; got" in capsys.readouterr().err
 
 
 def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
@@ -365,28 +377,38 @@ def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain / "runs/plain/checkpoints", tmp_path / "run/checkpoints")
-    newest = tmp_path / "run/checkpoints/step_00000010"
-    ema = newest / "ema.safetensors"
-    ema.write_bytes(ema.read_bytes()[:-1] + b"\x55")
+    older, newest = (tmp_path / f"run/checkpoints/step_000000{step}" for step in ("05", "10"))
+    for ema in (newest / "model.safetensors", older / "model.safetensors"):
+        assert drawn(tmp_path / f"run_{ema.parent.name}", "--count", 1, checkpoint="run").record["step"] in (5, 10)
+        ema.write_bytes(ema.read_bytes()[:-1] + b"\x55")
+        capsys.readouterr()
+    assert refused(checkpoint="run") == 6
+    errors = capsys.readouterr().err
+    assert errors.count("is damaged (model.safetensors has another checksum) and is passed over") == 2
+    assert "one checkpoint of a run must be whole; got step_00000005, step_00000010 in run/checkpoints" in errors
     assert refused(checkpoint=newest) == 6
-    assert "a checkpoint must be as it was written; got ema.safetensors has another checksum" in capsys.readouterr().err
+    assert "a checkpoint must be as it was written; got model.safetensors has another checksum for " \
+        in capsys.readouterr().err  # fmt: skip
     assert drawn(tmp_path / "model", "--count", 1, "--weights", "model", checkpoint=newest).record["step"] == 10
-    assert drawn(tmp_path / "older", "--count", 1, checkpoint="run").record["step"] == 5
-    assert "is damaged (ema.safetensors has another checksum) and is passed over" in capsys.readouterr().err
-    state = newest / "state.pt"
+    state, manifest = newest / "state.pt", newest / "manifest.json"
     whole = state.read_bytes()
     state.write_bytes(whole[: len(whole) // 2])
     assert refused(checkpoint=newest) == 6
     assert f"for {state}; use another checkpoint" in capsys.readouterr().err
-    (newest / "manifest.json").unlink()
-    state.write_bytes(whole)
-    assert refused(checkpoint=newest) == 6
-    assert "FileNotFoundError" in capsys.readouterr().err
-    without = torch.load(state, weights_only=True)
+    without = torch.load(older / "state.pt", weights_only=True)
     del without["volumes"]
     torch.save(without, state)
     assert refused(checkpoint=newest) == 6
     assert "a checkpoint must say what it was trained on; got KeyError: 'volumes'" in capsys.readouterr().err
+    earlier = json.loads(manifest.read_text())
+    del earlier["format"]
+    earlier["files"]["ema.safetensors"] = earlier["files"].pop("model.safetensors")
+    manifest.write_text(json.dumps(earlier))
+    assert refused(checkpoint=newest) == 6
+    assert "step_00000010, written by an earlier version of vesuvius; use that version" in capsys.readouterr().err
+    manifest.unlink()
+    assert refused(checkpoint=newest) == 6
+    assert "FileNotFoundError" in capsys.readouterr().err
 
 
 def test_samples_that_are_not_finite_are_named_and_not_written(
@@ -395,11 +417,11 @@ def test_samples_that_are_not_finite_are_named_and_not_written(
     monkeypatch.chdir(tmp_path)
     checkpoint = tmp_path / "bad"
     shutil.copytree(plain / "runs/plain/checkpoints/step_00000010", checkpoint)
-    weights = load_file(checkpoint / "ema.safetensors")
+    weights = load_file(checkpoint / "model.safetensors")
     weights["full_in.weight"][0] = torch.nan
-    save_file(weights, checkpoint / "ema.safetensors")
+    save_file(weights, checkpoint / "model.safetensors")
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["ema.safetensors"] = hashlib.sha256((checkpoint / "ema.safetensors").read_bytes()).hexdigest()
+    manifest["files"]["model.safetensors"] = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     assert refused("--count", 1, checkpoint="bad") == 5
     assert "got NaN or infinity in number 0 (amp off" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from PIL import Image
 
 from tests.conftest import REPOSITORY, SCROLL_DATA, needs_scroll_data, run_vesuvius, textured, write_array
 from vesuvius import cli, train
-from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint
+from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint, step_of
 from vesuvius.observe.records import read_records
 
 WriteConfig = Callable[..., Path]
@@ -38,12 +38,18 @@ def vesuvius_train(config: Path, *arguments: str) -> int:
 
 
 def final_weights(name: str = "tiny") -> dict[str, torch.Tensor]:
+    """The raw weights and each average of the newest checkpoint."""
     state = load_checkpoint(list_checkpoints(Path("runs") / name / "checkpoints")[-1])
-    return state["model"] | {f"ema.{k}": v for k, v in state["ema"]["weights"].items()}
+    averages = {f"{a}.{k}": v for a, average in state["averages"].items() for k, v in average["weights"].items()}
+    return state["model"] | averages
+
+
+def records_of(kind: str, name: str = "tiny") -> list[dict[str, Any]]:
+    return [record for record in read_records(Path("runs") / name / "metrics.jsonl") if record["kind"] == kind]
 
 
 def steps_of(name: str = "tiny") -> list[dict[str, Any]]:
-    return [record for record in read_records(Path("runs") / name / "metrics.jsonl") if record["kind"] == "step"]
+    return records_of("step", name)
 
 
 STEP_LINE = re.compile(
@@ -66,7 +72,8 @@ def test_a_run_leaves_what_the_conventions_say(tiny_config: WriteConfig) -> None
         "logs/monitor.log",
         "metrics.jsonl",
         "system.jsonl",
-        "checkpoints/step_00000010/ema.safetensors",
+        "checkpoints/step_00000010/model.safetensors",
+        "checkpoints/step_00000010/config.yaml",
         "checkpoints/step_00000020/state.pt",
         "samples/step_00000010.png",
         "samples/step_00000020.png",
@@ -116,7 +123,7 @@ def test_ten_steps_and_ten_resumed_are_twenty_bit_by_bit(tiny_config: WriteConfi
     for name, weight in straight.items():
         assert torch.equal(weight, parts[name]), name
     assert [s["loss"] for s in steps_of("straight")] == [s["loss"] for s in steps_of("parts")]
-    files = [list_checkpoints(Path(f"runs/{n}/checkpoints"))[-1] / "ema.safetensors" for n in ("straight", "parts")]
+    files = [list_checkpoints(Path(f"runs/{n}/checkpoints"))[-1] / "model.safetensors" for n in ("straight", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -156,7 +163,7 @@ def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(tiny_config(), "training.max_steps=1", "--resume") == 0
-    assert "WARNING no checkpoint" in capsys.readouterr().err
+    assert "WARNING no whole checkpoint" in capsys.readouterr().err
     assert [s["step"] for s in steps_of()] == [1]
 
 
@@ -197,17 +204,71 @@ def test_a_resume_on_voxels_of_another_kind_is_refused(
     assert "plan.volumes" in capsys.readouterr().err
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(training={"save_every": 2})
+    assert vesuvius_train(tiny_config("straight", training={"save_every": 2}), "training.max_steps=6") == 0
+    assert vesuvius_train(config, "training.max_steps=4") == 0
+    damaged = Path("runs/tiny/checkpoints/step_00000004/state.pt")
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    assert vesuvius_train(config, "--resume", "training.max_steps=6") == 0
+    assert "step_00000004 is damaged (state.pt" in capsys.readouterr().err
+    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 3, 4, 5, 6]
+    for name, weight in final_weights("straight").items():
+        assert torch.equal(weight, final_weights()[name]), name
+
+
+def test_a_run_without_a_whole_checkpoint_starts_at_0_and_says_so(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(training={"save_every": 2})
     assert vesuvius_train(config, "training.max_steps=4") == 0
     for checkpoint in list_checkpoints(Path("runs/tiny/checkpoints")):
         (checkpoint / "manifest.json").unlink()
-    before = Path("runs/tiny/metrics.jsonl").read_bytes()
-    assert vesuvius_train(config, "--resume") == 6
-    assert "one checkpoint must be whole to go on" in capsys.readouterr().err
-    assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
+    assert vesuvius_train(config, "--resume", "training.max_steps=4") == 0
+    error = capsys.readouterr().err
+    assert "step_00000002 is damaged" in error
+    assert "WARNING no whole checkpoint" in error
+    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("override", ["data.patches_per_region=8", "seed=1", "diffusion.schedule=linear"])
+def test_allowed_drift_goes_on_and_is_written_down(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    config = tiny_config(training={"validate_every": 1, "validate_patches": 2})
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    assert vesuvius_train(config, "--resume", "--allow-drift", override, "training.max_steps=2") == 0
+    key = override.partition("=")[0].removeprefix("data.")
+    assert re.search(rf"WARNING accepted by --allow-drift.* (plan\.)?{key}: was", capsys.readouterr().err)
+    assert [s["step"] for s in steps_of()] == [1, 2]
+    assert any(key in line for line in records_of("run_start")[1]["accepted"])
+    assert [v["best_step"] for v in records_of("validation")] == [1, 2], "losses before and behind do not compare"
+
+
+def test_drift_that_changes_the_shapes_of_weights_is_refused_all_the_same(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    assert vesuvius_train(config, "--resume", "--allow-drift", "model.blocks_per_level=2") == 2
+    assert "even with --allow-drift the weights must fit" in capsys.readouterr().err
+
+
+def test_other_grey_values_are_estimated_anew_only_where_the_data_have_changed(
+    tiny_config: WriteConfig, volume: Path
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    newest = lambda: load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])  # noqa: E731
+    greys = newest()["greys"]
+    write_array(volume.with_name("new.zarr"), textured((96, 128, 128), dtype="uint8") // 2)
+    data = f"data.volumes=[{{path: {volume.with_name('new.zarr')}}}]"
+    assert vesuvius_train(config, "--resume", "--allow-drift", data, "training.max_steps=2") == 0
+    assert newest()["greys"] == greys, "a volume may move: the same array at another place"
+    assert vesuvius_train(config, "--resume", "--allow-drift", data, "data.patches_per_region=8") == 0
+    assert newest()["greys"] != greys
 
 
 def test_a_rare_volume_does_not_hold_up_the_start(tiny_config: WriteConfig, volume: Path) -> None:
@@ -288,8 +349,93 @@ def test_a_nonfinite_loss_stops_the_run_with_exit_5_and_is_never_applied(
     ]
     state = load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])
     assert state["step"] == 3, "a resume goes on behind the bad steps"
-    assert float(state["ema"]["updates"]) == 0
+    assert float(state["averages"]["ema"]["updates"]) == 0
     assert read_records(Path("runs/tiny/metrics.jsonl"))[-1]["exit_code"] == 5
+
+
+def test_a_run_validates_previews_and_keeps_what_it_was_asked_to_keep(tiny_config: WriteConfig) -> None:
+    training = {"validate_every": 3, "validate_patches": 2, "preview_every": 4, "preview_count": 1}
+    keep = {"save_every": 2, "keep_last": 1, "keep_every": 8, "extra_ema_decays": [0.5]}
+    config = tiny_config(training=training | keep, monitor={"tensorboard": True})
+    assert vesuvius_train(config) == 0
+    validations = records_of("validation")
+    assert [v["step"] for v in validations] == [3, 6, 9, 12, 15, 18, 20]
+    for validation in validations:
+        assert list(validation["weights"]) == ["raw", "ema", "ema_0.5"]
+        for figures in validation["weights"].values():
+            assert figures["loss"] == pytest.approx(np.mean(figures["bins"]), rel=1e-6)  # equal bins, float32 sums
+            assert len(figures["bins"]) == 8
+    assert [p["step"] for p in records_of("preview")] == [4, 8, 12, 16, 20]
+    best = min(validations, key=lambda v: v["loss"])["step"]
+    kept = {step_of(path) for path in list_checkpoints(Path("runs/tiny/checkpoints"))}
+    assert kept == {8, 16, 20, best}
+    assert step_of(Path("runs/tiny/checkpoints/best").resolve()) == best
+    log = Path("runs/tiny/logs/train_full.log").read_text()
+    assert len(re.findall(r"INFO Validation step \d+/20 loss_raw [\d.]+ loss_ema [\d.]+", log)) == 7
+    assert not re.search(r"killed|oom|out of memory|error|warn", log, re.IGNORECASE)
+    assert list(Path("runs/tiny/tb").glob("events.*"))
+
+
+def test_validation_and_previews_change_no_weight(tiny_config: WriteConfig) -> None:
+    training = {"validate_every": 2, "validate_patches": 2, "preview_every": 3, "preview_count": 1}
+    assert vesuvius_train(tiny_config("watched", training=training), "training.max_steps=8") == 0
+    assert vesuvius_train(tiny_config("alone"), "training.max_steps=8") == 0
+    for name, weight in final_weights("alone").items():
+        assert torch.equal(weight, final_weights("watched")[name]), name
+
+
+def test_validations_of_runs_with_other_seeds_and_batches_begin_alike(tiny_config: WriteConfig) -> None:
+    """With weights that are the same: a learning rate of almost 0 and weights of another run."""
+    assert vesuvius_train(tiny_config("first"), "training.max_steps=1") == 0
+    training = {"validate_every": 1, "lr": 1e-30, "weight_decay": 0.0, "init_from": "runs/first", "max_steps": 1}
+    assert vesuvius_train(tiny_config("one", training=training)) == 0
+    other = training | {"train_batch_size": 3, "accumulate_steps": 1}
+    assert vesuvius_train(tiny_config("other", training=other), "seed=7") == 0
+    one, other_one = (records_of("validation", name)[0]["weights"]["ema"]["bins"] for name in ("one", "other"))
+    np.testing.assert_allclose(one, other_one, rtol=1e-5)  # batches of 2 and of 3 are summed in another order
+
+
+def test_a_new_run_starts_from_the_averaged_weights_of_another(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config("first"), "training.max_steps=5") == 0
+    config = tiny_config("second", training={"lr": 1e-30, "weight_decay": 0.0, "init_from": "runs/first"})
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    assert "starting from the weights of runs/first/checkpoints/step_00000005" in capsys.readouterr().out
+    first = load_checkpoint(list_checkpoints(Path("runs/first/checkpoints"))[-1])["averages"]["ema"]["weights"]
+    second = load_checkpoint(list_checkpoints(Path("runs/second/checkpoints"))[-1])
+    assert second["step"] == 1
+    for name, weight in first.items():
+        torch.testing.assert_close(second["model"][name], weight, rtol=0, atol=1e-12)  # one step of 1e-30
+    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0
+    assert "starting from the weights" not in capsys.readouterr().out, "a resumed run has weights of its own"
+
+
+def test_weights_of_another_network_do_not_start_a_run(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config("first"), "training.max_steps=1") == 0
+    config = tiny_config("second", training={"init_from": "runs/first"})
+    assert vesuvius_train(config, "model.blocks_per_level=2") == 2
+    assert "training.init_from" in capsys.readouterr().err
+    assert not Path("runs/second").exists()
+    assert vesuvius_train(config, "training.init_from=runs/nowhere") == 2
+
+
+def test_a_resumed_run_knows_how_far_it_is_before_its_first_step(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=12") == 0
+    capsys.readouterr()
+    assert vesuvius_train(config, "--resume", "training.max_steps=14") == 0
+    said = "step 12 of 14, 48 samples, epoch 2 of 2; [0-9smhd]+ of training before session 2, about [0-9]+s left"
+    before, _, _ = capsys.readouterr().out.partition("Train step 13")
+    assert re.search(said, before)
+    last, first = steps_of()[11], steps_of()[12]
+    assert first["total_s"] > last["total_s"]
+    assert first["session_s"] < first["total_s"]
+    assert first["samples_total"] == 52
 
 
 BAD_DATA = [
@@ -341,21 +487,24 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_full_disk_at_checkpoint_time_ends_with_exit_6_and_the_older_checkpoint_is_whole(
+def test_saves_that_fail_leave_the_older_checkpoint_whole_and_the_run_goes_on_to_exit_6(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(training={"save_every": 2})
     assert vesuvius_train(config, "training.max_steps=2") == 0
     (old,) = list_checkpoints(Path("runs/tiny/checkpoints"))
     size = (old / "state.pt").stat().st_size
+    arguments = ["--config", str(config), "--resume", "training.max_steps=6"]
     result = subprocess.run(
-        [sys.executable, "-c", TRAIN_WITH_SMALL_FILES, str(size // 2), "--config", str(config), "--resume"],
+        [sys.executable, "-c", TRAIN_WITH_SMALL_FILES, str(size // 2), *arguments],
         cwd=tmp_path,
         text=True,
         capture_output=True,
     )
     assert result.returncode == 6, result.stderr
     assert "must fit on the disk" in result.stderr
+    assert "Train step 6/6" in result.stdout, "a failed save does not end the run"
+    assert [(e["event"], e["step"]) for e in records_of("event")] == [("save_failed", n) for n in (4, 6)]
     assert list_checkpoints(Path("runs/tiny/checkpoints")) == [old]
     assert load_checkpoint(old)["step"] == 2
     assert vesuvius_train(config, "--resume") == 0

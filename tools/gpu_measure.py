@@ -27,7 +27,8 @@ from torch import Tensor
 from vesuvius.config import Config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.engine.step import StepResult, TrainStep
+from vesuvius.engine.outcome import StepResult
+from vesuvius.engine.step import TrainStep
 from vesuvius.errors import one_line
 from vesuvius.observe.clock import StepTimes, make_clock
 

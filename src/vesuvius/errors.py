@@ -32,9 +32,17 @@ class GpuMemoryError(VesuviusError):
 
 
 class NonFiniteError(VesuviusError):
-    """Loss or gradient was infinite or NaN `training.max_nonfinite` times in a row."""
+    """A loss, a gradient or a sample was infinite or NaN, in training `training.max_nonfinite` times in a row.
+
+    Attributes:
+        step: the training step that was the last of them, counted from 1; 0 elsewhere.
+    """
 
     exit_code = EXIT_NONFINITE
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class DataError(VesuviusError):

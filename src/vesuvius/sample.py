@@ -87,7 +87,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="RUN_OR_FILE",
-        help="run directory (its newest checkpoint), name of a run in runs/, checkpoint directory, or a file in one",
+        help="run directory (its newest checkpoint), name of a run in runs/, checkpoint directory, or a file in one; "
+        "runs/NAME/checkpoints/best is the one with the lowest validation loss",
     )
     parser.add_argument("--count", type=_positive, default=16, help="samples to draw (default: 16)")
     parser.add_argument("--seed", type=_natural, default=0, help="another seed, other samples (default: 0)")
@@ -100,7 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: below the run's samples/)")
     parser.add_argument("--overwrite", action="store_true", help="replace samples that are already there")
     parser.add_argument(
-        "--weights", choices=["ema", "model"], default="ema", help="averaged weights or the last ones (default: ema)"
+        "--weights",
+        default="ema",
+        metavar="NAME",
+        help="ema for the averaged weights (default), model for those of the last step, ema_0.999 and the like for one "
+        "of training.extra_ema_decays",
     )
     parser.add_argument(
         "--volume",

@@ -1,4 +1,4 @@
-"""Door: `vesuvius train --config FILE [key.path=value ...]`, also `python -m vesuvius.train`."""
+"""Door: `vesuvius train --config FILE [key.path=value ...]` or `--replay FILE`, also `python -m vesuvius.train`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,26 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="vesuvius train", description="Train a 3D diffusion model.")
-    parser.add_argument("--config", type=Path, required=True, help="YAML file of the experiment")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the experiment")
+    what.add_argument(
+        "--replay", type=Path, metavar="FILE", help="compute a step of runs/NAME/nonfinite again and say what is wrong"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run, if any")
+    parser.add_argument(
+        "--allow-drift", action="store_true", help="with --resume: go on though the data or the model have changed"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would happen, write nothing")
     parser.add_argument("--vram-gib", type=_positive, metavar="N", help="with --dry-run: GPU memory to plan for, GiB")
     parser.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
     args = parser.parse_intermixed_args(argv)
     if args.vram_gib is not None and not args.dry_run:
         parser.error("--vram-gib only plans; it goes with --dry-run")
+    if args.replay is not None:
+        if args.resume or args.allow_drift or args.dry_run or args.print_config:
+            parser.error("--replay trains nothing; it goes with overrides alone")
+        return _replay(args.replay, args.overrides)
     config = read_config(args.config, args.overrides)
     if args.print_config:
         say(dump_config(config, comments=True).rstrip("\n"))
@@ -44,12 +55,20 @@ def _main(argv: list[str]) -> int:
     if args.dry_run:
         from vesuvius.engine.dry_run import dry_run
 
-        say("\n".join(dry_run(config, resume, args.vram_gib)))
+        say("\n".join(dry_run(config, resume, args.vram_gib, allow_drift=args.allow_drift)))
         return EXIT_OK
     from vesuvius.engine.run import train
 
     with _progress_bar(config.stop_step) as on_step:
-        return train(config, args.config, resume, on_step)
+        return train(config, args.config, resume, args.allow_drift, on_step)
+
+
+def _replay(path: Path, overrides: list[str]) -> int:
+    from vesuvius.engine.replay import replay
+
+    replayed = replay(path, overrides)
+    say("\n".join(replayed.lines()))
+    return replayed.exit_code
 
 
 def _positive(text: str) -> float:

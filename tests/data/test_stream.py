@@ -349,3 +349,13 @@ def _no_leftover_ray(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "ray_cluster" not in request.fixturenames:
         assert ray_stream.ray.is_initialized() == running
+
+
+def test_grey_ranges_do_not_depend_on_the_seed_of_the_run(tmp_path: Path) -> None:
+    voxels = textured((96, 128, 128)) // np.linspace(1, 4, 96).astype(np.uint8)[:, None, None]
+    config = DataConfig(
+        volumes=(VolumeConfig(path=str(write_array(tmp_path / "v.zarr", voxels))),), patch_size=(8, 16, 16)
+    )
+    one, other = (prepare_data(seed, config) for seed in (0, 1))
+    assert one.plan.hash != other.plan.hash
+    assert one.grey_ranges(config) == other.grey_ranges(config)

@@ -14,7 +14,9 @@ from vesuvius.diffusion.randomness import (
     derive_seed,
     sample_noise,
     stratified_timesteps,
+    timestep_bins,
     torch_generator,
+    validation_timesteps,
 )
 
 SHAPE = (1, 4, 6, 5)
@@ -153,3 +155,45 @@ def test_dropout_is_unrelated_to_the_noise_of_the_same_sample() -> None:
     kept = condition_kept(0, range(n), 0.5)
     # 5 standard deviations of the correlation of n independent pairs.
     assert abs(np.corrcoef(noise, kept)[0, 1]) < 5 / math.sqrt(n)
+
+
+@pytest.mark.parametrize(
+    ("timesteps", "edges"),
+    [(1000, list(range(0, 1001, 125))), (21, [0, 2, 5, 7, 10, 13, 15, 18, 21]), (8, list(range(9))), (3, [0, 1, 2, 3])],
+)
+def test_bins_cut_the_timesteps_into_8_or_into_as_many_as_there_are(timesteps: int, edges: list[int]) -> None:
+    assert timestep_bins(timesteps) == edges
+
+
+@settings(deadline=None)
+@given(st.integers(2, 3000), st.integers(1, 40), st.integers(0, 40))
+def test_every_patch_is_validated_in_every_bin_whatever_comes_after_it(timesteps: int, patches: int, more: int) -> None:
+    t, edges = validation_timesteps(patches, timesteps), np.array(timestep_bins(timesteps))
+    assert t.dtype == np.int64
+    assert t.shape == (patches, min(8, timesteps))
+    assert (t >= edges[:-1]).all()
+    assert (t < edges[1:]).all()
+    assert np.array_equal(validation_timesteps(patches + more, timesteps)[:patches], t)
+
+
+@pytest.mark.parametrize("power", range(7))
+def test_the_first_patches_are_spread_evenly_over_each_bin(power: int) -> None:
+    parts, width = 2**power, 96
+    t = validation_timesteps(parts, 8 * parts * width) - np.array(timestep_bins(8 * parts * width))[:-1]
+    for of_bin in t.T // width:
+        assert sorted(of_bin) == list(range(parts))
+
+
+def test_in_the_long_run_every_timestep_is_validated_equally_often() -> None:
+    counts = np.bincount(validation_timesteps(4096, 200).ravel(), minlength=200)
+    # Each t is a 25th of its bin, and 4096 patches are 4096 points at equal distances: 163.84 in each 25th.
+    assert set(counts.tolist()) == {163, 164}
+
+
+def test_timesteps_of_validation_are_pinned() -> None:
+    # A change here would break the validation curve of every run that is resumed.
+    assert validation_timesteps(3, 1000).tolist() == [
+        [38, 240, 318, 395, 597, 674, 752, 954],
+        [101, 178, 255, 457, 535, 737, 814, 891],
+        [69, 147, 349, 426, 503, 706, 783, 985],
+    ]

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.data.plan import Augmentation
-from vesuvius.data.prepare import GreyRange, prepare_data
+from vesuvius.data.prepare import GreyRange, PreparedData, prepare_data
 from vesuvius.data.stream import PatchStream
 from vesuvius.data.stream_options import StreamOptions
 from vesuvius.engine.conditioning import Conditioner
@@ -60,3 +60,43 @@ def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtyp
     for value, number in zip(x_0, drawn, strict=True):
         # grey 50 lies in the middle of 0..100, grey 150 at the top of 100..150
         torch.testing.assert_close(value, torch.full_like(value, float(number)))
+
+
+def _textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, PreparedData, StreamOptions]:
+    volume = write_array(path / "volume.zarr", textured((96, 128, 128), dtype="uint16"))
+    config = DataConfig(
+        volumes=(VolumeConfig(path=str(volume)),), patch_size=(8, 16, 16), patches_per_region=2, regions_per_task=4
+    )
+    data = prepare_data(0, config)
+    stream_options = StreamOptions(2, workers=0)
+    conditioner = Conditioner(None, [], np.zeros((1, 0), np.float32), device)
+    return DeviceFeed(device, stream_options, data.job, [GreyRange(0, 1000)], conditioner), data, stream_options
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        CPU,
+        pytest.param(
+            torch.device("cuda"),
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_the_batch_kept_for_replay_holds_the_stored_voxels_however_many_come_after_it(
+    tmp_path: Path, device: torch.device
+) -> None:
+    feed, data, options = _textured_feed(tmp_path, device)
+    buffers = {"buffers": feed.buffers, "condition_buffers": feed.condition_buffers}
+    with PatchStream(data.job, options, **buffers) as stream:
+        clock = HostClock()
+        kept = [feed.next(stream, clock).stored for _ in range(3 + 2 * len(feed.buffers))]
+    for batch in kept:
+        for index, patch in zip(batch.indices, batch.patches, strict=True):
+            start = data.plan.sample(int(index)).start_zyx
+            stop = (start[0] + 8, start[1] + 16, start[2] + 16)
+            np.testing.assert_array_equal(patch, data.volumes[0].read((start, stop)))

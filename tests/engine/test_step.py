@@ -1,4 +1,4 @@
-"""The optimizer step: accumulation, precision, schedules, the moving average, and what is never applied."""
+"""The optimizer step: accumulation, precision, schedules, sets of weights, and what is never applied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.network import build_network
-from vesuvius.engine.step import StepResult, TrainStep, learning_rate, make_optimizer, resolve_amp
+from vesuvius.engine.outcome import StepOutcome, StepResult
+from vesuvius.engine.step import TrainStep, learning_rate, make_optimizer, resolve_amp
+from vesuvius.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -59,21 +61,37 @@ def train(step: TrainStep, config: Config, steps: int = 5, scale: float = 1.0) -
     return losses
 
 
+def good_step(step: TrainStep) -> StepOutcome:
+    """An optimizer step on four patches of nothing."""
+    step.accumulate(torch.zeros(4, 1, 8, 16, 16), np.arange(4), np.arange(4))
+    return step.apply(1e-3).read()
+
+
+def bad_step(step: TrainStep) -> StepOutcome:
+    """The same with one voxel of the third patch that is not a number."""
+    x_0 = torch.zeros(4, 1, 8, 16, 16)
+    x_0[2, 0, 3, 3, 3] = math.nan
+    step.accumulate(x_0, np.arange(4), np.arange(4))
+    return step.apply(1e-3).read()
+
+
 def weights(step: TrainStep) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in step.network.named_parameters()}
 
 
 @pytest.mark.parametrize("split", [(4, 2), (2, 4), (1, 8)])
 def test_accumulation_equals_one_large_batch(split: tuple[int, int]) -> None:
-    large = make_config(train_batch_size=8, accumulate_steps=1)
-    small = make_config(train_batch_size=split[0], accumulate_steps=split[1])
+    large = make_config(train_batch_size=8, accumulate_steps=1, extra_ema_decays=(0.3, 0.99))
+    small = make_config(train_batch_size=split[0], accumulate_steps=split[1], extra_ema_decays=(0.3, 0.99))
     one, many = make_step(large), make_step(small)
     # The same sums in another order: float32 rounding, passed through 5 steps of AdamW.
     np.testing.assert_allclose(train(one, large), train(many, small), rtol=1e-5)
     for name, weight in weights(one).items():
         torch.testing.assert_close(weight, weights(many)[name], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(one.ema.weights[name], many.ema.weights[name], rtol=1e-4, atol=1e-5)
-    assert one.ema.updates == many.ema.updates == 5
+        for key, average in one.averages.items():
+            torch.testing.assert_close(average.weights[name], many.averages[key].weights[name], rtol=1e-4, atol=1e-5)
+    for step in (one, many):
+        assert [float(average.updates) for average in step.averages.values()] == [5, 5, 5]
 
 
 @pytest.mark.parametrize("conditional", [False, True])
@@ -139,16 +157,22 @@ def test_a_dropped_condition_has_no_influence_and_a_kept_one_has() -> None:
     assert loss(other) != loss(shown)
 
 
-def test_samples_are_drawn_with_the_averaged_weights_and_their_condition() -> None:
-    config = make_config(train_batch_size=2, conditional=True)
+@pytest.mark.parametrize("name", ["raw", "ema", "ema_0.2"])
+def test_a_denoiser_predicts_with_the_weights_of_its_name_and_the_condition(name: str) -> None:
+    config = make_config(train_batch_size=2, conditional=True, extra_ema_decays=(0.2,))
     step = make_step(config)
     train(step, config, steps=5)
     x_t, t = sample_noise(2, range(2), (1, 8, 16, 16)), torch.tensor([400, 400])
     condition = Condition(torch.ones(2, 2, 8, 16, 16), None)
-    at_average = step.denoise(x_t, t, condition)
-    assert not torch.equal(at_average, step.denoise(x_t, t, condition.left_out()))
-    step.network.load_state_dict(step.ema.weights)
-    torch.testing.assert_close(step.network(condition.joined(x_t), t), at_average, rtol=0, atol=0)
+    assert step.weight_names == ("raw", "ema", "ema_0.2")
+    predictions = {key: step.denoiser(key)(x_t, t, condition) for key in step.weight_names}
+    prediction = predictions.pop(name)
+    assert not prediction.requires_grad
+    assert not torch.equal(prediction, step.denoiser(name)(x_t, t, condition.left_out()))
+    assert all(not torch.equal(prediction, other) for other in predictions.values()), "each has weights of its own"
+    if name != "raw":
+        step.network.load_state_dict(step.averages[name].weights)
+    torch.testing.assert_close(step.network(condition.joined(x_t), t), prediction, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
@@ -163,18 +187,17 @@ def test_autocast_trains_close_to_float32(amp: str) -> None:
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str) -> None:
-    config = make_config(train_batch_size=4, amp=amp)
+    config = make_config(train_batch_size=4, amp=amp, extra_ema_decays=(0.5,))
     step = make_step(config)
     train(step, config, steps=2)
     before = copy.deepcopy(step.state_dict())
-    x_0 = torch.zeros(4, 1, 8, 16, 16)
-    x_0[2, 0, 3, 3, 3] = math.nan
-    step.accumulate(x_0, np.arange(4), np.arange(4))
-    result = step.apply(1e-3).read()
+    result = bad_step(step)
     assert not result.finite
+    assert not result.applied
     assert not result.overflowed, "a NaN loss is not the scaler's business"
+    assert [math.isfinite(loss) for loss in result.losses] == [True, True, False, True]
     after = step.state_dict()
-    for key in ("model", "ema"):
+    for key in ("model", "averages"):
         torch.testing.assert_close(after[key], before[key], rtol=0, atol=0)
     torch.testing.assert_close(after["optimizer"]["state"], before["optimizer"]["state"], rtol=0, atol=0)
     assert math.isfinite(train(step, config, steps=1)[0]), "and the next step is clean"
@@ -186,14 +209,53 @@ def test_an_fp16_overflow_is_skipped_counted_and_lowers_the_scale() -> None:
     train(step, config, steps=1)
     step.scaler.update(2.0**40)  # gradients of this scale exceed fp16
     before = weights(step)
-    x_0 = torch.ones(4, 1, 8, 16, 16)
-    step.accumulate(x_0, np.arange(4), np.arange(4))
-    result = step.apply(1e-3).read()
+    result = good_step(step)
     assert result.overflowed
     assert not result.finite
+    assert result.scale == 2.0**40
     assert step.scaler.get_scale() == 2.0**39
     for name, weight in weights(step).items():
         assert torch.equal(weight, before[name])
+
+
+def test_behind_the_last_bad_step_nothing_is_applied_however_late_the_host_looks() -> None:
+    # On a GPU the host reads a step or more late, and has launched others by then.
+    config = make_config(train_batch_size=4, max_nonfinite=2)
+    step = make_step(config)
+    outcomes = [bad_step(step), good_step(step), bad_step(step)]
+    before = copy.deepcopy(step.state_dict())
+    outcomes += [bad_step(step), good_step(step), good_step(step)]
+    assert [outcome.applied for outcome in outcomes] == [False, True, False, False, False, False]
+    assert [outcome.finite for outcome in outcomes] == [False, True, False, False, True, True]
+    assert [outcome.nonfinite_in_a_row for outcome in outcomes] == [1, 0, 1, 2, 2, 2]
+    torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
+
+
+def test_an_fp16_overflow_neither_counts_as_a_bad_step_nor_ends_a_row_of_them() -> None:
+    config = make_config(train_batch_size=4, amp="fp16", max_nonfinite=2)
+    step = make_step(config)
+    outcomes = [good_step(step), bad_step(step)]
+    step.scaler.update(2.0**40)  # gradients of this scale exceed fp16
+    outcomes.append(good_step(step))
+    step.scaler.update(1024.0)
+    outcomes += [bad_step(step), good_step(step)]
+    assert [outcome.overflowed for outcome in outcomes] == [False, False, True, False, False]
+    assert [outcome.nonfinite_in_a_row for outcome in outcomes] == [0, 1, 1, 2, 2]
+    assert [outcome.applied for outcome in outcomes] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("split", [(4, 1), (2, 2), (1, 4)])
+def test_the_losses_of_the_samples_come_in_the_order_of_the_global_batch(split: tuple[int, int]) -> None:
+    config = make_config(train_batch_size=split[0], accumulate_steps=split[1])
+    step = make_step(config)
+    x_0 = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 1, 8, 16, 16)
+    for part in np.split(np.arange(4), split[1]):
+        step.accumulate(x_0[part], part, np.full(len(part), 500))
+    outcome = step.apply(0.0).read()
+    # A fresh network predicts 0, so the loss of v grows with the patch's value.
+    assert list(outcome.losses) == sorted(set(outcome.losses))
+    assert len(outcome.losses) == 4
+    assert outcome.loss == pytest.approx(np.mean(outcome.losses), rel=1e-6)  # float32 sums
 
 
 def test_the_gradient_is_clipped_to_the_norm_and_reported_before() -> None:
@@ -220,25 +282,22 @@ def test_the_learning_rate_warms_up_in_steps_and_falls_to_zero_at_the_horizon() 
     assert learning_rate(99, constant) == 1.0
 
 
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+def test_the_inverse_square_root_halves_the_rate_over_four_times_the_steps(warmup: int) -> None:
+    config = make_config(lr=1.0, warmup_steps=warmup, lr_schedule="inverse_sqrt").training
+    peak = max(warmup, 1)
+    assert learning_rate(peak - 1, config) == 1.0, "it meets the end of the warm-up"
+    assert learning_rate(4 * peak - 1, config) == pytest.approx(0.5)
+    assert learning_rate(100 * peak - 1, config) == pytest.approx(0.1), "also beyond the horizon"
+
+
 def test_max_steps_does_not_move_the_schedule() -> None:
     config = make_config(lr=1.0).training
     assert learning_rate(50, config.model_copy(update={"max_steps": 60})) == learning_rate(50, config)
 
 
-def test_the_average_follows_its_recurrence_with_warm_up() -> None:
-    config = make_config(train_batch_size=2, ema_decay=0.5)
-    step = make_step(config)
-    expected = weights(step)
-    for n in range(4):
-        train(step, config, steps=1)
-        decay = min(0.5, (1 + n) / (10 + n))
-        expected = {name: decay * expected[name] + (1 - decay) * p for name, p in weights(step).items()}
-    for name, weight in expected.items():
-        torch.testing.assert_close(step.ema.weights[name], weight, rtol=1e-5, atol=1e-7)  # rounding of lerp
-
-
 def test_a_saved_and_loaded_step_goes_on_bit_by_bit() -> None:
-    config = make_config(train_batch_size=4, accumulate_steps=2)
+    config = make_config(train_batch_size=4, accumulate_steps=2, extra_ema_decays=(0.5,))
     straight, first = make_step(config), make_step(config)
     train(straight, config, steps=3)
     train(first, config, steps=3)
@@ -246,8 +305,32 @@ def test_a_saved_and_loaded_step_goes_on_bit_by_bit() -> None:
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     second._config = config
     assert train(straight, config) == train(second, config)
-    for name, weight in weights(straight).items():
-        assert torch.equal(weight, weights(second)[name])
+    torch.testing.assert_close(second.state_dict(), straight.state_dict(), rtol=0, atol=0)
+
+
+def test_a_run_that_starts_from_given_weights_has_them_in_every_average() -> None:
+    config = make_config(train_batch_size=2, extra_ema_decays=(0.5,))
+    first, second = make_step(config), make_step(config)
+    train(first, config, steps=2)
+    second.set_weights(first.ema.weights)
+    for name, weight in first.ema.weights.items():
+        for own in (weights(second), *(average.weights for average in second.averages.values())):
+            assert torch.equal(own[name], weight), name
+    train(second, config, steps=1)
+    assert float(second.ema.updates) == 1
+
+
+def test_weights_of_another_network_are_refused_by_name() -> None:
+    step = make_step(make_config())
+    given = dict(step.ema.weights)
+    names = list(given)
+    del given[names[0]]
+    given["other"] = torch.zeros(1)
+    given[names[1]] = torch.zeros(3)
+    with pytest.raises(ConfigError, match=r"init_from needs .* missing, other unexpected, .* \(3,\) instead of \("):
+        step.set_weights(given)
+    with pytest.raises(ConfigError, match=rf"and {len(names) - 3} more"):
+        step.set_weights({})
 
 
 def test_weight_decay_spares_biases_and_norms() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.small_disk import fill, small_disk
 from vesuvius.observe.clock import StepTimes
 from vesuvius.observe.logfile import StepFigures, format_duration, step_line
 from vesuvius.observe.memory import GIB, measure_memory, memory_limit_bytes
@@ -80,6 +81,26 @@ def test_going_on_with_a_long_file_does_not_read_it_whole(tmp_path: Path) -> Non
         tracemalloc.stop()
     assert peak_bytes < 300_000, "of 3,000,001"
     assert path.read_bytes().endswith(b"{\n"), "its torn line is closed all the same"
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "metrics.jsonl")
+    written = file.write("step", step=1, loss=math.inf, bins=(0.1, math.nan))
+    file.close()
+    assert written == {"kind": "step", "time": written["time"], "step": 1, "loss": None, "bins": [0.1, None]}
+    assert read_records(tmp_path / "metrics.jsonl") == [written]
+
+
+def test_a_full_disk_costs_no_record(tmp_path: Path) -> None:
+    with small_disk(tmp_path, kib=64) as disk:
+        file = JsonLines(disk / "metrics.jsonl")
+        ballast = fill(disk)
+        written = [file.write("step", step=step, loss=1 / (step + 1)) for step in range(300)]
+        assert len(read_records(disk / "metrics.jsonl")) < 300
+        ballast.unlink()
+        written.append(file.write("step", step=300))
+        assert read_records(disk / "metrics.jsonl") == written
+        file.close()
 
 
 def test_figures_keep_their_precision(tmp_path: Path) -> None:

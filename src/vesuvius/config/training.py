@@ -45,6 +45,9 @@ class TrainingConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile the network: minutes at the start, faster steps after")
     cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
+    deterministic: bool = Field(
+        False, description="kernels that give the same bits each time, so that a resume is exact on a GPU too; slower"
+    )
     lr: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
     lr_schedule: Literal["cosine", "constant", "inverse_sqrt"] = Field(
         "cosine", description="learning rate after warm-up, in optimizer steps; cosine ends at 0 with the last epoch"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from vesuvius.errors import DataError
 
 _PATCHES_PER_ESTIMATE = 16
 _PERCENTILES = (0.5, 99.5)
+_SEED = 0  # not the run's: runs with other seeds on the same data see the same model values, so that they compare
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class PreparedData:
     def _ranges(self, key: str, normalize: NormalizeConfig, volumes: tuple[Volume, ...]) -> tuple[GreyRange, ...]:
         if normalize.low is not None and normalize.high is not None:
             return (GreyRange(normalize.low, normalize.high),) * len(volumes)
-        return tuple(estimate_grey_range(volume, self.plan, number, key) for number, volume in enumerate(volumes))
+        plan = replace(self.plan, seed=_SEED)
+        return tuple(estimate_grey_range(volume, plan, number, key) for number, volume in enumerate(volumes))
 
     def describe(self, config: DataConfig, greys: GreyRanges) -> dict[str, Any]:
         """What `split.json` holds."""

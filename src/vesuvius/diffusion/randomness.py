@@ -6,6 +6,7 @@ workers, device, or on what was drawn before, and nothing has to be saved for a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 SampleIndices = Sequence[int] | npt.NDArray[np.int64]
+
+_VALIDATION_BINS = 8
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Purpose(IntEnum):
@@ -92,3 +96,31 @@ def stratified_timesteps(seed: int, step: int, global_batch: int, timesteps: int
     places = rng.permutation(global_batch) + rng.random(global_batch)
     t = np.floor(timesteps * places / global_batch).astype(np.int64)
     return np.minimum(t, timesteps - 1)  # (G - 1 + u) / G rounds to 1 when u is within half an ulp of 1
+
+
+def timestep_bins(timesteps: int) -> list[int]:
+    """Return the edges of the bins of t that validation tells apart: bin b holds edges[b] <= t < edges[b + 1].
+
+    8 bins over [0, timesteps) whose lengths differ by at most 1; fewer, of 1 timestep each, where T is below 8.  Pure.
+    """
+    bins = min(_VALIDATION_BINS, timesteps)
+    return [b * timesteps // bins for b in range(bins + 1)]
+
+
+def validation_timesteps(patches: int, timesteps: int) -> npt.NDArray[np.int64]:
+    """Return the timesteps at which each fixed patch is validated: int64 [patches, bins], one in each timestep bin.
+
+    Entry (p, b) depends on p, b and `timesteps` alone: neither on a seed nor on the number of patches.  Within a bin
+    the patches follow the van der Corput sequence, shifted from bin to bin: the first 2**k patches hit each 2**k-th of
+    the bin once, and in the long run every t comes equally often.  Pure.
+    """
+    edges = np.array(timestep_bins(timesteps))
+    places = np.array([_van_der_corput(patch) for patch in range(patches)]).reshape(patches, 1)
+    shifts = (np.arange(len(edges) - 1) + 0.5) * _GOLDEN_RATIO
+    t: npt.NDArray[np.int64] = edges[:-1] + np.floor(np.diff(edges) * ((places + shifts) % 1.0)).astype(np.int64)
+    return t
+
+
+def _van_der_corput(n: int) -> float:
+    """Number n, from 0, of the sequence 0, 1/2, 1/4, 3/4, 1/8, ...: the bits of n mirrored at the point."""
+    return int(f"{n:032b}"[::-1], 2) / 2.0**32

@@ -34,11 +34,13 @@ class DeviceBatch:
         indices: int64 [B], on the host.
         x_0: float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1.
         condition: what the network is shown beside, mirrored and turned with its patch.
+        stored: the batch as it was read, in memory of its own on the host: what a replay needs.
     """
 
     indices: NDArray[np.int64]
     x_0: Tensor
     condition: Condition
+    stored: Batch
 
 
 class DeviceFeed:
@@ -63,7 +65,7 @@ class DeviceFeed:
     ) -> None:
         self._device = device
         self._plan = job.plan
-        self._scales = np.array([scale_and_offset(grey) for grey in greys], np.float32)
+        self._scales = grey_scales(greys)
         self._conditioner = conditioner
         self._slot = 0
         self._pinned: list[list[Tensor]] = []
@@ -84,6 +86,7 @@ class DeviceFeed:
             batch = next(stream)
         if self._pinned:
             raw = self._copy_to_device(len(batch.indices), clock)
+            batch = _copy_of(batch)  # its buffers are filled again two batches on; the device computes meanwhile
         else:
             with clock.copying():
                 raw = [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
@@ -113,14 +116,44 @@ class DeviceFeed:
         indices = [int(index) for index in batch.indices]
         augmentations = [self._plan.augmentation(index) for index in indices]
         volumes = [self._plan.volume_of(index) for index in indices]
-        scale, offset = self._scales[volumes].T
-        gain, shift = np.array([[a.gain, a.offset] for a in augmentations], np.float32).T
-        factors = to_device(torch.from_numpy(np.stack([scale * gain, offset * gain + shift])), self._device)
-        factor, summand = factors.view(2, -1, 1, 1, 1, 1).unbind(0)
-        x_0 = apply_symmetries(raw, augmentations).unsqueeze(1).float() * factor + summand
-        if raw_condition is not None:
-            raw_condition = apply_symmetries(raw_condition, augmentations).unsqueeze(1)
-        return DeviceBatch(batch.indices, x_0, self._conditioner(raw_condition, volumes))
+        x_0 = model_values(raw, augmentations, self._scales[volumes])
+        return DeviceBatch(
+            batch.indices, x_0, make_condition(raw_condition, augmentations, volumes, self._conditioner), batch
+        )
+
+
+def _copy_of(batch: Batch) -> Batch:
+    return Batch(batch.patches.copy(), batch.indices, None if batch.condition is None else batch.condition.copy())
+
+
+def grey_scales(greys: Sequence[GreyRange]) -> NDArray[np.float32]:
+    """Scale and offset from grey to model values, float32 [volumes, 2]."""
+    return np.array([scale_and_offset(grey) for grey in greys], np.float32)
+
+
+def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDArray[np.float32]) -> Tensor:
+    """From stored voxels to what the network learns.
+
+    Args:
+        raw: [B, Z, Y, X] in the stored dtype.
+        augmentations: of each sample.
+        scales: `grey_scales` of each sample's volume, float32 [B, 2].
+
+    Returns:
+        float32 [B, 1, Z, Y, X] on the device of `raw`.
+    """
+    scale, offset = scales.T
+    gain, shift = np.array([[a.gain, a.offset] for a in augmentations], np.float32).T
+    factors = to_device(torch.from_numpy(np.stack([scale * gain, offset * gain + shift])), raw.device)
+    factor, summand = factors.view(2, -1, 1, 1, 1, 1).unbind(0)
+    return apply_symmetries(raw, augmentations).unsqueeze(1).float() * factor + summand
+
+
+def make_condition(
+    raw: Tensor | None, augmentations: Sequence[Augmentation], volumes: Sequence[int], conditioner: Conditioner
+) -> Condition:
+    """The condition of a batch, mirrored and turned with its patches; `raw` as for `model_values`, None without one."""
+    return conditioner(None if raw is None else apply_symmetries(raw, augmentations).unsqueeze(1), volumes)
 
 
 def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> Tensor:

@@ -16,12 +16,12 @@ from vesuvius.observe.memory import GIB
 ASSUMED_VRAM_GIB = 80  # of an A100 or H100
 
 
-def dry_run(config: Config, resume: bool, vram_gib: float | None = None) -> list[str]:
+def dry_run(config: Config, resume: bool, vram_gib: float | None = None, *, allow_drift: bool = False) -> list[str]:
     """What would happen, a line each.  Writes nothing; raises what `preflight` raises.
 
     `vram_gib` is the GPU memory to plan for; None = this machine's GPU, or 80 GiB where there is none.
     """
-    found = preflight(config, resume)
+    found = preflight(config, resume, allow_drift)
     training, device = config.training, choose_device()
     store_gib = store_bytes(found.data.job, StreamOptions.from_config(training, config.cluster)) / GIB
     return [
@@ -33,7 +33,8 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None) -> list
         f"batch      {training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",
         *_memory_lines(config, device, vram_gib),
         f"readers    {training.workers} workers, object store {store_gib:.2f} GiB",
-        _disk_line(found, training.keep_last),
+        *_fixed_lines(config, found),
+        _disk_line(config, found),
         *(f"WARN       {doubt}" for doubt in doubts(config)),
         "dry run: all checks passed, nothing was written",
     ]
@@ -45,11 +46,14 @@ def _steps(config: Config) -> str:
 
 
 def _resume_lines(config: Config, found: Preflight, resume: bool) -> list[str]:
-    if found.state is None:
-        return ["resume     no checkpoint yet: starts at step 0"] if resume else []
-    finished = ", which is the end: nothing to do" if found.state["step"] >= config.stop_step else ""
-    lines = [f"resume     from {found.checkpoint}, step {found.state['step']}{finished}"]
-    return lines + [f"changed    {line}" for line in found.drift]
+    if found.initial is not None:
+        return [f"weights    from {found.initial.source}"]
+    if found.resumed is None:
+        return ["resume     no whole checkpoint yet: starts at step 0"] if resume else []
+    finished = ", which is the end: nothing to do" if found.resumed.step >= config.stop_step else ""
+    lines = [f"resume     from {found.resumed.checkpoint}, step {found.resumed.step}{finished}"]
+    lines += [f"changed    {line}" for line in found.resumed.drift]
+    return lines + [f"WARN       accepted by --allow-drift: {line}" for line in found.resumed.accepted]
 
 
 def _data_lines(config: Config, found: Preflight) -> list[str]:
@@ -137,13 +141,33 @@ def _too_large_lines(config: Config, plan: MemoryPlan, largest: int, vram_bytes:
     ]
 
 
-def _disk_line(found: Preflight, keep_last: int) -> str:
-    need = (keep_last + 1) * found.checkpoint_bytes
+def _fixed_lines(config: Config, found: Preflight) -> list[str]:
+    """How often is validated and drawn."""
+    training = config.training
+    lines = []
+    if found.fixed is not None and found.fixed.held_out and training.validate_every:
+        lines.append(
+            f"validation every {training.validate_every} steps, {training.validate_patches} held-out patches, 8 noise "
+            "levels each"
+        )
+    if training.preview_every:
+        lines.append(f"previews   every {training.preview_every} steps, {training.preview_count} generated patches")
+    return lines
+
+
+def _disk_line(config: Config, found: Preflight) -> str:
+    training = config.training
+    for_ever = config.horizon_steps // training.keep_every if training.keep_every else 0
+    best = 1 if found.fixed is not None and found.fixed.held_out and training.validate_every else 0
+    count = training.keep_last + 1 + best + for_ever
+    need = count * found.checkpoint_bytes
     line = (
-        f"disk       {need / GIB:.2f} GiB for {keep_last} + 1 checkpoints of {found.checkpoint_bytes / GIB:.2f} GiB, "
-        f"{found.free_bytes / GIB:.2f} GiB free"
+        f"disk       {need / GIB:.2f} GiB for up to {count} checkpoints of {found.checkpoint_bytes / GIB:.2f} GiB (one "
+        f"more while saving), {found.free_bytes / GIB:.2f} GiB free; a copy of one waits in host memory"
     )
-    return line if need <= found.free_bytes else f"{line}\nWARN       that will not fit: lower training.keep_last"
+    if need <= found.free_bytes:
+        return line
+    return f"{line}\nWARN       that will not fit: lower training.keep_last or raise training.keep_every"
 
 
 def _times(sizes: tuple[int, ...] | list[int]) -> str:

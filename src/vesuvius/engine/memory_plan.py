@@ -122,7 +122,7 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode = "bf16")
             weight_bytes=weight_bytes,
             gradient_bytes=weight_bytes,
             optimizer_bytes=sum(value.nbytes for value in state),
-            ema_bytes=sum(average.nbytes for average in step.ema.weights.values()),
+            ema_bytes=sum(weight.nbytes for average in step.averages.values() for weight in average.weights.values()),
             activation_bytes=footprint.saved_bytes,
             weight_copy_bytes=footprint.saved_cast_bytes,
             peak_bytes=footprint.peak_bytes,

@@ -6,12 +6,12 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Config
+from vesuvius.data.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.data.prepare import GreyRanges, PreparedData, prepare_data
 from vesuvius.data.store import check_cache
 from vesuvius.data.stream_options import StreamOptions, check_store, check_store_need
@@ -19,14 +19,15 @@ from vesuvius.diffusion.unet import check_torch_version
 from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.conditioning import volume_scalars
 from vesuvius.engine.network import lay_out_network
-from vesuvius.engine.resume import read_state, stored_greys, stored_scalars
+from vesuvius.engine.resume import Resumption, read_resumption, stored_greys, stored_scalars
 from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
-from vesuvius.engine.step import parameter_count
-from vesuvius.errors import StorageError
+from vesuvius.engine.step import parameter_count, weight_problems
+from vesuvius.engine.trained import InitialWeights, read_initial_weights
+from vesuvius.errors import ConfigError, StorageError
 from vesuvius.observe.memory import GIB
 
-# float32: weights, their average (in the state and exported), two moments of AdamW.
-_CHECKPOINT_BYTES_PER_PARAMETER = 5 * 4
+# float32: weights, two moments of AdamW; each average once more.
+_FLOATS_PER_PARAMETER = 3
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Preflight:
 
     Attributes:
         directory: where it will write; exists only when it is resumed.
-        checkpoint: the one it goes on from, or None to start at step 0.
-        state: what that checkpoint holds.
-        drift: config keys that have changed since, a line each.
+        resumed: the checkpoint it goes on from, or None to start at step 0.
+        initial: the weights it starts from, for `training.init_from` at step 0.
+        fixed: patches for validation and previews, or None where the config wants neither.
         scalars: what the network is told of each volume, float32 [volumes, n].
         parameters: trainable weights of the network.
         checkpoint_bytes: size of one checkpoint on disk, estimated.
@@ -48,21 +49,22 @@ class Preflight:
     data: PreparedData
     greys: GreyRanges
     scalars: NDArray[np.float32]
-    checkpoint: Path | None
-    state: dict[str, Any] | None
-    drift: list[str]
+    resumed: Resumption | None
+    initial: InitialWeights | None
+    fixed: FixedPatches | None
     parameters: int
     checkpoint_bytes: int
     free_bytes: int
 
 
-def preflight(config: Config, resume: bool) -> Preflight:
+def preflight(config: Config, resume: bool, allow_drift: bool = False) -> Preflight:
     """Check config, torch, volumes, split, plan, grey values, memory sizes and disk space.  Writes nothing.
 
     Raises:
-        ConfigError: the run exists and `resume` is false, it was another experiment, or sizes do not fit.
+        ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do
+            not fit, or `training.init_from` names weights of another network.
         DataError: a volume cannot be used.
-        StorageError: checkpoints are damaged, the place is not writable or too small.
+        StorageError: the place is not writable or too small, or weights to start from are damaged.
     """
     check_torch_version()
     directory = run_dir(config)
@@ -75,16 +77,49 @@ def preflight(config: Config, resume: bool) -> Preflight:
     check_store(data.job, options)
     check_cache(config.data.store)
     checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
-    state, drift = read_state(checkpoint, config, data) if checkpoint else (None, [])
-    greys = stored_greys(state) if state else data.grey_ranges(config.data)
-    checkpoint_bytes = parameters * _CHECKPOINT_BYTES_PER_PARAMETER
-    free_bytes = _check_disk(directory.path, checkpoint_bytes, config.training.keep_last)
-    scalars = stored_scalars(state) if state else None
-    if scalars is None:
-        scalars = volume_scalars(config, data)
+    resumed = read_resumption(checkpoint, config, data, allow_drift) if checkpoint else None
+    keeps_data = resumed is not None and not resumed.other_data
+    greys = stored_greys(resumed.state) if resumed and keeps_data else data.grey_ranges(config.data)
+    scalars = stored_scalars(resumed.state) if resumed and keeps_data else volume_scalars(config, data)
+    initial = None if resumed else _initial_weights(config)
+    averages = 1 + len(config.training.extra_ema_decays)
+    checkpoint_bytes = parameters * (_FLOATS_PER_PARAMETER + averages) * 4
+    free_bytes = _check_disk(directory.path, checkpoint_bytes)
     return Preflight(
-        directory, data, greys, scalars, checkpoint, state, drift, parameters, checkpoint_bytes, free_bytes
+        directory,
+        data,
+        greys,
+        scalars,
+        resumed,
+        initial,
+        _fixed_patches(config, data),
+        parameters,
+        checkpoint_bytes,
+        free_bytes,
     )
+
+
+def _initial_weights(config: Config) -> InitialWeights | None:
+    """The weights that `training.init_from` names; None where it names none."""
+    if config.training.init_from is None:
+        return None
+    initial = read_initial_weights(Path(config.training.init_from))
+    if problems := weight_problems(dict(lay_out_network(config).named_parameters()), initial.weights):
+        raise ConfigError(
+            f"training.init_from needs weights of the same network; got {problems} in {initial.source}; set model.* as "
+            "in the run that they come from, or leave training.init_from out"
+        )
+    return initial
+
+
+def _fixed_patches(config: Config, data: PreparedData) -> FixedPatches | None:
+    """Patches that validations and previews use: read once, before a run starts, so that nothing fails weeks later."""
+    training = config.training
+    validates = training.validate_every > 0 and any(split.validation for split in data.splits)
+    if not validates and training.preview_every == 0:
+        return None
+    count = max(training.validate_patches if validates else 0, training.preview_count if training.preview_every else 0)
+    return read_fixed_patches(data, config.data, count)
 
 
 def doubts(config: Config) -> list[str]:
@@ -110,7 +145,7 @@ def _check_network(config: Config) -> int:
     return parameter_count(network)
 
 
-def _check_disk(path: Path, checkpoint_bytes: int, keep_last: int) -> int:
+def _check_disk(path: Path, checkpoint_bytes: int) -> int:
     """Free bytes where the run directory is or will be."""
     there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):

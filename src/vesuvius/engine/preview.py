@@ -1,86 +1,141 @@
-"""The sample picture: three orthogonal slices of generated patches beside the same of real ones."""
+"""Previews: generated patches beside real ones and the curves of both, as a picture and as a record."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
 from vesuvius.config import Config
-from vesuvius.data.plan import Plan
-from vesuvius.data.prepare import GreyRanges, PreparedData
-from vesuvius.data.volume import Volume
-from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.estimate import Denoise
 from vesuvius.diffusion.generate import generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.engine.conditioning import Conditioner, scale_and_offset
-from vesuvius.engine.device import apply_symmetries
+from vesuvius.engine.charts import draw_charts
 from vesuvius.engine.montage import GAP, HEADING, magnification, slices_row
+from vesuvius.engine.reference import Reference
+from vesuvius.engine.texture import (
+    HISTOGRAM_EDGES,
+    Texture,
+    histogram_distance,
+    measure_texture,
+    spectrum_distance_db,
+)
+
+log = logging.getLogger(__name__)
+
+Patch = NDArray[np.float32]  # [Z, Y, X], model values
+
+_LEAST_CHART_WIDTH = 800
 
 
-def generate_patches(
-    config: Config, denoise: Denoise, schedule: Schedule, conditions: Sequence[Condition]
-) -> NDArray[np.float32]:
-    """Patches drawn with the network `denoise`, one for each condition: float32 [preview_count, Z, Y, X], model values.
-
-    Each condition is a batch of 1 on the schedule's device, `NO_CONDITION` where the network is shown none.  Patch n
-    follows from (seed, n) and its condition: the pictures of one run show the same patches growing.
-    """
-    assert len(conditions) == config.training.preview_count, (len(conditions), config.training.preview_count)
-    patches = []
-    for number, condition in enumerate(conditions):
-        generated = generate(
-            denoise,
-            schedule,
-            config.diffusion,
-            config.seed,
-            [number],
-            (1, *config.data.patch_size),
-            schedule.device,
-            condition=condition,
-            purpose=Purpose.PREVIEW,
-        )
-        patches.append(generated.x_0[0, 0].cpu().numpy())
-    return np.stack(patches)
+class _StopWantedError(Exception):
+    """The way out of the sampler."""
 
 
-def real_patches(
-    config: Config, data: PreparedData, greys: GreyRanges, conditioner: Conditioner
-) -> tuple[NDArray[np.float32], list[Condition]]:
-    """The plan's first training patches, mirrored as in training, and their conditions.
+def make_preview(
+    config: Config,
+    run: Path,
+    step: int,
+    denoise: Denoise,
+    schedule: Schedule,
+    reference: Reference,
+    stop: Callable[[], bool],
+) -> dict[str, Any] | None:
+    """Draw patches, write `samples/step_<step>.png` whole or not at all, and return what there is to record.
+
+    Row n of the picture shows a generated patch beside patch n of the reference, whose condition it was drawn under.
+    It follows from (seed, n) and that condition: the pictures of one run show the same patches growing.  The curves
+    are means over the generated patches and over the whole reference.
+
+    Args:
+        run: the run directory.
+        step: optimizer steps done, for name and title.
+        denoise: the network to draw from, usually with the averaged weights.
+        schedule: on the device to draw on, as are the reference's conditions.
+        reference: `preview_count` patches or more.
+        stop: asked after each sampling step.
 
     Returns:
-        float32 [preview_count, Z, Y, X], model values; a condition with a batch of 1 for each.
+        None where `stop` said so; nothing is written then.  Else the fields of the record: picture (relative to the
+        run), histogram, spectrum, histogram_distance (model values) and spectrum_distance_db.  The distances are NaN
+        where generated values are not finite; the log then has a warning.
+
+    Raises:
+        OSError: the picture cannot be written.
     """
-    patches, conditions = [], []
-    for index in range(config.training.preview_count):
-        number = data.plan.sample(index).volume
-        scale, offset = scale_and_offset(greys.volumes[number])
-        patches.append(_read_patch(data.plan, data.volumes, index)[0, 0].float().numpy() * scale + offset)
-        raw = _read_patch(data.plan, data.conditions, index) if data.conditions else None
-        conditions.append(conditioner(raw, [number]))
-    return np.stack(patches).astype(np.float32), conditions
+    generated = _generate(config, denoise, schedule, reference, stop)
+    if generated is None:
+        return None
+    real = [_real(reference, row) for row in range(config.training.preview_count)]
+    texture = measure_texture(generated)
+    real_texture = measure_texture(_real(reference, row) for row in range(len(reference)))
+    if texture.nonfinite:
+        log.warning(
+            "generated patches must be finite; got %d of %d voxels that are not, at step %d; look at loss and "
+            "grad_norm of the steps before",
+            texture.nonfinite,
+            sum(patch.size for patch in generated),
+            step,
+        )
+    sight = "held out" if reference.held_out else "of training"
+    montage = draw_montage(generated, real, f"{config.name} step {step}", f"real, {sight}")
+    picture = Path("samples") / f"step_{step:08d}.png"
+    charts = draw_charts(max(montage.width, _LEAST_CHART_WIDTH), texture, real_texture)
+    _write_png(run / picture, _stacked(montage, charts))
+    return {"picture": picture.as_posix()} | _figures(texture, real_texture)
 
 
-def _read_patch(plan: Plan, volumes: Sequence[Volume], index: int) -> Tensor:
-    """Sample `index` of the plan, mirrored as in training: [1, 1, Z, Y, X] in its stored dtype."""
-    sample = plan.sample(index)
-    z, y, x = (start + size for start, size in zip(sample.start_zyx, plan.patch_zyx, strict=True))
-    voxels = torch.from_numpy(volumes[sample.volume].read((sample.start_zyx, (z, y, x))))
-    return apply_symmetries(voxels[None], [plan.augmentation(index)])[:, None]
+def _generate(
+    config: Config, denoise: Denoise, schedule: Schedule, reference: Reference, stop: Callable[[], bool]
+) -> list[Patch] | None:
+    """`preview_count` patches, or None where `stop` said so.
+
+    One after another: a batch of them could need more memory than a training step.
+    """
+    assert len(reference) >= config.training.preview_count, (len(reference), config.training.preview_count)
+
+    def stop_if_wanted(step: int, x: Tensor) -> None:
+        if stop():
+            raise _StopWantedError
+
+    patches = []
+    for number in range(config.training.preview_count):
+        try:
+            generated = generate(
+                denoise,
+                schedule,
+                config.diffusion,
+                config.seed,
+                [number],
+                (1, *config.data.patch_size),
+                schedule.device,
+                condition=reference.condition([number]),
+                purpose=Purpose.PREVIEW,
+                on_step=stop_if_wanted,
+            )
+        except _StopWantedError:
+            return None
+        patches.append(generated.x_0[0, 0].cpu().numpy())
+    return patches
 
 
-def write_montage(path: Path, generated: NDArray[np.float32], real: NDArray[np.float32], title: str) -> None:
-    """Write a PNG: generated patches on the left, real ones on the right; a row each; slices across z, y and x."""
-    scale = magnification(generated.shape[1:])
-    left, right = (np.vstack([slices_row(patch, scale) for patch in patches]) for patches in (generated, real))
+def _real(reference: Reference, row: int) -> Patch:
+    patch: Patch = reference.x_0([row])[0, 0].cpu().numpy()
+    return patch
+
+
+def draw_montage(generated: Sequence[Patch], real: Sequence[Patch], title: str, real_name: str) -> Image.Image:
+    """Generated patches left, real ones right; a row each; slices across z, y and x.  NaN is black.  Pure."""
+    scale = magnification(generated[0].shape)
+    left, right = (np.vstack([slices_row(_drawable(patch), scale) for patch in rows]) for rows in (generated, real))
     gap = np.zeros((left.shape[0], 4 * GAP), np.uint8)
     picture = np.hstack([left, gap, right])
     image = Image.new("L", (max(picture.shape[1], 8 * len(title)), picture.shape[0] + 2 * HEADING))
@@ -88,8 +143,41 @@ def write_montage(path: Path, generated: NDArray[np.float32], real: NDArray[np.f
     draw = ImageDraw.Draw(image)
     draw.text((GAP, 2), title, fill=255)
     draw.text((GAP, HEADING), "generated: z, y, x slices", fill=255)
-    draw.text((left.shape[1] + 5 * GAP, HEADING), "real: z, y, x slices", fill=255)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    draw.text((left.shape[1] + 5 * GAP, HEADING), f"{real_name}: z, y, x slices", fill=255)
+    return image
+
+
+def _drawable(patch: Patch) -> Patch:
+    return np.clip(np.where(np.isnan(patch), -1, patch), -1, 1)
+
+
+def _stacked(montage: Image.Image, charts: NDArray[np.uint8]) -> Image.Image:
+    image = Image.new("RGB", (charts.shape[1], montage.height + charts.shape[0]))
+    image.paste(montage, (0, 0))
+    image.paste(Image.fromarray(charts), (0, montage.height))
+    return image
+
+
+def _write_png(path: Path, image: Image.Image) -> None:
     partial = path.with_suffix(".partial")
-    image.save(partial, format="PNG")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(partial, format="PNG")  # Pillow removes what it could not finish
     partial.replace(path)
+
+
+def _figures(generated: Texture, real: Texture) -> dict[str, Any]:
+    whole = generated.nonfinite == 0
+    return {
+        "histogram": {
+            "edges": HISTOGRAM_EDGES.tolist(),
+            "generated": generated.histogram.tolist(),
+            "real": real.histogram.tolist(),
+        },
+        "spectrum": {
+            "frequency": real.frequency.tolist(),
+            "generated": generated.power.tolist(),
+            "real": real.power.tolist(),
+        },
+        "histogram_distance": histogram_distance(generated, real) if whole else math.nan,
+        "spectrum_distance_db": spectrum_distance_db(generated, real) if whole else math.nan,
+    }

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import logging
-import statistics
+import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from vesuvius.config import Config
 from vesuvius.data.stream import ReaderFigures
-from vesuvius.engine.step import StepOutcome, StepResult
+from vesuvius.engine.outcome import StepOutcome, StepResult
+from vesuvius.engine.progress import Progress
+from vesuvius.engine.replay_file import MicroBatch, ReplayWriter
 from vesuvius.errors import NonFiniteError
 from vesuvius.observe.clock import StepClock, StepTimes
 from vesuvius.observe.logfile import StepFigures, step_line
 from vesuvius.observe.memory import MemoryUse
-from vesuvius.observe.records import JsonLines
+from vesuvius.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-_PACE_STEPS = 50
 
 
 @dataclass(frozen=True)
 class _Launched:
-    """A step whose figures may still be on the device."""
+    """A step whose figures may still be on the device, and the batches to keep should they not be finite."""
 
     step: int
     first_sample: int
     lr: float
     result: StepResult
+    batches: Sequence[MicroBatch]
 
 
 def _reader_sums(readers: list[ReaderFigures]) -> dict[str, float]:
@@ -41,13 +42,23 @@ def _reader_sums(readers: list[ReaderFigures]) -> dict[str, float]:
     return sums | {"read_s": sum(reader.read_s or 0.0 for reader in readers)}
 
 
+def _name_samples(offending: list[tuple[int, int]], limit: int = 4) -> str:
+    """Which samples have no finite loss, the first few with their timesteps.  Pure."""
+    if not offending:
+        return "each with a finite loss"
+    more = f" and {len(offending) - limit} more" if len(offending) > limit else ""
+    return "not finite in " + ", ".join(f"{i} (t {t})" for i, t in offending[:limit]) + more
+
+
 class StepReporter:
-    """Logs steps once the device has finished them, and counts those that were not finite.
+    """Logs steps once the device has finished them, and keeps those that were not finite.
 
     Args:
+        progress: of the run; its pace is kept here.
         memory: returns the latest memory use.
         readers: what the reader processes last said.
         on_logged: called with the number of each step that was logged (a progress bar).
+        replays: keeps the batches of steps that were not finite.
     """
 
     def __init__(
@@ -55,25 +66,29 @@ class StepReporter:
         config: Config,
         device: torch.device,
         clock: StepClock,
-        metrics: JsonLines,
+        metrics: Metrics,
+        progress: Progress,
         memory: Callable[[], MemoryUse],
         readers: Mapping[int, ReaderFigures],
         on_logged: Callable[[int], None],
+        replays: ReplayWriter,
     ) -> None:
         self._config = config
         self._device = device
         self._clock = clock
         self._metrics = metrics
+        self._progress = progress
         self._memory = memory
         self._readers = readers
         self._on_logged = on_logged
         self._launched: deque[_Launched] = deque()
-        self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
-        self._nonfinite_in_a_row = 0
+        self._replays = replays
 
-    def launched(self, step: int, first_sample: int, lr: float, result: StepResult) -> None:
-        """Note a step (counted from 1) that was handed to the device."""
-        self._launched.append(_Launched(step, first_sample, lr, result))
+    def launched(
+        self, step: int, first_sample: int, lr: float, result: StepResult, batches: Sequence[MicroBatch]
+    ) -> None:
+        """Note a step (counted from 1) that was handed to the device, and hold its batches until it is reported."""
+        self._launched.append(_Launched(step, first_sample, lr, result, batches))
 
     def report(self, wait: bool = False) -> None:
         """Log the steps finished since the last call; with `wait`, all of them.
@@ -89,42 +104,57 @@ class StepReporter:
         figures = self._gather(launched, outcome, times)
         log.info(step_line(figures))
         record = asdict(figures) | asdict(times) | {"other_s": times.other_s, "sample_index": launched.first_sample}
+        record |= {"samples_total": launched.first_sample + figures.samples}
+        record |= {"session_s": self._progress.session_s, "total_s": self._progress.total_s}
         for pair in ("ram_bytes", "vram_bytes"):
             record[pair.replace("_", "_used_")], record[pair.replace("_", "_limit_")] = record.pop(pair) or (None, None)
         del record["times"]
         record["readers"] = _reader_sums(list(self._readers.values()))
         self._metrics.write("step", **record, finite=outcome.finite, scaler_overflow=outcome.overflowed)
         self._on_logged(launched.step)
-        if outcome.finite or outcome.overflowed:
-            self._nonfinite_in_a_row = 0
-        else:
+        if not (outcome.finite or outcome.overflowed):
             self._nonfinite(launched, outcome)
 
     def _nonfinite(self, launched: _Launched, outcome: StepOutcome) -> None:
-        self._nonfinite_in_a_row += 1
-        samples = (launched.first_sample, launched.first_sample + self._config.global_batch)
+        indices = [int(index) for batch, _ in launched.batches for index in batch.indices]
+        timesteps = [int(t) for _, part in launched.batches for t in part]
+        offending = [place for place, loss in enumerate(outcome.losses) if not math.isfinite(loss)]
+        last = outcome.nonfinite_in_a_row >= self._config.training.max_nonfinite
+        # Behind the last one nothing is applied; behind others the steps launched by now may have been.
+        later_steps = 0 if last else len(self._launched)
+        replay = self._replays.write(launched.step, launched.lr, outcome.scale, launched.batches, later_steps)
         self._metrics.write(
             "event",
             event="nonfinite",
             step=launched.step,
             loss=outcome.loss,
             grad_norm=outcome.grad_norm,
-            samples=samples,
+            samples=(launched.first_sample, launched.first_sample + self._config.global_batch),
+            cause="gradient" if math.isfinite(outcome.loss) else "loss",
+            offending=[indices[place] for place in offending],
+            indices=indices,
+            timesteps=timesteps,
+            losses=outcome.losses,
+            replay=None if replay is None else f"{replay.parent.name}/{replay.name}",
         )
+        where = _name_samples([(indices[place], timesteps[place]) for place in offending])
         text = (
             f"step {launched.step} was not applied: loss {outcome.loss}, gradient norm {outcome.grad_norm}, samples "
-            f"{samples[0]} to {samples[1] - 1}"
+            f"{indices[0]} to {indices[-1]}, {where}"
         )
-        log.error(text)
-        if self._nonfinite_in_a_row >= self._config.training.max_nonfinite:
+        log.error("%s; %s", text, f"kept in {replay}" if replay else "not kept for replay")
+        if last:
             raise NonFiniteError(
-                f"loss and gradient must be finite; {text} ({self._nonfinite_in_a_row} in a row); lower training.lr or "
-                "training.clip_norm, look at these samples, or allow more by training.max_nonfinite"
+                f"loss and gradient must be finite; {text} ({outcome.nonfinite_in_a_row} in a row); "
+                + (f"see `vesuvius train --replay {replay}`, " if replay else "")
+                + "lower training.lr or training.clip_norm, look at these samples, or allow more by "
+                "training.max_nonfinite",
+                launched.step,
             )
 
     def _gather(self, launched: _Launched, outcome: StepOutcome, times: StepTimes) -> StepFigures:
         config, memory = self._config, self._memory()
-        self._pace.append(times.step_s)  # its median does not mind the first steps, which hold the start of the readers
+        self._progress.pace.append(times.step_s)
         workers = config.training.workers
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._readers.values())]
         return StepFigures(
@@ -141,7 +171,7 @@ class StepReporter:
             ram_bytes=(memory.used_bytes, memory.limit_bytes),
             workers=workers,
             worker_max_bytes=max(peaks) if workers and peaks else None,
-            eta_s=statistics.median(self._pace) * (config.stop_step - launched.step),
+            eta_s=self._progress.remaining_s(config.stop_step, launched.step) or 0.0,
         )
 
     def _vram(self) -> tuple[int, int] | None:

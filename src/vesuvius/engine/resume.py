@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from vesuvius.config_file import parse_config
 from vesuvius.data.plan import plan_difference
 from vesuvius.data.prepare import GreyRange, GreyRanges, PreparedData
 from vesuvius.engine.checkpoint import load_checkpoint
-from vesuvius.engine.step import TrainStep
+from vesuvius.engine.network import lay_out_network
+from vesuvius.engine.progress import Progress
+from vesuvius.engine.step import TrainStep, weight_problems
 from vesuvius.errors import ConfigError
 
 # A change here makes it another experiment: the weights would not fit or would not mean the same.
@@ -26,17 +28,32 @@ _FREE = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 
 @dataclass
-class Progress:
-    """How far a run is.
+class Resumption:
+    """A checkpoint that a run goes on from.
 
     Attributes:
-        step, sample_index: both count from 0 and are those of the next step.
-        quarantined: a record for each region that could not be read so far.
+        checkpoint: its directory.
+        step: optimizer steps it has behind it.
+        state: what it holds; empty once `restore` has taken it over.
+        drift: config keys that have changed since, a line each.
+        accepted: differences that make it another experiment, let through by --allow-drift.
     """
 
-    step: int = 0
-    sample_index: int = 0
-    quarantined: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: Path
+    step: int
+    state: dict[str, Any]
+    drift: list[str]
+    accepted: list[str]
+
+    @property
+    def other_data(self) -> bool:
+        """Whether grey ranges and the list of unreadable regions are those of other data."""
+        return any(line.startswith(("plan.", "data.", "dtype ")) for line in self.accepted)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether validation losses from before and behind the resume compare."""
+        return not self.accepted and not any(line.startswith("training.validate_patches") for line in self.drift)
 
 
 def run_state(
@@ -60,9 +77,7 @@ def run_state(
     ]
     return {
         **step.state_dict(),
-        "step": progress.step,
-        "sample_index": progress.sample_index,
-        "quarantined": progress.quarantined,
+        **progress.state_dict(),
         "plan_hash": data.plan.hash,
         "plan": data.plan.describe(),
         "volumes": volumes,
@@ -74,39 +89,58 @@ def run_state(
     }
 
 
-def read_state(path: Path, config: Config, data: PreparedData) -> tuple[dict[str, Any], list[str]]:
-    """The state of a checkpoint that was found whole, and the config keys that have changed since, a line each.
+def read_resumption(path: Path, config: Config, data: PreparedData, allow_drift: bool = False) -> Resumption:
+    """Read a checkpoint that was found whole and compare its experiment with the one asked for.
 
     Raises:
-        ConfigError: the order of samples or the model has changed; shows the difference.
+        ConfigError: the order of samples, the model or what the weights mean has changed, and not `allow_drift`; or
+            the weights do not fit the network.  Shows the differences.
     """
     state = load_checkpoint(path, verified=True)
-    before = _stored_config(state, path)
-    drift = config_drift(before, config.model_dump(mode="json"))
+    before, now = _stored_config(state, path), config.model_dump(mode="json")
+    drift = config_drift(before, now)
     refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FREE)]
-    if _without_paths(before) != _without_paths(config.model_dump(mode="json")):
+    if _without_paths(before) != _without_paths(now):
         refused += [line for line in drift if line.startswith("data.volumes")]
-    condition_dtype = state.get("condition_dtype", data.job.condition_dtype)
-    if condition_dtype != data.job.condition_dtype:
-        refused.append(f"dtype of the conditions: was {condition_dtype}, is {data.job.condition_dtype}")
+    if state["condition_dtype"] != data.job.condition_dtype:
+        refused.append(f"dtype of the conditions: was {state['condition_dtype']}, is {data.job.condition_dtype}")
     if state["plan_hash"] != data.plan.hash:
         refused = [f"plan.{line}" for line in plan_difference(state["plan"], data.plan.describe())] + refused
-    if refused:
+    if refused and not allow_drift:
         raise ConfigError(
             f"a resumed run must keep its data and its model; got differences to {path}:\n  "
             + "\n  ".join(refused)
-            + "\nundo them, or start a new run under another name"
+            + "\nundo them, start a new run under another name (training.init_from takes the weights along), or go on "
+            "nevertheless with --allow-drift"
         )
-    return state, drift
+    if refused:
+        _check_weights_fit(state["model"], config, path)
+    return Resumption(path, state["step"], state, drift, refused)
 
 
-def restore(state: dict[str, Any], step: TrainStep, device: torch.device) -> Progress:
-    """Put the state back into the training step.  Returns how far the run was."""
+def _check_weights_fit(weights: dict[str, torch.Tensor], config: Config, path: Path) -> None:
+    """Raises ConfigError where the stored weights are not those of the network in the config."""
+    if problems := weight_problems(lay_out_network(config).state_dict(), weights):
+        raise ConfigError(
+            f"even with --allow-drift the weights must fit the network; got {problems} in {path}; undo the change of "
+            "model.* or data.volumes[].condition"
+        )
+
+
+def restore(found: Resumption, step: TrainStep, device: torch.device) -> Progress:
+    """Put the state back into the training step and let go of it.  Returns how far the run was."""
+    state = found.state
     step.load_state_dict(state)
     if device.type == "cpu":
         # The order in which threads add up is part of a CPU result.
         torch.set_num_threads(state["torch_threads"])
-    return Progress(state["step"], state["sample_index"], state["quarantined"])
+    progress = Progress.from_state(state)
+    if found.other_data:
+        progress.quarantined = []
+    if not found.comparable:
+        progress.best = None
+    state.clear()  # gigabytes that would stay in memory for the whole session
+    return progress
 
 
 def stored_greys(state: dict[str, Any]) -> GreyRanges:
@@ -115,11 +149,9 @@ def stored_greys(state: dict[str, Any]) -> GreyRanges:
     return GreyRanges(volumes, conditions)
 
 
-def stored_scalars(state: dict[str, Any]) -> NDArray[np.float32] | None:
-    """What the network was told of each volume so far, float32 [volumes, n]; None in a state that does not say."""
-    volumes = state.get("volumes")
-    if volumes is None:
-        return None
+def stored_scalars(state: dict[str, Any]) -> NDArray[np.float32]:
+    """What the network was told of each volume so far, float32 [volumes, n]."""
+    volumes = state["volumes"]
     return np.array([volume["scalars"] for volume in volumes], np.float32).reshape(len(volumes), -1)
 
 

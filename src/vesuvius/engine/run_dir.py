@@ -23,7 +23,18 @@ from vesuvius.config_file import dump_config
 from vesuvius.errors import ConfigError, StorageError
 
 RUNS = Path("runs")
-_PACKAGES = ("vesuvius-diffusion", "torch", "ray", "zarr", "zarrs", "numcodecs", "numpy", "pydantic", "safetensors")
+_PACKAGES = (
+    "vesuvius-diffusion",
+    "torch",
+    "ray",
+    "zarr",
+    "zarrs",
+    "numcodecs",
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "tensorboard",
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,14 @@ class RunDir:
     @property
     def samples(self) -> Path:
         return self.path / "samples"
+
+    @property
+    def nonfinite(self) -> Path:
+        return self.path / "nonfinite"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tb"
 
     @contextmanager
     def locked(self, new: bool) -> Iterator[None]:

@@ -11,7 +11,7 @@ import torch
 from vesuvius import __version__
 from vesuvius.config import Triple
 from vesuvius.engine.step import AmpMode
-from vesuvius.engine.trained import Trained, Weights
+from vesuvius.engine.trained import Trained
 
 MAX_IN_MONTAGE = 64
 
@@ -22,7 +22,7 @@ class SampleRequest:
 
     Attributes:
         checkpoint: as `find_checkpoint` takes it.
-        weights: the averaged ones or those of the last step.
+        weights: "ema", another average, or "model" for those of the last step.
         overrides: `key.path=value`, on top of the checkpoint's config: sampler and amp.
         count: samples to write, numbers 0 ... count - 1.
         seed, batch_size: what a sample follows from, beside its number.
@@ -32,7 +32,7 @@ class SampleRequest:
     """
 
     checkpoint: Path
-    weights: Weights
+    weights: str
     overrides: tuple[str, ...]
     count: int
     seed: int

@@ -22,6 +22,7 @@ from torch import Tensor
 from vesuvius.diffusion.generate import Generated, generate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner
+from vesuvius.engine.found_checkpoint import find_checkpoint
 from vesuvius.engine.montage import Cell, magnification, slices_row, write_grid
 from vesuvius.engine.network import lay_out_network
 from vesuvius.engine.sample_conditions import ConditionPatches
@@ -45,7 +46,7 @@ from vesuvius.engine.sample_zarr import (
 from vesuvius.engine.self_test import check_convolution
 from vesuvius.engine.step import choose_device
 from vesuvius.engine.stop import StopRequest
-from vesuvius.engine.trained import Trained, TrainedNetwork, find_checkpoint, read_trained
+from vesuvius.engine.trained import Trained, TrainedNetwork, read_trained
 from vesuvius.errors import EXIT_INTERRUPTED, ConfigError, GpuMemoryError, NonFiniteError, VesuviusError
 
 log = logging.getLogger(__name__)

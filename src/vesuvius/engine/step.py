@@ -1,15 +1,16 @@
-"""One optimizer step: micro-batches accumulate a gradient, it is checked, clipped and applied, and the EMA follows.
+"""One optimizer step: micro-batches accumulate a gradient, it is checked, clipped and applied, the averages follow.
 
-The accumulated gradient, its norm, the logged loss, the learning rate and the EMA equal those of one large batch.
-Nothing here makes the host wait for a GPU: whether a step was finite is a flag on the device that the optimizer and the
-EMA obey, and its figures are read later.
+The accumulated gradient, its norm, the logged loss, the learning rate and the averages equal those of one large batch.
+Nothing here makes the host wait for a GPU: whether a step is applied is a flag on the device that the optimizer and the
+averages obey, and its figures are read later.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,55 +21,24 @@ from torch.func import functional_call
 
 from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
+from vesuvius.diffusion.estimate import Denoise
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.randomness import condition_kept, sample_noise
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.engine.averages import MovingAverage, average_decays, load_averages
+from vesuvius.engine.outcome import StepResult
 from vesuvius.engine.transfer import to_device
+from vesuvius.errors import ConfigError
 
 AmpMode = Literal["off", "bf16", "fp16"]
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step came to.
+class TrainStep:
+    """Owns the network, its optimizer, its gradient scaler and the averages of its weights.
 
     Attributes:
-        loss: mean weighted loss of the global batch, before the update.
-        grad_norm: length of the gradient before clipping.
-        finite: whether loss and gradient were finite, i.e. whether the step was applied.
-        overflowed: an fp16 gradient too large for its scale: skipped, the scale halved; normal now and then.
+        averages: by name; the first is "ema".
     """
-
-    loss: float
-    grad_norm: float
-    finite: bool
-    overflowed: bool
-
-
-class StepResult:
-    """The figures of a step on their way from the device.
-
-    They are copied to pinned memory right behind the step, so that reading them once the device has finished the step
-    waits for nothing that was queued after it.
-    """
-
-    def __init__(self, loss: Tensor, grad_norm: Tensor, finite: Tensor, scale: Tensor) -> None:
-        figures = torch.stack([loss.float(), grad_norm.float(), finite.float(), scale.float()])
-        self._figures = figures
-        if figures.is_cuda:
-            self._figures = torch.empty(4, pin_memory=True)
-            self._figures.copy_(figures, non_blocking=True)
-
-    def read(self) -> StepOutcome:
-        """The figures.  On a GPU only valid after an event that was recorded behind `TrainStep.apply`."""
-        loss, grad_norm, finite, scale = self._figures.tolist()
-        # Down at scale 1 there is nothing left to halve: then an overflow is a gradient that is not finite.
-        overflowed = not finite and math.isfinite(loss) and scale > 1
-        return StepOutcome(loss, grad_norm, bool(finite), overflowed)
-
-
-class TrainStep:
-    """Owns the network, its optimizer, its gradient scaler and its moving average."""
 
     def __init__(self, config: Config, network: nn.Module, schedule: Schedule, device: torch.device) -> None:
         self._config = config
@@ -79,8 +49,21 @@ class TrainStep:
         self._forward: Any = torch.compile(self.network, dynamic=False) if config.training.compile else self.network
         self.optimizer = make_optimizer(self.network, config.training)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
-        self.ema = MovingAverage(self.network, config.training.ema_decay)
+        decays = average_decays(config.training)
+        self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
         self._loss = torch.zeros((), device=device)
+        self._losses: list[Tensor] = []
+        self._nonfinite_in_a_row = torch.zeros((), device=device)
+
+    @property
+    def ema(self) -> MovingAverage:
+        """The first average: what a run is sampled and published with."""
+        return self.averages["ema"]
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """What `denoiser` takes: "raw" for the weights of the last step, and each average."""
+        return ("raw", *self.averages)
 
     def accumulate(
         self, x_0: Tensor, indices: NDArray[np.int64], t: NDArray[np.int64], condition: Condition = NO_CONDITION
@@ -106,6 +89,7 @@ class TrainStep:
         loss = per_sample.sum() / self._config.global_batch
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._loss += loss.detach()
+        self._losses.append(per_sample.detach())
 
     def apply(self, lr: float) -> StepResult:
         """Update the weights with the accumulated gradient, if it is finite, and start the next one."""
@@ -116,28 +100,68 @@ class TrainStep:
             assert self.scaler._scale is not None
             scale = self.scaler._scale.clone()  # `get_scale()` would wait for the device
         self.scaler.unscale_(self.optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(self.network.parameters(), self._config.training.clip_norm)
-        finite = torch.isfinite(grad_norm) & torch.isfinite(self._loss)
+        grad_norm = nn.utils.clip_grad_norm_(self.network.parameters(), self._config.training.clip_norm).detach()
+        finite, overflowed, applied = self._judge(grad_norm, scale)
         # The fused AdamW leaves weights, moments and step counts alone where this flag is set: the contract that
         # torch's own GradScaler uses (`_step_supports_amp_scaling`), without its sync.
-        self.optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         del self.optimizer.found_inf  # type: ignore[attr-defined]
         if self.amp == "fp16":
             self.scaler.update()
-        self.ema.update(self.network, finite)
-        result = StepResult(self._loss, grad_norm.detach(), finite, scale)
+        for average in self.averages.values():
+            average.update(applied)
+        scalars = [self._loss, grad_norm, finite, applied, overflowed, self._nonfinite_in_a_row, scale]
+        result = StepResult(scalars, self._losses)
         self.optimizer.zero_grad(set_to_none=True)
-        self._loss = torch.zeros((), device=self._device)
+        self._loss, self._losses = torch.zeros((), device=self._device), []
         return result
 
+    def _judge(self, grad_norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether the step is finite, whether it overflowed fp16, and whether to apply it: flags on the device.
+
+        The host reads them a step or more late.  Steps that it has launched by then must not train on behind
+        `max_nonfinite` bad ones, where the run ends: so the count of bad steps lives here, and nothing lowers it again
+        once it is full.  The weights at the end are those before the last bad step, on a GPU as on a CPU.
+        """
+        loss_finite = torch.isfinite(self._loss)
+        finite = torch.isfinite(grad_norm) & loss_finite
+        # Down at scale 1 there is nothing left to halve: then an overflow is a gradient that is not finite.
+        overflowed = ~finite & loss_finite & (scale > 1)
+        applied = finite & (self._nonfinite_in_a_row < self._config.training.max_nonfinite)
+        self._nonfinite_in_a_row = (self._nonfinite_in_a_row + ~(finite | overflowed)) * ~applied
+        return finite, overflowed, applied
+
+    def denoiser(self, weights: str) -> Denoise:
+        """The network's prediction with one of `weight_names`, for sampling and validation; without a gradient."""
+        parameters = {} if weights == "raw" else self.averages[weights].weights
+
+        @torch.no_grad()
+        def denoise(x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
+            arguments = (condition.joined(x_t), t, condition.scalars)
+            with autocast(self._device, self.amp):
+                prediction: Tensor = functional_call(self.network, parameters, arguments)
+            return prediction
+
+        return denoise
+
     @torch.no_grad()
-    def denoise(self, x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
-        """The network's prediction with the averaged weights, for sampling."""
-        arguments = (condition.joined(x_t), t, condition.scalars)
-        with autocast(self._device, self.amp):
-            prediction: Tensor = functional_call(self.network, self.ema.weights, arguments)
-        return prediction
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Start the network and every average from these weights, by the names of the network's parameters.
+
+        Raises:
+            ConfigError: they are of another network.
+        """
+        own = dict(self.network.named_parameters())
+        if problems := weight_problems(own, weights):
+            raise ConfigError(
+                f"training.init_from needs weights of the same network; got {problems}; set model.* as in the run that "
+                "they come from, or leave training.init_from out"
+            )
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+        for average in self.averages.values():
+            average.restart(weights)
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs of this object: tensors and plain data."""
@@ -145,7 +169,7 @@ class TrainStep:
             "model": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "ema": self.ema.state_dict(),
+            "averages": {name: average.state_dict() for name, average in self.averages.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -154,7 +178,7 @@ class TrainStep:
         self._lay_out_moments()
         if self.amp == "fp16" and state["scaler"]:  # empty where the run has not used fp16 so far
             self.scaler.load_state_dict(state["scaler"])
-        self.ema.load_state_dict(state["ema"])
+        load_averages(self.averages, state["averages"], state["model"])
 
     def _lay_out_moments(self) -> None:
         """Bring the moments into the memory order of their weights, in which the fused AdamW walks both.
@@ -165,34 +189,6 @@ class TrainStep:
             for name, value in state.items():
                 if value.shape == parameter.shape:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-class MovingAverage:
-    """Exponential moving average of the weights in float32, with decay min(ema_decay, (1 + n) / (10 + n)) at update n.
-
-    Lives on the device and counts there, so that a step that was not finite leaves it alone without a sync.
-    """
-
-    def __init__(self, network: nn.Module, decay: float) -> None:
-        self._decay = decay
-        self.weights = {name: p.detach().clone().float() for name, p in network.named_parameters()}
-        self.updates = torch.zeros((), device=next(iter(self.weights.values())).device)
-
-    @torch.no_grad()
-    def update(self, network: nn.Module, finite: Tensor) -> None:
-        decay = torch.clamp((1 + self.updates) / (10 + self.updates), max=self._decay)
-        keep = (1 - decay) * finite
-        for name, parameter in network.named_parameters():
-            self.weights[name].lerp_(parameter.float(), keep)
-        self.updates += finite
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"weights": self.weights, "updates": self.updates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, weight in self.weights.items():
-            weight.copy_(state["weights"][name])
-        self.updates.copy_(state["updates"])
 
 
 def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.device) -> AmpMode:
@@ -222,19 +218,50 @@ def make_optimizer(network: nn.Module, config: TrainingConfig) -> torch.optim.Ad
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then cosine to 0 or constant.  Pure."""
+    """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then as `lr_schedule` says.  Pure.
+
+    cosine ends at 0 with the last epoch; inverse_sqrt is lr sqrt(w / (step + 1)) with w = max(warmup_steps, 1) (Vaswani
+    et al. 2017, section 5.3), which meets the warm-up's end and does not know how long the run will be.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    if config.lr_schedule == "constant":
-        return config.lr
-    horizon = config.epochs * config.steps_per_epoch
-    done = min((step - config.warmup_steps) / (horizon - config.warmup_steps), 1.0)
-    return config.lr * 0.5 * (1 + math.cos(math.pi * done))
+    match config.lr_schedule:
+        case "constant":
+            return config.lr
+        case "inverse_sqrt":
+            return config.lr * math.sqrt(max(config.warmup_steps, 1) / (step + 1))
+        case "cosine":
+            horizon = config.epochs * config.steps_per_epoch
+            done = min((step - config.warmup_steps) / (horizon - config.warmup_steps), 1.0)
+            return config.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def weight_problems(own: Mapping[str, Tensor], given: Mapping[str, Tensor], limit: int = 3) -> str:
+    """How given weights differ from a network's own in names and shapes, the first few; '' where they fit.  Pure."""
+    problems = [f"{name} missing" for name in own if name not in given]
+    problems += [f"{name} unexpected" for name in given if name not in own]
+    problems += [
+        f"{name} {tuple(given[name].shape)} instead of {tuple(weight.shape)}"
+        for name, weight in own.items()
+        if name in given and given[name].shape != weight.shape
+    ]
+    more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
+    return ", ".join(problems[:limit] + more)
 
 
 def choose_device() -> torch.device:
     """The GPU where there is one, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_kernels(device: torch.device, config: TrainingConfig) -> None:
+    """Which kernels torch may take on a GPU.  To be called before anything runs there."""
+    if device.type != "cuda":
+        return
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not
+        torch.use_deterministic_algorithms(True)
 
 
 def parameter_count(network: nn.Module) -> int:

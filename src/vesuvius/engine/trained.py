@@ -1,4 +1,4 @@
-"""From a checkpoint to a network that predicts: where it is, what it was trained on, and its weights.
+"""From a checkpoint to a network that predicts: what it was trained on, and its weights.
 
 Needs no training data and starts no Ray.  Of `state.pt`, mapped into memory, only what is asked for is read.
 """
@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,24 +24,14 @@ from vesuvius.config_file import parse_config
 from vesuvius.data.geometry import FloatTriple
 from vesuvius.data.prepare import GreyRanges
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
-from vesuvius.engine.checkpoint import MANIFEST, find_damage, newest_checkpoint
+from vesuvius.engine.checkpoint import MANIFEST, STATE, readable, stored_averages, weights_file
+from vesuvius.engine.found_checkpoint import FoundCheckpoint, find_checkpoint, unreadable
 from vesuvius.engine.network import build_network
 from vesuvius.engine.resume import stored_greys, stored_scalars
-from vesuvius.engine.run_dir import RUNS, RunDir
 from vesuvius.engine.step import AmpMode, autocast, parameter_count, resolve_amp
 from vesuvius.errors import ConfigError, StorageError, one_line
 
-Weights = Literal["ema", "model"]
-
-_FILE_OF: Mapping[Weights, str] = {"ema": "ema.safetensors", "model": "state.pt"}
-
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint directory; `verified` where all of it was just read and found whole."""
-
-    path: Path
-    verified: bool
+_LAST_WEIGHTS = "model"
 
 
 @dataclass(frozen=True)
@@ -80,6 +70,19 @@ class Trained:
     scalars: NDArray[np.float32]
 
 
+@dataclass(frozen=True)
+class InitialWeights:
+    """What a new run starts from.
+
+    Attributes:
+        weights: by name, float32 on the CPU.
+        source: the file that they are from.
+    """
+
+    weights: dict[str, Tensor]
+    source: Path
+
+
 class TrainedNetwork:
     """A network with trained weights, on a device, as a `Denoise`.
 
@@ -88,7 +91,7 @@ class TrainedNetwork:
         parameters: number of its weights.
     """
 
-    def __init__(self, trained: Trained, weights: Weights, device: torch.device) -> None:
+    def __init__(self, trained: Trained, weights: str, device: torch.device) -> None:
         """Reads the weights.  Raises what `load_weights` raises, and StorageError where they are of another network."""
         self._device = device
         self.amp: AmpMode = resolve_amp(trained.config.training.amp, device)
@@ -100,7 +103,7 @@ class TrainedNetwork:
         except RuntimeError as error:
             raise StorageError(
                 "a checkpoint's weights must be those of the network in its config; got "
-                f"{one_line(error)} in {trained.checkpoint.path / _FILE_OF[weights]}; use the version of vesuvius that "
+                f"{one_line(error)} in {trained.checkpoint.path / _file_of(weights)}; use the version of vesuvius that "
                 "has trained it"
             ) from error
 
@@ -110,47 +113,6 @@ class TrainedNetwork:
         with autocast(self._device, self.amp):
             prediction: Tensor = self.network(condition.joined(x_t), t, condition.scalars)
         return prediction
-
-
-def find_checkpoint(given: Path) -> FoundCheckpoint:
-    """What `--checkpoint` means: a run's newest whole checkpoint, or the one that is named.
-
-    Args:
-        given: a run directory, the name of one in `runs/`, a checkpoint directory, or its state.pt or ema.safetensors.
-
-    Raises:
-        ConfigError: it is none of these, or the run has no checkpoint yet.
-        StorageError: the run has checkpoints and none is whole.
-    """
-    named = [RUNS / given] if given.name == str(given) else []
-    try:
-        return _find_checkpoint(given, named)
-    except PermissionError as error:
-        raise StorageError(
-            f"a checkpoint must be readable; got {error}; change the permissions or run as its owner"
-        ) from error
-
-
-def _find_checkpoint(given: Path, named: Sequence[Path]) -> FoundCheckpoint:
-    for path in (given, *named):
-        if path.name in _FILE_OF.values() and path.is_file() and _is_checkpoint(path.parent):
-            return FoundCheckpoint(path.parent, verified=False)
-        if _is_checkpoint(path):
-            return FoundCheckpoint(path, verified=False)
-        if RunDir(path).checkpoints.is_dir():
-            newest = newest_checkpoint(RunDir(path).checkpoints)
-            if newest is None:
-                raise ConfigError(
-                    f"a run needs a checkpoint to sample from; got {path}, which has none yet; wait for its first "
-                    "(training.save_every)"
-                )
-            return FoundCheckpoint(newest, verified=True)
-    what = "which holds none of these" if given.exists() else "which is not there"
-    raise ConfigError(
-        "--checkpoint must be a run directory, the name of one in runs/, a checkpoint directory, or the "
-        f"ema.safetensors or state.pt in one; got {given}, {what}; try runs/NAME or "
-        "runs/NAME/checkpoints/step_00000500"
-    )
 
 
 def read_trained(checkpoint: FoundCheckpoint, overrides: Sequence[str] = ()) -> Trained:
@@ -163,13 +125,12 @@ def read_trained(checkpoint: FoundCheckpoint, overrides: Sequence[str] = ()) -> 
         ConfigError: the config and the overrides do not go together.
         StorageError: the state cannot be read, or lacks what sampling needs.
     """
-    path = checkpoint.path / "state.pt"
+    path = checkpoint.path / STATE
     state = _map_state(path)
     try:
         text = json.dumps(state["config"], ensure_ascii=False)  # JSON is YAML
         volumes = tuple(_volume_facts(volume) for volume in state["volumes"])
         scalars, greys, step = stored_scalars(state), stored_greys(state), int(state["step"])
-        assert scalars is not None
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(
             f"a checkpoint must say what it was trained on; got {type(error).__name__}: {one_line(error)} in {path}; "
@@ -185,27 +146,53 @@ def read_trained(checkpoint: FoundCheckpoint, overrides: Sequence[str] = ()) -> 
     return Trained(checkpoint, step, config, volumes, greys, scalars)
 
 
-def load_weights(checkpoint: FoundCheckpoint, weights: Weights) -> dict[str, Tensor]:
-    """The averaged weights ("ema") or those of the last step ("model"), by name, on the CPU.
+def load_weights(checkpoint: FoundCheckpoint, weights: str) -> dict[str, Tensor]:
+    """The weights of an average ("ema", "ema_0.999") or those of the last step ("model"), by name, on the CPU.
 
-    Reads the file that they are in, and all of it unless the checkpoint was verified.  Raises StorageError: that file
-    is missing, cannot be read or is not the one that was written.
+    Reads the file that they are in, and all of it unless the checkpoint was verified.
+
+    Raises:
+        ConfigError: the checkpoint has no such weights.
+        StorageError: the file is missing, cannot be read or is not the one that was written.
     """
-    path = checkpoint.path / _FILE_OF[weights]
-    if not checkpoint.verified and (damage := find_damage(path.parent, [path.name])):
-        raise _unreadable(path, damage)
-    if weights == "model":
+    there = [*stored_averages(checkpoint.path), _LAST_WEIGHTS]
+    if weights not in there:
+        raise ConfigError(
+            f"--weights must be one of {', '.join(there)}, which the checkpoint holds; got {weights!r} of "
+            f"{checkpoint.path}; choose another"
+        )
+    path = checkpoint.path / _file_of(weights)
+    checkpoint.check(path.name)
+    if weights == _LAST_WEIGHTS:
         model: dict[str, Tensor] = _map_state(path)["model"]
         return model
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(path, error) from error
+    return _load_safetensors(path)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a directory holds any part of a checkpoint: a damaged one is reported as such."""
-    return any((path / name).is_file() for name in (MANIFEST, *_FILE_OF.values()))
+def read_initial_weights(given: Path) -> InitialWeights:
+    """The averaged weights that `training.init_from` names, in float32 on the CPU.  Reads them, and nothing else.
+
+    Args:
+        given: as `find_checkpoint` takes it, or a `.safetensors` file anywhere.
+
+    Raises:
+        ConfigError: there are no weights.
+        StorageError: they are damaged.
+    """
+    with readable():
+        alone = given.suffix == ".safetensors" and given.is_file()
+    if not alone:
+        found = find_checkpoint(given, "training.init_from")
+        source, weights = found.path / weights_file("ema"), load_weights(found, "ema")
+    else:
+        if (given.parent / MANIFEST).is_file():
+            FoundCheckpoint(given.parent, verified=False).check(given.name)
+        source, weights = given, _load_safetensors(given)
+    return InitialWeights({name: weight.float() for name, weight in weights.items()}, source)
+
+
+def _file_of(weights: str) -> str:
+    return STATE if weights == _LAST_WEIGHTS else weights_file(weights)
 
 
 def _volume_facts(volume: Mapping[str, Any]) -> VolumeFacts:
@@ -218,10 +205,12 @@ def _map_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     return state
 
 
-def _unreadable(path: Path, error: Exception | str) -> StorageError:
-    got = error if isinstance(error, str) else f"{type(error).__name__}: {one_line(error)}"
-    return StorageError(f"a checkpoint must be as it was written; got {got} for {path}; use another checkpoint")
+def _load_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise unreadable(path, error) from error

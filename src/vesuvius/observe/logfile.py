@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from vesuvius.observe.append_file import AppendFile
 from vesuvius.observe.memory import GIB
 
 if TYPE_CHECKING:  # the clock needs torch, whose import takes seconds
@@ -79,8 +80,12 @@ def format_duration(seconds: float) -> str:
 
 
 def open_log(path: Path) -> None:
-    """Send this package's messages to a file as well, until `close_logs`."""
-    handler = _LogFile(path, encoding="utf-8")
+    """Send this package's messages to a file as well, until `close_logs`.  A full disk is said once, on the terminal.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
     logging.getLogger("vesuvius").addHandler(handler)
 
@@ -88,37 +93,29 @@ def open_log(path: Path) -> None:
 def close_logs() -> None:
     """Close the files of `open_log`."""
     package = logging.getLogger("vesuvius")
-    for handler in [h for h in package.handlers if isinstance(h, logging.FileHandler)]:
+    for handler in [h for h in package.handlers if isinstance(h, _LogFile)]:
         package.removeHandler(handler)
         handler.close()
 
 
-class _LogFile(logging.FileHandler):
-    """A log file that may become unwritable (a full disk): says so once, where logging prints a traceback a record."""
+class _LogFile(logging.Handler):
+    """Sends lines to a file that outlives a full disk, where logging's own handler prints a traceback a line."""
 
-    _failed = False
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = AppendFile(path)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        error = sys.exc_info()[1]
-        if isinstance(error, OSError):
-            self._say_once(error)
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # as logging's own handlers: a line that cannot be formatted must not end the run
+            self.handleError(record)
         else:
-            super().handleError(record)
+            self._file.write_line(line)
 
     def close(self) -> None:
-        try:
-            super().close()  # it writes what an earlier failure has left in the buffer
-        except OSError as error:
-            self._say_once(error)
-
-    def _say_once(self, error: OSError) -> None:
-        if not self._failed:
-            self._failed = True  # first: the next line comes back to this handler, and fails again
-            log.error(
-                "the log file must be writable; got %s in %s; free some space: its lines are lost until then",
-                error,
-                self.baseFilename,
-            )
+        self._file.close()
+        super().close()
 
 
 def log_to_terminal() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from vesuvius.config import MonitorConfig
+from vesuvius.observe.append_file import AppendFile
 from vesuvius.observe.logfile import DATE_FORMAT
 from vesuvius.observe.memory import GIB, MemoryUse, measure_memory
 from vesuvius.observe.records import JsonLines
@@ -31,7 +32,7 @@ class Monitor:
     ) -> None:
         self._config = config
         self._records = JsonLines(system_file)
-        self._log_file = log_file
+        self._lines = AppendFile(log_file)
         self._readers = readers
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
@@ -45,6 +46,7 @@ class Monitor:
         self._stop.set()
         self._thread.join()
         self._records.close()
+        self._lines.close()
 
     def _run(self) -> None:
         per_line = max(round(self._config.write_every_s / self._config.sample_every_s), 1)
@@ -73,10 +75,9 @@ class Monitor:
             reader_anon_bytes={str(pid): value for pid, value in readers.items()},
         )
         top = max(s.used_bytes for s in samples) / GIB
-        with self._log_file.open("a", encoding="utf-8") as out:
-            each = " ".join(f"{pid}:{value / GIB:.2f}" for pid, value in sorted(readers.items())) or "-"
-            now = time.strftime(DATE_FORMAT)
-            out.write(f"{now} INFO ram_gib {top:.2f}/{samples[-1].limit_bytes / GIB:.1f} readers_gib {each}\n")
+        each = " ".join(f"{pid}:{value / GIB:.2f}" for pid, value in sorted(readers.items())) or "-"
+        limit = samples[-1].limit_bytes / GIB
+        self._lines.write_line(f"{time.strftime(DATE_FORMAT)} INFO ram_gib {top:.2f}/{limit:.1f} readers_gib {each}")
 
 
 def _min_mean_max(values: list[int]) -> dict[str, float]:

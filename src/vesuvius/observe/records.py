@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
 
+from vesuvius.observe.append_file import AppendFile
+
 
 class JsonLines:
-    """An append-only file of records.  Each line is written at once and whole; a line torn by a crash is closed."""
+    """An append-only file of records, one a line.  Outlives a full disk, as `AppendFile` says.
+
+    Raises:
+        OSError: on opening, where the file cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
-        torn = _is_torn(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-        if torn:
-            self._file.write("\n")
+        self._file = AppendFile(path)
 
-    def write(self, kind: str, **figures: Any) -> None:
-        """Append one record with its kind and the time (seconds since 1970)."""
-        record = {"kind": kind, "time": time.time(), **figures}
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+    def write(self, kind: str, **figures: Any) -> dict[str, Any]:
+        """Append one record with its kind and the time (seconds since 1970), and return it as it was written."""
+        record: dict[str, Any] = _finite({"kind": kind, "time": time.time(), **figures})
+        self._file.write_line(json.dumps(record, allow_nan=False))
+        return record
 
     def close(self) -> None:
         self._file.close()
@@ -42,15 +45,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)
     return records
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether the last line has no end.  Reads one byte: the file of a long run is long."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,166 @@
+"""What happens between two steps: validation, preview and checkpoint, each at the steps where it is due.
+
+Whatever a stop has cut short is due again when the run is resumed, so that the records of a run that was interrupted
+are those of one that was not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vesuvius.config import Config
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.engine.checkpoint_writer import CheckpointWriter
+from vesuvius.engine.preview import make_preview
+from vesuvius.engine.progress import Best, Progress
+from vesuvius.engine.reference import Reference
+from vesuvius.engine.run_dir import RunDir
+from vesuvius.engine.step import TrainStep
+from vesuvius.engine.validation import Validation
+from vesuvius.observe.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+
+class Milestones:
+    """Validates, draws previews and saves behind the steps where that is due.
+
+    Args:
+        reference: fixed patches; None where the config wants neither validation nor previews.
+        progress: of the run; what is done is noted there.
+        writer: of the checkpoints.
+        state: returns all that a checkpoint holds.
+        stopping: whether the run should save and end; looked at often.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDir,
+        train_step: TrainStep,
+        schedule: Schedule,
+        reference: Reference | None,
+        progress: Progress,
+        metrics: Metrics,
+        writer: CheckpointWriter,
+        state: Callable[[], dict[str, Any]],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._train_step = train_step
+        self._schedule = schedule
+        self._reference = reference
+        self._progress = progress
+        self._metrics = metrics
+        self._writer = writer
+        self._state = state
+        self._stopping = stopping
+        self._saved_step = progress.step
+        self._validation: Validation | None = None
+        if reference is not None and reference.held_out:
+            self._validation = Validation(config, reference, schedule, schedule.device)
+
+    def due(self) -> bool:
+        """Whether `pass_by` has something to do behind the present step."""
+        return self._validation_due() or self._preview_due() or self._save_due()
+
+    def pass_by(self) -> None:
+        """Do what is due behind the present step, whose figures must have been reported."""
+        improved = self._validation_due() and not self._stopping() and self._validate()
+        if self._preview_due() and not self._stopping():
+            self._preview()
+        if improved or self._save_due():
+            self.save()
+
+    def save(self) -> None:
+        """Hand a checkpoint to the writer, unless this step has one.  Does not wait for the disk."""
+        step, best = self._progress.step, self._progress.best
+        if step != self._saved_step:
+            self._saved_step = step
+            self._writer.save(step, self._state(), best.step if best else None)
+
+    def record_failures(self) -> None:
+        """Write down which saves have failed; the writer has logged them."""
+        while self._writer.failures:
+            step, text = self._writer.failures.popleft()
+            self._metrics.write("event", event="save_failed", step=step, text=text)
+
+    def _validation_due(self) -> bool:
+        every, done = self._config.training.validate_every, self._progress.validated_step
+        return self._validation is not None and self._due(every, done)
+
+    def _preview_due(self) -> bool:
+        return self._due(self._config.training.preview_every, self._progress.previewed_step)
+
+    def _save_due(self) -> bool:
+        step = self._progress.step
+        return step % self._config.training.save_every == 0 and step != self._saved_step
+
+    def _due(self, every: int, done: int) -> bool:
+        """At every multiple and at the end of the horizon, once."""
+        step = self._progress.step
+        return every > 0 and step > done and (step % every == 0 or step == self._config.horizon_steps)
+
+    def _validate(self) -> bool:
+        """Validate all sets of weights; returns whether the averaged ones have never been better."""
+        assert self._validation is not None
+        started, progress = time.monotonic(), self._progress
+        denoisers = {name: self._train_step.denoiser(name) for name in self._train_step.weight_names}
+        result = self._validation.run(denoisers, self._stopping)
+        if result is None:
+            return False
+        loss = result.loss
+        improved = math.isfinite(loss) and (progress.best is None or loss < progress.best.loss)
+        if improved:
+            progress.best = Best(progress.step, loss)
+        progress.validated_step = progress.step
+        self._metrics.write(
+            "validation",
+            step=progress.step,
+            samples_total=progress.sample_index,
+            seconds=time.monotonic() - started,
+            best_step=progress.best.step if progress.best else None,
+            **result.record(),
+        )
+        best = (
+            f"best so far {progress.best.loss:.5f} at step {progress.best.step}" if progress.best else "none finite yet"
+        )
+        log.info("%s, %s", result.line(progress.step, self._config.stop_step), best)
+        return improved
+
+    def _preview(self) -> None:
+        assert self._reference is not None
+        started, step = time.monotonic(), self._progress.step
+        try:
+            record = make_preview(
+                self._config,
+                self._directory.path,
+                step,
+                self._train_step.denoiser("ema"),
+                self._schedule,
+                self._reference,
+                self._stopping,
+            )
+        except OSError as error:  # a full disk: no reason to end a run
+            log.error(
+                "a preview must be writable; got %s; free some space: the run goes on without that of %d", error, step
+            )
+            self._metrics.write("event", event="preview_failed", step=step, text=str(error))
+            self._progress.previewed_step = step
+            return
+        if record is None:
+            return
+        self._progress.previewed_step = step
+        self._metrics.write(
+            "preview",
+            step=step,
+            samples_total=self._progress.sample_index,
+            seconds=time.monotonic() - started,
+            **record,
+        )
+        log.info("wrote %s", self._directory.path / record["picture"])

@@ -1,0 +1,86 @@
+"""What the log says before the first step: where the run goes on from, on which volumes, and how far it is."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from vesuvius.config import Config
+from vesuvius.engine.preflight import Preflight, doubts
+from vesuvius.engine.progress import Progress
+from vesuvius.engine.step import AmpMode, parameter_count
+from vesuvius.observe.logfile import format_duration
+
+log = logging.getLogger(__name__)
+
+
+def log_start(config: Config, found: Preflight, resume: bool) -> None:
+    """The checkpoint, what has changed since, and the volumes."""
+    if found.resumed is not None:
+        log.info("going on from %s", found.resumed.checkpoint)
+    elif resume:
+        log.warning("no whole checkpoint in %s: starting at step 0", found.directory.checkpoints)
+    if found.initial is not None:
+        log.info("starting from the weights of %s", found.initial.source)
+    for doubt in doubts(config):
+        log.warning("%s", doubt)
+    if found.resumed is not None:
+        _log_drift(found)
+    data = found.data
+    for volume, planned in zip(data.volumes, data.plan.volumes, strict=True):
+        log.info(
+            "volume %s: %s %s, %d regions, decoded by %s",
+            volume.name,
+            "x".join(map(str, volume.shape_zyx)),
+            volume.dtype,
+            planned.region_count,
+            volume.codec_pipeline,
+        )
+    if data.plan.repeats_within_a_run:
+        log.warning(
+            "the volumes hold fewer regions than data.regions_per_task=%d: batches repeat regions; use larger volumes, "
+            "a smaller data.patch_size or a smaller data.validation.guard",
+            config.data.regions_per_task,
+        )
+    if config.training.validate_every and not any(split.validation for split in data.splits):
+        log.info("no validation: data.validation.fraction is 0")
+
+
+def _log_drift(found: Preflight) -> None:
+    assert found.resumed is not None
+    for line in found.resumed.drift:
+        level = logging.WARNING if line.startswith("data.") else logging.INFO
+        log.log(level, "changed since the checkpoint: %s", line)
+    for line in found.resumed.accepted:
+        log.warning("accepted by --allow-drift, the run is no longer one experiment: %s", line)
+
+
+def log_network(config: Config, network: nn.Module, device: torch.device, amp: AmpMode) -> None:
+    """Size of the network and how it is computed."""
+    log.info(
+        "model %.1f M parameters, device %s, amp %s, global batch %d",
+        parameter_count(network) / 1e6,
+        device,
+        amp,
+        config.global_batch,
+    )
+
+
+def log_progress(config: Config, progress: Progress) -> None:
+    """How far a resumed run is and how long it will take, before its first step."""
+    if progress.step == 0:
+        return
+    remaining_s = progress.remaining_s(config.stop_step)
+    log.info(
+        "step %d of %d, %d samples, epoch %d of %d; %s of training before session %d, about %s left",
+        progress.step,
+        config.stop_step,
+        progress.sample_index,
+        min(progress.step // config.training.steps_per_epoch + 1, config.training.epochs),
+        config.training.epochs,
+        format_duration(progress.trained_s),
+        progress.sessions,
+        "unknown time" if remaining_s is None else format_duration(remaining_s),
+    )

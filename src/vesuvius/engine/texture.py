@@ -1,0 +1,114 @@
+"""Patches -> how their grey values and their detail are distributed: what a preview compares beside the pictures.
+
+Model values throughout; float64 inside.  Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64 = NDArray[np.float64]
+
+# Wider than -1 ... 1, the greys of training: a network may miss them.
+HISTOGRAM_EDGES: Float64 = np.linspace(-1.5, 1.5, 65)
+_FIRST_SHELL = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Texture:
+    """Means over patches; NaN where no patch could be measured.
+
+    Attributes:
+        histogram: float64 [64], shares of voxels between `HISTOGRAM_EDGES`; their sum is 1.
+        frequency: float64 [S], cycles per voxel, rising to 0.5.
+        power: float64 [S], radial power spectrum there; white noise of variance s^2 has s^2 at every frequency.
+        nonfinite: voxels that are NaN or infinite.  They are not in the histogram, nor their patches in the spectrum.
+    """
+
+    histogram: Float64
+    frequency: Float64
+    power: Float64
+    nonfinite: int
+
+
+def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
+    """Measure patches of one shape, each [Z, Y, X], one after another."""
+    counts, powers, nonfinite = np.zeros(len(HISTOGRAM_EDGES) - 1), [], 0
+    for patch in patches:
+        finite = np.isfinite(patch)
+        counts += np.histogram(np.clip(patch[finite], HISTOGRAM_EDGES[0], HISTOGRAM_EDGES[-1]), HISTOGRAM_EDGES)[0]
+        nonfinite += int((~finite).sum())
+        frequency = shell_frequencies(patch.shape)
+        if finite.all():
+            powers.append(radial_power(patch))
+    return Texture(
+        histogram=counts / counts.sum() if counts.any() else np.full_like(counts, math.nan),
+        frequency=frequency,
+        power=np.mean(powers, axis=0) if powers else np.full_like(frequency, math.nan),
+        nonfinite=nonfinite,
+    )
+
+
+def shell_frequencies(shape_zyx: Sequence[int]) -> Float64:
+    """The radial frequencies that a patch of this shape is measured at: float64 [S], cycles per voxel.
+
+    One for each frequency of the longest axis but the two lowest.  See `radial_power`.
+    """
+    longest = max(shape_zyx)
+    return np.arange(_FIRST_SHELL, longest // 2 + 1) / longest
+
+
+def radial_power(patch: NDArray[np.floating]) -> Float64:
+    """Power spectrum of a finite patch [Z, Y, X], averaged in shells around `shell_frequencies`: float64 [S].
+
+    The mean is taken off, each axis has a Hann window w, and |FFT|^2 is divided by sum(w^2): the expectation for white
+    noise is then its variance at every frequency (at the lowest up to 3 % less, which go with the mean).  An axis has
+    the frequencies k / n of its own length n.
+    """
+    values = patch.astype(np.float64)
+    window = reduce(np.multiply.outer, [_hann(size) for size in patch.shape])
+    spectrum = np.fft.rfftn((values - values.mean()) * window)
+    power = (spectrum.real**2 + spectrum.imag**2) / (window**2).sum()
+    shells, weights = _shells(patch.shape)
+    sums = np.bincount(shells, (weights * power).ravel())
+    counts = np.bincount(shells, weights.ravel())
+    end = _FIRST_SHELL + len(shell_frequencies(patch.shape))
+    mean: Float64 = sums[_FIRST_SHELL:end] / counts[_FIRST_SHELL:end]
+    return mean
+
+
+def histogram_distance(one: Texture, other: Texture) -> float:
+    """Wasserstein-1 distance of the two histograms, in model values: the area between their cumulative sums."""
+    widths = np.diff(HISTOGRAM_EDGES)
+    return float(np.abs(np.cumsum(one.histogram - other.histogram)) @ widths)
+
+
+def spectrum_distance_db(one: Texture, other: Texture) -> float:
+    """Root mean square over frequencies of 10 log10(power / other power); not finite where one has no power."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        decibels = 10 * np.log10(one.power / other.power)
+    return math.sqrt(np.mean(decibels**2))
+
+
+def _hann(size: int) -> Float64:
+    """Taken at the middles of `size` voxels, so that none has weight 0 and none counts more than its mirror image."""
+    return np.sin(np.pi * (np.arange(size) + 0.5) / size) ** 2
+
+
+def _shells(shape_zyx: Sequence[int]) -> tuple[NDArray[np.int64], Float64]:
+    """Of each frequency of `rfftn`: the number of its shell, flat, and how often it counts, in the shape of rfftn.
+
+    Twice where it stands for itself and for its conjugate, which rfftn does not compute.
+    """
+    *outer, last = shape_zyx
+    axes = [np.fft.fftfreq(size) for size in outer] + [np.fft.rfftfreq(last)]
+    squares = reduce(np.add.outer, [frequencies**2 for frequencies in axes])
+    shells = np.rint(np.sqrt(squares) * max(shape_zyx)).astype(np.int64)
+    alone = (np.arange(len(axes[-1])) * 2) % last == 0
+    return shells.ravel(), np.broadcast_to(np.where(alone, 1.0, 2.0), squares.shape)

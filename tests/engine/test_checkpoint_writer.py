@@ -1,0 +1,183 @@
+"""The thread that writes checkpoints: what it writes, what becomes of errors, and kills in the middle."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY
+from tests.engine.test_checkpoint import CONFIG, assert_same, small_files, state_of, steps_in
+from vesuvius.engine import checkpoint_writer
+from vesuvius.engine.checkpoint import find_damage, load_checkpoint, newest_checkpoint
+from vesuvius.engine.checkpoint_files import tensors_in
+from vesuvius.engine.checkpoint_writer import CheckpointWriter
+
+
+def writer_in(directory: Path, keep_last: int = 3, keep_every: int | None = None) -> CheckpointWriter:
+    return CheckpointWriter(directory, keep_last, keep_every, CONFIG)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Saves begin when it is opened."""
+    gate, save_checkpoint = threading.Event(), checkpoint_writer.save_checkpoint
+
+    def gated(*arguments: Any) -> Path:
+        assert gate.wait(60)
+        return save_checkpoint(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "save_checkpoint", gated)
+    return gate
+
+
+def test_what_is_changed_in_place_behind_a_save_does_not_reach_the_disk(tmp_path: Path, gate: threading.Event) -> None:
+    state = state_of(1, size=1_000_000)
+    with writer_in(tmp_path) as writer:
+        writer.prepare(state)
+        writer.save(1, state)
+        assert steps_in(tmp_path) == [], "the save is not waited for"
+        for tensor in tensors_in(state):
+            tensor.fill_(torch.nan)
+        gate.set()
+    assert_same(load_checkpoint(tmp_path / "step_00000001"), state_of(1, size=1_000_000))
+    assert writer.saved_step == 1
+
+
+def test_the_next_save_waits_for_the_last_and_says_for_how_long(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(checkpoint_writer, "_SAY_WAITS_OVER_S", 0.0)
+    state = state_of(1)
+    with writer_in(tmp_path) as writer:
+        writer.save(1, state)
+        threading.Timer(0.2, gate.set).start()
+        state["model"]["conv.weight"].fill_(2)
+        writer.save(2, state)
+        assert writer.saved_step is not None
+        assert find_damage(tmp_path / "step_00000001") is None
+    found = [load_checkpoint(tmp_path / f"step_0000000{step}")["model"]["conv.weight"][0] for step in (1, 2)]
+    assert found == [1, 2]
+    assert "s for the writer of checkpoints" in caplog.text
+    assert f"saved {tmp_path / 'step_00000002'}" in caplog.text
+
+
+def test_what_is_to_be_kept_reaches_the_thread(tmp_path: Path) -> None:
+    with writer_in(tmp_path, keep_last=1, keep_every=4) as writer:
+        for step in range(1, 8):
+            writer.save(step, state_of(step), best_step=2 if step >= 2 else None)
+    assert steps_in(tmp_path) == [2, 4, 7]
+    assert (tmp_path / "best").readlink() == Path("step_00000002")
+
+
+def test_a_save_that_fails_is_told_of_and_a_later_one_succeeds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with writer_in(tmp_path, keep_last=1) as writer:
+        assert writer.wait() is None
+        writer.save(1, state_of(1))
+        assert writer.wait() is None
+        with small_files(1000):
+            writer.save(2, state_of(2))
+            error = writer.wait()
+        assert error is not None
+        assert "must fit on the disk" in str(error)
+        assert list(writer.failures) == [(2, str(error))]
+        assert writer.saved_step == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"], "nothing half-written is left"
+        assert find_damage(tmp_path / "step_00000001") is None
+        assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [str(error)]
+        writer.save(3, state_of(3))
+        assert writer.wait() is None
+    assert steps_in(tmp_path) == [3]
+
+
+def unpicklable() -> dict[str, Any]:
+    return state_of(1) | {"no plain data": threading.Lock()}
+
+
+def test_a_defect_on_the_thread_surfaces_in_the_next_call_once(tmp_path: Path) -> None:
+    with writer_in(tmp_path) as writer:
+        for step, call in enumerate((writer.wait, lambda: writer.save(9, state_of(9))), start=1):
+            writer.save(step, unpicklable())
+            with pytest.raises(TypeError, match="pickle"):
+                call()
+        writer.save(3, state_of(3))
+        assert writer.wait() is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003"]
+
+
+def test_a_defect_of_the_last_save_surfaces_at_the_end_and_hides_no_other_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(TypeError, match="pickle"), writer_in(tmp_path) as writer:
+        writer.save(1, unpicklable())
+    with pytest.raises(KeyError, match="mine"), writer_in(tmp_path) as writer:  # noqa: PT012 - the save must be under way
+        writer.save(1, unpicklable())
+        raise KeyError("mine")
+    assert "a checkpoint was not written" in caplog.text
+    assert "TypeError" in caplog.text
+
+
+# Weights of 8 MB, and two averages of them.
+SAVER = """
+import sys
+from itertools import count
+from pathlib import Path
+from tests.engine.test_checkpoint import state_of
+from tests.engine.test_checkpoint_writer import writer_in
+directory = Path(sys.argv[1])
+with writer_in(directory, keep_last=1) as writer:
+    for step in count(int(sys.argv[2])):
+        writer.save(step, state_of(step, size=2_000_000), best_step=step)
+"""
+
+
+def kill_while_saving(directory: Path, times: int, seed: int) -> int:
+    """Kill a process that saves without end, again and again, and check what it left; how many died inside a save."""
+    rng, first, inside = random.Random(seed), 1, 0
+    for _ in range(times):
+        command = [sys.executable, "-c", SAVER, str(directory), str(first)]
+        with subprocess.Popen(command, cwd=REPOSITORY) as process:
+            while not (steps := steps_in(directory)) or steps[-1] < first:
+                assert process.poll() is None
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.2))
+            process.send_signal(signal.SIGKILL)
+        inside += any(directory.glob(".partial-*"))
+        newest = newest_checkpoint(directory)
+        assert newest is not None
+        state = load_checkpoint(newest)
+        assert newest.name == f"step_{state['step']:08d}"
+        assert_same(state, state_of(state["step"], size=2_000_000))
+        assert find_damage(directory / "best") is None
+        assert state["step"] >= first
+        first = state["step"] + 1
+    return inside
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert kill_while_saving(tmp_path, times=3, seed=0) > 0
+    assert caplog.text == "", "none is damaged"
+
+
+@pytest.mark.long
+def test_a_hundred_kills_in_the_middle_of_a_save_leave_whole_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside = kill_while_saving(tmp_path, times=100, seed=1)
+    print(f"\n{inside} of 100 kills fell inside a save")
+    assert inside > 50
+    assert caplog.text == "", "none is damaged"

@@ -1,0 +1,54 @@
+"""A disk of a few MiB that can be filled: a tmpfs in a mount namespace of its own, so that nobody else sees it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+# As root, or, where the system allows it, as anybody.
+_NAMESPACES = (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"])
+# Mount, say so, and keep the namespace until standard input ends.
+_MOUNT = 'mount -t tmpfs -o size="$2" none "$1" && echo mounted && read end'
+
+
+@contextmanager
+def small_disk(directory: Path, kib: int) -> Iterator[Path]:
+    """Yields a path to an empty file system of this size; skips the test where none may be mounted.
+
+    Args:
+        directory: an empty directory to mount on.
+    """
+    for namespace in _NAMESPACES:
+        command = [*namespace, "sh", "-c", _MOUNT, "sh", str(directory), f"{kib}k"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as holder:
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            if holder.stdout.readline() == "mounted\n":
+                # The way into another process's mounts.
+                yield Path(f"/proc/{holder.pid}/root") / directory.absolute().relative_to("/")
+                holder.stdin.close()
+                return
+    pytest.skip("needs a small tmpfs: neither root nor user namespaces are permitted here")
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte free.  Returns the ballast, to be removed."""
+    ballast = disk / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    assert free_bytes(disk) == 0
+    return ballast
+
+
+def free_bytes(disk: Path) -> int:
+    """What is left on it."""
+    status = os.statvfs(disk)
+    return status.f_bavail * status.f_frsize

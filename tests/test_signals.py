@@ -1,0 +1,112 @@
+"""SIGTERM and SIGINT at awkward moments of a run that has something to lose; more in engine/test_stop.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kill_harness import Session, partial_checkpoint
+from vesuvius import train
+from vesuvius.engine.checkpoint import find_damage, list_checkpoints, step_of
+from vesuvius.observe.records import read_records
+
+WriteConfig = Callable[..., Path]
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """The steps of all checkpoints, which must be whole."""
+    paths = list_checkpoints(run / "checkpoints")
+    assert [find_damage(path) for path in paths] == [None] * len(paths)
+    return [step_of(path) for path in paths]
+
+
+def one_step_done(config: Path, cwd: Path) -> None:
+    with Session(config, cwd, "training.max_steps=1") as session:
+        assert session.end() == 0, session.text()
+
+
+def test_sigterm_to_all_processes_of_a_run_still_saves(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    config = tiny_config(training={"epochs": 1000, "save_every": 10_000, "workers": 1})
+    with Session(config, tmp_path) as session:
+        session.wait_for("Train step 3/")
+        os.killpg(session.process.pid, signal.SIGTERM)  # as a scheduler does: Ray's processes hear it too
+        assert session.end() == 75, session.text()
+        assert "Traceback" not in session.text()
+    (step,) = checkpoint_steps(tmp_path / "runs/tiny")
+    assert step >= 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_whole(
+    tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = tiny_config(training={"epochs": 1000}, monitor={"sample_every_s": 0.1, "write_every_s": 0.1})
+    one_step_done(config, tmp_path)
+    system = tmp_path / "runs/tiny/system.jsonl"
+    system.unlink()
+    # The next step has so many micro-batches that it takes minutes.
+    with Session(config, tmp_path, "--resume", "training.accumulate_steps=100000") as session:
+        # The monitor starts right before the steps.
+        session.wait_until(lambda: system.exists() and len(read_records(system)) > 1, "it was in the step")
+        session.process.send_signal(number)
+        session.wait_for("stopping after the step in hand")
+        session.process.send_signal(number)
+        assert session.end() == -number
+        assert "Train step" not in session.text()
+    assert checkpoint_steps(tmp_path / "runs/tiny") == [1]
+
+
+def test_a_second_signal_in_the_middle_of_the_save_leaves_the_older_checkpoint_whole(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    # A state of 100 MB, which takes a while to write.
+    config = tiny_config(training={"epochs": 1000, "save_every": 10_000}, model={"channels": [96, 192]})
+    run = tmp_path / "runs/tiny"
+    one_step_done(config, tmp_path)
+    with Session(config, tmp_path, "--resume") as session:
+        session.wait_for("Train step")
+        session.process.terminate()
+        session.wait_until(lambda: partial_checkpoint(run) is not None, "it saved", every_s=0.0005)
+        session.process.terminate()
+        assert session.end() == -signal.SIGTERM, session.text()
+    assert partial_checkpoint(run) is not None, "the save was in the middle"
+    assert checkpoint_steps(run) == [1]
+
+
+# Each takes half a second or more, and begins as soon as step 2 is logged.
+INTERRUPTED: dict[str, dict[str, Any]] = {
+    "validation": {"training": {"validate_every": 2, "validate_patches": 8}},
+    "preview": {"training": {"preview_every": 2, "preview_count": 1}, "diffusion": {"sampler_steps": 50}},
+}
+
+
+def records_of(kind: str, run: Path) -> list[dict[str, Any]]:
+    """Its records without what differs from run to run."""
+    records = [record for record in read_records(run / "metrics.jsonl") if record["kind"] == kind]
+    return [{key: value for key, value in record.items() if key not in ("time", "seconds")} for record in records]
+
+
+@pytest.mark.parametrize("kind", INTERRUPTED)
+def test_a_signal_interrupts_a_validation_or_preview_and_a_resume_makes_up_for_it(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    straight, stopped = (tiny_config(name, **INTERRUPTED[kind]) for name in ("straight", "stopped"))
+    with Session(stopped, tmp_path) as session:
+        session.wait_for("Train step 2/")
+        session.process.terminate()
+        assert session.end() == 75, session.text()
+        assert "Traceback" not in session.text()
+    run = tmp_path / "runs/stopped"
+    assert checkpoint_steps(run) == [2]
+    assert records_of(kind, run) == []
+    for config in (stopped, straight):
+        assert train.main(["--config", str(config), "--resume", "training.max_steps=3"]) == 0
+    (record,) = records_of(kind, run)
+    assert record["step"] == 2
+    assert [record] == records_of(kind, tmp_path / "runs/straight"), "as if nothing had happened"
