@@ -15,8 +15,10 @@ import pytest
 import yaml
 import zarr
 
-# As `vesuvius train` does, before a test imports torch.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Before a test imports torch.  Tiny networks gain nothing by a second thread, and lose much where other work runs beside:
+# each layer then waits for the thread that has no core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` does
 
 REPOSITORY = Path(__file__).parent.parent
 SCROLL_DATA = REPOSITORY.parent / "shared" / "data"

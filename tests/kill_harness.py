@@ -20,6 +20,8 @@ import yaml
 from vesuvius.engine.checkpoint import find_damage, list_checkpoints, step_of
 from vesuvius.observe.records import read_records
 
+# For steps that do not fight with other processes for a core.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _EARLY_SHARE = 0.2
 _HANG_S = 300
 
@@ -115,7 +117,8 @@ class KillFigures:
             assert (damage := find_damage(path)) is None, f"kill {self.kills} left {path} damaged: {damage}"
         if partial := partial_checkpoint(run):
             self.inside_save += 1
-            self.files_written[", ".join(sorted(path.name for path in partial.iterdir())) or "no file"] += 1
+            names = [path.name for path in partial.iterdir() if not path.name.startswith(".")]  # safetensors' own
+            self.files_written[", ".join(sorted(names)) or "no file"] += 1
             partial.rename(partial.with_name(".partial-left"))  # not to be taken for one of the next session
 
 
@@ -153,13 +156,14 @@ def run_with_kills(
     with Session(config, cwd, "--resume", *arguments(kills), environment=environment) as session:
         assert session.end() == 0, session.text()
     assert not list((run / "checkpoints").glob(".*")), "what the kills left behind is deleted"
-    steps = [record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
-    figures.steps_redone = len(steps) - len(set(steps))
+    figures.steps_redone = steps_redone(run)
     figures.seconds = time.monotonic() - started
     return figures
 
 
-def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillFigures:
+def kill_inside_save(
+    config: Path, cwd: Path, kills: int, seed: int, environment: dict[str, str] | None = None
+) -> KillFigures:
     """Kill a run while it writes a checkpoint; each time it must go on, from the checkpoint before or a later one.
 
     Only kills that left a partial checkpoint count: the others came when it was just whole.
@@ -168,7 +172,7 @@ def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillFigu
     figures, started = KillFigures(), time.monotonic()
     reached, save_s = 0, 0.0
     while figures.inside_save < kills:
-        with Session(config, cwd, "--resume") as session:
+        with Session(config, cwd, "--resume", environment=environment) as session:
             session.wait_for("Train step")
             first = int(re.findall(r"Train step (\d+)/", session.text())[0])
             assert first > reached, f"went on at step {first} though there was a checkpoint of step {reached}"
@@ -178,7 +182,7 @@ def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillFigu
             session.kill()
         figures.count(run)
         reached = max((step_of(path) for path in list_checkpoints(run / "checkpoints")), default=0)
-    with Session(config, cwd, "--resume", f"training.max_steps={reached + 2}") as session:
+    with Session(config, cwd, "--resume", f"training.max_steps={reached + 2}", environment=environment) as session:
         assert session.end() == 0, session.text()
     assert not list((run / "checkpoints").glob(".*")), "what the kills left behind is deleted"
     figures.seconds = time.monotonic() - started
@@ -188,6 +192,12 @@ def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillFigu
 def run_directory(config: Path, cwd: Path) -> Path:
     """Where the run of a config lies."""
     return cwd / "runs" / str(yaml.safe_load(config.read_text())["name"])
+
+
+def steps_redone(run: Path) -> int:
+    """Optimizer steps that a run has made more than once."""
+    steps = [record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
+    return len(steps) - len(set(steps))
 
 
 def partial_checkpoint(run: Path) -> Path | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kill_harness import Session
+from tests.kill_harness import ONE_THREAD, Session
 from tests.small_disk import fill, small_disk
 from vesuvius.engine.checkpoint import find_damage, list_checkpoints, step_of
 from vesuvius.observe.records import read_records
@@ -16,8 +16,6 @@ from vesuvius.observe.records import read_records
 WriteConfig = Callable[..., Path]
 
 SAVING = {"save_every": 2, "keep_last": 2}
-# Steps that do not fight with other processes for a core.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kill_harness import (
+    ONE_THREAD,
     KillFigures,
     Session,
     final_difference,
@@ -39,16 +40,18 @@ def training(kills: int, save_every: int) -> dict[str, Any]:
     return _TRAINING | {"epochs": 1, "steps_per_epoch": 7 * kills + 5, "save_every": save_every}
 
 
-def undisturbed(config: Path, cwd: Path) -> Path:
-    with Session(config, cwd) as session:
+def undisturbed(config: Path, cwd: Path, environment: dict[str, str] | None = None) -> Path:
+    with Session(config, cwd, environment=environment) as session:
         assert session.end() == 0, session.text()
     return run_directory(config, cwd)
 
 
-def kill_and_compare(config: WriteConfig, cwd: Path, kills: int, seed: int, save_every: int) -> KillFigures:
-    straight = undisturbed(config("straight", training=training(kills, save_every)), cwd)
+def kill_and_compare(
+    config: WriteConfig, cwd: Path, kills: int, seed: int, save_every: int, environment: dict[str, str] | None = None
+) -> KillFigures:
+    straight = undisturbed(config("straight", training=training(kills, save_every)), cwd, environment)
     killed = config("killed", training=training(kills, save_every))
-    figures = run_with_kills(killed, cwd, kills, seed)
+    figures = run_with_kills(killed, cwd, kills, seed, environment=environment)
     print(f"\nat random moments: {figures}")
     assert final_difference(run_directory(killed, cwd), straight) is None
     return figures
@@ -57,7 +60,7 @@ def kill_and_compare(config: WriteConfig, cwd: Path, kills: int, seed: int, save
 def test_a_run_killed_at_random_moments_ends_with_the_weights_of_an_undisturbed_one(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    kill_and_compare(tiny_config, tmp_path, kills=3, seed=0, save_every=5)
+    kill_and_compare(tiny_config, tmp_path, kills=3, seed=0, save_every=5, environment=ONE_THREAD)
 
 
 @pytest.mark.long
@@ -69,9 +72,9 @@ def test_fifty_kills_at_random_moments_change_no_bit_and_leave_no_unreadable_che
     assert figures.steps_redone > 0
 
 
-def kill_inside_saves(config: WriteConfig, cwd: Path, kills: int) -> None:
+def kill_inside_saves(config: WriteConfig, cwd: Path, kills: int, environment: dict[str, str] | None = None) -> None:
     saving = _TRAINING | {"save_every": 1, "epochs": 1000, "validate_every": 0}
-    figures = kill_inside_save(config("saving", training=saving, model=_WIDER), cwd, kills, seed=2)
+    figures = kill_inside_save(config("saving", training=saving, model=_WIDER), cwd, kills, 2, environment)
     print(f"\ninside the save: {figures}")
     assert figures.inside_save == kills
 
@@ -79,7 +82,7 @@ def kill_inside_saves(config: WriteConfig, cwd: Path, kills: int) -> None:
 def test_a_run_killed_inside_a_save_goes_on_from_the_checkpoint_before(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    kill_inside_saves(tiny_config, tmp_path, kills=2)
+    kill_inside_saves(tiny_config, tmp_path, kills=2, environment=ONE_THREAD)
 
 
 @pytest.mark.long

@@ -127,6 +127,31 @@ def test_ten_steps_and_ten_resumed_are_twenty_bit_by_bit(tiny_config: WriteConfi
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_a_resume_is_exact_with_the_threads_that_the_run_began_with(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    """The order in which threads add up is part of a result: another number of them at the resume changes nothing."""
+    for name in ("straight", "parts"):
+        tiny_config(name)
+    parts = ["parts", "training.max_steps=3"], ["parts", "training.max_steps=6", "--resume"]
+    for (name, *arguments), threads in zip((["straight", "training.max_steps=6"], *parts), "221", strict=True):
+        result = run_vesuvius(
+            "train", "--config", f"{name}.yaml", *arguments, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": threads}
+        )
+        assert result.returncode == 0, result.stderr
+    assert [s["loss"] for s in steps_of("straight")] == [s["loss"] for s in steps_of("parts")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_deterministic_kernels_make_a_resume_exact(tiny_config: WriteConfig) -> None:
+    training = {"deterministic": True, "validate_every": 4, "validate_patches": 2}
+    assert vesuvius_train(tiny_config("straight", training=training), "training.max_steps=10") == 0
+    config = tiny_config("parts", training=training)
+    assert vesuvius_train(config, "training.max_steps=6") == 0
+    assert vesuvius_train(config, "--resume", "training.max_steps=10") == 0
+    for name, weight in final_weights("straight").items():
+        assert torch.equal(weight, final_weights("parts")[name]), name
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_ray_readers_train_the_same_weights_as_none(tiny_config: WriteConfig) -> None:
     assert vesuvius_train(tiny_config("alone"), "training.max_steps=6") == 0

@@ -3,11 +3,11 @@
     python tools/bench_overhead.py                                    # on a CPU: a few minutes
     python tools/bench_overhead.py --patch 72,136,136 --batch 4 --width 64 --turn-steps 10
 
-Ours is the whole of `engine/run.py`: clock, log file and terminal (the null device), metrics.jsonl, TensorBoard, monitor,
-reporter, the check for numbers that are not finite, clipping, EMA, noise that depends on (seed, sample) alone, random
-symmetries.  The bare loop has what a script would have: noise from `torch.randn`, the network, mean squared error,
-`clip_grad_norm_`, fused AdamW, an EMA by one `lerp_` a tensor; it logs nothing, mirrors nothing, and never looks at its
-loss.
+Ours is the whole of `engine/run.py`: clock, log file and terminal (the null device), metrics.jsonl, TensorBoard,
+monitor, reporter, the check for numbers that are not finite, clipping, EMA, noise that depends on (seed, sample) alone,
+random symmetries.  The bare loop has what a script would have: noise from `torch.randn`, the network, mean squared
+error, `clip_grad_norm_`, fused AdamW, an EMA by one `lerp_` a tensor; it logs nothing, mirrors nothing, and never looks
+at its loss.
 
 Both have the same network, batch, accumulation and precision (float32 on a CPU, bf16 on a GPU) and take their voxels
 from the same few batches in memory.  So the readers, Ray and the copy out of shared memory are not compared

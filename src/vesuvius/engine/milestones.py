@@ -21,6 +21,7 @@ from vesuvius.engine.reference import Reference
 from vesuvius.engine.run_dir import RunDir
 from vesuvius.engine.step import TrainStep
 from vesuvius.engine.validation import Validation
+from vesuvius.errors import StorageError
 from vesuvius.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Milestones:
         self._state = state
         self._stopping = stopping
         self._saved_step = progress.step
+        self._prepared = False
         self._validation: Validation | None = None
         if reference is not None and reference.held_out:
             self._validation = Validation(config, reference, schedule, schedule.device)
@@ -75,20 +77,40 @@ class Milestones:
         if self._preview_due() and not self._stopping():
             self._preview()
         if improved or self._save_due():
-            self.save()
+            self._save()
 
-    def save(self) -> None:
-        """Hand a checkpoint to the writer, unless this step has one.  Does not wait for the disk."""
-        step, best = self._progress.step, self._progress.best
-        if step != self._saved_step:
-            self._saved_step = step
-            self._writer.save(step, self._state(), best.step if best else None)
+    def prepare(self) -> None:
+        """Behind the first step of a session, when the optimizer has its state: make room for copies of it."""
+        if not self._prepared:
+            self._prepared = True
+            self._writer.prepare(self._state())
+
+    def save_last(self) -> StorageError | None:
+        """Save the present step, unless that has been done, and wait for the disk.  Returns why the last save failed."""
+        self._save()
+        failure = self._writer.wait()
+        self.record_failures()
+        return failure
+
+    def save_after_error(self) -> None:
+        """Save what there is; the error on its way out is the one to report."""
+        try:
+            self.save_last()
+        except Exception:
+            log.exception("no checkpoint could be saved behind step %d", self._progress.step)
 
     def record_failures(self) -> None:
         """Write down which saves have failed; the writer has logged them."""
         while self._writer.failures:
             step, text = self._writer.failures.popleft()
             self._metrics.write("event", event="save_failed", step=step, text=text)
+
+    def _save(self) -> None:
+        """Hand a checkpoint to the writer, unless this step has one.  Does not wait for the disk."""
+        step, best = self._progress.step, self._progress.best
+        if step != self._saved_step:
+            self._saved_step = step
+            self._writer.save(step, self._state(), best.step if best else None)
 
     def _validation_due(self) -> bool:
         every, done = self._config.training.validate_every, self._progress.validated_step

@@ -178,12 +178,11 @@ class Run:
             try:
                 if not self._stop.wanted():
                     self._run_steps(milestones)
-            finally:
-                # Also behind an error, and behind steps that were not finite: they were not applied, and a resume
-                # goes on behind them.
-                milestones.save()
-                failure = writer.wait()
-                milestones.record_failures()
+            except Exception:
+                # Also behind steps that were not finite: they were not applied, and a resume goes on behind them.
+                milestones.save_after_error()
+                raise
+            failure = milestones.save_last()
         if failure is not None:
             raise failure
         if self._stop.exit_code is None:
@@ -246,6 +245,7 @@ class Run:
                     self._one_step(feed, stream, clock, reporter)
                     self._record_events(stream)
                     milestones.record_failures()
+                    milestones.prepare()
                     if milestones.due():
                         reporter.report(wait=True)
                         milestones.pass_by()
