@@ -15,8 +15,8 @@ import pytest
 import yaml
 import zarr
 
-# Before a test imports torch.  Tiny networks gain nothing by a second thread, and lose much where other work runs beside:
-# each layer then waits for the thread that has no core.
+# Before a test imports torch.  Tiny networks gain nothing by a second thread and lose much where other work runs
+# beside them: each layer then waits for the thread that has no core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` does
 
