@@ -20,8 +20,6 @@ import yaml
 from vesuvius.engine.checkpoint import find_damage, list_checkpoints, step_of
 from vesuvius.observe.records import read_records
 
-# For steps that do not fight with other processes for a core.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _EARLY_SHARE = 0.2
 _HANG_S = 300
 
@@ -57,9 +55,13 @@ class Session:
         """What it has printed so far."""
         return self._output.read_text(encoding="utf-8", errors="replace")
 
-    def wait_for(self, text: str, count: int = 1) -> None:
-        """Wait until it has printed a text so many times."""
-        self.wait_until(lambda: self.text().count(text) >= count, f"{text!r} x {count}")
+    def wait_for(self, text: str, count: int = 1, at_most_s: float | None = None) -> None:
+        """Wait until it has printed a text so many times, or until it is so old."""
+
+        def happened() -> bool:
+            return (at_most_s is not None and self.age_s >= at_most_s) or self.text().count(text) >= count
+
+        self.wait_until(happened, f"{text!r} x {count}")
 
     def wait_until(self, happened: Callable[[], bool], what: str, every_s: float = 0.005) -> None:
         """Wait for something that the living process is to do."""
@@ -143,10 +145,9 @@ def run_with_kills(
     figures, started, start_s = KillFigures(), time.monotonic(), 0.0
     for number in range(kills):
         with Session(config, cwd, "--resume", *arguments(number), environment=environment) as session:
-            if start_s and rng.random() < _EARLY_SHARE:
-                time.sleep(rng.uniform(0, start_s))
-            else:
-                session.wait_for("Train step")
+            early = start_s and rng.random() < _EARLY_SHARE
+            session.wait_for("Train step", at_most_s=rng.uniform(0, start_s) if early else None)
+            if not early:
                 start_s = session.age_s
                 session.wait_for("Train step", count=1 + rng.randrange(most_steps))
                 time.sleep(rng.uniform(0, 2 * _step_s(session.text())))
@@ -161,9 +162,7 @@ def run_with_kills(
     return figures
 
 
-def kill_inside_save(
-    config: Path, cwd: Path, kills: int, seed: int, environment: dict[str, str] | None = None
-) -> KillFigures:
+def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillFigures:
     """Kill a run while it writes a checkpoint; each time it must go on, from the checkpoint before or a later one.
 
     Only kills that left a partial checkpoint count: the others came when it was just whole.
@@ -172,7 +171,7 @@ def kill_inside_save(
     figures, started = KillFigures(), time.monotonic()
     reached, save_s = 0, 0.0
     while figures.inside_save < kills:
-        with Session(config, cwd, "--resume", environment=environment) as session:
+        with Session(config, cwd, "--resume") as session:
             session.wait_for("Train step")
             first = int(re.findall(r"Train step (\d+)/", session.text())[0])
             assert first > reached, f"went on at step {first} though there was a checkpoint of step {reached}"
@@ -182,7 +181,7 @@ def kill_inside_save(
             session.kill()
         figures.count(run)
         reached = max((step_of(path) for path in list_checkpoints(run / "checkpoints")), default=0)
-    with Session(config, cwd, "--resume", f"training.max_steps={reached + 2}", environment=environment) as session:
+    with Session(config, cwd, "--resume", f"training.max_steps={reached + 2}") as session:
         assert session.end() == 0, session.text()
     assert not list((run / "checkpoints").glob(".*")), "what the kills left behind is deleted"
     figures.seconds = time.monotonic() - started

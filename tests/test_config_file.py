@@ -21,7 +21,7 @@ from vesuvius.config import (
     TrainingConfig,
     VolumeConfig,
 )
-from vesuvius.config_file import dump_config, parse_config, read_config
+from vesuvius.config_file import dump_config, parse_config, parse_stored, read_config
 from vesuvius.config_words import iter_keys
 from vesuvius.errors import EXIT_CONFIG, ConfigError
 
@@ -369,6 +369,14 @@ def _configs(draw: st.DrawFn) -> Config:
 @given(_configs(), st.booleans())
 def test_a_dumped_config_reads_back_equal(config: Config, comments: bool) -> None:
     assert parse_config(dump_config(config, comments=comments)) == config
+
+
+@NO_DEADLINE
+@given(_configs())
+def test_a_stored_config_reads_back_equal_and_takes_overrides(config: Config) -> None:
+    stored = config.model_dump(mode="json")
+    assert parse_stored(stored) == config
+    assert parse_stored(stored, ["name=other"]) == config.model_copy(update={"name": "other"})
 
 
 @NO_DEADLINE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kill_harness import ONE_THREAD, Session
+from tests.kill_harness import Session
 from tests.small_disk import fill, small_disk
 from vesuvius.engine.checkpoint import find_damage, list_checkpoints, step_of
 from vesuvius.observe.records import read_records
@@ -43,7 +43,7 @@ def test_a_disk_that_fills_up_costs_saves_but_no_step_no_record_and_no_older_che
         monitor={"tensorboard": True, "sample_every_s": 0.1, "write_every_s": 0.2},
     )
     run = disk / "tiny"
-    with Session(config, tmp_path, environment=ONE_THREAD) as session:
+    with Session(config, tmp_path) as session:
         session.wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "it saved")
         ballast = fill(disk)
         session.wait_for("ERROR a checkpoint must fit on the disk", count=3)
@@ -71,7 +71,7 @@ def test_a_run_that_ends_on_a_full_disk_ends_with_exit_6_and_goes_on_when_there_
     # Long enough for the disk to be full before the end.
     config = tiny_config(training=SAVING | {"epochs": 1, "steps_per_epoch": 60})
     run = disk / "tiny"
-    with Session(config, tmp_path, environment=ONE_THREAD) as session:
+    with Session(config, tmp_path) as session:
         session.wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "it saved")
         ballast = fill(disk)
         assert session.end() == 6, session.text()
@@ -80,7 +80,7 @@ def test_a_run_that_ends_on_a_full_disk_ends_with_exit_6_and_goes_on_when_there_
         assert "Traceback" not in session.text()
     assert step_of(newest_of(run)) < 60
     ballast.unlink()
-    with Session(config, tmp_path, "--resume", environment=ONE_THREAD) as session:
+    with Session(config, tmp_path, "--resume") as session:
         assert session.end() == 0, session.text()
     assert step_of(newest_of(run)) == 60
     steps = {record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"}

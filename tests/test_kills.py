@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.kill_harness import (
-    ONE_THREAD,
     KillFigures,
     Session,
     final_difference,
@@ -40,19 +39,17 @@ def training(kills: int, save_every: int) -> dict[str, Any]:
     return _TRAINING | {"epochs": 1, "steps_per_epoch": 7 * kills + 5, "save_every": save_every}
 
 
-def undisturbed(config: Path, cwd: Path, environment: dict[str, str] | None = None) -> Path:
-    with Session(config, cwd, environment=environment) as session:
+def undisturbed(config: Path, cwd: Path) -> Path:
+    with Session(config, cwd) as session:
         assert session.end() == 0, session.text()
     return run_directory(config, cwd)
 
 
-def kill_and_compare(
-    config: WriteConfig, cwd: Path, kills: int, seed: int, save_every: int, environment: dict[str, str] | None = None
-) -> KillFigures:
-    straight = undisturbed(config("straight", training=training(kills, save_every)), cwd, environment)
+def kill_and_compare(config: WriteConfig, cwd: Path, kills: int, seed: int, save_every: int) -> KillFigures:
+    straight = undisturbed(config("straight", training=training(kills, save_every)), cwd)
     killed = config("killed", training=training(kills, save_every))
-    figures = run_with_kills(killed, cwd, kills, seed, environment=environment)
-    print(f"\nat random moments: {figures}")
+    figures = run_with_kills(killed, cwd, kills, seed)
+    print(f"\nat random moments: {figures}", flush=True)
     assert final_difference(run_directory(killed, cwd), straight) is None
     return figures
 
@@ -60,7 +57,7 @@ def kill_and_compare(
 def test_a_run_killed_at_random_moments_ends_with_the_weights_of_an_undisturbed_one(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    kill_and_compare(tiny_config, tmp_path, kills=3, seed=0, save_every=5, environment=ONE_THREAD)
+    kill_and_compare(tiny_config, tmp_path, kills=3, seed=0, save_every=5)
 
 
 @pytest.mark.long
@@ -72,17 +69,17 @@ def test_fifty_kills_at_random_moments_change_no_bit_and_leave_no_unreadable_che
     assert figures.steps_redone > 0
 
 
-def kill_inside_saves(config: WriteConfig, cwd: Path, kills: int, environment: dict[str, str] | None = None) -> None:
+def kill_inside_saves(config: WriteConfig, cwd: Path, kills: int) -> None:
     saving = _TRAINING | {"save_every": 1, "epochs": 1000, "validate_every": 0}
-    figures = kill_inside_save(config("saving", training=saving, model=_WIDER), cwd, kills, 2, environment)
-    print(f"\ninside the save: {figures}")
+    figures = kill_inside_save(config("saving", training=saving, model=_WIDER), cwd, kills, seed=2)
+    print(f"\ninside the save: {figures}", flush=True)
     assert figures.inside_save == kills
 
 
 def test_a_run_killed_inside_a_save_goes_on_from_the_checkpoint_before(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
-    kill_inside_saves(tiny_config, tmp_path, kills=2, environment=ONE_THREAD)
+    kill_inside_saves(tiny_config, tmp_path, kills=2)
 
 
 @pytest.mark.long
@@ -105,7 +102,7 @@ def test_kills_with_ray_readers_and_another_number_of_them_each_time_change_no_b
         arguments=lambda session: [f"training.workers={(2, 1, 2, 0, 2, 1)[session]}"],
         environment={"VESUVIUS_TEST_MARKER": marker},
     )
-    print(f"\nwith Ray: {figures}")
+    print(f"\nwith Ray: {figures}", flush=True)
     assert final_difference(run_directory(killed, tmp_path), straight) is None
     deadline = time.monotonic() + 120  # that is the claim: gone within 2 minutes
     while (left := processes_with(marker)) and time.monotonic() < deadline:

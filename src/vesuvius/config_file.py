@@ -73,6 +73,11 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
     return config
 
 
+def parse_stored(stored: Any, overrides: Sequence[str] = (), source: str = "config") -> Config:
+    """As `parse_config`, from what `config.model_dump(mode="json")` has given, which may lack keys that came later."""
+    return parse_config(to_yaml(stored), overrides, source)
+
+
 def dump_config(config: Config, *, comments: bool = False) -> str:
     """The whole config, defaults included, as YAML that reads back equal; `comments` adds meanings.  Pure."""
     return "\n".join(_dump_section(config, "", comments)) + "\n"

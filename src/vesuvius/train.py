@@ -48,6 +48,8 @@ def _main(argv: list[str]) -> int:
         say(dump_config(config, comments=True).rstrip("\n"))
         return EXIT_OK
     resume = args.resume or config.training.resume == "auto"
+    if args.allow_drift and not resume:
+        parser.error("--allow-drift is about going on; it goes with --resume")
     # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
     # docs/performance.md has the figures.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")

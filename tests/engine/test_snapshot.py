@@ -10,6 +10,7 @@ import torch
 from tests.engine.test_checkpoint import assert_same
 from vesuvius.engine.checkpoint_files import tensors_in
 from vesuvius.engine.snapshot import Snapshot, layouts_of
+from vesuvius.errors import StorageError
 
 
 def nested_state(value: float = 1.0) -> dict[str, Any]:
@@ -67,6 +68,16 @@ def test_a_prepared_one_takes_in_what_it_was_prepared_for_without_new_buffers(mo
         raise AssertionError("a buffer was made anew")
 
     monkeypatch.setattr(torch, "empty_strided", refuse)
+    snapshot.take(state)
+    assert_same(snapshot.state(), state)
+
+
+def test_a_copy_that_does_not_fit_the_memory_is_an_error_with_a_remedy() -> None:
+    state, snapshot = {"a": torch.ones(1), "large": torch.ones(1).expand(2**45)}, Snapshot()
+    for attempt in (lambda: snapshot.prepare(layouts_of(state)), lambda: snapshot.take(state)):
+        with pytest.raises(StorageError, match=r"must fit the host's memory; got .*allocate.*; give the run more"):
+            attempt()
+    state["large"] = torch.ones(3)
     snapshot.take(state)
     assert_same(snapshot.state(), state)
 

@@ -88,3 +88,20 @@ def test_a_second_signal_ends_at_once(tiny_config: Callable[..., Path], tmp_path
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM
+
+
+TIME_IS_UP = """
+import os, signal
+from vesuvius.engine.stop import StopRequest
+with StopRequest(max_hours=0) as stop:
+    assert stop.wanted() and stop.exit_code == 75
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("saves", stop.exit_code, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("still there", flush=True)
+"""
+
+
+def test_the_first_signal_behind_the_time_limit_is_no_second_one() -> None:
+    done = subprocess.run([sys.executable, "-c", TIME_IS_UP], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "saves 75\n"), done.stderr

@@ -250,7 +250,11 @@ def test_a_loss_that_is_not_finite_is_reported_as_it_is() -> None:
 
 
 def test_the_record_and_the_line_say_everything() -> None:
-    losses = {"raw": Losses(0.0312, (0.03, 0.0324)), "ema": Losses(0.0298, (0.0296, 0.03))}
+    losses = {
+        "raw": Losses(0.0312, (0.03, 0.0324)),
+        "ema": Losses(0.0298, (0.0296, 0.03)),
+        "ema_0.999": Losses(0.0305, (0.03, 0.031)),
+    }
     result = ValidationResult(16, (0, 500, 1000), losses)
     assert json.loads(json.dumps(result.record())) == {
         "loss": 0.0298,
@@ -259,8 +263,10 @@ def test_the_record_and_the_line_say_everything() -> None:
         "weights": {
             "raw": {"loss": 0.0312, "bins": [0.03, 0.0324]},
             "ema": {"loss": 0.0298, "bins": [0.0296, 0.03]},
+            "ema_0.999": {"loss": 0.0305, "bins": [0.03, 0.031]},
         },
     }
     assert result.line(500, 128000) == (
-        "Validation step 500/128000 loss_raw 0.03120 loss_ema 0.02980 bins_ema 0.02960 0.03000"
+        "Validation step 500/128000 loss_raw 0.03120 loss_ema 0.02980 loss_ema_0.999 0.03050 "
+        "bins_raw 0.03000 0.03240 bins_ema 0.02960 0.03000"
     )

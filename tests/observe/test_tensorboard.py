@@ -202,6 +202,17 @@ def test_sessions_are_read_in_their_order_whatever_the_clock_says(tmp_path: Path
     assert steps(tmp_path / "tb") == list(range(1, 13))
 
 
+def test_a_session_writes_behind_the_last_one_whichever_were_deleted(tmp_path: Path) -> None:
+    for session in range(3):
+        write(tmp_path, START | {"step": session}, step_record(session + 1))
+    (tmp_path / "tb" / "events.out.tfevents.000000").unlink()
+    (tmp_path / "tb" / "events.out.tfevents.1700000000.host").touch()  # of another writer
+    write(tmp_path, START | {"step": 3}, step_record(4))
+    assert (tmp_path / "tb" / "events.out.tfevents.000003").is_file()
+    (tmp_path / "tb" / "events.out.tfevents.1700000000.host").unlink()
+    assert steps(tmp_path / "tb") == [2, 3, 4]
+
+
 def test_a_file_torn_by_a_crash_does_not_hide_the_next(tmp_path: Path) -> None:
     write(tmp_path, START, *(step_record(step) for step in range(1, 5)))
     (first,) = (tmp_path / "tb").iterdir()

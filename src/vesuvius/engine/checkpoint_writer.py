@@ -6,13 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vesuvius.engine.checkpoint import Keep, save_checkpoint
-from vesuvius.engine.snapshot import Snapshot, layouts_of
+from vesuvius.engine.checkpoint_save import Keep, save_checkpoint
+from vesuvius.engine.snapshot import Layout, Place, Snapshot, layouts_of
 from vesuvius.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ _SAY_WAITS_OVER_S = 1.0
 class CheckpointWriter:
     """Writes one checkpoint at a time on a thread of its own.  A context manager that waits for the last one.
 
-    A checkpoint that cannot be written is logged and noted in `failures`; the run may go on.  What is a defect of ours
-    is raised by the next call.
+    A checkpoint that cannot be copied or written is logged and noted in `failures`; the run may go on.  What is a
+    defect of ours is raised by the next call.
 
     Args:
         directory: `runs/<name>/checkpoints`.
@@ -33,7 +33,6 @@ class CheckpointWriter:
 
     Attributes:
         failures: step and error of each save that failed, for the caller to take out.
-        saved_step: the newest that this object has written.
     """
 
     def __init__(self, directory: Path, keep_last: int, keep_every: int | None, config_yaml: str) -> None:
@@ -46,18 +45,15 @@ class CheckpointWriter:
         self._error: StorageError | None = None
         self._defect: BaseException | None = None
         self.failures: deque[tuple[int, str]] = deque()
-        self.saved_step: int | None = None
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        try:
-            self.wait()
-        except Exception:
-            if error is None:
-                raise
-            log.exception("a checkpoint was not written")  # the error on its way out is the one to report
+        if error is None:
+            self._join()
+        elif self._thread is not None:  # the error on its way out is the one to report
+            self._thread.join()
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Make room for copies of a state of this shape, beside the training: without it the first save is slower.
@@ -66,15 +62,23 @@ class CheckpointWriter:
         """
         self._join()
         layouts = layouts_of(state)
-        self._start(lambda: self._snapshot.prepare(layouts))
+        self._start(lambda: self._prepare(layouts))
 
     def save(self, step: int, state: dict[str, Any], best_step: int | None = None) -> None:
-        """Copy the state, as `save_checkpoint` takes it, and let it be written.  Waits for the save before."""
+        """Copy the state, as `save_checkpoint` takes it, and let it be written.  Waits for the save before.
+
+        A checkpoint of the same step is replaced.
+        """
         started = time.monotonic()
         self._join()
         if (waited := time.monotonic() - started) > _SAY_WAITS_OVER_S:
             log.info("waited %.1f s for the writer of checkpoints", waited)
-        self._snapshot.take(state)
+        self._error = None
+        try:
+            self._snapshot.take(state)
+        except StorageError as error:
+            self._note_failure(step, error)
+            return
         keep = Keep(self._keep_last, self._keep_every, best_step)
         self._start(lambda: self._write(step, keep))
 
@@ -83,18 +87,27 @@ class CheckpointWriter:
         self._join()
         return self._error
 
+    def _prepare(self, layouts: Mapping[Place, Layout]) -> None:
+        """On the thread."""
+        try:
+            self._snapshot.prepare(layouts)
+        except StorageError as error:  # a save tries again, and counts
+            log.warning("%s", error)
+
     def _write(self, step: int, keep: Keep) -> None:
         """On the thread."""
-        self._error = None
         try:
             path = save_checkpoint(self._directory, step, self._snapshot.state(), self._config_yaml, keep)
         except StorageError as error:
-            self._error = error
-            self.failures.append((step, str(error)))
-            log.error("%s", error)
+            self._note_failure(step, error)
         else:
-            self.saved_step = step
             log.info("saved %s", path)
+
+    def _note_failure(self, step: int, error: StorageError) -> None:
+        text = str(error)
+        self._error = StorageError(text)  # the error itself would hold on to the memory that its frames know
+        self.failures.append((step, text))
+        log.error("%s", text)
 
     def _start(self, job: Callable[[], None]) -> None:
         def guarded() -> None:

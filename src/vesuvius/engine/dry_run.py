@@ -8,8 +8,10 @@ from vesuvius.config import Config
 from vesuvius.data.box import format_box
 from vesuvius.data.prepare import PreparedData
 from vesuvius.data.stream_options import StreamOptions, store_bytes
+from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, MemoryPlan, indexable_batch, largest_batch, plan_memory
 from vesuvius.engine.preflight import Preflight, doubts, preflight
+from vesuvius.engine.run_dir import run_dir
 from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
 from vesuvius.observe.memory import GIB
 
@@ -21,7 +23,8 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, *, allo
 
     `vram_gib` is the GPU memory to plan for; None = this machine's GPU, or 80 GiB where there is none.
     """
-    found = preflight(config, resume, allow_drift)
+    checkpoint = newest_checkpoint(run_dir(config).checkpoints) if resume else None
+    found = preflight(config, resume, checkpoint, allow_drift)
     training, device = config.training, choose_device()
     store_gib = store_bytes(found.data.job, StreamOptions.from_config(training, config.cluster)) / GIB
     return [

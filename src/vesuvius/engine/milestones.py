@@ -61,20 +61,23 @@ class Milestones:
         self._writer = writer
         self._state = state
         self._stopping = stopping
-        self._saved_step = progress.step
         self._prepared = False
+        self._handed = self._done()  # to the writer, in this session or the one before
         self._validation: Validation | None = None
         if reference is not None and reference.held_out:
             self._validation = Validation(config, reference, schedule, schedule.device)
 
     def due(self) -> bool:
-        """Whether `pass_by` has something to do behind the present step."""
-        return self._validation_due() or self._preview_due() or self._save_due()
+        """Whether `do_what_is_due` has something to do."""
+        progress, config = self._progress, self._config
+        return progress.validation_due(config) or progress.preview_due(config) or self._save_due()
 
-    def pass_by(self) -> None:
-        """Do what is due behind the present step, whose figures must have been reported."""
-        improved = self._validation_due() and not self._stopping() and self._validate()
-        if self._preview_due() and not self._stopping():
+    def do_what_is_due(self) -> None:
+        """Validate, draw and save behind the present step, whose figures must have been reported."""
+        progress, improved = self._progress, False
+        if progress.validation_due(self._config) and not self._stopping():
+            improved = self._validate()
+        if progress.preview_due(self._config) and not self._stopping():
             self._preview()
         if improved or self._save_due():
             self._save()
@@ -86,7 +89,7 @@ class Milestones:
             self._writer.prepare(self._state())
 
     def save_last(self) -> StorageError | None:
-        """Save the present step, unless that has been done, and wait for the disk.  Returns why the last save failed."""
+        """Save the present step, unless that has been done, and wait for the disk; returns why the last save failed."""
         self._save()
         failure = self._writer.wait()
         self.record_failures()
@@ -106,27 +109,21 @@ class Milestones:
             self._metrics.write("event", event="save_failed", step=step, text=text)
 
     def _save(self) -> None:
-        """Hand a checkpoint to the writer, unless this step has one.  Does not wait for the disk."""
-        step, best = self._progress.step, self._progress.best
-        if step != self._saved_step:
-            self._saved_step = step
-            self._writer.save(step, self._state(), best.step if best else None)
-
-    def _validation_due(self) -> bool:
-        every, done = self._config.training.validate_every, self._progress.validated_step
-        return self._validation is not None and self._due(every, done)
-
-    def _preview_due(self) -> bool:
-        return self._due(self._config.training.preview_every, self._progress.previewed_step)
+        """Hand a checkpoint to the writer, unless it has this one.  Does not wait for the disk."""
+        best = self._progress.best
+        if self._handed != self._done():
+            self._handed = self._done()
+            self._writer.save(self._progress.step, self._state(), best.step if best else None)
 
     def _save_due(self) -> bool:
+        """At every multiple, and where the checkpoint of this step does not know of what was made up for."""
         step = self._progress.step
-        return step % self._config.training.save_every == 0 and step != self._saved_step
+        at_its_time = step % self._config.training.save_every == 0
+        return self._handed != self._done() and (at_its_time or self._handed[0] == step)
 
-    def _due(self, every: int, done: int) -> bool:
-        """At every multiple and at the end of the horizon, once."""
-        step = self._progress.step
-        return every > 0 and step > done and (step % every == 0 or step == self._config.horizon_steps)
+    def _done(self) -> tuple[int, int, int]:
+        """What tells one checkpoint from another."""
+        return self._progress.step, self._progress.validated_step, self._progress.previewed_step
 
     def _validate(self) -> bool:
         """Validate all sets of weights; returns whether the averaged ones have never been better."""

@@ -16,7 +16,6 @@ from vesuvius.data.prepare import GreyRanges, PreparedData, prepare_data
 from vesuvius.data.store import check_cache
 from vesuvius.data.stream_options import StreamOptions, check_store, check_store_need
 from vesuvius.diffusion.unet import check_torch_version
-from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.conditioning import volume_scalars
 from vesuvius.engine.network import lay_out_network
 from vesuvius.engine.resume import Resumption, read_resumption, stored_greys, stored_scalars
@@ -57,8 +56,13 @@ class Preflight:
     free_bytes: int
 
 
-def preflight(config: Config, resume: bool, allow_drift: bool = False) -> Preflight:
+def preflight(config: Config, resume: bool, checkpoint: Path | None, allow_drift: bool = False) -> Preflight:
     """Check config, torch, volumes, split, plan, grey values, memory sizes and disk space.  Writes nothing.
+
+    Args:
+        resume: the run may exist.
+        checkpoint: the whole one to go on from, if there is one.
+        allow_drift: go on though the data or what the weights mean have changed.
 
     Raises:
         ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do
@@ -76,7 +80,6 @@ def preflight(config: Config, resume: bool, allow_drift: bool = False) -> Prefli
     check_store_need(data.job, options)
     check_store(data.job, options)
     check_cache(config.data.store)
-    checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
     resumed = read_resumption(checkpoint, config, data, allow_drift) if checkpoint else None
     keeps_data = resumed is not None and not resumed.other_data
     greys = stored_greys(resumed.state) if resumed and keeps_data else data.grey_ranges(config.data)
@@ -124,7 +127,12 @@ def _fixed_patches(config: Config, data: PreparedData) -> FixedPatches | None:
 
 def doubts(config: Config) -> list[str]:
     """Settings that are allowed and seldom meant, a line each.  Pure."""
-    diffusion, found = config.diffusion, []
+    diffusion, training, found = config.diffusion, config.training, []
+    if training.keep_every and training.keep_every % training.save_every:
+        found.append(
+            f"training.keep_every {training.keep_every} is no multiple of save_every {training.save_every}: only "
+            "checkpoints at multiples of both are sure to be kept"
+        )
     if diffusion.prediction == "eps" and diffusion.sampler_clip is None:
         found.append(
             "diffusion.prediction eps without diffusion.sampler_clip: near pure noise x_0 is what eps leaves over, "

@@ -8,6 +8,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from vesuvius.config import Config
+
 _PACE_STEPS = 50
 
 
@@ -53,6 +55,19 @@ class Progress:
         """Count as if nothing behind `step` had been launched."""
         self.sample_index -= (self.step - step) * samples_per_step
         self.step = step
+
+    def validation_due(self, config: Config) -> bool:
+        """Whether a validation belongs behind the present step and has not been finished."""
+        held_out = config.data.validation.fraction > 0
+        return held_out and self._due(config.training.validate_every, self.validated_step, config.horizon_steps)
+
+    def preview_due(self, config: Config) -> bool:
+        """Likewise for a preview."""
+        return self._due(config.training.preview_every, self.previewed_step, config.horizon_steps)
+
+    def _due(self, every: int, done: int, horizon: int) -> bool:
+        """At every multiple and at the end of the horizon, once."""
+        return every > 0 and self.step > done and (self.step % every == 0 or self.step == horizon)
 
     @property
     def session_s(self) -> float:

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.data.fixed_patches import FixedPatches
+from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRanges
 from vesuvius.diffusion.condition import Condition
-from vesuvius.engine.conditioning import Conditioner, scale_and_offset
+from vesuvius.engine.conditioning import Conditioner
+from vesuvius.engine.device import grey_scales, model_values
 from vesuvius.engine.transfer import to_device
 
 
@@ -34,7 +36,7 @@ class Reference:
     def __init__(self, fixed: FixedPatches, greys: GreyRanges, conditioner: Conditioner, device: torch.device) -> None:
         self.held_out = fixed.held_out
         self._fixed = fixed
-        self._scales = np.array([scale_and_offset(grey) for grey in greys.volumes], np.float32)
+        self._scales = grey_scales(greys.volumes)
         self._conditioner = conditioner
         self._device = device
 
@@ -43,18 +45,18 @@ class Reference:
 
     def x_0(self, rows: Sequence[int]) -> Tensor:
         """Model values of these patches: float32 [len(rows), 1, Z, Y, X] on the device.  Not clipped."""
-        scales = to_device(torch.from_numpy(self._scales[self._volumes(rows)]), self._device)
-        scale, offset = scales.view(-1, 2, 1, 1, 1, 1).unbind(1)
-        return self._raw(self._fixed.patches, rows).float() * scale + offset
+        patches = self._raw(self._fixed.patches, rows)
+        return model_values(patches, [Augmentation()] * len(rows), self._scales[self._volumes(rows)])
 
     def condition(self, rows: Sequence[int]) -> Condition:
         """What the network is shown beside these patches, on the device."""
         stored = self._fixed.conditions
-        return self._conditioner(None if stored is None else self._raw(stored, rows), self._volumes(rows))
+        raw = None if stored is None else self._raw(stored, rows).unsqueeze(1)
+        return self._conditioner(raw, self._volumes(rows))
 
     def _volumes(self, rows: Sequence[int]) -> list[int]:
         return [self._fixed.volumes[row] for row in rows]
 
     def _raw(self, stored: NDArray[np.generic], rows: Sequence[int]) -> Tensor:
-        """[len(rows), 1, Z, Y, X] in the stored dtype, on the device."""
-        return to_device(torch.from_numpy(stored[list(rows)]).unsqueeze(1), self._device)
+        """[len(rows), Z, Y, X] in the stored dtype, on the device."""
+        return to_device(torch.from_numpy(stored[list(rows)]), self._device)

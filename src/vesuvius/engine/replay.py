@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vesuvius.config import Config
-from vesuvius.config_file import parse_config
+from vesuvius.config_file import parse_stored
 from vesuvius.data.prepare import GreyRange
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner
@@ -145,8 +144,7 @@ def replay(path: Path, overrides: Sequence[str] = ()) -> ReplayedStep:
 
 def _config(stored: StoredStep, overrides: Sequence[str], path: Path) -> Config:
     """The config of the run in the amp that it had come to, with the overrides on top."""
-    text = json.dumps(stored.config, ensure_ascii=False)  # JSON is YAML
-    config = parse_config(text, [f"training.amp={stored.amp}", *overrides], source=str(path))
+    config = parse_stored(stored.config, [f"training.amp={stored.amp}", *overrides], source=str(path))
     samples, patch_size, last_t = len(stored.indices), tuple(stored.patches.shape[1:]), int(stored.timesteps.max())
     problems = weight_problems(dict(lay_out_network(config).named_parameters()), stored.weights)
     if config.global_batch != samples:

@@ -7,7 +7,6 @@ checkpoint.
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 import shutil
 import zipfile
@@ -25,6 +24,7 @@ from vesuvius.config import Config
 from vesuvius.data.feeder import Batch
 from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRanges, PreparedData
+from vesuvius.engine.checkpoint_files import sync, write_state
 from vesuvius.engine.step import TrainStep
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.observe.memory import GIB
@@ -215,18 +215,11 @@ def _write(path: Path, stored: StoredStep) -> None:
         raise OSError(f"{stored.nbytes / GIB:.2f} GiB must fit on the disk and {free / GIB:.2f} GiB are free")
     partial = path.with_name(f".partial-{path.name}")
     try:
-        with partial.open("wb") as file:
-            torch.save(vars(stored), file)
-            file.flush()
-            os.fsync(file.fileno())
+        write_state(partial, vars(stored))
         partial.rename(path)
+        sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _pairs(pairs: list[tuple[float, float]]) -> Tensor:

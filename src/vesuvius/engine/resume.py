@@ -15,7 +15,7 @@ from vesuvius.config import Config
 from vesuvius.config_file import parse_config
 from vesuvius.data.plan import plan_difference
 from vesuvius.data.prepare import GreyRange, GreyRanges, PreparedData
-from vesuvius.engine.checkpoint import load_checkpoint
+from vesuvius.engine.checkpoint import STATE, load_checkpoint, step_of
 from vesuvius.engine.network import lay_out_network
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.step import TrainStep, weight_problems
@@ -24,7 +24,7 @@ from vesuvius.errors import ConfigError
 # A change here makes it another experiment: the weights would not fit or would not mean the same.
 _FIXED = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
 _GREYS = ("greys", "condition_greys")
-_FREE = ("diffusion.sampler",)  # how pictures and samples are drawn
+_FIXED_BUT_FOR = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Resumption:
         checkpoint: its directory.
         step: optimizer steps it has behind it.
         state: what it holds; empty once `restore` has taken it over.
-        drift: config keys that have changed since, a line each.
+        drift: config keys that have changed since and may, a line each.
         accepted: differences that make it another experiment, let through by --allow-drift.
     """
 
@@ -63,7 +63,6 @@ def run_state(
     scalars: NDArray[np.float32],
     step: TrainStep,
     progress: Progress,
-    threads: int,
 ) -> dict[str, Any]:
     """All that a resume needs, and what sampling needs to know of the volumes, as tensors and plain data."""
     volumes = [
@@ -85,8 +84,16 @@ def run_state(
         "config": config.model_dump(mode="json"),
         "greys": [[grey.low, grey.high] for grey in greys.volumes],
         "condition_greys": [[grey.low, grey.high] for grey in greys.conditions],
-        "torch_threads": threads,
+        "torch_threads": torch.get_num_threads(),
     }
+
+
+def is_finished(checkpoint: Path, config: Config) -> bool:
+    """Whether a whole checkpoint is that of the last step, with nothing left to make up for."""
+    if step_of(checkpoint) < config.stop_step:
+        return False
+    progress = Progress.from_state(torch.load(checkpoint / STATE, map_location="cpu", mmap=True, weights_only=True))
+    return not (progress.validation_due(config) or progress.preview_due(config))
 
 
 def read_resumption(path: Path, config: Config, data: PreparedData, allow_drift: bool = False) -> Resumption:
@@ -99,7 +106,7 @@ def read_resumption(path: Path, config: Config, data: PreparedData, allow_drift:
     state = load_checkpoint(path, verified=True)
     before, now = _stored_config(state, path), config.model_dump(mode="json")
     drift = config_drift(before, now)
-    refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FREE)]
+    refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FIXED_BUT_FOR)]
     if _without_paths(before) != _without_paths(now):
         refused += [line for line in drift if line.startswith("data.volumes")]
     if state["condition_dtype"] != data.job.condition_dtype:
@@ -115,6 +122,7 @@ def read_resumption(path: Path, config: Config, data: PreparedData, allow_drift:
         )
     if refused:
         _check_weights_fit(state["model"], config, path)
+    drift = [line for line in drift if line not in refused]
     return Resumption(path, state["step"], state, drift, refused)
 
 
@@ -145,7 +153,7 @@ def restore(found: Resumption, step: TrainStep, device: torch.device) -> Progres
 
 def stored_greys(state: dict[str, Any]) -> GreyRanges:
     """The grey ranges that a run began with."""
-    volumes, conditions = (tuple(GreyRange(*pair) for pair in state.get(key, ())) for key in _GREYS)
+    volumes, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in _GREYS)
     return GreyRanges(volumes, conditions)
 
 

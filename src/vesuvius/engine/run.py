@@ -17,6 +17,7 @@ from vesuvius.data.stream import PatchStream
 from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.checkpoint_writer import CheckpointWriter
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import DeviceFeed
@@ -27,8 +28,8 @@ from vesuvius.engine.progress import Progress
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.replay_file import ReplayWriter
 from vesuvius.engine.report import StepReporter
-from vesuvius.engine.resume import restore, run_state
-from vesuvius.engine.run_dir import RunDir
+from vesuvius.engine.resume import is_finished, restore, run_state
+from vesuvius.engine.run_dir import RunDir, run_dir
 from vesuvius.engine.self_test import check_convolution
 from vesuvius.engine.start_log import log_network, log_progress, log_start
 from vesuvius.engine.step import TrainStep, choose_device, choose_kernels, learning_rate
@@ -68,31 +69,34 @@ def train(
         DataError: a volume cannot be read.
         NonFiniteError, GpuMemoryError, StorageError: as they say.  The last checkpoint is whole.
     """
-    with StopRequest(config.training.max_hours) as stop:
-        found = preflight(config, resume, allow_drift)
-        if found.resumed is not None and found.resumed.step >= config.stop_step:
-            log.info(
-                "%s is finished: step %d, asked for %d", found.directory.path, found.resumed.step, config.stop_step
-            )
+    directory = run_dir(config)
+    existed = directory.path.exists()
+    with StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
+        if resume and existed:  # first of all: another process may be writing the checkpoint to go on from
+            held.enter_context(directory.locked(new=False))
+        checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
+        if checkpoint is not None and is_finished(checkpoint, config):
+            log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
             return EXIT_OK
-        with found.directory.locked(new=not resume), _storage_errors(found.directory):
-            found.directory.begin(config, source, found.data.describe(config.data, found.greys))
-            open_log(found.directory.log)
-            log_start(config, found, resume)
-            return _train_and_record(config, found, stop, on_step)
+        found = preflight(config, resume, checkpoint, allow_drift)
+        if not (resume and existed):
+            held.enter_context(directory.locked(new=not resume))
+        held.enter_context(_storage_errors(directory))
+        directory.begin(config, source, found.data.describe(config.data, found.greys))
+        open_log(directory.log)
+        log_start(config, found, lost=resume and existed)
+        return _train_and_record(config, found, stop, on_step)
 
 
 def _train_and_record(config: Config, found: Preflight, stop: StopRequest, on_step: Callable[[int], None]) -> int:
     """Run, and write into the metrics how it began and how it ended, however it ends."""
-    exit_code, step = EXIT_ERROR, found.resumed.step if found.resumed else 0
+    exit_code = EXIT_ERROR
     tensorboard = None
     if config.monitor.tensorboard:
         tensorboard = TensorBoard(found.directory.tensorboard, found.directory.path)
     metrics = Metrics(found.directory.metrics, tensorboard)
     run: Run | None = None
     try:
-        changed = {"drift": found.resumed.drift, "accepted": found.resumed.accepted} if found.resumed else {}
-        metrics.write("run_start", name=config.name, step=step, **changed)
         run = Run(config, found, stop, metrics, on_step)
         exit_code = run.train()
     except torch.OutOfMemoryError as error:
@@ -119,6 +123,8 @@ def _storage_errors(directory: RunDir) -> Iterator[None]:
     """What the system says of a file of the run that cannot be written, as an error with a remedy."""
     try:
         yield
+    except (ConnectionError, TimeoutError):  # of the network, not of a file
+        raise
     except OSError as error:
         raise StorageError(
             f"the run directory must be writable; got {error} in {directory.path}; free some space and go on "
@@ -158,7 +164,7 @@ class Run:
         check_convolution(self._device, self._step.amp)
         log_network(config, network, self._device, self._step.amp)
         self.progress = self._begin_or_go_on()
-        log_progress(config, self.progress)
+        self._record_start()
 
     def _begin_or_go_on(self) -> Progress:
         """Give the step its weights: of a checkpoint, of another run, or those it was made with."""
@@ -167,6 +173,21 @@ class Run:
         if self._found.initial:
             self._step.set_weights(self._found.initial.weights)
         return Progress()
+
+    def _record_start(self) -> None:
+        """Say and write down where this session begins: what was recorded beyond that is void."""
+        progress, resumed = self.progress, self._found.resumed
+        log_progress(self._config, progress)
+        self._metrics.write(
+            "run_start",
+            name=self._config.name,
+            session=progress.sessions,
+            step=progress.step,
+            validated_step=progress.validated_step,
+            previewed_step=progress.previewed_step,
+            drift=resumed.drift if resumed else [],
+            accepted=resumed.accepted if resumed else [],
+        )
 
     def train(self) -> int:
         """Run steps until the last one or a wish to stop, save, and return the exit code."""
@@ -213,7 +234,9 @@ class Run:
         options, job = StreamOptions.from_config(config.training, config.cluster), found.data.job
         feed = DeviceFeed(self._device, options, job, found.greys.volumes, self._conditioner)
         stop_sample = progress.sample_index + (config.stop_step - progress.step) * config.global_batch
-        milestones.pass_by()  # what the stop of the session before has cut short
+        milestones.do_what_is_due()  # what the stop of the session before has cut short
+        if progress.step >= config.stop_step:
+            return
         with (
             PatchStream(
                 job,
@@ -248,11 +271,10 @@ class Run:
                     milestones.prepare()
                     if milestones.due():
                         reporter.report(wait=True)
-                        milestones.pass_by()
+                        milestones.do_what_is_due()
                 reporter.report(wait=True)
-            except NonFiniteError as error:
-                # Steps that were launched before this one was noticed have not been applied.
-                progress.go_back_to(error.step, config.global_batch)
+            except Exception as error:
+                self._settle(reporter, error)
                 raise
             finally:
                 self._record_events(stream)
@@ -275,11 +297,28 @@ class Run:
         progress.advance(config.global_batch)
         reporter.report()
 
+    def _settle(self, reporter: StepReporter, error: Exception) -> None:
+        """Behind an error: log the steps that a GPU has in hand, and take back what was not applied.
+
+        Raises:
+            NonFiniteError: one of those steps was not finite, which is then what ends the run.
+        """
+        nonfinite = error if isinstance(error, NonFiniteError) else None
+        if nonfinite is None:
+            try:
+                reporter.report(wait=True)
+            except NonFiniteError as late:
+                nonfinite = late
+        if nonfinite is not None:
+            # Steps that were launched before this one was noticed have not been applied.
+            self.progress.go_back_to(nonfinite.step, self._config.global_batch)
+            raise nonfinite
+
     def _record_events(self, stream: PatchStream) -> None:
         """Write down what the stream had to deal with; it has logged it."""
         while stream.events:
             event = stream.events.popleft()
-            step = self.progress.step + 1
+            step = self.progress.step  # whose checkpoint knows of it
             self._metrics.write("event", event=event.kind, step=step, text=event.text, **event.fields)
             if event.kind == "quarantine":
                 with contextlib.closing(JsonLines(self._directory.quarantine)) as quarantine:
@@ -288,5 +327,5 @@ class Run:
 
     def _state(self) -> dict[str, Any]:
         """All that a checkpoint holds."""
-        found, threads = self._found, torch.get_num_threads()
-        return run_state(self._config, found.data, found.greys, found.scalars, self._step, self.progress, threads)
+        found = self._found
+        return run_state(self._config, found.data, found.greys, found.scalars, self._step, self.progress)

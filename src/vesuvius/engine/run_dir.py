@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,8 @@ class RunDir:
         try:
             for directory in (self.log.parent, self.checkpoints, self.samples):
                 directory.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, self.path / "config.source.yaml")
+            with suppress(shutil.SameFileError):  # a resume from the run's own copy
+                shutil.copyfile(source, self.path / "config.source.yaml")
             (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
             _write_json(self.path / "env.json", describe_environment())
             _write_json(self.path / "split.json", split)

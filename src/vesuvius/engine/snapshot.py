@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vesuvius.errors import StorageError, one_line
+
 Place = tuple[object, ...]
 """Keys and positions that lead to a tensor in a nested state."""
 
@@ -39,7 +41,7 @@ class Snapshot:
     def prepare(self, layouts: Mapping[Place, Layout]) -> None:
         """Allocate buffers and touch their memory, so that the first `take` is as fast as the others.
 
-        For another thread than that of the training: it reads no tensor of the state.
+        For another thread than that of the training: it reads no tensor of the state.  Raises as `take`.
         """
         self._buffers = {place: (layout, _allocate(layout)) for place, layout in layouts.items()}
         for _, buffer in self._buffers.values():
@@ -51,6 +53,9 @@ class Snapshot:
 
         What is in the tensors of a GPU at this point of the current stream is copied when the device gets there: the
         host does not wait, and updates that are queued later come behind the copies.  The previous copy is overwritten.
+
+        Raises:
+            StorageError: the host's memory has no room for it.
         """
         fresh: dict[Place, tuple[Layout, Tensor]] = {}
 
@@ -93,7 +98,14 @@ def _layout(tensor: Tensor) -> Layout:
 
 
 def _allocate(layout: Layout) -> Tensor:
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, pin_memory=layout.pinned)
+    try:
+        return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, pin_memory=layout.pinned)
+    except (RuntimeError, MemoryError) as error:  # torch raises the former, whichever kind of memory it is
+        raise StorageError(
+            f"a copy of the training state must fit the host's memory; got {one_line(error)} for a tensor of "
+            f"{tuple(layout.shape)}, {layout.dtype}{', pinned' if layout.pinned else ''}; give the run more memory, or "
+            "lower training.workers or training.prefetch_factor"
+        ) from error
 
 
 def _mapped(tree: Any, change: Callable[[Place, Tensor], Any], place: Place = ()) -> Any:

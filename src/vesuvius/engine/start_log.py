@@ -15,12 +15,15 @@ from vesuvius.observe.logfile import format_duration
 
 log = logging.getLogger(__name__)
 
+# Allowed on a resume, yet what is learned from each step is no longer the same.
+_CHANGES_TRAINING = ("data.", "training.train_batch_size", "training.accumulate_steps")
 
-def log_start(config: Config, found: Preflight, resume: bool) -> None:
-    """The checkpoint, what has changed since, and the volumes."""
+
+def log_start(config: Config, found: Preflight, lost: bool) -> None:
+    """The checkpoint, what has changed since, and the volumes.  `lost`: the run existed, so there should be one."""
     if found.resumed is not None:
         log.info("going on from %s", found.resumed.checkpoint)
-    elif resume:
+    elif lost:
         log.warning("no whole checkpoint in %s: starting at step 0", found.directory.checkpoints)
     if found.initial is not None:
         log.info("starting from the weights of %s", found.initial.source)
@@ -51,7 +54,7 @@ def log_start(config: Config, found: Preflight, resume: bool) -> None:
 def _log_drift(found: Preflight) -> None:
     assert found.resumed is not None
     for line in found.resumed.drift:
-        level = logging.WARNING if line.startswith("data.") else logging.INFO
+        level = logging.WARNING if line.startswith(_CHANGES_TRAINING) else logging.INFO
         log.log(level, "changed since the checkpoint: %s", line)
     for line in found.resumed.accepted:
         log.warning("accepted by --allow-drift, the run is no longer one experiment: %s", line)

@@ -170,6 +170,7 @@ class TrainStep:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "averages": {name: average.state_dict() for name, average in self.averages.items()},
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,6 +180,9 @@ class TrainStep:
         if self.amp == "fp16" and state["scaler"]:  # empty where the run has not used fp16 so far
             self.scaler.load_state_dict(state["scaler"])
         load_averages(self.averages, state["averages"], state["model"])
+        in_a_row = int(state["nonfinite_in_a_row"])
+        # Full, it has ended the session before; this one is to train on behind the bad steps.
+        self._nonfinite_in_a_row.fill_(in_a_row if in_a_row < self._config.training.max_nonfinite else 0)
 
     def _lay_out_moments(self) -> None:
         """Bring the moments into the memory order of their weights, in which the fused AdamW walks both.

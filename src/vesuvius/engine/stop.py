@@ -24,6 +24,7 @@ class StopRequest:
         self._deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
         self._max_hours = max_hours
         self.exit_code: int | None = None
+        self._signalled = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def __enter__(self) -> StopRequest:
@@ -43,8 +44,9 @@ class StopRequest:
         return self.exit_code is not None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.exit_code is not None:
+        if self._signalled:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        self._signalled = True
         self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
         log.info("%s: stopping after the step in hand; a second one ends at once", signal.Signals(number).name)

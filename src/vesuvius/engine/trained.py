@@ -5,7 +5,6 @@ Needs no training data and starts no Ray.  Of `state.pt`, mapped into memory, on
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vesuvius.config import Config
-from vesuvius.config_file import parse_config
+from vesuvius.config_file import parse_stored
 from vesuvius.data.geometry import FloatTriple
 from vesuvius.data.prepare import GreyRanges
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
@@ -128,7 +127,7 @@ def read_trained(checkpoint: FoundCheckpoint, overrides: Sequence[str] = ()) -> 
     path = checkpoint.path / STATE
     state = _map_state(path)
     try:
-        text = json.dumps(state["config"], ensure_ascii=False)  # JSON is YAML
+        stored = state["config"]
         volumes = tuple(_volume_facts(volume) for volume in state["volumes"])
         scalars, greys, step = stored_scalars(state), stored_greys(state), int(state["step"])
     except (KeyError, TypeError, ValueError) as error:
@@ -137,7 +136,7 @@ def read_trained(checkpoint: FoundCheckpoint, overrides: Sequence[str] = ()) -> 
             "it is of an earlier version: train on with `vesuvius train --resume`, and sample from what that saves"
         ) from error
     try:
-        config = parse_config(text, overrides, source=str(path))
+        config = parse_stored(stored, overrides, source=str(path))
     except ConfigError as error:
         raise ConfigError(
             f"{error}\n(of a trained model only keys that an option of `vesuvius sample` sets can change: give it or "

@@ -22,6 +22,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.transfer import to_device
 
+RAW = "raw"
 HEADLINE = "ema"
 """The set of weights whose loss stands for a validation: the one that samples are drawn with."""
 
@@ -61,10 +62,11 @@ class ValidationResult:
         return {"loss": self.loss, "patches": self.patches, "bin_edges": list(self.bin_edges), "weights": weights}
 
     def line(self, step: int, steps: int) -> str:
-        """One line for the log."""
-        losses = " ".join(f"loss_{name} {found.loss:.5f}" for name, found in self.weights.items())
-        bins = " ".join(f"{loss:.5f}" for loss in self.weights[HEADLINE].bins)
-        return f"Validation step {step}/{steps} {losses} bins_{HEADLINE} {bins}"
+        """One line for the log: of further averages the mean alone."""
+        figures = [f"loss_{name} {found.loss:.5f}" for name, found in self.weights.items()]
+        for name in (RAW, HEADLINE):
+            figures += [f"bins_{name}", *(f"{loss:.5f}" for loss in self.weights[name].bins)]
+        return f"Validation step {step}/{steps} {' '.join(figures)}"
 
 
 class Validation:

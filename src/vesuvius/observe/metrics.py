@@ -37,11 +37,13 @@ def current_records(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records of a run as if it had never been interrupted, in their order.  Pure.
 
     A session that begins at step n (`run_start`) does again what others did beyond n: what they recorded of that is
-    dropped.  Records without a step stay.
+    dropped, and of validations and previews what its checkpoint does not know of.  Records without a step stay.
     """
     current: list[dict[str, Any]] = []
     for record in records:
         if record["kind"] == "run_start":
-            current = [earlier for earlier in current if (earlier.get("step") or 0) <= record["step"]]
+            step = record["step"]
+            last = {"validation": record.get("validated_step", step), "preview": record.get("previewed_step", step)}
+            current = [known for known in current if (known.get("step") or 0) <= last.get(known["kind"], step)]
         current.append(record)
     return current

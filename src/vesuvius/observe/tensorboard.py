@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import struct
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ from vesuvius.observe.memory import GIB
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+
+_EVENTS = "events.out.tfevents."
 
 
 class TensorBoard:
@@ -83,8 +86,9 @@ class TensorBoard:
     def _begin(self, time: float) -> int:
         """Open the file of this session.  Its name sorts behind those of earlier ones: readers go by that."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        number = sum(1 for _ in self._directory.glob("events.out.tfevents.*"))
-        path = self._directory / f"events.out.tfevents.{number:06d}"
+        others = (re.fullmatch(rf"{_EVENTS}(\d+)", path.name) for path in self._directory.iterdir())
+        number = 1 + max((int(found[1]) for found in others if found), default=-1)
+        path = self._directory / f"{_EVENTS}{number:06d}"
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         _write_all(file, _framed(Event(wall_time=time, file_version="brain.Event:2").SerializeToString()))
         return file

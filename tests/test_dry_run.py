@@ -1,0 +1,90 @@
+"""`--dry-run`: says what would happen, writes nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.runs import WriteConfig, vesuvius_train
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_dry_run_says_what_would_happen_and_writes_nothing(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "training.workers=2") == 0
+    text = capsys.readouterr().out
+    for fact in (
+        "96x128x128 uint8",
+        "decoded by zarrs",
+        "validation",
+        "read amplification",
+        "M parameters",
+        "GiB free",
+    ):
+        assert fact in text
+    assert not Path("runs").exists()
+
+
+def test_the_dry_run_plans_the_memory_of_a_gpu(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "24", "training.amp=bf16") == 0
+    text = capsys.readouterr().out
+    assert "planned for 24.0 GiB of VRAM (--vram-gib), amp bf16" in text
+    for fact in (
+        r"compute +[\d.]+ GFLOP a step",
+        r"fixed +[\d.]+ MiB: weights [\d.]+ MiB, gradients [\d.]+ MiB, optimizer [\d.]+ MiB, EMA [\d.]+ MiB",
+        r"kept +[\d.]+ MiB of activations per patch",
+        r"peak +[\d.]+ MiB with train_batch_size 2, 0\.6\d GiB with the reserve",
+        r"largest +train_batch_size 1024 or more",
+    ):
+        assert re.search(fact, text)
+    assert "WARN       train_batch_size" not in text
+
+
+def test_without_a_gpu_the_dry_run_says_what_it_assumes(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert vesuvius_train(tiny_config(), "--dry-run") == 0
+    assert "80.0 GiB of VRAM (assumed, as this machine has no GPU; --vram-gib N" in capsys.readouterr().out
+
+
+def test_the_dry_run_warns_of_a_batch_that_will_not_fit_and_names_one_that_does(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "0.65", "training.train_batch_size=512") == 0
+    warning = re.search(r"WARN +train_batch_size 512 will not fit: .* set (\S+) and", capsys.readouterr().out)
+    assert warning
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "0.65", warning[1]) == 0
+    assert "WARN       train_batch_size" not in capsys.readouterr().out
+
+
+def test_the_dry_run_says_where_not_even_one_patch_fits(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    too_small = ("--dry-run", "--vram-gib", "0.5")
+    assert vesuvius_train(tiny_config(), *too_small) == 0
+    text = capsys.readouterr().out
+    assert "largest  train_batch_size 0" in text
+    assert "GiB; name more training.checkpoint_levels" in text, "lean_norm is on already"
+    assert vesuvius_train(tiny_config(), *too_small, "training.lean_norm=false") == 0
+    assert "GiB; set training.lean_norm=true, name more" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--vram-gib", "80"], *(["--dry-run", "--vram-gib", n] for n in ("0", "x", "inf"))]
+)
+def test_vram_is_a_positive_number_that_goes_with_a_dry_run(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        vesuvius_train(tiny_config(), *arguments)
+    assert exit_info.value.code == 2
+    assert "--vram-gib" in capsys.readouterr().err
+    assert not Path("runs").exists()
