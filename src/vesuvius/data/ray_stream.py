@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -139,7 +140,7 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     try:
         # ray.init would take SIGTERM and exit from wherever the process is; the trainer could not save.  Giving it back
         # afterwards is too late: a signal in between has left locks held for ever.
-        with _without_stderr(), mock.patch.object(ray._private.utils, "set_sigterm_handler"):
+        with _sigterm_blocked(), _without_stderr(), mock.patch.object(ray._private.utils, "set_sigterm_handler"):
             ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -160,6 +161,22 @@ def _check_cluster(address: str) -> None:
             f"cluster.address must name a running Ray cluster; got {address!r}: {one_line(error)}; start one with "
             "`ray start --head`, or set cluster.address=null for a private one"
         ) from error
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Hold SIGTERM back, also from all processes that are started meanwhile, and those that they start.
+
+    A scheduler sends it to all processes of a job: without its daemons Ray would abort this process, which has yet to
+    save.  Ray ends them by SIGKILL where SIGTERM does not.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # Ray's C++ core has put its own before it
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

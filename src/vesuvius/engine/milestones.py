@@ -80,7 +80,7 @@ class Milestones:
         if progress.preview_due(self._config) and not self._stopping():
             self._preview()
         if improved or self._save_due():
-            self._save()
+            self.save()
 
     def prepare(self) -> None:
         """Behind the first step of a session, when the optimizer has its state: make room for copies of it."""
@@ -90,7 +90,7 @@ class Milestones:
 
     def save_last(self) -> StorageError | None:
         """Save the present step, unless that has been done, and wait for the disk; returns why the last save failed."""
-        self._save()
+        self.save()
         failure = self._writer.wait()
         self.record_failures()
         return failure
@@ -108,7 +108,7 @@ class Milestones:
             step, text = self._writer.failures.popleft()
             self._metrics.write("event", event="save_failed", step=step, text=text)
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Hand a checkpoint to the writer, unless it has this one.  Does not wait for the disk."""
         best = self._progress.best
         if self._handed != self._done():

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.config import Config
-from vesuvius.config_file import parse_config
+from vesuvius.config_file import parse_stored
 from vesuvius.data.plan import plan_difference
 from vesuvius.data.prepare import GreyRange, GreyRanges, PreparedData
 from vesuvius.engine.checkpoint import STATE, load_checkpoint, step_of
@@ -104,7 +104,8 @@ def read_resumption(path: Path, config: Config, data: PreparedData, allow_drift:
             the weights do not fit the network.  Shows the differences.
     """
     state = load_checkpoint(path, verified=True)
-    before, now = _stored_config(state, path), config.model_dump(mode="json")
+    stored = parse_stored(state["config"], source=str(path / STATE))
+    before, now = stored.model_dump(mode="json"), config.model_dump(mode="json")
     drift = config_drift(before, now)
     refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FIXED_BUT_FOR)]
     if _without_paths(before) != _without_paths(now):
@@ -161,12 +162,6 @@ def stored_scalars(state: dict[str, Any]) -> NDArray[np.float32]:
     """What the network was told of each volume so far, float32 [volumes, n]."""
     volumes = state["volumes"]
     return np.array([volume["scalars"] for volume in volumes], np.float32).reshape(len(volumes), -1)
-
-
-def _stored_config(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The config of a checkpoint; keys that came later have their defaults."""
-    text = json.dumps(state["config"], ensure_ascii=False)  # JSON is YAML
-    return parse_config(text, (), source=str(path / "state.pt")).model_dump(mode="json")
 
 
 def config_drift(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -273,6 +273,7 @@ class Run:
                         reporter.report(wait=True)
                         milestones.do_what_is_due()
                 reporter.report(wait=True)
+                milestones.save()  # written while the readers end: a scheduler may not give the seconds for both
             except Exception as error:
                 self._settle(reporter, error)
                 raise
