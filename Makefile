@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
+# Processes that share the tests.  Each starts a Ray of its own where its tests need one.
+TEST_PROCESSES ?= 2
 
 .PHONY: install demo test test-long lint format clean
 
@@ -33,7 +35,7 @@ lint: install
 	$(BIN)/python tools/config_table.py --check README.md
 
 test: lint
-	$(BIN)/pytest -m "not long"
+	$(BIN)/pytest -m "not long" -n $(TEST_PROCESSES) --dist worksteal
 
 # The full counts: minutes to hours.
 test-long: install

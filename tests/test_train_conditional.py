@@ -116,22 +116,17 @@ def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path
     assert set(np.unique(np.asarray(drawn[:]))) <= {0, 1, 2}, "grey values of the labels, a little beyond at most"
 
 
-def test_a_checkpoint_from_before_these_keys_goes_on(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
     config = tiny_config()
     begun = run_vesuvius("train", "--config", config, "training.max_steps=1", cwd=tmp_path)
     assert begun.returncode == 0, begun.stderr
     checkpoint = tmp_path / "runs/tiny/checkpoints/step_00000001"
     state = torch.load(checkpoint / "state.pt", weights_only=True)
-    for key in ("volumes", "condition_greys", "condition_dtype"):
-        del state[key]
     del state["config"]["model"]["skips"], state["config"]["diffusion"]["loss"]
     torch.save(state, checkpoint / "state.pt")
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["state.pt"] = hashlib.sha256((checkpoint / "state.pt").read_bytes()).hexdigest()
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    refused = run_vesuvius("sample", "--checkpoint", "tiny", cwd=tmp_path)
-    assert refused.returncode == 6
-    assert "train on with `vesuvius train --resume`" in refused.stderr
     resumed = run_vesuvius("train", "--config", config, "training.max_steps=2", "--resume", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     sampled = run_vesuvius("sample", "--checkpoint", "tiny", "--count", 1, cwd=tmp_path)

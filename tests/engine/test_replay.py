@@ -365,6 +365,7 @@ def test_the_door_prints_the_replay_and_ends_with_5_or_0(
 ) -> None:
     stop_at_bad_step(spoiled_config(tiny_config, value=3e7, training={"amp": "fp16"}))
     file = "nonfinite/step_00000002.pt"
+    capsys.readouterr()  # what the run has said
     assert train.main(["--replay", file]) == 5
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "step 2 of tiny: met on cpu with amp fp16, replayed on cpu with amp fp16"

@@ -228,7 +228,8 @@ def test_behind_the_last_bad_step_nothing_is_applied_however_late_the_host_looks
     assert [outcome.applied for outcome in outcomes] == [False, True, False, False, False, False]
     assert [outcome.finite for outcome in outcomes] == [False, True, False, False, True, True]
     assert [outcome.nonfinite_in_a_row for outcome in outcomes] == [1, 0, 1, 2, 2, 2]
-    torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
+    after = step.state_dict() | {"nonfinite_in_a_row": before["nonfinite_in_a_row"]}
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def test_an_fp16_overflow_neither_counts_as_a_bad_step_nor_ends_a_row_of_them() -> None:
