@@ -116,7 +116,9 @@ def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path
     assert set(np.unique(np.asarray(drawn[:]))) <= {0, 1, 2}, "grey values of the labels, a little beyond at most"
 
 
-def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(
+    tmp_path: Path, tiny_config: Callable[..., Path]
+) -> None:
     config = tiny_config()
     begun = run_vesuvius("train", "--config", config, "training.max_steps=1", cwd=tmp_path)
     assert begun.returncode == 0, begun.stderr
