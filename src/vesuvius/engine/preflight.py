@@ -20,9 +20,9 @@ from vesuvius.engine.conditioning import volume_scalars
 from vesuvius.engine.network import lay_out_network
 from vesuvius.engine.resume import Resumption, read_resumption, stored_greys, stored_scalars
 from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
-from vesuvius.engine.step import parameter_count, weight_problems
+from vesuvius.engine.step import check_initial_weights, parameter_count
 from vesuvius.engine.trained import InitialWeights, read_initial_weights
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import StorageError
 from vesuvius.observe.memory import GIB
 
 # float32: weights, two moments of AdamW; each average once more.
@@ -107,11 +107,7 @@ def _initial_weights(config: Config) -> InitialWeights | None:
     if config.training.init_from is None:
         return None
     initial = read_initial_weights(Path(config.training.init_from))
-    if problems := weight_problems(dict(lay_out_network(config).named_parameters()), initial.weights):
-        raise ConfigError(
-            f"training.init_from needs weights of the same network; got {problems} in {initial.source}; set model.* as "
-            "in the run that they come from, or leave training.init_from out"
-        )
+    check_initial_weights(lay_out_network(config), initial.weights)
     return initial
 
 

@@ -152,13 +152,8 @@ class TrainStep:
         Raises:
             ConfigError: they are of another network.
         """
-        own = dict(self.network.named_parameters())
-        if problems := weight_problems(own, weights):
-            raise ConfigError(
-                f"training.init_from needs weights of the same network; got {problems}; set model.* as in the run that "
-                "they come from, or leave training.init_from out"
-            )
-        for name, parameter in own.items():
+        check_initial_weights(self.network, weights)
+        for name, parameter in self.network.named_parameters():
             parameter.copy_(weights[name])
         for average in self.averages.values():
             average.restart(weights)
@@ -251,6 +246,15 @@ def weight_problems(own: Mapping[str, Tensor], given: Mapping[str, Tensor], limi
     ]
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
     return ", ".join(problems[:limit] + more)
+
+
+def check_initial_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError where a network, which may have no memory yet, cannot start from these weights."""
+    if problems := weight_problems(dict(network.named_parameters()), weights):
+        raise ConfigError(
+            f"training.init_from needs weights of the same network; got {problems}; set model.* as in the run that "
+            "they come from, or leave training.init_from out"
+        )
 
 
 def choose_device() -> torch.device:
