@@ -1,0 +1,295 @@
+"""Control groups, version 2 and 1: limits, use without page cache, and how often the kernel has killed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vesuvius.observe.system.files import read_counts, read_text
+from vesuvius.observe.system.roots import Roots
+
+# Version 1 says "no limit" with the largest number of bytes that are whole pages, which depends on the page.
+_NO_LIMIT_BYTES = 2**60
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """Pressure stall information: shares of time, 0 to 1, in which some, or all, tasks waited for memory.
+
+    Attributes:
+        some_10s, full_10s: average over the last ten seconds.
+        full_total_s: seconds since boot in which all tasks waited.
+    """
+
+    some_10s: float
+    full_10s: float
+    full_total_s: float
+
+
+@dataclass(frozen=True)
+class CgroupLevel:
+    """A cgroup with a limit: the process's own, or an ancestor, whose limit holds for all below it.
+
+    Attributes:
+        path: of the cgroup in its hierarchy, such as `/user.slice`.
+        file: what sets the limit: `memory.max`, `memory.high` or `memory.limit_in_bytes`.
+        limit_bytes: the limit.
+        used_bytes: what cannot be given back of the level's use: private and shared memory and the kernel's own, no
+            page cache.
+        kills: whether the kernel kills beyond the limit; beyond `memory.high` it slows down instead.
+    """
+
+    path: str
+    file: str
+    limit_bytes: int
+    used_bytes: int
+    kills: bool
+
+
+@dataclass(frozen=True)
+class CgroupUse:
+    """The cgroup of a process.
+
+    Attributes:
+        version: of the hierarchy that holds the memory controller.
+        path: of the cgroup in that hierarchy.
+        anon_bytes, shmem_bytes, file_bytes, kernel_bytes: private and shared memory, page cache, the kernel's own
+            (v1 counts the last separately, where at all), of the cgroup and those below it.
+        levels: itself and its ancestors, those that have a limit; the innermost first.
+        oom_kills: processes that the kernel has killed for its limits (v2 `memory.events`, v1 `memory.oom_control`);
+            None where it does not count.
+        pressure: v2 only.
+    """
+
+    version: Literal[1, 2]
+    path: str
+    anon_bytes: int
+    shmem_bytes: int
+    file_bytes: int
+    kernel_bytes: int
+    levels: tuple[CgroupLevel, ...]
+    oom_kills: int | None
+    pressure: Pressure | None
+
+
+@dataclass(frozen=True)
+class _Mount:
+    """Where a hierarchy of cgroups can be seen.
+
+    Attributes:
+        directory: the mount.
+        root: path of the cgroup that the mount shows at its top; not `/` where a container sees its own part only.
+    """
+
+    directory: Path
+    root: str
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What the memory of one cgroup and those below it consists of."""
+
+    anon_bytes: int
+    shmem_bytes: int
+    file_bytes: int
+    kernel_bytes: int
+    used_bytes: int
+
+
+def read_cgroup(pid: int, roots: Roots = Roots()) -> CgroupUse | None:
+    """The memory cgroup of a process; None where there is none or it cannot be read.
+
+    What counts as used is what the kernel could not give back if it had to: private memory (version 2 `anon`, version 1
+    `total_rss`) and shared memory (`shmem`, `total_shmem`), which live in memory or swap only.  Page cache is not
+    counted, dirty or not: it can be written and dropped.  Of the kernel's own memory version 2 tells what are caches of
+    file names (`slab_reclaimable`), so the rest of it, buffers of sockets and compressed swap are counted.  Version 1
+    tells one sum, most of which are such caches where many files are read; it is left out (`kernel_bytes` has it).
+
+    Does I/O: some ten small files.
+    """
+    version, path = _place(read_text(roots.proc / str(pid) / "cgroup") or "")
+    if version is None:
+        return None
+    mounts = _mounts(read_text(roots.proc / "self" / "mountinfo") or "", version, roots)
+    chain = _chain(path, mounts)
+    return _read_v2(chain) if version == 2 else _read_v1(chain)
+
+
+def parse_pressure(text: str | None) -> Pressure | None:
+    """The text of `memory.pressure` or /proc/pressure/memory; None where it is none.  Pure."""
+    figures: dict[str, dict[str, float]] = {}
+    try:
+        for line in (text or "").splitlines():
+            kind, *pairs = line.split()
+            figures[kind] = {name: float(value) for name, _, value in (pair.partition("=") for pair in pairs)}
+        some, full = figures["some"], figures["full"]
+        return Pressure(some["avg10"] / 100, full["avg10"] / 100, full["total"] / 1e6)
+    except (KeyError, ValueError):
+        return None
+
+
+def _place(text: str) -> tuple[Literal[1, 2] | None, str]:
+    """Version of the hierarchy that has the memory controller, and the path there, from /proc/PID/cgroup.
+
+    Where version 1 has the controller, version 2 may be mounted beside it, without any.
+    """
+    unified = None
+    for line in text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "memory" in controllers.split(",") and path:
+            return 1, path
+        if line.startswith("0::/"):
+            unified = path
+    return (None, "") if unified is None else (2, unified)
+
+
+def _mounts(mountinfo: str, version: Literal[1, 2], roots: Roots) -> list[_Mount]:
+    """Where this process sees the hierarchy; its own mounts, not those of the process looked at, which may be those of
+    another container."""
+    mounts = []
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or "memory" in kind[2].split(",")):
+            point = Path(_unescaped(fields[4]))
+            directory = roots.sys / point.relative_to("/sys") if point.is_relative_to("/sys") else point
+            mounts.append(_Mount(directory, _unescaped(fields[3])))
+    return mounts
+
+
+def _unescaped(text: str) -> str:
+    return text.replace("\\040", " ")
+
+
+def _chain(path: str, mounts: Sequence[_Mount]) -> list[tuple[str, Path]]:
+    """Paths and directories of a cgroup and its visible ancestors, itself first; empty where it cannot be seen."""
+    if path.startswith("/.."):  # outside of this container
+        return []
+    for mount in mounts:
+        below = _below(path, mount.root)
+        if below is not None and (mount.directory / below).is_dir():
+            return _upwards(path, mount.directory, below)
+    # In some containers a process has the name that its cgroup has outside, while the mount shows, without saying so,
+    # the container's own as its top.
+    return [(path, mounts[0].directory)] if mounts else []
+
+
+def _below(path: str, root: str) -> str | None:
+    """A cgroup's path from the one that a mount shows at its top; None where it is not below."""
+    root = root.rstrip("/")
+    return path[len(root) :].strip("/") if path == root or path.startswith(root + "/") else None
+
+
+def _upwards(path: str, top: Path, below: str) -> list[tuple[str, Path]]:
+    directory, chain = top / below, []
+    while True:
+        chain.append((path, directory))
+        if directory == top:
+            return chain
+        path, directory = path.rstrip("/").rpartition("/")[0] or "/", directory.parent
+
+
+def _read_v2(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
+    own, levels = None, []
+    for path, directory in chain:
+        figures = _figures_v2(read_counts(directory / "memory.stat"))
+        if figures is None:  # the controller is not switched on so far down: an ancestor is charged
+            continue
+        own = own or (path, directory, figures)
+        for file, kills in (("memory.max", True), ("memory.high", False)):
+            limit = _limit(read_text(directory / file))
+            if limit is not None:
+                levels.append(CgroupLevel(path, file, limit, figures.used_bytes, kills))
+    if own is None:
+        return None
+    path, directory, figures = own
+    # Counts the victims that belonged to this cgroup or to one below, whoever's limit it was.  The ancestors' counts
+    # would add the deaths of strangers only.
+    kills_seen = read_counts(directory / "memory.events").get("oom_kill")
+    pressure = parse_pressure(read_text(directory / "memory.pressure"))
+    return _use(2, path, figures, levels, kills_seen, pressure)
+
+
+def _read_v1(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
+    own, levels, hidden_limit = None, [], None
+    for path, directory in chain:
+        if own is not None and (read_text(directory / "memory.use_hierarchy") or "").strip() == "0":
+            break  # old kernels only: what is below is not charged to this one
+        stat = read_counts(directory / "memory.stat")
+        if "total_rss" not in stat:
+            break
+        figures = _figures_v1(stat, read_text(directory / "memory.kmem.usage_in_bytes"))
+        if own is None:
+            own, hidden_limit = (path, directory, figures), _limit(str(stat.get("hierarchical_memory_limit")))
+        limit = _limit(read_text(directory / "memory.limit_in_bytes"))
+        if limit is not None:
+            levels.append(CgroupLevel(path, "memory.limit_in_bytes", limit, figures.used_bytes, kills=True))
+    if own is None:
+        return None
+    path, directory, figures = own
+    if hidden_limit is not None and all(level.limit_bytes > hidden_limit for level in levels):
+        # A container sees its own part of the tree, but is told of a limit above it.
+        used = levels[-1].used_bytes if levels else figures.used_bytes
+        levels.append(CgroupLevel(f"an ancestor of {path}", "memory.limit_in_bytes", hidden_limit, used, kills=True))
+    # Of victims in this very cgroup, whoever's limit it was.
+    kills_seen = read_counts(directory / "memory.oom_control").get("oom_kill")
+    return _use(1, path, figures, levels, kills_seen, None)
+
+
+def _use(
+    version: Literal[1, 2],
+    path: str,
+    figures: _Figures,
+    levels: Sequence[CgroupLevel],
+    oom_kills: int | None,
+    pressure: Pressure | None,
+) -> CgroupUse:
+    return CgroupUse(
+        version=version,
+        path=path,
+        anon_bytes=figures.anon_bytes,
+        shmem_bytes=figures.shmem_bytes,
+        file_bytes=figures.file_bytes,
+        kernel_bytes=figures.kernel_bytes,
+        levels=tuple(levels),
+        oom_kills=oom_kills,
+        pressure=pressure,
+    )
+
+
+def _figures_v2(stat: Mapping[str, int]) -> _Figures | None:
+    if "anon" not in stat:
+        return None
+    anon, shmem = stat["anon"], stat.get("shmem", 0)
+    # Kernels before 5.18 do not give the sum.
+    kernel = stat.get("kernel", sum(stat.get(part, 0) for part in ("slab", "kernel_stack", "pagetables", "percpu")))
+    fixed = max(kernel - stat.get("slab_reclaimable", 0), 0) + stat.get("sock", 0) + stat.get("zswap", 0)
+    return _Figures(
+        anon_bytes=anon,
+        shmem_bytes=shmem,
+        file_bytes=max(stat.get("file", 0) - shmem, 0),  # `file` has shared memory in it
+        kernel_bytes=kernel,
+        used_bytes=anon + shmem + fixed,
+    )
+
+
+def _figures_v1(stat: Mapping[str, int], kernel: str | None) -> _Figures:
+    anon, shmem = stat["total_rss"], stat.get("total_shmem", 0)
+    return _Figures(
+        anon_bytes=anon,
+        shmem_bytes=shmem,
+        file_bytes=max(stat.get("total_cache", 0) - shmem, 0),  # `cache` has shared memory in it
+        kernel_bytes=int(kernel) if kernel and kernel.strip().isdigit() else 0,
+        used_bytes=anon + shmem,
+    )
+
+
+def _limit(text: str | None) -> int | None:
+    """A limit in bytes; None for `max`, for version 1's largest page count, and where there is no such file."""
+    figure = (text or "").strip()
+    return int(figure) if figure.isdigit() and int(figure) < _NO_LIMIT_BYTES else None

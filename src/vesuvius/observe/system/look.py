@@ -1,0 +1,80 @@
+"""One look at a run: all that the system says of its processes, its cgroup, the machine and the GPUs at one moment."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from vesuvius.observe.system.cgroup import CgroupUse, read_cgroup
+from vesuvius.observe.system.gpus import Gpus, GpuUse
+from vesuvius.observe.system.machine import MachineUse, read_machine
+from vesuvius.observe.system.processes import ProcessTree, ProcessUse
+from vesuvius.observe.system.roots import Roots
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen at one moment.
+
+    Attributes:
+        time: seconds since 1970.
+        processes: the root of the run and all its descendants, Ray's among them.
+        shared_bytes: memory that several of them map (Ray's object store), counted once.
+        cgroup: of the root; None without one.
+        machine: the whole of it, other people's processes too.
+        gpus: empty without NVML.
+    """
+
+    time: float
+    processes: tuple[ProcessUse, ...]
+    shared_bytes: int
+    cgroup: CgroupUse | None
+    machine: MachineUse
+    gpus: tuple[GpuUse, ...] = ()
+
+    @property
+    def anon_bytes(self) -> int:
+        """Private memory of all processes."""
+        return sum(process.anon_bytes for process in self.processes)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the run holds: private memory of all its processes, and what they share, once."""
+        return self.anon_bytes + self.shared_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The smallest of the machine's memory and the limits of the cgroup and its ancestors."""
+        levels = self.cgroup.levels if self.cgroup else ()
+        return min([self.machine.total_bytes, *(level.limit_bytes for level in levels)])
+
+
+class Watcher:
+    """Looks at a process and its descendants.
+
+    Args:
+        pid: the root of the run.
+        roots: where the system is read from.
+        gpus: open NVML; None = GPUs are not looked at.
+
+    Raises:
+        ProcessLookupError: from `look`, once the root is gone.
+    """
+
+    def __init__(self, pid: int, roots: Roots = Roots(), gpus: Gpus | None = None) -> None:
+        self._pid = pid
+        self._roots = roots
+        self._gpus = gpus
+        self._tree = ProcessTree(pid, roots)
+
+    def look(self) -> Look:
+        """Read everything once.  Takes milliseconds; never PSS, which takes seconds for large processes."""
+        processes = tuple(self._tree.look())
+        return Look(
+            time=time.time(),
+            processes=processes,
+            shared_bytes=self._tree.shared_bytes(),
+            cgroup=read_cgroup(self._pid, self._roots),
+            machine=read_machine(self._roots),
+            gpus=tuple(self._gpus.look()) if self._gpus else (),
+        )

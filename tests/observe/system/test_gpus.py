@@ -1,0 +1,128 @@
+"""What NVML says of GPUs, with a hand-written NVML and without any."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vesuvius.observe.memory import GIB
+from vesuvius.observe.system.gpus import Gpus
+
+
+class NVMLError(Exception):
+    pass
+
+
+class NotSupportedError(NVMLError):
+    pass
+
+
+class FakeNvml(ModuleType):
+    """Two GPUs; the second does not tell its power, and answers nothing once it is `lost`."""
+
+    NVMLError = NVMLError
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.inits = self.shutdowns = self.handles = 0
+        self.lost = False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self.inits += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.shutdowns += 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        self.handles += 1
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}A"
+
+    def nvmlDeviceGetName(self, handle: int) -> str | bytes:  # noqa: N802
+        return b"NVIDIA A100" if handle else "NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+        if handle == 1 and self.lost:
+            raise NVMLError("GPU is lost")
+        return SimpleNamespace(used=GIB * (handle + 1), total=80 * GIB)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(gpu=75, memory=1)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802
+        if handle == 1:
+            raise NotSupportedError("Not Supported")
+        return 350_500
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:  # noqa: N802
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return 61
+
+
+def test_each_gpu_is_looked_at_and_what_one_does_not_tell_is_none() -> None:
+    first, second = Gpus(FakeNvml()).look()
+    assert (first.index, first.uuid, first.name) == (0, "GPU-0A", "NVIDIA H200")
+    assert (first.used_bytes, first.total_bytes, first.busy) == (GIB, 80 * GIB, 0.75)
+    assert (first.power_w, first.temperature_c) == (350.5, 61.0)
+    assert (second.name, second.used_bytes, second.power_w) == ("NVIDIA A100", 2 * GIB, None)
+
+
+def test_one_handle_serves_all_looks() -> None:
+    nvml = FakeNvml()
+    with Gpus(nvml) as gpus:
+        gpus.look()
+        gpus.look()
+        assert (nvml.inits, nvml.handles, nvml.shutdowns) == (1, 2, 0)
+        gpus.close()
+    assert nvml.shutdowns == 1
+    assert gpus.look() == []
+
+
+def test_a_gpu_that_fails_is_left_out_until_it_answers_again() -> None:
+    nvml = FakeNvml()
+    gpus = Gpus(nvml)
+    nvml.lost = True
+    assert [gpu.index for gpu in gpus.look()] == [0]
+    nvml.lost = False
+    assert [gpu.index for gpu in gpus.look()] == [0, 1]
+
+
+@pytest.mark.parametrize("uuid", ["GPU-1A", "1a"], ids=["as NVML writes it", "as CUDA writes it"])
+def test_only_the_gpus_of_the_run_are_looked_at(uuid: str) -> None:
+    gpus = Gpus(FakeNvml(), only=[uuid])
+    assert [gpu.index for gpu in gpus.look()] == [1]
+    assert gpus.reason is None
+    assert Gpus(FakeNvml(), only=["another"]).reason == "none of this machine's 2 GPUs is among those to be looked at"
+
+
+def test_a_machine_without_a_driver_has_no_gpus_and_says_why() -> None:
+    class NoDriver(FakeNvml):
+        def nvmlInit(self) -> None:  # noqa: N802
+            raise NVMLError("NVML Shared Library Not Found")
+
+    with Gpus(NoDriver()) as gpus:
+        assert gpus.look() == []
+        assert gpus.reason == "NVML does not answer: NVML Shared Library Not Found"
+
+
+def test_a_machine_without_nvidia_ml_py_has_no_gpus_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    gpus = Gpus()
+    assert gpus.look() == []
+    assert gpus.reason == "nvidia-ml-py is not installed"
+
+
+def test_the_real_nvml_says_what_it_sees_or_why_not() -> None:
+    with Gpus() as gpus:
+        uses = gpus.look()
+        assert bool(uses) == (gpus.reason is None)
+        assert all(0 <= gpu.used_bytes <= gpu.total_bytes for gpu in uses)
