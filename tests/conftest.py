@@ -108,9 +108,9 @@ def tiny_config(tmp_path: Path, volume: Path) -> Callable[..., Path]:
 def ray_cluster() -> Iterator[None]:
     """One private Ray for all tests: starting it takes seconds."""
     from vesuvius.config import ClusterConfig
-    from vesuvius.data import ray_stream
+    from vesuvius.data import ray_session
 
-    session = ray_stream.Session(ClusterConfig(), workers=4, ranks=1, store_bytes=2**29)
+    session = ray_session.Session(ClusterConfig(), workers=4, ranks=1, store_bytes=2**29)
     yield
     session.close()
 

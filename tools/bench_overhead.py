@@ -45,17 +45,17 @@ from bench_ingest import describe_machine
 from torch import Tensor
 
 import vesuvius.engine.run
-import vesuvius.observe.monitor
 from vesuvius.config import Config, Triple
 from vesuvius.config_file import dump_config
-from vesuvius.data.feeder import Batch
+from vesuvius.data.feeder import Batch, FeederFigures
 from vesuvius.data.prepare import PreparedData, prepare_data
-from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream import PatchStream, ReaderTotals
 from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.network import build_network
 from vesuvius.engine.step import autocast, choose_device, parameter_count, resolve_amp
 from vesuvius.observe.logfile import close_logs, log_to_terminal
+from vesuvius.observe.system.look import Look, Watcher
 
 _BATCHES = 8
 
@@ -73,7 +73,10 @@ class MemoryStream:
         self._batches = itertools.cycle(self.kept)
         self._buffers = itertools.cycle(buffers) if buffers else None
         self._first = first
+        self.options = options
         self.readers: dict[int, Any] = {}
+        self.reader_totals = ReaderTotals()
+        self.feeder_figures = FeederFigures()
         self.events: deque[Any] = deque()
         self.quarantined: list[dict[str, Any]] = []
 
@@ -194,18 +197,18 @@ def _ours_against(
 ) -> Turns:
     turns = Turns(bare.step, arguments.turn_steps, device)
     turns.our_turn.set()
-    measure = vesuvius.observe.monitor.measure_memory
+    look = Watcher.look
 
-    def measure_in_our_turn() -> Any:
+    def look_in_our_turn(watcher: Watcher) -> Look:
         turns.our_turn.wait()
-        return measure()
+        return look(watcher)
 
     MemoryStream.kept = batches
     source = Path("bench.yaml")
     source.write_text(dump_config(config), encoding="utf-8")
     with (
         mock.patch.object(vesuvius.engine.run, "PatchStream", MemoryStream),
-        mock.patch.object(vesuvius.observe.monitor, "measure_memory", measure_in_our_turn),
+        mock.patch.object(Watcher, "look", look_in_our_turn),
         _terminal_read_by_nobody(),
     ):
         vesuvius.engine.run.train(config, source, resume=False, on_step=turns)

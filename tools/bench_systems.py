@@ -372,12 +372,12 @@ class OurFeed:
 
 def start_ray(job: ReaderJob, setup: Setup) -> Callable[[], PatchStream]:
     """Start Ray; returns what opens the stream.  The one place that knows how a stream is made."""
-    from vesuvius.data import ray_stream
+    from vesuvius.data import ray_session
     from vesuvius.data.stream import PatchStream
     from vesuvius.data.stream_options import StreamOptions, store_bytes
 
     options = StreamOptions(setup.batch, setup.workers, PREFETCH)
-    ray_stream.Session(options.cluster, setup.workers, job.world, store_bytes(job, options))
+    ray_session.Session(options.cluster, setup.workers, job.world, store_bytes(job, options))
     ring = [np.empty((setup.batch, *setup.patch_zyx), job.dtype) for _ in range(3)]
     return lambda: PatchStream(job, options, buffers=ring)
 

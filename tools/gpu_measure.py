@@ -30,7 +30,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.outcome import StepResult
 from vesuvius.engine.step import TrainStep
 from vesuvius.errors import one_line
-from vesuvius.observe.clock import StepTimes, make_clock
+from vesuvius.observe.clock import StepTimes, Timed, make_clock, untimed
 
 Row = dict[str, Any]
 
@@ -219,12 +219,12 @@ def resident_patches(bench: Bench, batch: int) -> Tensor:
     return torch.tanh(F.interpolate(coarse.to(bench.device), size=bench.patch_zyx, mode="trilinear"))
 
 
-def one_step(step: TrainStep, config: Config, x_0: Tensor, number: int) -> StepResult:
+def one_step(step: TrainStep, config: Config, x_0: Tensor, number: int, timed: Timed = untimed) -> StepResult:
     """Optimizer step `number` of a run whose batch is always the same patches."""
     batch = len(x_0)
     t = stratified_timesteps(config.seed, number, batch, config.diffusion.timesteps)
-    step.accumulate(x_0, np.arange(batch, dtype=np.int64) + number * batch, t)
-    return step.apply(config.training.lr)
+    step.accumulate(x_0, np.arange(batch, dtype=np.int64) + number * batch, t, timed=timed)
+    return step.apply(config.training.lr, timed)
 
 
 def _clocked(bench: Bench, step: TrainStep, config: Config, x_0: Tensor, count: int) -> list[StepTimes]:
@@ -234,8 +234,7 @@ def _clocked(bench: Bench, step: TrainStep, config: Config, x_0: Tensor, count: 
     for number in range(WARM_UP_STEPS, WARM_UP_STEPS + count):
         with clock.waiting():
             batch = x_0  # it is there already
-        with clock.computing():
-            one_step(step, config, batch, number)
+        one_step(step, config, batch, number, clock.computing)
         clock.step_done()
         times += clock.finished()
     return times + clock.finished(wait=True)

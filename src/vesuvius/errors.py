@@ -7,8 +7,14 @@ EXIT_OK = 0
 EXIT_ERROR = 1
 EXIT_CONFIG = 2
 EXIT_GPU_MEMORY = 3
+EXIT_GUARD = 4
 EXIT_NONFINITE = 5
 EXIT_DATA = 6
+# Of `vesuvius memcheck` alone.
+EXIT_MEMORY_WARN = 10
+EXIT_MEMORY_CRITICAL = 11
+EXIT_MEMORY_KILL = 12
+EXIT_NO_RUN = 13
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 
@@ -26,9 +32,23 @@ class ConfigError(VesuviusError, ValueError):
 
 
 class GpuMemoryError(VesuviusError):
-    """The GPU has less memory than the step needs."""
+    """The GPU has less memory than the step needs.
+
+    Attributes:
+        remedy: what to change, overrides included; part of the message.
+    """
 
     exit_code = EXIT_GPU_MEMORY
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class NoRunError(VesuviusError):
+    """There is no such run, or process, to look at."""
+
+    exit_code = EXIT_NO_RUN
 
 
 class NonFiniteError(VesuviusError):

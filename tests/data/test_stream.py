@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ import pytest
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
 from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
-from vesuvius.data import ray_stream
+from vesuvius.data import ray_session, ray_stream
 from vesuvius.data.prepare import prepare_data
-from vesuvius.data.reader import ReaderJob
+from vesuvius.data.reader import Reader, ReaderJob
 from vesuvius.data.stream import PatchStream
 from vesuvius.data.stream_options import StreamOptions, batches_ahead, check_store, check_store_need
 from vesuvius.errors import ConfigError, DataError
@@ -283,6 +283,73 @@ def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
     assert figures.bytes_read > 4 * read_by_default
 
 
+def test_what_the_feeder_did_is_counted_over_its_reopenings(volume: Path) -> None:
+    """8 patches of 2 KiB with as many bytes of condition in a batch; 16 samples make a task."""
+    spec = VolumeConfig(path=str(volume), condition=ArrayConfig(path=str(volume)))
+    job = prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16), patches_per_region=4)).job
+    with open_stream(job, batch_size=8) as stream:
+        collect(stream, 4)
+        first, read = stream.feeder_figures, stream.reader_totals
+        stream.reconfigure(prefetch_factor=1)
+        between = stream.feeder_figures
+        collect(stream, 4)
+        last = stream.feeder_figures
+        assert stream.reader_totals.bytes_read > read.bytes_read
+    assert (first.batches, last.batches) == (4, 8)
+    assert last.delivered_bytes == 8 * 8 * 2 * 2048
+    for before, after in ((first, between), (between, last), (last, stream.feeder_figures)):
+        assert all(a <= b for a, b in zip(astuple(before), astuple(after), strict=True)), "totals never fall"
+    assert last.ran_empty >= 1, "the first batch is always waited for"
+    assert min(last.cut_s, last.starved_s, last.full_s) > 0
+
+
+def test_a_feeder_whose_batches_nobody_takes_is_full_and_a_trainer_that_outruns_it_finds_nothing(
+    job: ReaderJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, slow_s = Reader.blocks, 0.1
+
+    def slowly(self: Reader, *arguments: Any) -> Iterator[Any]:
+        for block in read(self, *arguments):
+            time.sleep(slow_s)
+            yield block
+
+    with open_stream(job) as stream:
+        next(stream)
+        before, deadline = stream.feeder_figures, time.monotonic() + 60
+        # It waits for ever, so only a wait that goes on can be what grows.
+        while stream.feeder_figures.full_s < before.full_s + 0.2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stream.feeder_figures.full_s >= before.full_s + 0.2
+        next(stream)
+        assert stream.feeder_figures.ran_empty == before.ran_empty
+    monkeypatch.setattr(Reader, "blocks", slowly)
+    started = time.perf_counter()
+    with open_stream(job) as stream:
+        collect(stream, 8)
+        hungry = stream.feeder_figures
+    elapsed_s = time.perf_counter() - started
+    assert hungry.ran_empty >= 2, "at least where a task begins, its four blocks are waited for"
+    assert hungry.starved_s >= 7 * slow_s, "of two tasks at least, but for the last block of the second"
+    assert hungry.cut_s + hungry.starved_s + hungry.full_s <= elapsed_s, "no second is counted twice"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_readers_did_is_remembered_after_their_end(job: ReaderJob) -> None:
+    with open_stream(job, workers=2) as stream:
+        collect(stream, 12)
+        before = stream.reader_totals
+        stream.reconfigure(workers=1)
+        assert stream.readers == {}
+        assert stream.reader_totals.bytes_read >= before.bytes_read > 0, "what was read ahead may still have come"
+        assert stream.options.workers == 1
+        collect(stream, 8)
+        after = stream.reader_totals
+    living = sum(figures.bytes_read for figures in stream.readers.values())
+    assert after.bytes_read >= before.bytes_read + living
+    assert after.decode_s > before.decode_s
+    assert after.read_s is None, "null, not 0: on disk nobody can tell reading from decoding"
+
+
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Path, workers: int) -> None:
@@ -315,7 +382,7 @@ def test_a_store_below_what_is_in_flight_is_refused_before_it_spills(job: Reader
 
 def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"must name a running Ray cluster; got '127.0.0.1:1'"):
-        ray_stream._check_cluster("127.0.0.1:1")
+        ray_session._check_cluster("127.0.0.1:1")
 
 
 def test_volumes_of_one_run_share_a_dtype(tmp_path: Path) -> None:

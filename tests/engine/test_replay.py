@@ -20,8 +20,9 @@ from tests.small_disk import small_disk
 from vesuvius import train
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
+from vesuvius.data.feeder import FeederFigures
 from vesuvius.data.prepare import PreparedData, prepare_data
-from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream import PatchStream, ReaderFigures, ReaderTotals
 from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
@@ -36,7 +37,6 @@ from vesuvius.engine.report import StepReporter
 from vesuvius.engine.step import TrainStep
 from vesuvius.errors import ConfigError, NonFiniteError, StorageError
 from vesuvius.observe.clock import HostClock, StepTimes
-from vesuvius.observe.memory import MemoryUse
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.records import read_records
 
@@ -56,6 +56,16 @@ class LateClock(HostClock):
         count = len(self._late) if wait else max(len(self._late) - 2, 0)
         done, self._late = self._late[:count], self._late[count:]
         return done
+
+
+@dataclass
+class NoReaders:
+    """A data path of which nobody asks what it has done."""
+
+    options: StreamOptions
+    readers: dict[int, ReaderFigures] = field(default_factory=dict)
+    reader_totals: ReaderTotals = field(default_factory=ReaderTotals)
+    feeder_figures: FeederFigures = field(default_factory=FeederFigures)
 
 
 @dataclass
@@ -82,10 +92,11 @@ class Session:
             config,
             CPU,
             self.clock,
-            Metrics(self.directory / "metrics.jsonl", None),
+            Metrics(self.directory / "metrics.jsonl"),
             Progress(),
-            lambda: MemoryUse(1, 0, 2),
-            {},
+            lambda: (1, 2),
+            NoReaders(self._options),
+            lambda: None,
             lambda step: None,
             self.writer,
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -11,37 +14,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vesuvius.observe import clock as clock_module
-from vesuvius.observe.clock import HostClock, StepTimes, _CudaStep, _split_gaps, make_clock
+from vesuvius.observe.clock import CudaClock, HostClock, Part, StepClock, StepTimes, make_clock, untimed
+
+
+def all_parts(times: StepTimes) -> list[float]:
+    return [times.data_s, times.h2d_s, times.forward_s, times.backward_s, times.optimizer_s, times.other_s]
 
 
 def test_parts_of_a_host_step_are_timed_apart_and_add_up() -> None:
     clock = HostClock()
+    around: list[tuple[AbstractContextManager[None], float]] = []
     for _ in range(2):
-        with clock.waiting():
-            time.sleep(0.02)
-        with clock.copying():
-            time.sleep(0.01)
-        with clock.computing():
-            time.sleep(0.03)
-        time.sleep(0.01)
+        around += [(clock.pausing(), 0.05), (clock.waiting(), 0.02), (clock.copying(), 0.01)]
+        around += [(clock.computing("forward"), 0.03), (clock.computing("backward"), 0.04)]
+    around.append((clock.computing("optimizer"), 0.01))
+    for part, seconds in around:
+        with part:
+            time.sleep(seconds)
+    time.sleep(0.01)
     clock.step_done()
     (times,) = clock.finished()
     # Sleeps are never shorter than asked for; how much longer depends on the machine.
     assert times.data_s >= 0.04
     assert times.h2d_s >= 0.02
-    assert times.gpu_s >= 0.06
-    assert times.other_s >= 0.02
-    assert times.data_s + times.h2d_s + times.gpu_s + times.other_s == pytest.approx(times.step_s, rel=1e-9)
+    assert times.forward_s >= 0.06
+    assert times.backward_s >= 0.08
+    assert times.optimizer_s >= 0.01
+    assert times.pause_s >= 0.10
+    assert times.other_s >= times.pause_s + 0.01, "a pause is a part of the rest"
+    assert times.gpu_s == times.forward_s + times.backward_s + times.optimizer_s
+    assert sum(all_parts(times)) == pytest.approx(times.step_s, rel=1e-12)
     assert clock.finished() == []
 
 
 def test_what_lies_between_two_steps_belongs_to_the_later_one() -> None:
     clock = HostClock()
     clock.step_done()
-    time.sleep(0.02)
+    with clock.pausing():
+        time.sleep(0.02)
     clock.step_done()
-    _, second = clock.finished()
-    assert second.other_s >= 0.02
+    first, second = clock.finished()
+    assert first.pause_s == 0
+    assert second.other_s >= second.pause_s >= 0.02
 
 
 def test_a_part_that_raises_is_still_counted() -> None:
@@ -58,62 +72,204 @@ def test_a_part_that_raises_is_still_counted() -> None:
     assert clock.finished()[0].data_s >= 0.01
 
 
+def test_without_a_clock_nothing_is_timed_and_errors_pass() -> None:
+    def fail() -> None:
+        with untimed("forward"):
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail()
+
+
+@dataclass
+class FakeGpu:
+    """A device that works off a queue of computing and a queue of copies, and the clock of a host that fills them.
+
+    Attributes:
+        host: what the host's clock says, seconds.
+        computed_until, copied_until: when the device will be through with what is queued.
+        copying: which queue is the current stream.
+        events: all that were ever made.
+        synchronized: how often the host has waited for an event.
+    """
+
+    host: float = 0.0
+    computed_until: float = 0.0
+    copied_until: float = 0.0
+    copying: bool = False
+    events: list[FakeEvent] = field(default_factory=list)
+    synchronized: int = 0
+
+    def event(self) -> FakeEvent:
+        self.events.append(FakeEvent(self))
+        return self.events[-1]
+
+    def compute(self, seconds: float) -> None:
+        self.computed_until = max(self.computed_until, self.host) + seconds
+
+    def copy(self, seconds: float) -> None:
+        """On its own stream, for which computing then waits."""
+        self.copied_until = max(self.copied_until, self.host) + seconds
+
+    def wait_for_copies(self) -> None:
+        self.computed_until = max(self.computed_until, self.copied_until)
+
+
 class FakeEvent:
-    """A device event at a given second of the device's clock."""
+    """As a CUDA event: recorded anew, it forgets when it was before."""
 
-    def __init__(self, at: float) -> None:
-        self.at = at
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self.at = math.nan
 
-    def elapsed_time(self, other: FakeEvent) -> float:
-        return 1000 * (other.at - self.at)
+    def record(self) -> None:
+        gpu = self._gpu
+        self.at = max(gpu.host, gpu.copied_until if gpu.copying else gpu.computed_until)
 
+    def query(self) -> bool:
+        return self.at <= self._gpu.host
 
-def split(
-    end_before: float, computed: list[tuple[float, float]], copied: list[tuple[float, float]], waited: float
-) -> StepTimes:
-    def events(pairs: list[tuple[float, float]]) -> list[tuple[FakeEvent, FakeEvent]]:
-        return [(FakeEvent(a), FakeEvent(b)) for a, b in pairs]
+    def synchronize(self) -> None:
+        self._gpu.synchronized += 1
+        self._gpu.host = max(self._gpu.host, self.at)
 
-    step = _CudaStep(events(computed), events(copied), waited)  # type: ignore[arg-type]
-    return _split_gaps(step, FakeEvent(end_before))  # type: ignore[arg-type]
-
-
-def test_a_wait_hidden_behind_computing_is_no_waiting() -> None:
-    times = split(10.0, computed=[(10.0, 12.0)], copied=[(10.1, 10.2)], waited=1.5)
-    assert (times.step_s, times.gpu_s, times.data_s, times.h2d_s) == (2.0, 2.0, 0.0, 0.0)
+    def elapsed_time(self, end: FakeEvent, /) -> float:
+        assert max(self.at, end.at) <= self._gpu.host, "CUDA refuses to read events that are still ahead"
+        return 1000 * (end.at - self.at)
 
 
-def test_a_gap_is_copy_then_wait_then_other() -> None:
-    times = split(10.0, computed=[(13.0, 14.0)], copied=[(12.4, 12.5)], waited=2.0)
-    assert times.step_s == 4.0
-    assert times.gpu_s == 1.0
-    assert times.h2d_s == pytest.approx(0.1)
-    assert times.data_s == 2.0
-    assert times.other_s == pytest.approx(0.9)
+@dataclass(frozen=True)
+class Work:
+    """What a step takes, seconds: the host's part, then the device's."""
+
+    pause: float = 0.0
+    wait: float = 0.0
+    launch: float = 0.0
+    copy: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    micro_batches: int = 1
+
+
+def run_step(gpu: FakeGpu, clock: StepClock, work: Work) -> None:
+    """As the training loop: the host queues all and waits for data only."""
+    with clock.pausing():
+        gpu.host += work.pause
+    for _ in range(work.micro_batches):
+        with clock.waiting():
+            gpu.host += work.wait
+        gpu.copying = True
+        with clock.copying():
+            gpu.copy(work.copy)
+        gpu.copying = False
+        gpu.wait_for_copies()
+        gpu.host += work.launch
+        for part, seconds in (("forward", work.forward), ("backward", work.backward)):
+            computing(gpu, clock, part, seconds)  # type: ignore[arg-type]
+    computing(gpu, clock, "optimizer", work.optimizer)
+    clock.step_done()
+
+
+def computing(gpu: FakeGpu, clock: StepClock, part: Part, seconds: float) -> None:
+    with clock.computing(part):
+        gpu.compute(seconds)
+
+
+def one_step(work: Work) -> StepTimes:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    run_step(gpu, clock, work)
+    (times,) = clock.finished(wait=True)
+    return times
+
+
+def test_a_gap_is_copy_then_wait_then_other_with_its_pause() -> None:
+    work = Work(pause=5.0, wait=2.0, launch=0.5, copy=0.25, forward=1.0, backward=2.0, optimizer=0.5)
+    times = one_step(work)
+    assert times.step_s == 11.0, "the copy runs while the host launches"
+    assert (times.forward_s, times.backward_s, times.optimizer_s) == (1.0, 2.0, 0.5)
+    assert (times.h2d_s, times.data_s) == (0.25, 2.0)
+    assert (times.other_s, times.pause_s) == (5.25, 5.0)
+
+
+def test_waits_and_pauses_hidden_behind_computing_are_none() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    run_step(gpu, clock, Work(forward=10.0))
+    run_step(gpu, clock, Work(pause=3.0, wait=4.0, copy=1.0, backward=2.0))
+    _, times = clock.finished(wait=True)
+    assert (times.step_s, times.backward_s) == (2.0, 2.0)
+    assert (times.data_s, times.h2d_s, times.other_s, times.pause_s) == (0.0, 0.0, 0.0, 0.0)
 
 
 def test_waits_between_micro_batches_count() -> None:
-    times = split(0.0, computed=[(0.0, 1.0), (3.0, 4.0)], copied=[], waited=2.0)
-    assert (times.gpu_s, times.data_s) == (2.0, 2.0)
+    times = one_step(Work(wait=2.0, forward=0.5, micro_batches=2))
+    assert times.forward_s == 1.0
+    assert times.data_s == 3.5, "the second wait began while the device still computed for half a second"
 
 
-@given(
-    lengths=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5)), min_size=1, max_size=4),
-    copies=st.floats(0, 10),
-    waited=st.floats(0, 30),
-)
-def test_device_parts_are_never_negative_and_add_up(
-    lengths: list[tuple[float, float]], copies: float, waited: float
+seconds = st.floats(0, 5)
+works = st.builds(Work, seconds, seconds, seconds, seconds, seconds, seconds, seconds, st.integers(1, 3))
+
+
+@given(st.lists(works, min_size=1, max_size=6))
+def test_whatever_happens_the_parts_of_a_device_step_add_up_and_computing_is_what_was_computed(
+    steps: list[Work],
 ) -> None:
-    now, computed = 0.0, []
-    for gap, length in lengths:
-        computed.append((now + gap, now + gap + length))
-        now += gap + length
-    times = split(0.0, computed, [(0.0, copies)], waited)
-    # events count in milliseconds of float32 on a GPU; here float64, so only rounding is left
-    for part in (times.data_s, times.h2d_s, times.gpu_s, times.other_s):
-        assert part >= -1e-9
-    assert times.data_s + times.h2d_s + times.gpu_s + times.other_s == pytest.approx(times.step_s)
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    done = []
+    for work in steps:
+        run_step(gpu, clock, work)
+        done += clock.finished()
+    assert gpu.synchronized == 0, "the host never waits for the device because of the clock"
+    done += clock.finished(wait=True)
+    # The fake's seconds are float64, so only rounding is left; the sums are at most some 300 s.
+    near = 1e-10
+    for work, times in zip(steps, done, strict=True):
+        assert sum(all_parts(times)) == pytest.approx(times.step_s, rel=1e-12, abs=near)
+        assert min(all_parts(times)) >= -near
+        assert -near <= times.pause_s <= times.other_s + near
+        assert times.forward_s == pytest.approx(work.micro_batches * work.forward, abs=near)
+        assert times.backward_s == pytest.approx(work.micro_batches * work.backward, abs=near)
+        assert times.optimizer_s == pytest.approx(work.optimizer, abs=near)
+        assert times.data_s <= work.micro_batches * work.wait + near
+    assert sum(times.step_s for times in done) == pytest.approx(gpu.computed_until, abs=near), "no time is lost"
+
+
+def test_events_are_used_again_and_no_step_is_waited_for() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    work = Work(launch=0.125, copy=0.25, forward=1.0, backward=2.0, optimizer=0.5, micro_batches=2)
+    done: list[StepTimes] = []
+    for number in range(1000):
+        run_step(gpu, clock, work)
+        # A real host cannot run ahead for ever either; this one is two steps ahead of the device.
+        gpu.host = max(gpu.host, gpu.computed_until - 2 * 6.5)
+        done += clock.finished()
+        assert number - len(done) <= 3
+    assert gpu.synchronized == 0
+    events_per_step = 2 * (2 * 3 + 1)
+    assert len(gpu.events) <= 4 * events_per_step + 1
+    # An event that was recorded anew before its step was read would have given other seconds.
+    assert {(times.forward_s, times.backward_s, times.optimizer_s) for times in done} == {(2.0, 4.0, 0.5)}
+
+
+def test_computing_that_seems_longer_than_its_step_fills_it_and_no_more() -> None:
+    """CUDA rounds each stretch to half a microsecond for itself."""
+
+    class Rounded(FakeEvent):
+        def elapsed_time(self, end: FakeEvent, /) -> float:
+            return super().elapsed_time(end) + 0.0005 * (end.at - self.at < 5)
+
+    gpu = FakeGpu()
+    clock = CudaClock(lambda: Rounded(gpu), lambda: gpu.host)
+    run_step(gpu, clock, Work(forward=2.0, backward=3.0, optimizer=1.0))
+    (times,) = clock.finished(wait=True)
+    assert times.step_s == 6.0
+    assert times.gpu_s == pytest.approx(6.0, rel=1e-12)
+    assert times.other_s >= -1e-12
 
 
 @pytest.mark.gpu
@@ -122,12 +278,15 @@ def test_a_gpu_step_is_timed_by_the_gpu() -> None:
     clock = make_clock(torch.device("cuda"))
     x = torch.randn(2000, 2000, device="cuda")
     for _ in range(3):
-        with clock.computing():
-            x = x @ x / 2000
+        for part in ("forward", "backward", "optimizer"):
+            with clock.computing(part):  # type: ignore[arg-type]
+                x = x @ x / 2000
         clock.step_done()
     done = clock.finished(wait=True)
     assert len(done) == 3
-    assert all(0 < times.gpu_s <= times.step_s for times in done)
+    for times in done:
+        assert min(times.forward_s, times.backward_s, times.optimizer_s) > 0
+        assert times.gpu_s <= times.step_s
 
 
 def test_a_cpu_gets_the_host_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vesuvius.data.box import Box, shape_of, slices
 from vesuvius.data.plan import Task
 from vesuvius.data.reader import Block, BlockReport, ReaderJob, head_of, regions_in
+from vesuvius.data.wait_time import WaitTime
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,20 @@ class Cutter:
         job: what was read.
         blocks: the blocks of consecutive tasks, in order.
         on_report: called with what the reader says of itself in each block.
+
+    Attributes:
+        starved: the time in which there was no block to cut from.
     """
 
     def __init__(self, job: ReaderJob, blocks: Iterator[Block], on_report: Callable[[BlockReport], None]) -> None:
         self._job = job
         self._blocks = blocks
         self._on_report = on_report
+        self.starved = WaitTime()
 
     def patches(self) -> Generator[Patch]:
         """The patches in the order of the samples.  A region is let go once the last of its task is cut."""
-        for first_block in self._blocks:
+        while (first_block := self._next_block()) is not None:
             task, regions = self._take_regions(first_block)
             del first_block
             for index in range(task.first, task.stop):
@@ -66,7 +71,13 @@ class Cutter:
             self._on_report(head.report)
             if len(regions) == len(slots):
                 return task, regions
-            block = next(self._blocks)
+            following = self._next_block()
+            assert following is not None, f"a task must come whole; got {len(regions)} of {len(slots)} blocks"
+            block = following
+
+    def _next_block(self) -> Block | None:
+        with self.starved:
+            return next(self._blocks, None)
 
     def _cut(self, index: int, regions: dict[int, _Region]) -> Patch:
         attempt, box, arrays = regions[self._job.plan.slot_of(index)]

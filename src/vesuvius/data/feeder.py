@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from vesuvius.data.cutter import Cutter
 from vesuvius.data.reader import ReaderJob
+from vesuvius.data.wait_time import WaitTime
 from vesuvius.errors import ConfigError
 
 # A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
@@ -36,6 +38,31 @@ class Batch:
     patches: NDArray[Any]
     indices: NDArray[np.int64]
     condition: NDArray[Any] | None = None
+
+
+@dataclass(frozen=True)
+class FeederFigures:
+    """What feeders have done so far.
+
+    Attributes:
+        cut_s: copying patches out of regions into batches.
+        starved_s: waiting for blocks of the readers; with `workers: 0`, in which nobody else reads, reading them.
+        full_s: waiting for a free place, because enough batches were ready.
+        batches: handed over.
+        ran_empty: times that a batch was asked for and none was ready.
+        delivered_bytes: of the patches and conditions handed over.
+    """
+
+    cut_s: float = 0.0
+    starved_s: float = 0.0
+    full_s: float = 0.0
+    batches: int = 0
+    ran_empty: int = 0
+    delivered_bytes: int = 0
+
+    def plus(self, other: FeederFigures) -> FeederFigures:
+        """Of both together."""
+        return FeederFigures(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Feeder:
@@ -71,6 +98,10 @@ class Feeder:
             )
         self._job = job
         self._patches = cutter.patches()
+        self._starved = cutter.starved
+        self._full = WaitTime()
+        self._cut_s = 0.0
+        self._delivered = FeederFigures()
         self._batch_size = batch_size
         self._expected = first
         self._rings = [itertools.cycle(ring) for ring in rings]
@@ -90,6 +121,7 @@ class Feeder:
         if len(self.held) == HELD:
             self.held.popleft()
             self._free.release()
+        empty = self._ready.empty()
         ready = self._ready.get()
         if not isinstance(ready, Batch):
             self._ended = True
@@ -97,7 +129,15 @@ class Feeder:
                 raise ready
             return None
         self.held.append(ready)
+        size = ready.patches.nbytes + (0 if ready.condition is None else ready.condition.nbytes)
+        self._delivered = self._delivered.plus(FeederFigures(batches=1, ran_empty=empty, delivered_bytes=size))
         return ready
+
+    @property
+    def figures(self) -> FeederFigures:
+        """What it has done so far.  Any thread may ask."""
+        spent = FeederFigures(cut_s=self._cut_s, starved_s=self._starved.seconds, full_s=self._full.seconds)
+        return self._delivered.plus(spent)
 
     def stop(self) -> None:
         """Have the thread end after the patch in hand.  Does not wait."""
@@ -110,8 +150,10 @@ class Feeder:
 
     def _run(self) -> None:
         try:
-            while self._free.acquire() and not self._stopped.is_set():
+            while not self._wait_for_place():
+                started, starved_s = time.perf_counter(), self._starved.seconds
                 batch = self._next()
+                self._cut_s += time.perf_counter() - started - (self._starved.seconds - starved_s)
                 self._ready.put(batch)
                 if batch is None:
                     return
@@ -119,6 +161,12 @@ class Feeder:
             self._ready.put(error)
         finally:
             self._patches.close()  # lets go of the regions
+
+    def _wait_for_place(self) -> bool:
+        """Until there is a free buffer; returns whether the feeder was stopped."""
+        with self._full:
+            self._free.acquire()
+        return self._stopped.is_set()
 
     def _next(self) -> Batch | None:
         shape = (self._batch_size, *self._job.plan.patch_zyx)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, Self, TypedDict
 from numpy.typing import NDArray
 
 from vesuvius.data.cutter import Cutter
-from vesuvius.data.feeder import Batch, Feeder
+from vesuvius.data.feeder import Batch, Feeder, FeederFigures
 from vesuvius.data.plan import Task
 from vesuvius.data.reader import Block, BlockReport, Reader, ReaderJob, RegionKey, check_quarantine
 from vesuvius.data.stream_options import (
@@ -35,12 +35,9 @@ _EVENTS_KEPT = 10_000
 
 
 @dataclass
-class ReaderFigures:
-    """What a reader process said of itself, added up over its blocks; attributes as in `BlockReport`."""
+class ReaderTotals:
+    """What readers have done, added up over their blocks; attributes as in `BlockReport`."""
 
-    node: str = ""
-    rss_anon_bytes: int | None = None
-    rss_anon_peak_bytes: int | None = None
     read_s: float | None = None
     decode_s: float = 0.0
     bytes_read: int = 0
@@ -52,10 +49,6 @@ class ReaderFigures:
 
     def add(self, report: BlockReport) -> None:
         """Take one block's report in."""
-        self.node = report.node
-        self.rss_anon_bytes = report.rss_anon_bytes
-        if report.rss_anon_bytes is not None:
-            self.rss_anon_peak_bytes = max(self.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
         if report.read_s is not None:
             self.read_s = (self.read_s or 0.0) + report.read_s
         for name in _SUMMED:
@@ -63,6 +56,23 @@ class ReaderFigures:
 
 
 _SUMMED = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
+
+
+@dataclass
+class ReaderFigures(ReaderTotals):
+    """What one reader process said of itself: what it has done, and as which process."""
+
+    node: str = ""
+    rss_anon_bytes: int | None = None
+    rss_anon_peak_bytes: int | None = None
+
+    def add(self, report: BlockReport) -> None:
+        """Take one block's report in."""
+        super().add(report)
+        self.node = report.node
+        self.rss_anon_bytes = report.rss_anon_bytes
+        if report.rss_anon_bytes is not None:
+            self.rss_anon_peak_bytes = max(self.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
 
 
 EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured"]
@@ -148,11 +158,13 @@ class PatchStream(Iterator[Batch]):
         self._buffers = (buffers, condition_buffers)
         self._pids: dict[str, int] = {}
         self.readers: dict[int, ReaderFigures] = {}
+        self._totals = ReaderTotals()
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
         self.quarantined = list(quarantined)
-        self._session: Any = None  # a ray_stream.Session, whose module is not imported without workers
+        self._session: Any = None  # a ray_session.Session, whose module is not imported without workers
         self._source: BlockSource | None = None
         self._feeder: Feeder | None = None
+        self._fed = FeederFigures()
         self._delivered = 0
         self._held: list[Batch] = []
         try:
@@ -243,6 +255,22 @@ class PatchStream(Iterator[Batch]):
         return {pid: value for pid, value in memory.items() if value is not None}
 
     @property
+    def options(self) -> StreamOptions:
+        """As they are now; `reconfigure` changes them."""
+        return self._options
+
+    @property
+    def reader_totals(self) -> ReaderTotals:
+        """What all readers have done since the stream was opened, those that have ended included.  Never falls."""
+        return replace(self._totals)
+
+    @property
+    def feeder_figures(self) -> FeederFigures:
+        """What has become of it in this process since the stream was opened.  Never falls."""
+        feeder, fed = self._feeder, self._fed
+        return fed if feeder is None else fed.plus(feeder.figures)
+
+    @property
     def store_peak_bytes(self) -> int | None:
         """Most bytes seen in use in Ray's object store since the stream was opened; None without Ray."""
         return getattr(self._source, "store_peak_bytes", None)
@@ -272,14 +300,20 @@ class PatchStream(Iterator[Batch]):
             self._feeder.join()
         if self._source is not None:
             self._source.close()
-        self._held = list(self._feeder.held) if self._feeder is not None else self._held
-        self._feeder = self._source = None
+        if self._feeder is not None:
+            self._held = list(self._feeder.held)
+            feeder, self._feeder = self._feeder, None
+            self._fed = self._fed.plus(feeder.figures)
+        self._source = None
 
     def _open_source(self) -> BlockSource:
         job, options = self._job, self._options
         if options.workers == 0:
             return _LocalBlocks(job, self._next_sample, self._stop)
-        from vesuvius.data import ray_stream  # Ray takes a second to import and is not needed with workers: 0
+        from vesuvius.data import (  # Ray takes a second to import and is not needed with workers: 0
+            ray_session,
+            ray_stream,
+        )
 
         need = (options.workers, job.world, store_bytes(job, options))
         if self._session is not None and not self._session.fits(*need):
@@ -287,7 +321,7 @@ class PatchStream(Iterator[Batch]):
             self._session = None
         if self._session is None:
             check_store(job, options)
-            self._session = ray_stream.Session(options.cluster, *need)
+            self._session = ray_session.Session(options.cluster, *need)
         return ray_stream.RayBlocks(
             job,
             self._next_sample,
@@ -302,18 +336,34 @@ class PatchStream(Iterator[Batch]):
         """On the feeder's thread."""
         before = self._pids.get(report.actor)
         self._pids[report.actor] = report.pid
-        if before not in (None, report.pid):
-            self.readers.pop(before, None)
-            self._event(
-                "reader_died",
-                f"reader {before} on {report.node} was killed or died; reader {report.pid} read its task again",
-                {"pid": before, "node": report.node, "new_pid": report.pid},
-            )
+        if before is not None and before != report.pid:
+            self._reader_died(before, report)
         while len(self._pids) > 2 * max(self._options.workers, 1):  # readers of executions that are over
             self.readers.pop(self._pids.pop(next(iter(self._pids))), None)
         self.readers.setdefault(report.pid, ReaderFigures()).add(report)
+        self._totals.add(report)
         for record in report.quarantined:
             self._quarantine(record)
+
+    def _reader_died(self, pid: int, report: BlockReport) -> None:
+        from vesuvius.data.ray_deaths import reader_death_cause  # only readers of Ray are replaced
+
+        figures = self.readers.pop(pid, None)
+        node = figures.node if figures else report.node
+        cause = reader_death_cause(pid, node)
+        self._event(
+            "reader_died",
+            f"reader {pid} on {node} was killed or died ({cause or 'Ray does not say why'}); reader {report.pid} read "
+            "its task again",
+            {
+                "pid": pid,
+                "node": node,
+                "new_pid": report.pid,
+                "exit_type": cause.exit_type if cause else None,
+                "exit_detail": cause.detail if cause else "",
+                "exit_time": cause.time if cause else None,
+            },
+        )
 
     def _quarantine(self, record: dict[str, Any]) -> None:
         if region_key(record) in {region_key(known) for known in self.quarantined}:

@@ -90,7 +90,7 @@ class DeviceFeed:
         else:
             with clock.copying():
                 raw = [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
-        with clock.computing():
+        with clock.computing("forward"):
             return self._augmented(batch, *raw)
 
     def _wait_for_slot(self) -> None:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from vesuvius.config import Config
-from vesuvius.data.stream import ReaderFigures
 from vesuvius.engine.outcome import StepOutcome, StepResult
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.replay_file import MicroBatch, ReplayWriter
+from vesuvius.engine.verdicts import DataPath, Verdicts, telemetry
 from vesuvius.errors import NonFiniteError
 from vesuvius.observe.clock import StepClock, StepTimes
 from vesuvius.observe.logfile import StepFigures, step_line
-from vesuvius.observe.memory import MemoryUse
 from vesuvius.observe.metrics import Metrics
+from vesuvius.observe.system.rates import Rates
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +35,6 @@ class _Launched:
     batches: Sequence[MicroBatch]
 
 
-def _reader_sums(readers: list[ReaderFigures]) -> dict[str, float]:
-    """What the living readers have done so far, all together."""
-    names = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
-    sums: dict[str, float] = {name: sum(getattr(reader, name) for reader in readers) for name in names}
-    return sums | {"read_s": sum(reader.read_s or 0.0 for reader in readers)}
-
-
 def _name_samples(offending: list[tuple[int, int]], limit: int = 4) -> str:
     """Which samples have no finite loss, the first few with their timesteps.  Pure."""
     if not offending:
@@ -51,12 +44,13 @@ def _name_samples(offending: list[tuple[int, int]], limit: int = 4) -> str:
 
 
 class StepReporter:
-    """Logs steps once the device has finished them, and keeps those that were not finite.
+    """Logs steps once the device has finished them, judges what holds them up, and keeps those that were not finite.
 
     Args:
         progress: of the run; its pace is kept here.
-        memory: returns the latest memory use.
-        readers: what the reader processes last said.
+        ram: returns bytes in use and their limit.
+        path: the stream that the steps are fed by.
+        rates: returns how busy the machine is; None = not known.
         on_logged: called with the number of each step that was logged (a progress bar).
         replays: keeps the batches of steps that were not finite.
     """
@@ -68,8 +62,9 @@ class StepReporter:
         clock: StepClock,
         metrics: Metrics,
         progress: Progress,
-        memory: Callable[[], MemoryUse],
-        readers: Mapping[int, ReaderFigures],
+        ram: Callable[[], tuple[int, int]],
+        path: DataPath,
+        rates: Callable[[], Rates | None],
         on_logged: Callable[[int], None],
         replays: ReplayWriter,
     ) -> None:
@@ -78,8 +73,9 @@ class StepReporter:
         self._clock = clock
         self._metrics = metrics
         self._progress = progress
-        self._memory = memory
-        self._readers = readers
+        self._ram = ram
+        self._path = path
+        self._verdicts = Verdicts(config, device, metrics, path, rates)
         self._on_logged = on_logged
         self._launched: deque[_Launched] = deque()
         self._replays = replays
@@ -99,18 +95,25 @@ class StepReporter:
         for times in self._clock.finished(wait):
             self._report(self._launched.popleft(), times)
 
+    def finish(self) -> None:
+        """Behind the last step of a session: log what is left, and what held it up.  Raises as `report`."""
+        self.report(wait=True)
+        self._verdicts.finish()
+
     def _report(self, launched: _Launched, times: StepTimes) -> None:
         outcome = launched.result.read()
         figures = self._gather(launched, outcome, times)
         log.info(step_line(figures))
-        record = asdict(figures) | asdict(times) | {"other_s": times.other_s, "sample_index": launched.first_sample}
+        record = asdict(figures) | asdict(times) | {"gpu_s": times.gpu_s, "other_s": times.other_s}
+        record |= {"sample_index": launched.first_sample}
         record |= {"samples_total": launched.first_sample + figures.samples}
         record |= {"session_s": self._progress.session_s, "total_s": self._progress.total_s}
         for pair in ("ram_bytes", "vram_bytes"):
             record[pair.replace("_", "_used_")], record[pair.replace("_", "_limit_")] = record.pop(pair) or (None, None)
         del record["times"]
-        record["readers"] = _reader_sums(list(self._readers.values()))
+        record |= telemetry(self._path)
         self._metrics.write("step", **record, finite=outcome.finite, scaler_overflow=outcome.overflowed)
+        self._verdicts.add(launched.step, times, figures.vram_bytes)
         self._on_logged(launched.step)
         if not (outcome.finite or outcome.overflowed):
             self._nonfinite(launched, outcome)
@@ -153,10 +156,9 @@ class StepReporter:
             )
 
     def _gather(self, launched: _Launched, outcome: StepOutcome, times: StepTimes) -> StepFigures:
-        config, memory = self._config, self._memory()
+        config, workers = self._config, self._path.options.workers
         self._progress.pace.append(times.step_s)
-        workers = config.training.workers
-        peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._readers.values())]
+        peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._path.readers.values())]
         return StepFigures(
             step=launched.step,
             steps=config.stop_step,
@@ -168,7 +170,7 @@ class StepReporter:
             times=times,
             samples=config.global_batch,
             vram_bytes=self._vram(),
-            ram_bytes=(memory.used_bytes, memory.limit_bytes),
+            ram_bytes=self._ram(),
             workers=workers,
             worker_max_bytes=max(peaks) if workers and peaks else None,
             eta_s=self._progress.remaining_s(config.stop_step, launched.step) or 0.0,

@@ -29,6 +29,7 @@ from vesuvius.engine.averages import MovingAverage, average_decays, load_average
 from vesuvius.engine.outcome import StepResult
 from vesuvius.engine.transfer import to_device
 from vesuvius.errors import ConfigError
+from vesuvius.observe.clock import Timed, untimed
 
 AmpMode = Literal["off", "bf16", "fp16"]
 
@@ -38,6 +39,7 @@ class TrainStep:
 
     Attributes:
         averages: by name; the first is "ema".
+        updating: weights, moments and averages are being changed; where an error ended that, they are of no use.
     """
 
     def __init__(self, config: Config, network: nn.Module, schedule: Schedule, device: torch.device) -> None:
@@ -51,6 +53,7 @@ class TrainStep:
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
         decays = average_decays(config.training)
         self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
+        self.updating = False
         self._loss = torch.zeros((), device=device)
         self._losses: list[Tensor] = []
         self._nonfinite_in_a_row = torch.zeros((), device=device)
@@ -66,7 +69,12 @@ class TrainStep:
         return ("raw", *self.averages)
 
     def accumulate(
-        self, x_0: Tensor, indices: NDArray[np.int64], t: NDArray[np.int64], condition: Condition = NO_CONDITION
+        self,
+        x_0: Tensor,
+        indices: NDArray[np.int64],
+        t: NDArray[np.int64],
+        condition: Condition = NO_CONDITION,
+        timed: Timed = untimed,
     ) -> None:
         """Add the gradient of one micro-batch.
 
@@ -75,24 +83,36 @@ class TrainStep:
             indices: sample indices [B]; the noise, and whether the condition is shown, follow from them.
             t: timesteps [B].
             condition: of the same samples, on the device.
+            timed: `computing` of a clock.
         """
         seed = self._config.seed
-        eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
-        t_device = to_device(torch.from_numpy(t), self._device)
-        x_t = self._schedule.q_sample(x_0, eps, t_device)
-        if not condition.empty:
-            keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
-            condition = condition.kept(to_device(torch.from_numpy(keep), self._device))
-        with autocast(self._device, self.amp):
-            prediction = self._forward(condition.joined(x_t), t_device, condition.scalars)
-        per_sample = loss_per_sample(prediction, x_0, eps, t_device, self._schedule, self._config.diffusion)
-        loss = per_sample.sum() / self._config.global_batch
-        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self._loss += loss.detach()
-        self._losses.append(per_sample.detach())
+        with timed("forward"):
+            eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
+            t_device = to_device(torch.from_numpy(t), self._device)
+            x_t = self._schedule.q_sample(x_0, eps, t_device)
+            if not condition.empty:
+                keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
+                condition = condition.kept(to_device(torch.from_numpy(keep), self._device))
+            with autocast(self._device, self.amp):
+                prediction = self._forward(condition.joined(x_t), t_device, condition.scalars)
+            per_sample = loss_per_sample(prediction, x_0, eps, t_device, self._schedule, self._config.diffusion)
+            loss = per_sample.sum() / self._config.global_batch
+        with timed("backward"):
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self._loss += loss.detach()
+            self._losses.append(per_sample.detach())
 
-    def apply(self, lr: float) -> StepResult:
-        """Update the weights with the accumulated gradient, if it is finite, and start the next one."""
+    def apply(self, lr: float, timed: Timed = untimed) -> StepResult:
+        """Update the weights with the accumulated gradient, if it is finite, and start the next one.
+
+        Args:
+            lr: learning rate.
+            timed: `computing` of a clock.
+        """
+        with timed("optimizer"):
+            return self._apply(lr)
+
+    def _apply(self, lr: float) -> StepResult:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         scale = torch.ones((), device=self._device)
@@ -105,6 +125,7 @@ class TrainStep:
         # The fused AdamW leaves weights, moments and step counts alone where this flag is set: the contract that
         # torch's own GradScaler uses (`_step_supports_amp_scaling`), without its sync.
         self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
+        self.updating = True
         self.optimizer.step()
         del self.optimizer.found_inf  # type: ignore[attr-defined]
         if self.amp == "fp16":
@@ -115,6 +136,7 @@ class TrainStep:
         result = StepResult(scalars, self._losses)
         self.optimizer.zero_grad(set_to_none=True)
         self._loss, self._losses = torch.zeros((), device=self._device), []
+        self.updating = False  # not before: what is allocated here may fail, and the step is not counted yet
         return result
 
     def _judge(self, grad_norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,171 @@
+"""Ray itself: started, or connected to, once for a process, and ended with the last stream that uses it.
+
+Sets Ray's environment, so it is imported before Ray is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from unittest import mock
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# A reader's error reaches the trainer and is reported there in one line; Ray Data would print its tracebacks first.
+os.environ.setdefault("RAY_DATA_LOG_LEVEL", "CRITICAL")
+# Ray's C++ core prints its internal errors to the terminal of the trainer, two of them in every healthy run.
+os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+
+import ray
+import ray._private.utils
+import ray._private.worker
+
+from vesuvius.config import ClusterConfig
+from vesuvius.errors import ConfigError, one_line
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 3.0
+
+
+class Session:
+    """A use of Ray by one stream: a private Ray that the first use starts and the last one ends, a named cluster, or
+    whatever Ray this process is already connected to.
+
+    Args:
+        store_bytes: size of a private Ray's object store.
+
+    Raises:
+        ConfigError: the cluster does not answer.
+    """
+
+    _uses: ClassVar[int] = 0
+    _ours: ClassVar[bool] = False
+    # Ray prints what its daemons report, such as tasks of readers that were ended on purpose, to the terminal.
+    _messages: ClassVar[Any] = mock.patch.object(
+        ray._private.worker, "print_to_stdstream", lambda data, *_, **__: log.debug("Ray: %s", data.get("lines"))
+    )
+
+    def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
+        self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
+        if not ray.is_initialized():
+            start_ray(config, self._cpus, store_bytes)
+            Session._ours = True
+            Session._messages.start()
+        Session._uses += 1
+        self._open = True
+
+    def fits(self, workers: int, ranks: int, store_bytes: int) -> bool:
+        """Whether other readers can run without starting Ray anew; on a cluster of others that is up to Ray."""
+        return not Session._ours or (_cpus(workers, ranks) <= self._cpus and store_bytes <= self._store_bytes)
+
+    def close(self) -> None:
+        """End this use, and Ray with the last one where a use started it.  Safe to call again."""
+        if not self._open:
+            return
+        self._open = False
+        Session._uses -= 1
+        if Session._uses == 0 and Session._ours:
+            Session._ours = False
+            _join_data_threads()
+            ray.shutdown()
+            Session._messages.stop()
+
+
+def _cpus(workers: int, ranks: int) -> int:
+    """CPUs that Ray must believe in.
+
+    Fewer than actors and Ray would silently run fewer readers; twice as many readers live while one execution hands
+    over to the next.
+    """
+    return max(os.cpu_count() or 1, 2 * workers + ranks + 1)
+
+
+def _join_data_threads() -> None:
+    """Wait for the threads in which Ray Data fetched blocks: one that calls Ray after its shutdown ends the process."""
+    deadline = time.monotonic() + _JOIN_S
+    for thread in threading.enumerate():
+        if thread.name == "iter_threaded":
+            thread.join(max(deadline - time.monotonic(), 0))
+        elif thread.name == "Prefetcher":  # may sleep for ever once it is stopped
+            thread.join(0.2)
+
+
+def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
+    """Start a private Ray with an object store of `store_bytes`, or connect to the cluster that the config names.
+
+    Does nothing where Ray is up already.  Leaves the process's signal handlers as they are.
+
+    Raises:
+        ConfigError: the cluster does not answer.
+    """
+    if ray.is_initialized():
+        return
+    settings: dict[str, Any] = {
+        "address": "local",
+        "include_dashboard": False,
+        "object_store_memory": store_bytes,
+        "num_cpus": cpus,
+    }
+    if config.address is not None:
+        _check_cluster(config.address)
+        settings = {"address": config.address}
+    try:
+        # ray.init would take SIGTERM and exit from wherever the process is; the trainer could not save.  Giving it back
+        # afterwards is too late: a signal in between has left locks held for ever.
+        with _sigterm_blocked(), _without_stderr(), mock.patch.object(ray._private.utils, "set_sigterm_handler"):
+            ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"Ray must start or answer; got cluster.address={config.address!r}: {one_line(error)}; start one with "
+            "`ray start --head`, set cluster.address=null for a private one, or training.workers=0 to do without"
+        ) from error
+
+
+def _check_cluster(address: str) -> None:
+    """Ray itself waits minutes for a cluster that is not there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # 'auto' and the like
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.address must name a running Ray cluster; got {address!r}: {one_line(error)}; start one with "
+            "`ray start --head`, or set cluster.address=null for a private one"
+        ) from error
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Hold SIGTERM back, also from all processes that are started meanwhile, and those that they start.
+
+    A scheduler sends it to all processes of a job: without its daemons Ray would abort this process, which has yet to
+    save.  Ray ends them by SIGKILL where SIGTERM does not.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # Ray's C++ core has put its own before it
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drop what is written to file descriptor 2: Ray's C++ core announces there which log level it was given."""
+    saved = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

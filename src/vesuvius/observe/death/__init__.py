@@ -1,0 +1,1 @@
+"""After a kill: the evidence, the cause and the remedy."""
