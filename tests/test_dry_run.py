@@ -47,6 +47,34 @@ def test_the_dry_run_plans_the_memory_of_a_gpu(tiny_config: WriteConfig, capsys:
     assert "WARN       train_batch_size" not in text
 
 
+def test_the_dry_run_plans_the_memory_of_the_host(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "training.workers=2") == 0
+    text = capsys.readouterr().out
+    for fact in (
+        r"host RAM +[\d.]+ GiB at the peak, planned on this CPU",
+        r"readers +2 x [\d.]+ GiB: process",
+        r"store +[\d.]+ MiB in use at once, [\d.]+ GiB allowed",
+        r"Ray +[\d.]+ GiB for its own processes",
+        r"trainer +[\d.]+ GiB: process .* training step [\d.]+ MiB, copy of a checkpoint",
+        r"limit +[\d.]+ GiB \(",
+    ):
+        assert re.search(fact, text), fact
+    assert "WARN       memory" not in text
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "24") == 0
+    assert "planned on a GPU" in capsys.readouterr().out, "that the memory plan is for"
+
+
+def test_the_dry_run_warns_of_more_memory_than_there_is_and_its_workers_fit(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--dry-run", "monitor.ram_limit_gib=1.6", "training.epochs=9")
+    assert vesuvius_train(tiny_config(), *arguments, "training.workers=6") == 0
+    warning = re.search(r"WARN +memory should stay .*monitor.ram_limit_gib.* start with (\S+)", capsys.readouterr().out)
+    assert warning
+    assert vesuvius_train(tiny_config(), *arguments, warning[1]) == 0
+    assert "WARN       memory" not in capsys.readouterr().out
+
+
 def test_without_a_gpu_the_dry_run_says_what_it_assumes(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

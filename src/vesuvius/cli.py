@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train a model from a config file, or go on training it",
     "sample": "draw samples of a trained model",
     "volume": "describe, copy or make volumes",
+    "memcheck": "show the memory of a run, what limits it and how near a kill is; also of a dead one",
 }
 
 

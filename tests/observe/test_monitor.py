@@ -1,77 +1,213 @@
-"""The monitor thread: a line per window, the rest at the end, and it never ends a run."""
+"""The monitor: a record a window, the rest at the end, orders of the guard; and it never ends the run it watches."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.small_disk import fill, small_disk
-from vesuvius.config import MonitorConfig
-from vesuvius.observe.monitor import Monitor
+from vesuvius.observe.monitor import Monitor, MonitorPaths, Told
+from vesuvius.observe.recent import read_recent
 from vesuvius.observe.records import read_records
+from vesuvius.observe.risk.guard import Order
+from vesuvius.observe.risk.risk import Level, Limits
+from vesuvius.observe.system.look import Look, Watcher
+from vesuvius.observe.system.processes import ProcessUse
+from vesuvius.observe.vram import VramUse
+
+GIB = 2**30
+
+
+class ScriptedWatcher(Watcher):
+    """Looks of this process, whose memory is what a function of the number of the look says."""
+
+    def __init__(self, anon_bytes: Callable[[int], int]) -> None:
+        super().__init__(os.getpid())
+        self._anon_bytes = anon_bytes
+        self.looks = 0
+
+    def look(self) -> Look:
+        self.looks += 1
+        real = super().look()
+        return replace(real, processes=(_process(os.getpid(), self._anon_bytes(self.looks)),), shared_bytes=GIB // 4)
+
+
+def _process(pid: int, anon_bytes: int) -> ProcessUse:
+    return ProcessUse(
+        pid=pid,
+        parent=1,
+        name="python",
+        started_s=1.0,
+        state="S",
+        anon_bytes=anon_bytes,
+        shmem_bytes=0,
+        file_bytes=0,
+        swap_bytes=0,
+        cpu_s=0.0,
+        read_bytes=None,
+        written_bytes=None,
+    )
+
+
+def paths(place: Path) -> MonitorPaths:
+    return MonitorPaths(place / "system.jsonl", place / "monitor.log", place / "recent.jsonl")
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen in 30 s"
+        time.sleep(0.01)
 
 
 def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(tmp_path: Path) -> None:
-    config = MonitorConfig(sample_every_s=0.05, write_every_s=0.2)
-    with Monitor(config, tmp_path / "system.jsonl", tmp_path / "monitor.log", lambda: {123: 2**30}):
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "monitor.log").read_text() and time.monotonic() < deadline:
-            time.sleep(0.01)
+    watcher = ScriptedWatcher(lambda look: look * 2**20)
+    shared: list[dict[str, Any]] = []
+    with Monitor(
+        paths(tmp_path), Limits(), watcher, sample_every_s=0.05, write_every_s=0.2, on_record=shared.append
+    ) as monitor:
+        monitor.told = Told(step=7, readers={123: GIB})
+        wait_until(lambda: len((tmp_path / "monitor.log").read_text().splitlines()) > 1)
     records = read_records(tmp_path / "system.jsonl")
-    assert records[0]["samples"] == 4
+    assert shared == records
+    assert [record["samples"] for record in records[:2]] == [4, 4]
     assert 1 <= records[-1]["samples"] <= 4
-    for record in records:
-        used = record["used_bytes"]
-        assert 0 < used["min"] <= used["mean"] <= used["max"] < record["limit_bytes"]
-        assert record["reader_anon_bytes"] == {"123": 2**30}
+    assert sum(record["samples"] for record in records) == watcher.looks - 1, "the first look is that of the start"
+    for record in records[1:]:
+        low, mean, high = record["trainer_bytes"]
+        assert high - low == (record["samples"] - 1) * 2**20
+        assert low <= mean <= high
+        assert record["used_bytes"][0] == low + GIB // 4 < record["limit_bytes"]
+        assert record["readers"] == {"123": GIB}
+        assert record["step"] == 7
+        assert record["vram"] is None
+    assert records[1]["monitor_cores"] > 0
     for line in (tmp_path / "monitor.log").read_text().splitlines():
-        assert re.fullmatch(r"[\d-]{10} [\d:]{8} INFO ram_gib [\d.]+/[\d.]+ readers_gib 123:1\.00", line), line
+        assert re.fullmatch(
+            r"[\d-]{10} [\d:]{8} INFO ram_gib [\d.]+/[\d.]+ store_gib 0\.25 readers_gib (123:1\.00|-) vram_gib - "
+            r"gpu_pct - cores ([\d.]+/\d+|-) disk_mib_s (\d+|-) net_mib_s (\d+|-) swap_gib [\d.]+ risk LOW "
+            r"left_gib [\d.]+ monitor_pct ([\d.]+|-)",
+            line,
+        ), line
 
 
-def test_a_reader_table_that_fails_blinds_the_monitor_but_does_not_end_it(tmp_path: Path) -> None:
-    calls = []
+def test_each_look_is_in_the_ring_that_outlives_the_process(tmp_path: Path) -> None:
+    with Monitor(paths(tmp_path), Limits(), ScriptedWatcher(lambda look: look), sample_every_s=0.02) as monitor:
+        wait_until(lambda: len(read_recent(tmp_path / "recent.jsonl")) >= 3)
+        moments = monitor.moments()
+    kept = read_recent(tmp_path / "recent.jsonl")
+    assert kept[: len(moments)] == moments
+    assert [moment.trainer_bytes for moment in kept] == list(range(2, 2 + len(kept)))
 
-    def readers() -> dict[int, int]:
-        calls.append(1)
-        if len(calls) == 1:
+
+def test_the_guard_orders_once_and_again_after_it_was_obeyed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run's own limit is passed at once; nothing is left but to exit."""
+    orders: list[Order] = []
+    caplog.set_level(logging.INFO, "vesuvius")
+    limits = Limits(configured_bytes=4 * GIB)
+    watcher = ScriptedWatcher(lambda look: GIB if look < 4 else 4 * GIB - GIB // 4)
+    with Monitor(
+        paths(tmp_path), limits, watcher, sample_every_s=0.02, write_every_s=0.04, on_order=orders.append
+    ) as monitor:
+        wait_until(lambda: orders and watcher.looks > 10)
+        assert [order.rung for order in orders] == ["exit"]
+        assert monitor.risk.level == Level.CRITICAL
+        monitor.carried_out()
+        wait_until(lambda: len(orders) > 1)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1, warnings
+    assert "out of memory" in warnings[0]
+    assert "monitor.ram_limit_gib" in warnings[0]
+    assert read_records(tmp_path / "system.jsonl")[-1]["risk"] == "CRITICAL"
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [("warn", 1), ("off", 0)])
+def test_a_guard_that_may_not_act_orders_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Any, warnings: int
+) -> None:
+    orders: list[Order] = []
+    watcher = ScriptedWatcher(lambda look: 4 * GIB)
+    limits = Limits(configured_bytes=4 * GIB)
+    with Monitor(paths(tmp_path), limits, watcher, sample_every_s=0.02, guard=mode, on_order=orders.append):
+        wait_until(lambda: watcher.looks > 5)
+    assert orders == []
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == warnings
+
+
+def test_gpu_memory_is_written_as_a_window_too(tmp_path: Path) -> None:
+    class FakeVram:
+        reads = 0
+
+        def read(self) -> VramUse:
+            self.reads += 1
+            return VramUse(
+                allocated_bytes=self.reads,
+                reserved_bytes=10 * self.reads,
+                peak_bytes=100 - self.reads,
+                free_bytes=1000 - self.reads,
+                total_bytes=2000,
+                retries=0,
+                failures=0,
+            )
+
+    fake: Any = FakeVram()
+    with Monitor(
+        paths(tmp_path), Limits(), ScriptedWatcher(lambda look: look), fake, sample_every_s=0.02, write_every_s=0.06
+    ):
+        wait_until(lambda: (tmp_path / "monitor.log").read_text())
+    vram = read_records(tmp_path / "system.jsonl")[0]["vram"]
+    assert vram["reserved_bytes"] == [10, 20, 30]
+    assert vram["peak_bytes"] == 99
+    assert vram["free_bytes"] == 997
+
+
+def test_a_look_that_fails_blinds_the_monitor_but_does_not_end_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails_once(look: int) -> int:
+        if look == 2:
             raise RuntimeError("changed size during iteration")
-        return {}
+        return look
 
-    config = MonitorConfig(sample_every_s=0.02, write_every_s=0.04)
-    with Monitor(config, tmp_path / "system.jsonl", tmp_path / "monitor.log", readers):
-        deadline = time.monotonic() + 30
-        while len(calls) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+    watcher = ScriptedWatcher(fails_once)
+    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04):
+        wait_until(lambda: watcher.looks > 5)
     assert read_records(tmp_path / "system.jsonl")
+    assert "could not look at the run" in caplog.text
+
+
+def test_a_real_look_at_this_process_knows_what_it_holds(tmp_path: Path) -> None:
+    with Monitor(paths(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.05) as monitor:
+        used, limit = monitor.ram()
+        before = monitor.look.processes[0].anon_bytes
+        block = b"x" * 200 * 2**20
+        wait_until(lambda: monitor.look.processes[0].anon_bytes > before + 190 * 2**20)
+        assert len(block) < used + len(block) < limit
+        wait_until(lambda: monitor.rates() is not None)
 
 
 def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "vesuvius")
-    config = MonitorConfig(sample_every_s=0.02, write_every_s=0.02)
-    calls = []
-
-    def readers() -> dict[int, int]:
-        calls.append(1)
-        return {}
-
-    with small_disk(tmp_path, kib=64) as disk:
-        with Monitor(config, disk / "system.jsonl", disk / "monitor.log", readers):
+    watcher = ScriptedWatcher(lambda look: look)
+    with small_disk(tmp_path, kib=512) as disk:
+        with Monitor(paths(disk), Limits(), watcher, sample_every_s=0.02, write_every_s=0.02):
             ballast = fill(disk)
-            deadline = time.monotonic() + 60
-            while len(caplog.records) < 2 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            more = len(calls) + 5
-            while len(calls) < more and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: len(caplog.records) >= 2)
+            more = watcher.looks + 5
+            wait_until(lambda: watcher.looks > more)
             ballast.unlink()
-        assert len(read_records(disk / "system.jsonl")) == len(calls)
-        assert len((disk / "monitor.log").read_text().splitlines()) == len(calls)
+        assert len(read_records(disk / "system.jsonl")) == watcher.looks - 1
+        assert len((disk / "monitor.log").read_text().splitlines()) == watcher.looks - 1
     failing, working = caplog.records[:2], caplog.records[2:]
     assert all(" must be writable; got [Errno 28]" in record.getMessage() for record in failing)
     assert all(" is written again; 0 lines were lost" in record.getMessage() for record in working)

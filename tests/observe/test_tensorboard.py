@@ -27,9 +27,12 @@ TAGS = [
     "preview/histogram_distance",
     "preview/picture",
     "preview/spectrum_distance_db",
+    "time/backward_s",
     "time/data_s",
+    "time/forward_s",
     "time/gpu_s",
     "time/h2d_s",
+    "time/optimizer_s",
     "time/other_s",
     "time/samples_per_s",
     "time/step_s",
@@ -61,6 +64,9 @@ def step_record(step: int, **figures: Any) -> Record:
         "data_s": 0.5,
         "h2d_s": 0.25,
         "gpu_s": 1.0,
+        "forward_s": 0.25,
+        "backward_s": 0.625,
+        "optimizer_s": 0.125,
         "other_s": 0.25,
     }
     return record | figures

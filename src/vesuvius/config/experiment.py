@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -12,6 +12,8 @@ from vesuvius.config.model import ModelConfig
 from vesuvius.config.section import NonNegativeInt, Section
 from vesuvius.config.training import TrainingConfig
 
+Share = Annotated[float, Field(gt=0, lt=1)]
+
 
 def _check_name(name: str) -> str:
     if not name or name in {".", ".."} or not all(c.isalnum() or c in "._-" for c in name):
@@ -20,13 +22,41 @@ def _check_name(name: str) -> str:
 
 
 class MonitorConfig(Section):
-    """What is looked at beside the steps, and where it goes."""
+    """What is looked at beside the steps, where it goes, and when the guard steps in."""
 
-    sample_every_s: float = Field(1.0, gt=0, description="seconds between looks at memory")
+    sample_every_s: float = Field(1.0, gt=0, description="seconds between looks at memory, processors and GPUs")
     write_every_s: float = Field(
         10.0, gt=0, description="seconds between lines of system.jsonl (min, mean, max since the last)"
     )
     tensorboard: bool = Field(True, description="also write the records of metrics.jsonl for TensorBoard, into tb/")
+    prometheus_port: int | None = Field(
+        None, ge=1, le=65535, description="port on 127.0.0.1 where Prometheus may fetch the figures; null = none"
+    )
+    verdict_every: NonNegativeInt = Field(
+        50, description="optimizer steps between verdicts on what holds the run up; 0 = none"
+    )
+    data_share_good: Share = Field(0.15, description="waiting for data, copies or the host is fine below this share")
+    gpu_share_good: Share = Field(0.80, description="a run whose device computes more of the time is compute-bound")
+    guard: Literal["off", "warn", "act"] = Field(
+        "act", description="before memory runs out: act = fewer batches ahead, fewer readers, then save and exit 4"
+    )
+    ram_limit_gib: float | None = Field(
+        None, gt=0, description="memory that this run may use, with its readers, GiB; null = the cgroup's or machine's"
+    )
+    warn_at: Share = Field(0.80, description="share of the memory limit at which the log warns")
+    prefetch_at: Share = Field(0.84, description="share at which the guard halves the batches ahead")
+    worker_at: Share = Field(0.88, description="share at which the guard drops a reader")
+    exit_at: Share = Field(0.92, description="share at which the guard saves and exits; Ray kills readers at 0.95")
+
+    @model_validator(mode="after")
+    def _ladder_climbs(self) -> Self:
+        ladder = (self.warn_at, self.prefetch_at, self.worker_at, self.exit_at)
+        if sorted(ladder) != list(ladder):
+            raise ValueError(
+                "monitor.warn_at, prefetch_at, worker_at and exit_at must not fall; got "
+                f"{', '.join(f'{share:g}' for share in ladder)}; put them in order"
+            )
+        return self
 
 
 class ClusterConfig(Section):

@@ -7,10 +7,10 @@ import torch
 from vesuvius.config import Config
 from vesuvius.data.box import format_box
 from vesuvius.data.prepare import PreparedData
-from vesuvius.data.stream_options import StreamOptions, store_bytes
 from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, MemoryPlan, indexable_batch, largest_batch, plan_memory
 from vesuvius.engine.preflight import Preflight, doubts, preflight
+from vesuvius.engine.ram_plan import plan_ram, ram_limit, ram_warning
 from vesuvius.engine.run_dir import run_dir
 from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
 from vesuvius.observe.memory import GIB
@@ -26,7 +26,6 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, *, allo
     checkpoint = newest_checkpoint(run_dir(config).checkpoints) if resume else None
     found = preflight(config, resume, checkpoint, allow_drift)
     training, device = config.training, choose_device()
-    store_gib = store_bytes(found.data.job, StreamOptions.from_config(training, config.cluster)) / GIB
     return [
         f"run        {found.directory.path}, steps {_steps(config)}",
         *_resume_lines(config, found, resume),
@@ -35,7 +34,7 @@ def dry_run(config: Config, resume: bool, vram_gib: float | None = None, *, allo
         f"amp {resolve_amp(training.amp, device)}",
         f"batch      {training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",
         *_memory_lines(config, device, vram_gib),
-        f"readers    {training.workers} workers, object store {store_gib:.2f} GiB",
+        *_ram_lines(config, found, gpu=device.type == "cuda" or vram_gib is not None),
         *_fixed_lines(config, found),
         _disk_line(config, found),
         *(f"WARN       {doubt}" for doubt in doubts(config)),
@@ -141,6 +140,17 @@ def _too_large_lines(config: Config, plan: MemoryPlan, largest: int, vram_bytes:
     return [
         f"WARN       train_batch_size {plan.batch} will not fit: {plan.vram_bytes / GIB:.1f} GiB needed of "
         f"{vram_bytes / GIB:.1f} GiB; {remedy}"
+    ]
+
+
+def _ram_lines(config: Config, found: Preflight, gpu: bool) -> list[str]:
+    """The plan of the host's memory, and what it may use."""
+    plan, limit = plan_ram(config, found.data, gpu), ram_limit(config)
+    warning = ram_warning(config, found.data, plan, limit)
+    return [
+        *plan.lines(),
+        f"  limit    {_size(limit.limit_bytes)} ({limit.whose})",
+        *([f"WARN       {warning}"] if warning else []),
     ]
 
 

@@ -95,12 +95,13 @@ class Milestones:
         self.record_failures()
         return failure
 
-    def save_after_error(self) -> None:
-        """Save what there is; the error on its way out is the one to report."""
+    def save_after_error(self) -> int | None:
+        """Save what there is, and return its step; the error on its way out is the one to report."""
         try:
-            self.save_last()
+            return None if self.save_last() else self._progress.step
         except Exception:
             log.exception("no checkpoint could be saved behind step %d", self._progress.step)
+            return None
 
     def record_failures(self) -> None:
         """Write down which saves have failed; the writer has logged them."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from vesuvius.config import Config
 from vesuvius.config_file import dump_config
@@ -20,7 +19,10 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.checkpoint_writer import CheckpointWriter
 from vesuvius.engine.conditioning import Conditioner
+from vesuvius.engine.deaths import Deaths, log_killed_session
 from vesuvius.engine.device import DeviceFeed
+from vesuvius.engine.gpu_memory import gpu_memory_error, is_gpu_memory_error
+from vesuvius.engine.memory_acts import MemoryActs
 from vesuvius.engine.milestones import Milestones
 from vesuvius.engine.network import build_network
 from vesuvius.engine.preflight import Preflight, preflight
@@ -34,13 +36,14 @@ from vesuvius.engine.self_test import check_convolution
 from vesuvius.engine.start_log import log_network, log_progress, log_start
 from vesuvius.engine.step import TrainStep, choose_device, choose_kernels, learning_rate
 from vesuvius.engine.stop import StopRequest
-from vesuvius.errors import EXIT_ERROR, EXIT_OK, GpuMemoryError, NonFiniteError, StorageError, VesuviusError
+from vesuvius.engine.watching import memory_limits, open_metrics, open_monitor
+from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_OK, GpuMemoryError, NonFiniteError, StorageError, VesuviusError
 from vesuvius.observe.clock import StepClock, make_clock
 from vesuvius.observe.logfile import open_log
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.monitor import Monitor
 from vesuvius.observe.records import JsonLines
-from vesuvius.observe.tensorboard import TensorBoard
+from vesuvius.observe.session import SessionRecord, begin_session, end_session
 
 log = logging.getLogger(__name__)
 
@@ -85,36 +88,35 @@ def train(
         directory.begin(config, source, found.data.describe(config.data, found.greys))
         open_log(directory.log)
         log_start(config, found, lost=resume and existed)
+        log_killed_session(directory)
         return _train_and_record(config, found, stop, on_step)
 
 
 def _train_and_record(config: Config, found: Preflight, stop: StopRequest, on_step: Callable[[int], None]) -> int:
-    """Run, and write into the metrics how it began and how it ended, however it ends."""
-    exit_code = EXIT_ERROR
-    tensorboard = None
-    if config.monitor.tensorboard:
-        tensorboard = TensorBoard(found.directory.tensorboard, found.directory.path)
-    metrics = Metrics(found.directory.metrics, tensorboard)
-    run: Run | None = None
-    try:
-        run = Run(config, found, stop, metrics, on_step)
-        exit_code = run.train()
-    except torch.OutOfMemoryError as error:
-        exit_code = GpuMemoryError.exit_code
-        raise GpuMemoryError(
-            f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
-            f"({error}); halve training.train_batch_size and double training.accumulate_steps"
-        ) from error
-    except OSError:
-        exit_code = StorageError.exit_code
-        raise
-    except VesuviusError as error:
-        exit_code = error.exit_code
-        raise
-    finally:
-        progress = {"step": run.progress.step, "total_s": run.progress.total_s} if run else {}
-        metrics.write("run_end", exit_code=exit_code, **progress)
-        metrics.close()
+    """Run, and write down how it began and how it ended, however it ends."""
+    directory, exit_code = found.directory, EXIT_ERROR
+    session = begin_session(directory.session, config.name, config.training.workers, memory_limits(config))
+    with open_metrics(config, directory) as metrics:
+        run: Run | None = None
+        try:
+            run = Run(config, found, stop, metrics, session, on_step)
+            exit_code = run.train()
+        except OSError:
+            exit_code = StorageError.exit_code
+            raise
+        except VesuviusError as error:
+            exit_code = error.exit_code
+            raise
+        except RuntimeError as error:
+            if not is_gpu_memory_error(error):  # while the network was built
+                raise
+            exit_code = GpuMemoryError.exit_code
+            raise gpu_memory_error(config, choose_device(), error, None) from error
+        finally:
+            progress = {"step": run.progress.step, "total_s": run.progress.total_s} if run else {}
+            metrics.write("run_end", exit_code=exit_code, **progress)
+            with contextlib.suppress(OSError):  # the log has said that the disk is full
+                end_session(directory.session, session, exit_code)
     return exit_code
 
 
@@ -145,6 +147,7 @@ class Run:
         found: Preflight,
         stop: StopRequest,
         metrics: Metrics,
+        session: SessionRecord,
         on_step: Callable[[int], None],
     ) -> None:
         self._config = config
@@ -152,6 +155,7 @@ class Run:
         self._directory = found.directory
         self._stop = stop
         self._metrics = metrics
+        self._session = session
         self._on_step = on_step
         self._device = choose_device()
         choose_kernels(self._device, config.training)
@@ -164,6 +168,7 @@ class Run:
         check_convolution(self._device, self._step.amp)
         log_network(config, network, self._device, self._step.amp)
         self.progress = self._begin_or_go_on()
+        self._acts = MemoryActs(config, stop, metrics, self.progress)
         self._record_start()
 
     def _begin_or_go_on(self) -> Progress:
@@ -191,19 +196,29 @@ class Run:
 
     def train(self) -> int:
         """Run steps until the last one or a wish to stop, save, and return the exit code."""
-        training = self._config.training
-        with CheckpointWriter(
-            self._directory.checkpoints, training.keep_last, training.keep_every, dump_config(self._config)
-        ) as writer:
+        training, directory = self._config.training, self._directory
+        with (
+            open_monitor(self._config, directory, self._device, self._metrics, self._acts.take) as monitor,
+            CheckpointWriter(
+                directory.checkpoints, training.keep_last, training.keep_every, dump_config(self._config)
+            ) as writer,
+        ):
+            deaths = Deaths(directory, self._session, self.progress, monitor, self._acts)
             milestones = self._milestones(writer)
             try:
                 if not self._stop.wanted():
-                    self._run_steps(milestones)
-            except Exception:
+                    self._run_steps(milestones, monitor, deaths)
+            except Exception as error:
                 # Also behind steps that were not finite: they were not applied, and a resume goes on behind them.
-                milestones.save_after_error()
+                saved = None if self._step.updating else milestones.save_after_error()
+                if is_gpu_memory_error(error):
+                    short = gpu_memory_error(self._config, self._device, error, saved)
+                    deaths.of_gpu(short)
+                    raise short from error
                 raise
             failure = milestones.save_last()
+            if self._stop.exit_code == EXIT_GUARD:
+                deaths.of_guard()
         if failure is not None:
             raise failure
         if self._stop.exit_code is None:
@@ -228,7 +243,7 @@ class Run:
             self._stop.wanted,
         )
 
-    def _run_steps(self, milestones: Milestones) -> None:
+    def _run_steps(self, milestones: Milestones, monitor: Monitor, deaths: Deaths) -> None:
         """The loop, from the first batch to the last step or a wish to stop."""
         config, progress, found = self._config, self.progress, self._found
         options, job = StreamOptions.from_config(config.training, config.cluster), found.data.job
@@ -237,20 +252,15 @@ class Run:
         milestones.do_what_is_due()  # what the stop of the session before has cut short
         if progress.step >= config.stop_step:
             return
-        with (
-            PatchStream(
-                job,
-                options,
-                first=progress.sample_index,
-                stop=stop_sample,
-                buffers=feed.buffers,
-                condition_buffers=feed.condition_buffers,
-                quarantined=progress.quarantined,
-            ) as stream,
-            Monitor(
-                config.monitor, self._directory.system, self._directory.monitor_log, stream.reader_memory
-            ) as monitor,
-        ):
+        with PatchStream(
+            job,
+            options,
+            first=progress.sample_index,
+            stop=stop_sample,
+            buffers=feed.buffers,
+            condition_buffers=feed.condition_buffers,
+            quarantined=progress.quarantined,
+        ) as stream:
             clock = make_clock(self._device)
             reporter = StepReporter(
                 config,
@@ -258,27 +268,31 @@ class Run:
                 clock,
                 self._metrics,
                 progress,
-                lambda: monitor.latest,
-                stream.readers,
+                monitor.ram,
+                stream,
+                monitor.rates,
                 self._on_step,
                 ReplayWriter(self._directory.nonfinite, config, found.data, found.greys, found.scalars, self._step),
             )
             try:
                 while progress.step < config.stop_step and not self._stop.wanted():
                     self._one_step(feed, stream, clock, reporter)
-                    self._record_events(stream)
+                    self._record_events(stream, deaths)
+                    with clock.pausing():
+                        self._acts.obey(stream, monitor)
                     milestones.record_failures()
                     milestones.prepare()
                     if milestones.due():
                         reporter.report(wait=True)
-                        milestones.do_what_is_due()
-                reporter.report(wait=True)
+                        with clock.pausing():
+                            milestones.do_what_is_due()
+                reporter.finish()
                 milestones.save()  # written while the readers end: a scheduler may not give the seconds for both
             except Exception as error:
                 self._settle(reporter, error)
                 raise
             finally:
-                self._record_events(stream)
+                self._record_events(stream, deaths)
 
     def _one_step(self, feed: DeviceFeed, stream: PatchStream, clock: StepClock, reporter: StepReporter) -> None:
         """One optimizer step over all micro-batches of its global batch, and the report of those that are finished."""
@@ -288,11 +302,9 @@ class Run:
         batches = []
         for t in np.split(timesteps, config.training.accumulate_steps):
             batch = feed.next(stream, clock)
-            with clock.computing():
-                self._step.accumulate(batch.x_0, batch.indices, t, batch.condition)
+            self._step.accumulate(batch.x_0, batch.indices, t, batch.condition, clock.computing)
             batches.append((batch.stored, t))
-        with clock.computing():
-            result = self._step.apply(lr)
+        result = self._step.apply(lr, clock.computing)
         clock.step_done()
         reporter.launched(progress.step + 1, progress.sample_index, lr, result, batches)
         progress.advance(config.global_batch)
@@ -315,7 +327,7 @@ class Run:
             self.progress.go_back_to(nonfinite.step, self._config.global_batch)
             raise nonfinite
 
-    def _record_events(self, stream: PatchStream) -> None:
+    def _record_events(self, stream: PatchStream, deaths: Deaths) -> None:
         """Write down what the stream had to deal with; it has logged it."""
         while stream.events:
             event = stream.events.popleft()
@@ -325,6 +337,8 @@ class Run:
                 with contextlib.closing(JsonLines(self._directory.quarantine)) as quarantine:
                     quarantine.write("region", step=step, **event.fields)
                 self.progress.quarantined = list(stream.quarantined)
+            elif event.kind == "reader_died":
+                deaths.of_reader(event)
 
     def _state(self) -> dict[str, Any]:
         """All that a checkpoint holds."""

@@ -60,6 +60,18 @@ class RunDir:
         return self.path / "system.jsonl"
 
     @property
+    def recent(self) -> Path:
+        return self.path / "recent.jsonl"
+
+    @property
+    def session(self) -> Path:
+        return self.path / "session.json"
+
+    @property
+    def post_mortem(self) -> Path:
+        return self.path / "post_mortem.jsonl"
+
+    @property
     def quarantine(self) -> Path:
         return self.path / "quarantine.jsonl"
 

@@ -1,4 +1,7 @@
-"""Why a run ends before its last step: a signal, or its time is up.  The step in hand is always finished."""
+"""Why a run ends before its last step: a signal, its time is up, or memory is short.
+
+The step in hand is always finished.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,12 @@ class StopRequest:
             log.info("training.max_hours=%g are over", self._max_hours)
             self.exit_code = EXIT_STOPPED
         return self.exit_code is not None
+
+    def ask(self, exit_code: int, reason: str) -> None:
+        """Wish for the end from within; any thread may.  Whoever wished first says how."""
+        if self.exit_code is None:
+            self.exit_code = exit_code
+            log.error("%s: stopping after the step in hand", reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signalled:

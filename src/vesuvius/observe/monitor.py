@@ -1,42 +1,119 @@
-"""A thread that looks at memory every second and writes min, mean and max every ten."""
+"""A thread that looks at the run every second, writes what it saw every ten, and says how near a kill is.
+
+What it sees goes to `system.jsonl` (min, mean, max), to a line of `monitor.log`, to `recent.jsonl` (each look of the
+last two minutes) and, where the guard finds that something must be done, to the loop as an `Order`.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-from vesuvius.config import MonitorConfig
-from vesuvius.observe.append_file import AppendFile
-from vesuvius.observe.logfile import DATE_FORMAT
-from vesuvius.observe.memory import GIB, MemoryUse, measure_memory
+from vesuvius.observe.recent import Moment, RecentFile
 from vesuvius.observe.records import JsonLines
+from vesuvius.observe.risk.guard import Guard, Order
+from vesuvius.observe.risk.risk import Level, Limits, Risk, RiskWatch
+from vesuvius.observe.rotated import RotatedFile
+from vesuvius.observe.system.look import Look, Watcher
+from vesuvius.observe.system.rates import Rates, rates_between
+from vesuvius.observe.system_record import Window, monitor_line, system_figures
+from vesuvius.observe.vram import Vram, VramUse
 
 log = logging.getLogger(__name__)
 
+GuardMode = Literal["off", "warn", "act"]
+
+_RATES_OVER_S = 10.0
+_MOMENTS = 120
+
+
+@dataclass(frozen=True)
+class MonitorPaths:
+    """Where the monitor writes."""
+
+    system: Path
+    log: Path
+    recent: Path
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the loop tells the monitor, which knows nothing of it.
+
+    Attributes:
+        step: optimizer steps done.
+        step_s: how long the longest recent step took.
+        readers: private memory of each reader by pid, as it last said; those on other machines too.
+        prefetch_left, workers_left: whether the guard may have fewer batches ahead, fewer readers.
+    """
+
+    step: int = 0
+    step_s: float = 0.0
+    readers: Mapping[int, int] = field(default_factory=dict)
+    prefetch_left: bool = False
+    workers_left: bool = False
+
 
 class Monitor:
-    """Samples memory until stopped.  A context manager.
+    """Looks until it is closed.  A context manager.
 
     Args:
-        config: how often.
-        system_file: `system.jsonl`.
-        log_file: `monitor.log`, one plain line each time.
-        readers: returns bytes of private memory by pid of each reader, as last heard.
+        paths: the files.
+        limits: what memory is held against.
+        watcher: looks at the run's processes.
+        vram: memory of the trainer's GPU; None without one.
+        sample_every_s, write_every_s: seconds between looks, and between records.
+        guard: off = no warnings and no orders; warn = no orders.
+        on_order: called in the monitor's thread with each new order of the guard.
+        on_record: called there with each record of `system.jsonl`.
+
+    Attributes:
+        told: set by the loop.
+        look: the last one.
+        risk: how it was judged.
     """
 
     def __init__(
-        self, config: MonitorConfig, system_file: Path, log_file: Path, readers: Callable[[], Mapping[int, int]]
+        self,
+        paths: MonitorPaths,
+        limits: Limits,
+        watcher: Watcher,
+        vram: Vram | None = None,
+        *,
+        sample_every_s: float = 1.0,
+        write_every_s: float = 10.0,
+        guard: GuardMode = "act",
+        on_order: Callable[[Order], None] = lambda order: None,
+        on_record: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> None:
-        self._config = config
-        self._records = JsonLines(system_file)
-        self._lines = AppendFile(log_file)
-        self._readers = readers
+        self._records = JsonLines(RotatedFile(paths.system))
+        self._lines = RotatedFile(paths.log)
+        self._recent = RecentFile(paths.recent)
+        self._watcher = watcher
+        self._vram = vram
+        self._sample_every_s = sample_every_s
+        self._looks_per_record = max(round(write_every_s / sample_every_s), 1)
+        self._mode: GuardMode = guard
+        self._on_order = on_order
+        self._on_record = on_record
+        self._watch = RiskWatch(limits)
+        self._guard = Guard(limits)
+        self._ordered: Order | None = None
+        self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
+        self._looks: deque[Look] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
+        self._cost = _Cost()
         self._stop = threading.Event()
+        self._judging = threading.Lock()
+        self.told = Told()
+        self.look = watcher.look()
+        self.risk: Risk = self._judge(self.look)
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
-        self.latest: MemoryUse = measure_memory()
         self._thread.start()
 
     def __enter__(self) -> Monitor:
@@ -47,38 +124,115 @@ class Monitor:
         self._thread.join()
         self._records.close()
         self._lines.close()
+        self._recent.close()
+
+    def ram(self) -> tuple[int, int]:
+        """Bytes of memory that the run uses, and the limit."""
+        return self.look.used_bytes, self.look.limit_bytes
+
+    def rates(self) -> Rates | None:
+        """What processors, disks and network did in the last ten seconds; None at the beginning."""
+        looks = list(self._looks)
+        return rates_between(looks[0], looks[-1]) if len(looks) > 1 else None
+
+    def moments(self) -> list[Moment]:
+        """The looks of the last two minutes."""
+        return list(self._moments)
+
+    def carried_out(self) -> None:
+        """The loop has done what was ordered; readers were started anew, and what grew before says nothing."""
+        with self._judging:
+            self._guard.carried_out(time.monotonic())
+            self._watch.restart()
+            self._ordered = None
 
     def _run(self) -> None:
-        per_line = max(round(self._config.write_every_s / self._config.sample_every_s), 1)
-        samples: list[MemoryUse] = []
+        looks: list[Look] = []
+        vrams: list[VramUse] = []
         stopped = False
         while not stopped:
-            stopped = self._stop.wait(self._config.sample_every_s)
+            stopped = self._stop.wait(self._sample_every_s)
             try:
-                self.latest = measure_memory()
-                samples.append(self.latest)
-                if stopped or len(samples) >= per_line:
-                    self._write(samples)
-                    samples = []
+                looks.append(self._look_once())
+                if (vram := self._vram.read() if self._vram else None) is not None:
+                    vrams.append(vram)
+                self._keep(looks[-1], vrams[-1] if vrams else None)
+                if stopped or len(looks) >= self._looks_per_record:
+                    self._write(looks, vrams)
+                    looks, vrams = [], []
             except Exception:  # a monitor must not end the run it watches; the log says that it is blind
-                log.warning("the monitor could not look at memory; it goes on trying", exc_info=True)
+                log.warning("the monitor could not look at the run; it goes on trying", exc_info=True)
 
-    def _write(self, samples: list[MemoryUse]) -> None:
-        readers = dict(self._readers())
-        self._records.write(
-            "memory",
-            samples=len(samples),
-            limit_bytes=samples[-1].limit_bytes,
-            anon_bytes=_min_mean_max([s.anon_bytes for s in samples]),
-            shared_bytes=_min_mean_max([s.shared_bytes for s in samples]),
-            used_bytes=_min_mean_max([s.used_bytes for s in samples]),
-            reader_anon_bytes={str(pid): value for pid, value in readers.items()},
+    def _look_once(self) -> Look:
+        look = self._watcher.look()
+        self._looks.append(look)
+        self.risk = self._judge(look)
+        self.look = look
+        return look
+
+    def _judge(self, look: Look) -> Risk:
+        """How near a kill is; says so when that has changed, and hands the guard's orders on."""
+        told, now = self.told, time.monotonic()
+        with self._judging:
+            risk = self._watch.add(look)
+            order = None
+            if self._mode == "act":
+                order = self._guard.judge(now, risk, told.step_s, told.prefetch_left, told.workers_left)
+            is_new = order is not None and (self._ordered is None or order.rung != self._ordered.rung)
+            if is_new:
+                self._ordered = order
+        before = getattr(self, "risk", None)
+        if self._mode != "off" and risk.level > (Level.LOW if before is None else before.level):
+            log.warning("risk of an out of memory kill %s: %s", risk.level.name, risk.reason)
+        elif self._mode != "off" and before is not None and risk.level < before.level:
+            log.info("memory risk is %s again", risk.level.name)
+        if is_new and order is not None:
+            self._on_order(order)
+        return risk
+
+    def _keep(self, look: Look, vram: VramUse | None) -> None:
+        told, first, anon = self.told, self.risk.killers[0], {p.pid: p.anon_bytes for p in look.processes}
+        moment = Moment(
+            time=look.time,
+            step=told.step,
+            used_bytes=look.used_bytes,
+            shared_bytes=look.shared_bytes,
+            trainer_bytes=look.processes[0].anon_bytes,
+            reader_bytes={pid: anon.get(pid, said) for pid, said in told.readers.items()},
+            killer=first.name,
+            killer_used_bytes=first.used_bytes,
+            kills_at_bytes=first.kills_at_bytes,
+            level=self.risk.level.name,
+            vram_used_bytes=vram.reserved_bytes if vram else None,
+            vram_limit_bytes=vram.total_bytes if vram else None,
+            cgroup_oom_kills=look.cgroup.oom_kills if look.cgroup else None,
+            machine_oom_kills=look.machine.oom_kills,
         )
-        top = max(s.used_bytes for s in samples) / GIB
-        each = " ".join(f"{pid}:{value / GIB:.2f}" for pid, value in sorted(readers.items())) or "-"
-        limit = samples[-1].limit_bytes / GIB
-        self._lines.write_line(f"{time.strftime(DATE_FORMAT)} INFO ram_gib {top:.2f}/{limit:.1f} readers_gib {each}")
+        self._moments.append(moment)
+        self._recent.write(moment)
+
+    def _write(self, looks: Sequence[Look], vrams: Sequence[VramUse]) -> None:
+        window = Window(
+            step=self.told.step,
+            looks=looks,
+            vrams=vrams,
+            readers=self._moments[-1].reader_bytes,
+            risk=self.risk,
+            rates=self.rates(),
+            monitor_cores=self._cost.share(),
+        )
+        record = self._records.write("system", **system_figures(window))
+        self._lines.write_line(monitor_line(window))
+        self._on_record(record)
 
 
-def _min_mean_max(values: list[int]) -> dict[str, float]:
-    return {"min": min(values), "mean": sum(values) / len(values), "max": max(values)}
+class _Cost:
+    """Processor time of the thread that asks, as a share of one core since it last asked."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def share(self) -> float | None:
+        now = time.thread_time(), time.monotonic()
+        before, self._before = self._before, now
+        return None if before is None or now[1] <= before[1] else (now[0] - before[0]) / (now[1] - before[1])

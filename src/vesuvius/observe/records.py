@@ -8,21 +8,33 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vesuvius.observe.append_file import AppendFile
+
+
+class LineFile(Protocol):
+    """What lines are appended to."""
+
+    def write_line(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class JsonLines:
     """An append-only file of records, one a line.  Outlives a full disk, as `AppendFile` says.
 
+    Args:
+        file: a path, or what takes the lines.
+
     Raises:
         OSError: on opening, where the file cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = AppendFile(path)
+    def __init__(self, file: Path | LineFile) -> None:
+        self._file = AppendFile(file) if isinstance(file, Path) else file
 
     def write(self, kind: str, **figures: Any) -> dict[str, Any]:
         """Append one record with its kind and the time (seconds since 1970), and return it as it was written."""
@@ -36,15 +48,18 @@ class JsonLines:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """All whole records of a file, in order; torn lines are passed over."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    return list(records_in(path.read_text(encoding="utf-8", errors="replace").splitlines()))
+
+
+def records_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The whole records among lines of text."""
+    for line in lines:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
         if isinstance(record, dict):
-            records.append(record)
-    return records
+            yield record
 
 
 def _finite(value: Any) -> Any:

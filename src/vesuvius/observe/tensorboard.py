@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 
 _EVENTS = "events.out.tfevents."
+_SYSTEM_EVERY_S = 60.0
 
 
 class TensorBoard:
@@ -52,6 +53,7 @@ class TensorBoard:
         self._directory = directory
         self._run = run
         self._file: int | None = None
+        self._system_due = 0.0
         self.failed = False
 
     def write(self, record: Record) -> None:
@@ -59,7 +61,7 @@ class TensorBoard:
 
         A `run_start` hides what earlier sessions wrote beyond the step that it goes on from.
         """
-        if self.failed:
+        if self.failed or not self._takes(record):
             return
         try:
             if self._file is None:
@@ -76,6 +78,15 @@ class TensorBoard:
                 self._directory,
                 self._run,
             )
+
+    def _takes(self, record: Record) -> bool:
+        """The monitor's records come every ten seconds, more than a month's curve needs: one a minute."""
+        if record["kind"] != "system":
+            return True
+        due: bool = record["time"] >= self._system_due
+        if due:
+            self._system_due = record["time"] + _SYSTEM_EVERY_S
+        return due
 
     def close(self) -> None:
         if self._file is not None:
@@ -121,6 +132,9 @@ def _scalars(record: Record) -> dict[str, float | None]:
                 "time/data_s": record.get("data_s"),
                 "time/h2d_s": record.get("h2d_s"),
                 "time/gpu_s": record.get("gpu_s"),
+                "time/forward_s": record.get("forward_s"),
+                "time/backward_s": record.get("backward_s"),
+                "time/optimizer_s": record.get("optimizer_s"),
                 "time/other_s": record.get("other_s"),
                 "time/samples_per_s": _quotient(record.get("samples"), record.get("step_s")),
                 "memory/ram_gib": _quotient(record.get("ram_used_bytes"), GIB),
@@ -136,12 +150,36 @@ def _scalars(record: Record) -> dict[str, float | None]:
                 for number, loss in enumerate(figures["bins"])
             }
             return losses | bins
+        case "system":
+            return _system_scalars(record)
         case "preview":
             return {
                 "preview/histogram_distance": record.get("histogram_distance"),
                 "preview/spectrum_distance_db": record.get("spectrum_distance_db"),
             }
     return {}
+
+
+def _system_scalars(record: Record) -> dict[str, float | None]:
+    """Figures of the monitor: the most in its window for memory, the mean for what was busy."""
+    vram, gpus = record.get("vram") or {}, record.get("gpus") or []
+    busy = record.get("core_busy")
+    scalars = {
+        "system/ram_gib": _quotient(_most(record.get("used_bytes")), GIB),
+        "system/trainer_gib": _quotient(_most(record.get("trainer_bytes")), GIB),
+        "system/store_gib": _quotient(_most(record.get("shared_bytes")), GIB),
+        "system/reader_max_gib": _quotient(max((record.get("readers") or {}).values(), default=None), GIB),
+        "system/vram_reserved_gib": _quotient(_most(vram.get("reserved_bytes")), GIB),
+        "system/vram_peak_gib": _quotient(vram.get("peak_bytes"), GIB),
+        "system/cores_busy": sum(busy) if busy else None,
+    }
+    for gpu in gpus:
+        scalars[f"system/gpu_{gpu['index']}_busy"] = gpu["busy"][1] if gpu.get("busy") else None
+    return scalars
+
+
+def _most(min_mean_max: list[float] | None) -> float | None:
+    return min_mean_max[-1] if min_mean_max else None
 
 
 def _quotient(value: float | None, divisor: float | None) -> float | None:

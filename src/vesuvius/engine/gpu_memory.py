@@ -1,0 +1,180 @@
+"""When the GPU's memory runs out: what held it, and the overrides with which the run goes on.
+
+The largest micro-batch that would fit is the memory plan's (`memory_plan.py`); `accumulate_steps` makes up for it, so
+that the effective batch, and with it the training, stays the same.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.engine.memory_plan import CONTEXT_BYTES, largest_batch, plan_memory
+from vesuvius.engine.step import resolve_amp
+from vesuvius.errors import GpuMemoryError, one_line
+from vesuvius.observe.memory import GIB
+from vesuvius.observe.vram import Vram, VramUse
+
+# cuBLAS and cuDNN, and torch for pinned memory, report the same without torch's own class.
+_OTHER_NAMES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the memory plan says of a GPU.
+
+    Attributes:
+        batch: the largest micro-batch that fits, at most the present one; None = no answer.
+        need_bytes: what the present one needs, with its reserve; None = no answer.
+        usable_bytes: what other processes leave of the GPU.
+        reason: why there is no answer; '' where there is one.
+    """
+
+    batch: int | None
+    need_bytes: int | None = None
+    usable_bytes: int = 0
+    reason: str = ""
+
+
+def is_gpu_memory_error(error: BaseException) -> bool:
+    """Whether an error says that a GPU has no memory left, whichever library found out.  Pure."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in _OTHER_NAMES)
+
+
+def gpu_memory_error(
+    config: Config, device: torch.device, error: BaseException, saved_step: int | None, vram: Vram | None = None
+) -> GpuMemoryError:
+    """The error to end a run with: rule, value and remedy in its first line, the memory table below.
+
+    Takes seconds, because the memory plan is asked.  Raises nothing.
+
+    Args:
+        config: of the run.
+        device: where it ran.
+        error: what torch raised.
+        saved_step: of the checkpoint that holds all finished steps; None where none could be saved.
+        vram: reads the GPU's memory; None = that of `device`.
+    """
+    use = (vram or Vram(device)).read(new_window=False)
+    fit = find_fit(config, device, use)
+    what_to_do = remedy(config, fit, use)
+    first = (
+        f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
+        f"({_said(error)}); {what_to_do}"
+    )
+    return GpuMemoryError("\n".join([first, *memory_table(use), _checkpoint_line(saved_step)]), what_to_do)
+
+
+def find_fit(config: Config, device: torch.device, use: VramUse | None) -> Fit:
+    """Ask the memory plan what would have fitted beside the other processes on the GPU.  Raises nothing."""
+    if use is None:
+        return Fit(None, reason="the GPU's memory cannot be read")
+    batch = config.training.train_batch_size
+    # The plan's reserve holds CUDA's own share of what is not torch's.
+    usable_bytes = use.total_bytes - max(use.foreign_bytes - CONTEXT_BYTES, 0)
+    try:
+        amp = resolve_amp(config.training.amp, device)
+        need_bytes = plan_memory(config, amp=amp).vram_bytes
+        if need_bytes <= usable_bytes:
+            return Fit(batch, need_bytes, usable_bytes)
+        # A smaller one accumulates: earlier gradients then live beside the activations.
+        training = config.training.model_copy(update={"accumulate_steps": max(config.training.accumulate_steps, 2)})
+        fitting = largest_batch(config.model_copy(update={"training": training}), usable_bytes, amp)
+        return Fit(min(fitting, batch), need_bytes, usable_bytes)
+    except Exception as problem:  # the error on its way out must not be hidden by that of its explanation
+        return Fit(None, reason=f"the memory plan has no answer: {one_line(problem)}")
+
+
+def smaller_batch(config: Config, fitting: int | None) -> tuple[int, int] | None:
+    """The largest micro-batch below the present one that fits and divides the global batch, and its accumulation.
+
+    None where there is none.  Pure.
+
+    Args:
+        fitting: patches that fit at once; None = not known: then the next smaller one.
+    """
+    present, total = config.training.train_batch_size, config.global_batch
+    most = present - 1 if fitting is None else min(fitting, present - 1)
+    batch = next((size for size in range(most, 0, -1) if total % size == 0), None)
+    return None if batch is None else (batch, total // batch)
+
+
+def remedy(config: Config, fit: Fit, use: VramUse | None) -> str:
+    """What to change, with the overrides.  Pure."""
+    smaller = smaller_batch(config, fit.batch)
+    if smaller is None:
+        overrides = ""
+    else:
+        overrides = f"training.train_batch_size={smaller[0]} training.accumulate_steps={smaller[1]}"
+    if fit.batch is None:
+        unknown = f"what would fit is not known ({fit.reason})"
+        return f"{unknown}; {_go_on(overrides)}" if overrides else f"{unknown}; {_leaner(config)}"
+    if fit.batch >= config.training.train_batch_size:
+        alternative = _go_on(overrides) if overrides else _leaner(config)
+        return f"{_should_fit(fit, use)}; go on with --resume and {_EXPANDABLE} in the environment, or {alternative}"
+    assert fit.need_bytes is not None
+    planned = f"by the memory plan it needs {_gib(fit.need_bytes)} of {_gib(fit.usable_bytes)}"
+    if not overrides:
+        return f"{planned} and not even one patch fits: {_leaner(config)}"
+    return f"{planned}, and {fit.batch} fit: {_go_on(overrides)}"
+
+
+def memory_table(use: VramUse | None) -> list[str]:
+    """Who held the GPU's memory, a line each.  Pure."""
+    if use is None:
+        return ["memory: not known, there is no GPU that tells"]
+    rows = {
+        "allocated": f"{_gib(use.allocated_bytes)} in tensors",
+        "reserved": f"{_gib(use.reserved_bytes)} held by torch, of which {_gib(_unused_bytes(use))} without tensors",
+        "peak": f"{_gib(use.peak_bytes)} allocated at once since the monitor's last look",
+        "others": f"{_gib(use.foreign_bytes)} held by CUDA itself and by other processes",
+        "free": f"{_gib(use.free_bytes)} of {_gib(use.total_bytes)}",
+        "retries": f"{use.retries} allocations had to wait for memory to be given back, {use.failures} failed",
+    }
+    return [f"  {name:9}  {text}" for name, text in rows.items()]
+
+
+def _said(error: BaseException) -> str:
+    """What torch wanted; the rest of its text is in the table."""
+    text = str(error)
+    wanted = re.search(r"Tried to allocate [\d.]+ \w+", text)
+    return wanted[0] if wanted else one_line(text)
+
+
+def _go_on(overrides: str) -> str:
+    return f"go on with --resume {overrides}, which keeps the effective batch"
+
+
+def _leaner(config: Config) -> str:
+    lean = "" if config.training.lean_norm else "set training.lean_norm=true, "
+    return f"{lean}name more training.checkpoint_levels, or lower model.channels"
+
+
+def _should_fit(fit: Fit, use: VramUse | None) -> str:
+    assert use is not None
+    assert fit.need_bytes is not None
+    return (
+        f"by the memory plan it needs {_gib(fit.need_bytes)} and should fit the {_gib(fit.usable_bytes)} that other "
+        f"processes leave: fragments ({_gib(_unused_bytes(use))} reserved without tensors), validation, or another "
+        f"process ({_gib(use.foreign_bytes)} are not torch's) took the rest"
+    )
+
+
+def _unused_bytes(use: VramUse) -> int:
+    return max(use.reserved_bytes - use.allocated_bytes, 0)
+
+
+def _checkpoint_line(saved_step: int | None) -> str:
+    if saved_step is None:
+        return "checkpoint: none could be saved now; --resume goes on from the last one"
+    return f"checkpoint: step {saved_step} is saved, and nothing is lost"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"

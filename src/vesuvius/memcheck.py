@@ -1,0 +1,248 @@
+"""Door: `vesuvius memcheck [RUN | --pid PID | --ray | --config FILE ...]`, also `tools/memcheck.py`.
+
+Looks from outside and changes nothing.  Needs rich alone: what has to be there where a run is dying is kept small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vesuvius.door import run_door, say
+from vesuvius.errors import EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
+from vesuvius.observe.death.post_mortem import death_lines
+from vesuvius.observe.inspect.inspection import Inspection, as_json
+from vesuvius.observe.inspect.inspector import Inspector, MachineInspector, ProcessInspector, RayInspector, Seat
+from vesuvius.observe.inspect.run_inspector import RunInspector, deaths_of, is_of_session
+from vesuvius.observe.memory import GIB
+from vesuvius.observe.risk.risk import Level
+from vesuvius.observe.run_files import is_run
+from vesuvius.observe.session import is_alive, read_session
+from vesuvius.observe.system.gpus import Gpus
+from vesuvius.observe.system.processes import pss_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+log = logging.getLogger(__name__)
+
+RUNS = Path("runs")
+_EVERY_S = 2.0
+_EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, 12 a kill was seen, 13 run not found, 2 usage
+
+without a run: the machine's own state, and with --config what a config would need"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and look.  Returns the exit code."""
+    return run_door(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    _check(parser, args)
+    run = find_run(args.words[0]) if args.words and args.config is None else None
+    if args.post_mortem:
+        assert run is not None
+        return _post_mortem(run, args.json)
+    with ExitStack() as stack:
+        seat = Seat(gpus=stack.enter_context(Gpus()))
+        if args.config is not None:
+            return _plan(args.config, args.words, seat, args.json)
+        return watch(_inspector(args, run, seat), args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius memcheck",
+        description="Show a run's memory, what limits it and how near a kill is.  Reads only; the run may be dead.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", metavar="RUN", help="a run directory, or the name of one below runs/")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--pid", type=int, metavar="PID", help="any process and those below it")
+    what.add_argument("--ray", action="store_true", help="all of Ray on this machine")
+    what.add_argument("--config", type=Path, metavar="FILE", help="what a config needs; key.path=value may follow")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="look once; the default where the output is no terminal")
+    how.add_argument("--watch", type=_seconds, metavar="S", help="look every S seconds; 2 on a terminal")
+    parser.add_argument("--json", action="store_true", help="one JSON object; with --watch one a line")
+    parser.add_argument(
+        "--wait-until", choices=("warn", "critical"), help="look on until the risk is that great, or the run has ended"
+    )
+    parser.add_argument("--post-mortem", action="store_true", help="show what has died in this run, and why")
+    parser.add_argument("--pss", action="store_true", help="also the proportional set size; takes seconds")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends with a usage error where arguments do not go together."""
+    if args.config is None and len(args.words) > 1:
+        parser.error(f"one run at a time; got {' '.join(args.words)}")
+    if args.words and args.config is None and (args.pid is not None or args.ray):
+        parser.error("RUN, --pid, --ray and --config exclude one another; give one of them")
+    if args.config is not None and (bad := [word for word in args.words if "=" not in word]):
+        parser.error(f"after --config come overrides key.path=value; got {bad[0]!r}")
+    if args.once and args.wait_until is not None:
+        parser.error("--once looks once; --wait-until looks on; give one of them")
+    if args.post_mortem and (not args.words or args.config is not None):
+        parser.error("--post-mortem is about a run; give its directory or its name")
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be seconds above 0; got {text}")
+    return number
+
+
+def find_run(text: str) -> Path:
+    """The run directory that a user means.
+
+    Raises:
+        NoRunError: there is none.
+    """
+    for directory in (Path(text), RUNS / text):
+        if is_run(directory):
+            return directory.resolve()
+    names = sorted(path.name for path in RUNS.glob("*") if is_run(path))
+    there = f"there are {', '.join(names[:10])}" if names else f"there is none below {RUNS.resolve()}"
+    raise NoRunError(f"RUN must be a run directory or a name below runs/; got {text!r}; {there}")
+
+
+def _inspector(args: argparse.Namespace, run: Path | None, seat: Seat) -> Inspector:
+    if run is not None:
+        return RunInspector(run, seat)
+    if args.pid is not None:
+        return ProcessInspector(args.pid, seat)
+    return RayInspector(seat) if args.ray else MachineInspector(seat, runs_at_work(seat))
+
+
+def runs_at_work(seat: Seat) -> tuple[str, ...]:
+    """A line that names the living runs below `runs/`; empty where there is none."""
+    sessions = [(path.parent.name, read_session(path)) for path in sorted(RUNS.glob("*/session.json"))]
+    names = [
+        name for name, session in sessions if session and session.end_time is None and is_alive(session, seat.roots)
+    ]
+    return (f"at work below runs/: {', '.join(names)}; `vesuvius memcheck {names[0]}` looks at it",) if names else ()
+
+
+def watch(inspector: Inspector, args: argparse.Namespace) -> int:
+    """Look once or again and again, show it, and return the exit code of the last look."""
+    goal = Level[args.wait_until.upper()] if args.wait_until else None
+    on_terminal = sys.stdout is not None and sys.stdout.isatty() and not args.json
+    goes_on = not args.once and (args.watch is not None or goal is not None or on_terminal)
+    shows_each = args.watch is not None or on_terminal or not goes_on
+    exit_code: int | None = None
+    try:
+        with _screen(args.json, live=goes_on and on_terminal) as show:
+            while True:
+                next_s = time.monotonic() + (args.watch or _EVERY_S)
+                found = inspector.inspect()
+                if args.pss and found.look is not None:
+                    found = replace(found, pss_bytes=pss_bytes([process.pid for process in found.look.processes]))
+                exit_code = found.exit_code
+                done = not goes_on or found.is_over or (goal is not None and (found.level or Level.LOW) >= goal)
+                if shows_each or done:
+                    show(found)
+                if done:
+                    return exit_code
+                time.sleep(max(next_s - time.monotonic(), 0.0))
+    except KeyboardInterrupt:  # the usual end of a watch
+        if exit_code is None:
+            raise
+        return exit_code
+
+
+@contextmanager
+def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection], None]]:
+    """Yields what shows an inspection: a line of JSON, a table in the place of the last one, or one below the other."""
+    if as_lines_of_json:
+        yield lambda found: say(json.dumps(as_json(found)))
+        return
+    from rich.console import Console
+
+    from vesuvius.observe.inspect.memory_table import memory_table
+
+    console = Console(highlight=False)
+    if not live:
+        yield lambda found: _print(console, found)
+        return
+    from rich.live import Live
+
+    with Live(console=console, auto_refresh=False) as place:
+        yield lambda found: place.update(memory_table(found), refresh=True)
+
+
+def _print(console: Console, found: Inspection) -> None:
+    """With an empty line below; by way of `say`, which knows of pipes whose reader has left."""
+    from vesuvius.observe.inspect.memory_table import memory_table
+
+    with console.capture() as captured:
+        console.print(memory_table(found))
+    say("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n")
+
+
+def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
+    deaths = deaths_of(run, Seat().roots)
+    session = read_session(run / "session.json")
+    if as_lines_of_json:
+        say(json.dumps([asdict(death) for death in deaths]))
+    elif not deaths:
+        say(f"run {run.name}: no death is known of")
+    else:
+        say("\n\n".join("\n".join(death_lines(death)) for death in deaths))
+    recent = [death for death in deaths if session is None or is_of_session(death, session)]
+    return EXIT_MEMORY_KILL if recent else EXIT_OK
+
+
+def _plan(config_path: Path, overrides: list[str], seat: Seat, as_lines_of_json: bool) -> int:
+    """What a config would need, below the state of the machine.  Warns as a dry run does.
+
+    Raises:
+        ConfigError: the config is wrong, or the project's packages are not installed.
+        DataError: a volume cannot be used.
+    """
+    found = MachineInspector(seat).inspect()
+    try:
+        from vesuvius.config_file import read_config
+        from vesuvius.data.prepare import prepare_data
+        from vesuvius.engine.ram_plan import plan_ram, ram_limit, ram_warning
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--config needs the project's packages; got no module {error.name!r}; install them with `make install` "
+            "or `pip install vesuvius-diffusion`, or leave --config out"
+        ) from error
+    config = read_config(config_path, overrides)
+    data = prepare_data(config.seed, config.data)
+    plan, limit = plan_ram(config, data), ram_limit(config, seat.roots)
+    warning = ram_warning(config, data, plan, limit)
+    if as_lines_of_json:
+        planned = asdict(plan) | {"total_bytes": plan.total_bytes, "complete": plan.complete}
+        say(json.dumps(as_json(found) | {"plan": planned, "plan_limit_bytes": limit.limit_bytes, "warning": warning}))
+    else:
+        with _screen(False, live=False) as show:
+            show(found)
+        vram = "-, torch is not installed here" if plan.vram_bytes is None else f"{plan.vram_bytes / GIB:.2f} GiB"
+        say("\n".join([f"config {config.name}", *plan.lines(), f"VRAM       {vram}"]))
+        if warning is not None:
+            log.warning("%s", warning)
+    return max(found.exit_code, EXIT_OK if warning is None else EXIT_MEMORY_WARN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

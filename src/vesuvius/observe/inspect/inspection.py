@@ -1,0 +1,170 @@
+"""What is known of a run from outside at one moment: data that `inspector.py` finds and `memory_table.py` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
+from vesuvius.observe.risk.risk import Exhaustion, Killer, Level
+from vesuvius.observe.risk.trend import Trend
+from vesuvius.observe.system.look import Look
+from vesuvius.observe.system.rates import Rates
+
+State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of the memory.
+
+    Attributes:
+        part: "trainer", "readers" (all), "reader" (one), "others", "store" or "total".
+        name: for people.
+        pid: of a single process.
+        now_bytes, peak_bytes: None = not known.
+        peak_since: from when on the peak was looked for, seconds since 1970.
+        trend: growth or shrinking beyond doubt; None = there is none, or too little was seen.
+        seen_s: for how long a trend was looked for; None = too little was seen to speak of one.
+    """
+
+    part: str
+    name: str
+    pid: int | None = None
+    now_bytes: float | None = None
+    peak_bytes: float | None = None
+    peak_since: float | None = None
+    trend: Trend | None = None
+    seen_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How the run gets on, as its files say.
+
+    Attributes:
+        step: the last optimizer step.
+        age_s: since it was recorded.
+        step_s_p95: of recent steps.
+        verdict: on what holds the run up.
+    """
+
+    step: int | None = None
+    age_s: float | None = None
+    step_s_p95: float | None = None
+    verdict: str | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        time: of it, seconds since 1970.
+        what: "run", "process", "ray" or "machine".
+        name: of that, for people.
+        state: of the run or process; `elsewhere` = on another machine, where only its files can be read.
+        state_text: the same for people, with the figure that says so.
+        rows: the parts, then the total.
+        limit_bytes: the smallest limit.
+        page_cache_bytes: files that the system keeps in memory and gives back when asked; no part of the total.
+        level, reason: the risk; None = it cannot be judged.
+        killers: what may kill, nearest first.
+        trend, exhaustion: of the first killer's memory.
+        vram: what the trainer has reserved; None without a GPU.
+        vram_limit_bytes: of its GPU.
+        no_gpus: why no GPU is seen.
+        steps: None except of runs.
+        kills: what says that something was killed, a line each.
+        remarks: what else one should know, a line each.
+        pss_bytes: proportional set size of all processes; only where asked for.
+        look, rates: what the system says; None where it was not looked at.
+    """
+
+    time: float
+    what: Literal["run", "process", "ray", "machine"]
+    name: str
+    state: State
+    state_text: str
+    rows: tuple[Row, ...] = ()
+    limit_bytes: int | None = None
+    page_cache_bytes: int | None = None
+    level: Level | None = None
+    reason: str = ""
+    killers: tuple[Killer, ...] = ()
+    trend: Trend | None = None
+    exhaustion: Exhaustion | None = None
+    vram: Row | None = None
+    vram_limit_bytes: int | None = None
+    no_gpus: str | None = None
+    steps: Steps | None = None
+    kills: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    pss_bytes: int | None = None
+    look: Look | None = None
+    rates: Rates | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """A kill outweighs the risk: 0, 10, 11 or 12."""
+        if self.kills:
+            return EXIT_MEMORY_KILL
+        return {Level.WARN: EXIT_MEMORY_WARN, Level.CRITICAL: EXIT_MEMORY_CRITICAL}.get(
+            self.level or Level.LOW, EXIT_OK
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.state in {"ended", "killed"}
+
+
+def as_json(found: Inspection) -> dict[str, Any]:
+    """One object for scripts.  Null is not known.  Pure."""
+    plain: dict[str, Any] = {
+        name: getattr(found, name)
+        for name in (
+            *("time", "what", "name", "state", "state_text", "exit_code", "reason", "limit_bytes"),
+            *("page_cache_bytes", "pss_bytes", "vram_limit_bytes", "no_gpus"),
+        )
+    }
+    return plain | {
+        "level": found.level.name if found.level is not None else None,
+        "parts": [asdict(row) for row in found.rows],
+        "killers": [asdict(killer) | {"left_bytes": killer.left_bytes} for killer in found.killers],
+        "trend": _plain(found.trend),
+        "exhaustion": _plain(found.exhaustion),
+        "vram": _plain(found.vram),
+        "steps": _plain(found.steps),
+        "kills": list(found.kills),
+        "remarks": list(found.remarks),
+        "processes": [asdict(process) for process in found.look.processes] if found.look else None,
+        "machine": _machine(found.look, found.rates),
+        "gpus": [asdict(gpu) for gpu in found.look.gpus] if found.look else None,
+    }
+
+
+def _machine(look: Look | None, rates: Rates | None) -> dict[str, Any] | None:
+    """Its keys avoid a word that a search of logs for kills would find."""
+    if look is None:
+        return None
+    machine, cgroup = look.machine, look.cgroup
+    return {
+        "total_bytes": machine.total_bytes,
+        "available_bytes": machine.available_bytes,
+        "page_cache_bytes": machine.page_cache_bytes,
+        "shmem_bytes": machine.shmem_bytes,
+        "swap_used_bytes": machine.swap_used_bytes,
+        "swap_total_bytes": machine.swap_total_bytes,
+        "pressure": _plain(machine.pressure),
+        "kernel_kills": machine.oom_kills,
+        "cgroup": cgroup.path if cgroup else None,
+        "cgroup_kernel_kills": cgroup.oom_kills if cgroup else None,
+        "cores": len(machine.core_total_s),
+        "core_busy": list(rates.core_busy) if rates else None,
+    }
+
+
+def _plain(value: Any) -> Mapping[str, Any] | None:
+    return None if value is None else asdict(value)

@@ -1,0 +1,204 @@
+"""Looks at a process, all of Ray or the machine from outside, and says what was found.  Reads only."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from vesuvius.errors import NoRunError
+from vesuvius.observe.inspect.inspection import Inspection
+from vesuvius.observe.inspect.live_history import LiveHistory
+from vesuvius.observe.inspect.parts import Labels
+from vesuvius.observe.inspect.ray_processes import find_ray_tops, is_ray, is_raylet, is_reader
+from vesuvius.observe.risk.risk import Limits, ray_share_from_environment
+from vesuvius.observe.system.cgroup import read_cgroup
+from vesuvius.observe.system.files import read_text
+from vesuvius.observe.system.gpus import Gpus
+from vesuvius.observe.system.look import Look, Watcher
+from vesuvius.observe.system.machine import read_machine
+from vesuvius.observe.system.processes import ProcessTree, ProcessUse
+from vesuvius.observe.system.roots import Roots
+
+_PROCESS = Labels(root="process", singles="processes below it", single="process", others="Ray's", store="shared memory")
+_RAY = Labels(singles="readers", single="reader", others="Ray's own", store="object store")
+_LONG_AGO_S = 3600.0
+_NAME_LENGTH = 24
+
+
+class Inspector(Protocol):
+    """Inspects the same thing again and again."""
+
+    def inspect(self) -> Inspection:
+        """What there is now.
+
+        Raises:
+            NoRunError: it is not there, and never was.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one looks from: the system's files, and NVML if there is one."""
+
+    roots: Roots = Roots()
+    gpus: Gpus | None = None
+
+    @property
+    def no_gpus(self) -> str | None:
+        """Why no GPU is seen; None where some are."""
+        return self.gpus.reason if self.gpus else "not looked for"
+
+
+class ProcessInspector:
+    """Any process and those below it."""
+
+    def __init__(self, pid: int, seat: Seat) -> None:
+        self._pid = pid
+        self._seat = seat
+        self._watcher = Watcher(pid, seat.roots, seat.gpus)
+        self._history: LiveHistory | None = None
+        self._name = f"process {pid}"
+        self._ray: dict[int, bool] = {}
+
+    def inspect(self) -> Inspection:
+        """What it holds now.
+
+        Raises:
+            NoRunError: there is no such process.
+        """
+        now = time.time()
+        try:
+            look = self._watcher.look()
+        except ProcessLookupError:
+            if self._history is None:
+                raise NoRunError(
+                    f"--pid must be a living process; got {self._pid}, and there is none; see `ps aux`"
+                ) from None
+            return Inspection(now, "process", self._name, "ended", f"ended before {clock(now)}")
+        if self._history is None:
+            self._name = f"process {self._pid} {short_name(look.processes[0])}"
+            age_s = uptime_s(self._seat.roots) - look.processes[0].started_s
+            has_ray = any(self._is_ray(process) for process in look.processes)
+            limits = Limits(ray_share=ray_share_from_environment(os.environ) if has_ray else None)
+            self._history = LiveHistory(limits, _PROCESS, self._pid, age_s, self._is_single)
+        found = Inspection(now, "process", self._name, "running", "running", no_gpus=self._seat.no_gpus)
+        names = {process.pid: short_name(process) for process in look.processes}
+        return self._history.add(found, look, names=names)
+
+    def _is_single(self, process: ProcessUse) -> bool:
+        return is_reader(process) or not self._is_ray(process)
+
+    def _is_ray(self, process: ProcessUse) -> bool:
+        if process.pid not in self._ray:
+            self._ray[process.pid] = is_ray(process.pid, self._seat.roots)
+        return self._ray[process.pid]
+
+
+class RayInspector:
+    """All of Ray on this machine, whoever has started it."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._trees: dict[int, ProcessTree] = {}
+        limits = Limits(ray_share=ray_share_from_environment(os.environ))
+        self._history = LiveHistory(limits, _RAY, None, _LONG_AGO_S)
+        self._seen = False
+
+    def inspect(self) -> Inspection:
+        """What its processes hold now.
+
+        Raises:
+            NoRunError: there are none.
+        """
+        now, look = time.time(), self._look()
+        if not look.processes:
+            if not self._seen:
+                raise NoRunError("--ray needs a Ray at work on this machine; got none; a run without readers has none")
+            return Inspection(now, "ray", "Ray on this machine", "ended", f"ended before {clock(now)}")
+        self._seen = True
+        raylets = sum(is_raylet(pid, self._seat.roots) for pid in self._trees)
+        found = Inspection(
+            now,
+            "ray",
+            "Ray on this machine",
+            "running",
+            f"{raylets} running, {len(look.processes)} processes",
+            no_gpus=self._seat.no_gpus,
+        )
+        return self._history.add(found, look)
+
+    def _look(self) -> Look:
+        """Each Ray that is up, its drivers not among them."""
+        roots = self._seat.roots
+        tops = find_ray_tops(roots)
+        self._trees = {pid: self._trees.get(pid) or ProcessTree(pid, roots) for pid in tops}
+        processes: dict[int, ProcessUse] = {}
+        shared = 0
+        for tree in self._trees.values():
+            try:
+                processes |= {process.pid: process for process in tree.look()}
+            except ProcessLookupError:
+                continue
+            shared += tree.shared_bytes()
+        return _look_around(self._seat, tuple(processes.values()), shared, next(iter(tops), os.getpid()))
+
+
+class MachineInspector:
+    """The machine itself, and the limits that hold for what is started from here.
+
+    Args:
+        remarks: what else is to be said of it.
+    """
+
+    def __init__(self, seat: Seat, remarks: tuple[str, ...] = ()) -> None:
+        self._seat = seat
+        self._remarks = remarks
+        self._history = LiveHistory(Limits(), Labels(), None, _LONG_AGO_S)
+
+    def inspect(self) -> Inspection:
+        """Its state now."""
+        found = Inspection(
+            time.time(),
+            "machine",
+            f"machine {os.uname().nodename}",
+            "running",
+            "",
+            no_gpus=self._seat.no_gpus,
+            remarks=self._remarks,
+        )
+        look = _look_around(self._seat, (), 0, os.getpid())
+        return replace(self._history.add(found, look), rows=(), page_cache_bytes=look.machine.page_cache_bytes)
+
+
+def short_name(process: ProcessUse) -> str:
+    """The beginning of its title, without the directory of the program."""
+    command, _, rest = process.name.partition(" ")
+    return f"{command.rsplit('/', 1)[-1]} {rest}".rstrip()[:_NAME_LENGTH]
+
+
+def clock(moment_s: float) -> str:
+    """A time of day as the run's log has it; the date too."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_s))
+
+
+def uptime_s(roots: Roots) -> float:
+    """Seconds since boot; 0 where the system does not tell."""
+    try:
+        return float((read_text(roots.proc / "uptime") or "0").split()[0])
+    except (ValueError, IndexError):
+        return 0.0
+
+
+def _look_around(seat: Seat, processes: tuple[ProcessUse, ...], shared_bytes: int, pid: int) -> Look:
+    """A look that has no single root; the cgroup is that of `pid`."""
+    return Look(
+        time=time.time(),
+        processes=processes,
+        shared_bytes=shared_bytes,
+        cgroup=read_cgroup(pid, seat.roots),
+        machine=read_machine(seat.roots),
+        gpus=tuple(seat.gpus.look()) if seat.gpus else (),
+    )

@@ -1,0 +1,233 @@
+"""Looks at a run from outside by its directory: while it trains, hangs, is dead, or runs on another machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vesuvius.observe.death.post_mortem import Death, examine_run, headline, read_deaths
+from vesuvius.observe.inspect.inspection import Inspection, Row, State, Steps
+from vesuvius.observe.inspect.inspector import Seat, clock
+from vesuvius.observe.inspect.live_history import LiveHistory
+from vesuvius.observe.inspect.parts import History, Labels, split_moment
+from vesuvius.observe.logfile import format_duration
+from vesuvius.observe.recent import Moment
+from vesuvius.observe.risk.risk import Level
+from vesuvius.observe.run_files import Notes, RunFiles
+from vesuvius.observe.session import SessionRecord, find_pid, is_alive, read_session
+from vesuvius.observe.system.look import Look, Watcher
+from vesuvius.observe.system.roots import Roots
+
+HUNG_AFTER_S = 60.0
+HUNG_AFTER_P95 = 10.0
+_FRESH_S = 30.0
+_MONITOR_LATE_S = 15.0
+_PROCESS_STATES = {"T": "it is stopped (SIGSTOP)", "t": "a debugger holds it", "D": "it waits for a disk"}
+
+
+class RunInspector:
+    """Inspects the last session of a run; a new session is found by itself."""
+
+    def __init__(self, directory: Path, seat: Seat) -> None:
+        self._directory = directory
+        self._seat = seat
+        self._files = RunFiles(directory)
+        self._session: SessionRecord | None = None
+        self._watcher: Watcher | None = None
+        self._history: LiveHistory | None = None
+        self._death: Death | None = None
+        self._deaths: tuple[int, list[Death]] | None = None
+
+    def inspect(self) -> Inspection:
+        """What its files say, and the system where the run lives on it."""
+        notes = self._files.read()
+        if (look := self._look(notes)) is None:
+            notes = self._files.read()  # it may have written its end, and then ended, since it was read
+        now = time.time()
+        state, text = self._state(notes, look, now)
+        found = Inspection(
+            now,
+            "run",
+            f"run {self._directory.name}",
+            state,
+            text,
+            no_gpus=self._seat.no_gpus,
+            steps=_steps(notes, now),
+            kills=self._kills(notes, look, state),
+            remarks=_remarks(notes, look, now),
+            vram=_vram(notes),
+            vram_limit_bytes=notes.moments[-1].vram_limit_bytes if notes.moments else None,
+        )
+        if look is not None and self._history is not None:
+            readers = notes.moments[-1].reader_bytes if notes.moments else {}
+            return self._history.add(found, look, readers, notes.moments, notes.peaks)
+        return _from_moments(found, notes, now) if notes.moments else found
+
+    def _look(self, notes: Notes) -> Look | None:
+        """None where it does not live, or not here."""
+        session = notes.session
+        if session is None or session.end_time is not None:
+            return None
+        if self._session is None or _identity(session) != _identity(self._session):
+            self._session, self._death = session, None
+            pid = find_pid(session, self._seat.roots)
+            self._watcher = Watcher(pid, self._seat.roots, self._seat.gpus) if pid is not None else None
+            labels = Labels(others="Ray's own" if session.workers else "others")
+            first_s = notes.moments[0].time if notes.moments else time.time()
+            self._history = LiveHistory(session.limits, labels, pid, first_s - session.begin_time)
+        try:
+            return self._watcher.look() if self._watcher else None
+        except ProcessLookupError:
+            self._watcher = None
+            return None
+
+    def _state(self, notes: Notes, look: Look | None, now: float) -> tuple[State, str]:
+        session = notes.session
+        if session is None:
+            return "unknown", (
+                "no session.json: it has not begun, or an older version wrote it; --pid watches its process"
+            )
+        if session.end_time is not None:
+            return "ended", f"ended {clock(session.end_time)} with exit code {session.exit_code}"
+        if look is not None:
+            return _living_state(notes, look, now)
+        if is_alive(session, self._seat.roots) is False:
+            last = notes.moments[-1].time if notes.moments else None
+            seen = f"; last seen {clock(last)}" if last is not None else ""
+            return "killed", f"killed: process {session.pid} is gone and wrote no end{seen}"
+        return "elsewhere", f"on {session.host}, which cannot be seen from here; its files say"
+
+    def _kills(self, notes: Notes, look: Look | None, state: State) -> tuple[str, ...]:
+        """What says that something was killed in this session."""
+        session = notes.session
+        if session is None:
+            return ()
+        deaths = [death for death in self._kept_deaths() if is_of_session(death, session)]
+        if state == "killed" and not any(death.victim == "run" for death in deaths):
+            self._death = self._death or examine_run(self._directory, self._seat.roots)
+            deaths += [self._death] if self._death else []
+        lines = [f"{headline(death)}, noticed {clock(death.time)}" for death in deaths]
+        if state == "killed" and not lines:
+            lines.append(f"process {session.pid} is gone and wrote no end")
+        return (*lines, *([] if state == "killed" else _counted_kills(session, notes, look)))
+
+    def _kept_deaths(self) -> list[Death]:
+        """Read again only where the file has changed."""
+        path = self._directory / "post_mortem.jsonl"
+        try:
+            size = path.stat().st_size
+        except OSError:
+            return []
+        if self._deaths is None or self._deaths[0] != size:
+            self._deaths = size, read_deaths(path)
+        return self._deaths[1]
+
+
+def _living_state(notes: Notes, look: Look, now: float) -> tuple[State, str]:
+    if notes.sign_time is None or notes.step is None:
+        return "running", f"process {look.processes[0].pid} is at work, no step yet"
+    p95 = notes.step_s_p95
+    silent_s = now - notes.sign_time
+    if p95 is None or silent_s <= max(HUNG_AFTER_S, HUNG_AFTER_P95 * p95):
+        return "running", f"process {look.processes[0].pid} is at work"
+    why = _PROCESS_STATES.get(look.processes[0].state, "")
+    return "hung", (
+        f"no step for {format_duration(silent_s)}, where 95 % take less than {p95:.2f} s: it hangs, validates or "
+        f"saves" + (f"; {why}" if why else "")
+    )
+
+
+def _steps(notes: Notes, now: float) -> Steps:
+    age_s = None if notes.step_time is None else max(now - notes.step_time, 0.0)
+    return Steps(notes.step, age_s, notes.step_s_p95, notes.verdict)
+
+
+def _vram(notes: Notes) -> Row | None:
+    peak = notes.peaks.get("vram")
+    if peak is None or not notes.moments:
+        return None
+    now = notes.moments[-1].vram_used_bytes
+    return Row("vram", "VRAM", None, now, peak.size_bytes, peak.since)
+
+
+def _remarks(notes: Notes, look: Look | None, now: float) -> tuple[str, ...]:
+    if look is None or notes.session is None:
+        return ()
+    remarks = []
+    last = notes.moments[-1].time if notes.moments else notes.session.begin_time
+    if now - last > _MONITOR_LATE_S:
+        remarks.append(f"the run's own monitor is silent for {format_duration(now - last)}")
+    if notes.moments and notes.session.workers and not _seen_readers(notes.moments[-1], look):
+        remarks.append("its readers are not below its process (a Ray cluster): what they hold is not in the table")
+    return tuple(remarks)
+
+
+def _seen_readers(moment: Moment, look: Look) -> bool:
+    return not moment.reader_bytes or any(process.pid in moment.reader_bytes for process in look.processes)
+
+
+def _counted_kills(session: SessionRecord, notes: Notes, look: Look | None) -> list[str]:
+    """By the kernel's counters since the session's start: the cgroup's where it counts, else the machine's.
+
+    The machine's counts other people's processes too, so it speaks only where the run's own counter is silent.
+    """
+    last = notes.moments[-1] if notes.moments else None
+    if look is not None:
+        cgroup, machine = (look.cgroup.oom_kills if look.cgroup else None), look.machine.oom_kills
+    elif last is not None:
+        cgroup, machine = last.cgroup_oom_kills, last.machine_oom_kills
+    else:
+        return []
+    if cgroup is not None and session.cgroup_oom_kills is not None:
+        count, where = cgroup - session.cgroup_oom_kills, "of the run's cgroup"
+    elif machine is not None and session.machine_oom_kills is not None:
+        count, where = machine - session.machine_oom_kills, "of the machine"
+    else:
+        return []
+    if count <= 0:
+        return []
+    return [f"out of memory: the kernel's count of killed processes {where} rose by {count} in this session"]
+
+
+def _from_moments(found: Inspection, notes: Notes, now: float) -> Inspection:
+    """The last minutes as the run itself saw them: of a dead run, or one on another machine."""
+    history, last = History(warmup_s=0.0), notes.moments[-1]
+    for moment in notes.moments:
+        history.add(split_moment(moment))
+    labels = Labels(others="Ray's own" if notes.session and notes.session.workers else "others")
+    fresh = found.state == "elsewhere" and abs(now - last.time) <= _FRESH_S
+    reason = f"{last.killer} counted {_gib(last.killer_used_bytes)} and strikes at {_gib(last.kills_at_bytes)}"
+    return replace(
+        found,
+        rows=history.rows(labels, notes.peaks),
+        level=Level[last.level] if fresh else None,
+        reason=reason if last.killer else "",
+        remarks=(*found.remarks, f"figures are of {clock(last.time)}"),
+    )
+
+
+def _gib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB"
+
+
+def _identity(session: SessionRecord) -> tuple[str, int, float, float]:
+    return session.boot_id, session.pid, session.started_s, session.begin_time
+
+
+def is_of_session(death: Death, session: SessionRecord) -> bool:
+    """Whether it happened in a session.  A run's own death may be noticed only when the next session begins."""
+    return death.time >= session.begin_time and (death.victim == "reader" or death.pid == session.pid)
+
+
+def deaths_of(directory: Path, roots: Roots) -> Sequence[Death]:
+    """All deaths that are known of a run, and that of its last session if it was killed and nobody has noticed yet."""
+    deaths = list(read_deaths(directory / "post_mortem.jsonl"))
+    session = read_session(directory / "session.json")
+    if session is None or session.end_time is not None or is_alive(session, roots) is not False:
+        return deaths
+    if any(death.victim == "run" and is_of_session(death, session) for death in deaths):
+        return deaths
+    death = examine_run(directory, roots)
+    return [*deaths, death] if death else deaths

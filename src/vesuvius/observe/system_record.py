@@ -1,0 +1,155 @@
+"""What the monitor writes of some looks: a record of `system.jsonl` and a line of `monitor.log`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vesuvius.observe.logfile import DATE_FORMAT
+from vesuvius.observe.memory import GIB
+from vesuvius.observe.risk.risk import Risk
+from vesuvius.observe.system.gpus import GpuUse
+from vesuvius.observe.system.look import Look
+from vesuvius.observe.system.rates import Rates
+from vesuvius.observe.vram import VramUse
+
+
+@dataclass(frozen=True)
+class Window:
+    """What was seen between two records.
+
+    Attributes:
+        step: optimizer steps done.
+        looks: at least one, in order.
+        vrams: of the trainer's GPU, as many or none.
+        readers: private memory of each reader, by pid.
+        risk: of the last look.
+        rates: of the last ten seconds; None at the beginning.
+        monitor_cores: what the monitor itself took, as a share of one core.
+    """
+
+    step: int
+    looks: Sequence[Look]
+    vrams: Sequence[VramUse]
+    readers: Mapping[int, int]
+    risk: Risk
+    rates: Rates | None
+    monitor_cores: float | None
+
+
+def system_figures(window: Window) -> dict[str, Any]:
+    """The fields of the record: [min, mean, max] where a figure moves within the window; null is not known.  Pure."""
+    gpus = range(max(len(look.gpus) for look in window.looks))
+    return {
+        "step": window.step,
+        "samples": len(window.looks),
+        "monitor_cores": None if window.monitor_cores is None else round(window.monitor_cores, 4),
+        **_memory_figures(window),
+        **_risk_figures(window.risk),
+        **_rates_figures(window),
+        "vram": _vram_figures(window.vrams),
+        "gpus": [_gpu_figures([look.gpus[i] for look in window.looks if i < len(look.gpus)]) for i in gpus],
+    }
+
+
+def _memory_figures(window: Window) -> dict[str, Any]:
+    looks, last = window.looks, window.looks[-1]
+    return {
+        "limit_bytes": last.limit_bytes,
+        "used_bytes": _bytes_min_mean_max([look.used_bytes for look in looks]),
+        "anon_bytes": _bytes_min_mean_max([look.anon_bytes for look in looks]),
+        "shared_bytes": _bytes_min_mean_max([look.shared_bytes for look in looks]),
+        "trainer_bytes": _bytes_min_mean_max([look.processes[0].anon_bytes for look in looks]),
+        "readers": {str(pid): size for pid, size in window.readers.items()},
+        "page_cache_bytes": last.cgroup.file_bytes if last.cgroup else last.machine.page_cache_bytes,
+        "machine_available_bytes": min(look.machine.available_bytes for look in looks),
+        "swap_used_bytes": last.machine.swap_used_bytes,
+        "stalled_10s": None if last.machine.pressure is None else last.machine.pressure.full_10s,
+        "oom_kills": {
+            "cgroup": last.cgroup.oom_kills if last.cgroup else None,
+            "machine": last.machine.oom_kills,
+        },
+    }
+
+
+def _risk_figures(risk: Risk) -> dict[str, Any]:
+    first = risk.killers[0]
+    return {
+        "risk": risk.level.name,
+        "killer": {"name": first.name, "used_bytes": first.used_bytes, "kills_at_bytes": first.kills_at_bytes},
+        "growth_bytes_s": asdict(risk.trend) if risk.trend else None,
+        "exhaustion_s": asdict(risk.exhaustion) if risk.exhaustion else None,
+    }
+
+
+def _rates_figures(window: Window) -> dict[str, Any]:
+    rates = window.rates
+    if rates is None:
+        return {}
+    trainer = window.looks[-1].processes[0].pid
+    return {
+        "core_busy": [round(busy, 2) for busy in rates.core_busy],
+        "reader_cores": {
+            str(pid): round(rates.process_cores[pid], 2) for pid in window.readers if pid in rates.process_cores
+        },
+        "trainer_cores": round(rates.process_cores.get(trainer, 0.0), 2),
+        "disk_read_bytes_s": round(rates.disk_read_bytes_s, -3),
+        "disk_written_bytes_s": round(rates.disk_written_bytes_s, -3),
+        "net_received_bytes_s": round(rates.net_received_bytes_s, -3),
+        "net_sent_bytes_s": round(rates.net_sent_bytes_s, -3),
+    }
+
+
+def _vram_figures(vrams: Sequence[VramUse]) -> dict[str, Any] | None:
+    if not vrams:
+        return None
+    return asdict(vrams[-1]) | {
+        "allocated_bytes": _bytes_min_mean_max([vram.allocated_bytes for vram in vrams]),
+        "reserved_bytes": _bytes_min_mean_max([vram.reserved_bytes for vram in vrams]),
+        "peak_bytes": max(vram.peak_bytes for vram in vrams),
+        "free_bytes": min(vram.free_bytes for vram in vrams),
+    }
+
+
+def _gpu_figures(seen: Sequence[GpuUse]) -> dict[str, Any]:
+    last = seen[-1]
+    return {
+        "index": last.index,
+        "used_bytes": last.used_bytes,
+        "total_bytes": last.total_bytes,
+        "busy": _min_mean_max([gpu.busy for gpu in seen if gpu.busy is not None]),
+        "power_w": _min_mean_max([gpu.power_w for gpu in seen if gpu.power_w is not None]),
+        "temperature_c": last.temperature_c,
+    }
+
+
+def monitor_line(window: Window) -> str:
+    """The line of monitor.log; '-' is not known.  Pure but for the time of day."""
+    last, first, rates, vrams = window.looks[-1], window.risk.killers[0], window.rates, window.vrams
+    used = max(look.used_bytes for look in window.looks) / GIB
+    each = " ".join(f"{pid}:{size / GIB:.2f}" for pid, size in sorted(window.readers.items())) or "-"
+    vram = f"{vrams[-1].reserved_bytes / GIB:.1f}/{vrams[-1].total_bytes / GIB:.1f}" if vrams else "-"
+    busy = "-" if rates is None else f"{sum(rates.core_busy):.1f}/{len(rates.core_busy)}"
+    gpu = " ".join("-" if g.busy is None else f"{100 * g.busy:.0f}" for g in last.gpus) or "-"
+    read = "-" if rates is None else f"{rates.disk_read_bytes_s / 2**20:.0f}"
+    received = "-" if rates is None else f"{rates.net_received_bytes_s / 2**20:.0f}"
+    cost = "-" if window.monitor_cores is None else f"{100 * window.monitor_cores:.2f}"
+    return (
+        f"{time.strftime(DATE_FORMAT)} INFO ram_gib {used:.2f}/{last.limit_bytes / GIB:.1f} "
+        f"store_gib {last.shared_bytes / GIB:.2f} readers_gib {each} vram_gib {vram} gpu_pct {gpu} cores {busy} "
+        f"disk_mib_s {read} net_mib_s {received} swap_gib {last.machine.swap_used_bytes / GIB:.2f} "
+        f"risk {window.risk.level.name} left_gib {first.left_bytes / GIB:.2f} monitor_pct {cost}"
+    )
+
+
+def _bytes_min_mean_max(sizes: Sequence[int]) -> list[int]:
+    return [min(sizes), sum(sizes) // len(sizes), max(sizes)]
+
+
+def _min_mean_max(values: Sequence[float]) -> list[float] | None:
+    """Rounded to what compresses well: a month of these must stay below 100 MB."""
+    if not values:
+        return None
+    return [round(value, 2) for value in (min(values), sum(values) / len(values), max(values))]

@@ -1,0 +1,118 @@
+"""The command line of `vesuvius memcheck`: what goes together, what must be installed, the terminal, and plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.memcheck_runs import MIB, found_in, memcheck_command, part, run_memcheck, trainer
+from tests.test_terminal import output_on_a_terminal
+from vesuvius import memcheck
+
+
+def test_without_a_run_the_machine_is_shown_and_the_runs_at_work(tmp_path: Path) -> None:
+    with trainer(tmp_path / "runs/tiny"):
+        found = found_in(run_memcheck("--json", cwd=tmp_path))
+    assert found["what"] == "machine"
+    assert found["parts"] == []
+    assert found["machine"]["total_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert found["machine"]["cores"] >= 1
+    assert found["remarks"] == ["at work below runs/: tiny; `vesuvius memcheck tiny` looks at it"]
+
+
+def test_a_terminal_is_watched_until_ctrl_c_which_is_no_error(tmp_path: Path) -> None:
+    with trainer(tmp_path / "runs/tiny"):
+        # What a terminal sends on Ctrl-C, some looks later.
+        interrupting = f"import os, signal, subprocess, sys, time; p = subprocess.Popen({memcheck_command('tiny', '--watch', '0.2')!r}); time.sleep(3); p.send_signal(signal.SIGINT); sys.exit(p.wait())"  # noqa: E501
+        text = output_on_a_terminal([sys.executable, "-c", interrupting], tmp_path)
+    assert text.count("run tiny") > 2
+    assert "\x1b[" in text
+    assert "Traceback" not in text
+    assert "interrupted" not in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["a", "b"],
+        ["a", "--pid", "1"],
+        ["a", "--ray"],
+        ["--pid", "1", "--ray"],
+        ["--config", "x.yaml", "name"],
+        ["--once", "--watch", "1"],
+        ["--once", "--wait-until", "warn"],
+        ["--wait-until", "low"],
+        ["--watch", "0"],
+        ["--watch", "soon"],
+        ["--post-mortem"],
+    ],
+)
+def test_arguments_that_do_not_go_together_are_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        memcheck.main(arguments)
+    assert ended.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def only_rich(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of packages with rich and what it needs, and nothing else."""
+    import markdown_it
+    import mdurl
+    import pygments
+    import rich
+
+    packages = tmp_path_factory.mktemp("packages")
+    for package in (rich, markdown_it, mdurl, pygments):
+        assert package.__file__ is not None
+        (packages / package.__name__).symlink_to(Path(package.__file__).parent)
+    return packages
+
+
+def bare(only_rich: Path, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As a Python sees it that has nothing but rich: no site-packages, this package not installed."""
+    command = [sys.executable, "-S", *memcheck_command(*arguments)[1:]]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHONPATH": str(only_rich)}
+    return subprocess.run(command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=60)
+
+
+def test_it_works_where_only_rich_is_installed(only_rich: Path, tmp_path: Path) -> None:
+    with trainer(tmp_path / "runs/tiny"):
+        table = bare(only_rich, "tiny", cwd=tmp_path)
+        found = json.loads(bare(only_rich, "tiny", "--json", cwd=tmp_path).stdout)
+        machine = bare(only_rich, cwd=tmp_path)
+    assert (table.returncode, table.stderr) == (0, "")
+    assert "trainer" in table.stdout
+    assert 200 * MIB < part(found, "trainer")["now_bytes"] < 300 * MIB
+    assert machine.returncode == 0
+
+
+def test_what_a_config_needs_takes_the_projects_packages(only_rich: Path, tmp_path: Path) -> None:
+    done = bare(only_rich, "--config", "x.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.search("got no module '(yaml|pydantic)'; install them", done.stderr)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = "import sys, vesuvius.memcheck; print(sorted({m.partition('.')[0] for m in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=True)
+    assert not {"torch", "ray", "numpy", "pydantic", "zarr", "yaml", "psutil", "rich"} & set(eval(done.stdout))
+
+
+def test_a_configs_need_is_shown_below_the_machines_state(tmp_path: Path, tiny_config: Any) -> None:
+    done = run_memcheck("--config", tiny_config(), "training.workers=2", "--json", cwd=tmp_path)
+    found = found_in(done)
+    assert found["what"] == "machine"
+    assert found["plan"]["workers"] == 2
+    assert found["plan"]["total_bytes"] > 100 * MIB
+    small = run_memcheck("--config", tiny_config(), "monitor.ram_limit_gib=0.1", cwd=tmp_path)
+    assert small.returncode == 10
+    assert "host RAM" in small.stdout
+    assert "monitor.ram_limit_gib" in small.stderr

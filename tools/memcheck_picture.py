@@ -1,0 +1,44 @@
+"""What memcheck shows of a run, as an SVG picture for documents.
+
+python tools/memcheck_picture.py demo --out docs/memcheck.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from vesuvius.memcheck import find_run
+from vesuvius.observe.inspect.inspection import Inspection
+from vesuvius.observe.inspect.inspector import Seat
+from vesuvius.observe.inspect.memory_table import memory_table
+from vesuvius.observe.inspect.run_inspector import RunInspector
+from vesuvius.observe.system.gpus import Gpus
+
+
+def main() -> None:
+    """Look once and write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a run directory, or the name of one below runs/")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--width", type=int, default=100, metavar="COLUMNS")
+    args = parser.parse_args()
+    with Gpus() as gpus:
+        found = RunInspector(find_run(args.run), Seat(gpus=gpus)).inspect()
+    args.out.write_text(table_svg(found, f"vesuvius memcheck {args.run}", args.width), encoding="utf-8")
+
+
+def table_svg(found: Inspection, title: str, width: int = 100) -> str:
+    """The table as a picture."""
+    console = Console(
+        record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
+    )
+    console.print(memory_table(found))
+    return console.export_svg(title=title)
+
+
+if __name__ == "__main__":
+    main()
