@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.kill_harness import Session, run_directory
-from tests.observe.test_kill_evidence import LIMIT_BYTES, cgroup_kill, kmsg_line
+from tests.observe.death.test_kill_evidence import LIMIT_BYTES, cgroup_kill, kmsg_line
 from tests.real_cgroup import real_cgroup
 from vesuvius.observe.death.cause import Case, judge
 from vesuvius.observe.death.death import Cause, Death, append_death, death_lines, headline, read_deaths

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.observe.test_live_history import GIB, NOTHING, history, moment, seen
+from tests.observe.inspect.test_live_history import GIB, NOTHING, history, moment, seen
 from vesuvius.observe.inspect.inspection import Inspection, Row, Steps
 from vesuvius.observe.inspect.memory_table import gib, memory_table, slope_text
 from vesuvius.observe.risk.trend import Trend
