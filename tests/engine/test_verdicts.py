@@ -47,6 +47,23 @@ def _captured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch)
     caplog.set_level(logging.INFO, "vesuvius")
 
 
+@dataclass
+class FixedMachine:
+    """A machine that is always as busy."""
+
+    busy: Rates | None = None
+    short: bool = False
+
+    def ram(self) -> tuple[int, int]:
+        return 1, 2
+
+    def rates(self) -> Rates | None:
+        return self.busy
+
+    def memory_is_short(self) -> bool:
+        return self.short
+
+
 def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any]]:
     """The steps of a run as `Run` makes them, with neither checkpoints nor validation; returns what was recorded."""
     data = prepare_data(config.seed, config.data)
@@ -64,9 +81,8 @@ def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any
             clock,
             metrics,
             Progress(),
-            lambda: (1, 2),
             stream,
-            lambda: None,
+            FixedMachine(),
             lambda step: None,
             replays,
         )
@@ -160,11 +176,12 @@ class Judged:
     config: Config
     directory: Path
     rates: Rates | None = None
+    short: bool = False
 
     def __post_init__(self) -> None:
         self.path = FakePath(StreamOptions(2, workers=2))
         self.metrics = Metrics(self.directory / "metrics.jsonl")
-        self.verdicts = Verdicts(self.config, CPU, self.metrics, self.path, lambda: self.rates)
+        self.verdicts = Verdicts(self.config, CPU, self.metrics, self.path, FixedMachine(self.rates, self.short))
 
     def steps(self, first: int, last: int, times: StepTimes = SOME) -> None:
         for step in range(first, last + 1):

@@ -347,3 +347,11 @@ def test_the_record_holds_every_figure_unrounded() -> None:
     assert (record["bound"], record["cause"]) == ("data-bound", "workers too few")
     assert record["overrides"] == ["training.workers=4"]
     assert record["step_p95_s"] == 2.5
+
+
+def test_where_memory_is_short_nothing_that_takes_more_is_proposed() -> None:
+    short = replace(GPU, memory_is_short=True)
+    for found in (judge(hungry(), short), judge(hungry(data_s=30.0, full_s=40.0, starved_s=50.0), short)):
+        assert found.overrides == ()
+        assert "memory is short" in found.advice
+    assert judge(hungry(), GPU).overrides, "with memory to spare there is something to try"

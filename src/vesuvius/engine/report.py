@@ -14,12 +14,11 @@ from vesuvius.config import Config
 from vesuvius.engine.outcome import StepOutcome, StepResult
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.replay_file import MicroBatch, ReplayWriter
-from vesuvius.engine.verdicts import DataPath, Verdicts, telemetry
+from vesuvius.engine.verdicts import DataPath, Machine, Verdicts, telemetry
 from vesuvius.errors import NonFiniteError
 from vesuvius.observe.clock import StepClock, StepTimes
 from vesuvius.observe.logfile import StepFigures, step_line
 from vesuvius.observe.metrics import Metrics
-from vesuvius.observe.system.rates import Rates
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +47,8 @@ class StepReporter:
 
     Args:
         progress: of the run; its pace is kept here.
-        ram: returns bytes in use and their limit.
         path: the stream that the steps are fed by.
-        rates: returns how busy the machine is; None = not known.
+        machine: the monitor.
         on_logged: called with the number of each step that was logged (a progress bar).
         replays: keeps the batches of steps that were not finite.
     """
@@ -62,9 +60,8 @@ class StepReporter:
         clock: StepClock,
         metrics: Metrics,
         progress: Progress,
-        ram: Callable[[], tuple[int, int]],
         path: DataPath,
-        rates: Callable[[], Rates | None],
+        machine: Machine,
         on_logged: Callable[[int], None],
         replays: ReplayWriter,
     ) -> None:
@@ -73,9 +70,9 @@ class StepReporter:
         self._clock = clock
         self._metrics = metrics
         self._progress = progress
-        self._ram = ram
         self._path = path
-        self._verdicts = Verdicts(config, device, metrics, path, rates)
+        self._machine = machine
+        self._verdicts = Verdicts(config, device, metrics, path, machine)
         self._on_logged = on_logged
         self._launched: deque[_Launched] = deque()
         self._replays = replays
@@ -170,7 +167,7 @@ class StepReporter:
             times=times,
             samples=config.global_batch,
             vram_bytes=self._vram(),
-            ram_bytes=self._ram(),
+            ram_bytes=self._machine.ram(),
             workers=workers,
             worker_max_bytes=max(peaks) if workers and peaks else None,
             eta_s=self._progress.remaining_s(config.stop_step, launched.step) or 0.0,

@@ -268,9 +268,8 @@ class Run:
                 clock,
                 self._metrics,
                 progress,
-                monitor.ram,
                 stream,
-                monitor.rates,
+                monitor,
                 self._on_step,
                 ReplayWriter(self._directory.nonfinite, config, found.data, found.greys, found.scalars, self._step),
             )

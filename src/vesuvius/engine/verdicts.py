@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from statistics import fmean
 from typing import Any, Protocol
@@ -48,22 +48,38 @@ class DataPath(Protocol):
     def feeder_figures(self) -> FeederFigures: ...
 
 
+class Machine(Protocol):
+    """What a `Monitor` says of the machine."""
+
+    def ram(self) -> tuple[int, int]:
+        """Bytes of memory that the run uses, and the limit."""
+        ...
+
+    def rates(self) -> Rates | None:
+        """How busy processors, disks and network are; None = not known."""
+        ...
+
+    def memory_is_short(self) -> bool:
+        """Whether more readers or batches ahead are out of the question."""
+        ...
+
+
 class Verdicts:
     """Logs and records a verdict every `monitor.verdict_every` steps, and one at the end.
 
     Args:
         path: the stream.
-        rates: returns how busy the machine is; None = not known.
+        machine: the monitor.
     """
 
     def __init__(
-        self, config: Config, device: torch.device, metrics: Metrics, path: DataPath, rates: Callable[[], Rates | None]
+        self, config: Config, device: torch.device, metrics: Metrics, path: DataPath, machine: Machine
     ) -> None:
         self._config = config
         self._device = device
         self._metrics = metrics
         self._path = path
-        self._rates = rates
+        self._machine = machine
         self._options = path.options
         self._left_out = _AT_START
         self._vram_bytes: tuple[int, int] | None = None
@@ -105,14 +121,15 @@ class Verdicts:
         monitor = self._config.monitor
         thresholds = Thresholds(monitor.data_share_good, monitor.gpu_share_good)
         window = self._window()
-        verdict = judge(window, _knobs(self._config, self._device, self._options, window), thresholds)
+        knobs = _knobs(self._config, self._device, self._options, window, self._machine.memory_is_short())
+        verdict = judge(window, knobs, thresholds)
         log.info("%s", verdict.line(self._step, self._config.stop_step))
         self._metrics.write("verdict", step=self._step, **verdict.record())
         self._begin(self._step)
 
     def _look_at_rates(self) -> None:
         now = time.monotonic()
-        if now >= self._rates_due and (rates := self._rates()) is not None:
+        if now >= self._rates_due and (rates := self._machine.rates()) is not None:
             self._seen_rates.append(rates)
             self._rates_due = now + _RATES_EVERY_S
 
@@ -153,7 +170,9 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def _knobs(config: Config, device: torch.device, options: StreamOptions, window: Window) -> Knobs:
+def _knobs(
+    config: Config, device: torch.device, options: StreamOptions, window: Window, memory_is_short: bool
+) -> Knobs:
     """The settings as they are now: of the readers what the stream says, which the memory guard may have changed."""
     training, store = config.training, config.data.store
     patch_bytes = window.delivered_bytes // max(window.batches * options.batch_size, 1)
@@ -175,6 +194,7 @@ def _knobs(config: Config, device: torch.device, options: StreamOptions, window:
         prefetch_limit_mib=limit_mib,
         requests=store.requests,
         cached=store.cache_dir is not None,
+        memory_is_short=memory_is_short,
     )
 
 

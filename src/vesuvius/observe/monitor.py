@@ -105,6 +105,7 @@ class Monitor:
         self._watch = RiskWatch(limits)
         self._guard = Guard(limits)
         self._ordered: Order | None = None
+        self._obeyed = False
         self._moments: deque[Moment] = deque(maxlen=_MOMENTS)
         self._looks: deque[Look] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._cost = _Cost()
@@ -135,6 +136,10 @@ class Monitor:
         looks = list(self._looks)
         return rates_between(looks[0], looks[-1]) if len(looks) > 1 else None
 
+    def memory_is_short(self) -> bool:
+        """Whether there is a warning, or the guard has made the readers smaller in this session."""
+        return self._obeyed or self.risk.level > Level.LOW
+
     def moments(self) -> list[Moment]:
         """The looks of the last two minutes."""
         return list(self._moments)
@@ -145,6 +150,7 @@ class Monitor:
             self._guard.carried_out(time.monotonic())
             self._watch.restart()
             self._ordered = None
+            self._obeyed = True
 
     def _run(self) -> None:
         looks: list[Look] = []

@@ -115,6 +115,7 @@ class Knobs:
         on_gpu: whether the device is one.
         prefetch_limit_mib: `training.prefetch_mib` where it, not the factor, limits the batches ahead; else None.
         cached: whether `data.store.cache_dir` is set.
+        memory_is_short: more readers or batches ahead are out of the question.
     """
 
     on_gpu: bool
@@ -130,6 +131,7 @@ class Knobs:
     prefetch_limit_mib: int | None
     requests: int
     cached: bool
+    memory_is_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,13 +168,18 @@ class Verdict:
     advice: str
     window: Window
 
-    def line(self, step: int, steps: int) -> str:
-        """One line for the log."""
+    @property
+    def text(self) -> str:
+        """In one line."""
         kind = self.kind if self.cause is None else f"{self.kind} ({self.cause})"
         return (
-            f"Verdict step {step}/{steps} {kind}: {self.evidence}; step p50 {self.window.step_p50_s:.3g} s, "
-            f"p95 {self.window.step_p95_s:.3g} s; {self.advice}"
+            f"{kind}: {self.evidence}; step p50 {self.window.step_p50_s:.3g} s, p95 {self.window.step_p95_s:.3g} s; "
+            f"{self.advice}"
         )
+
+    def line(self, step: int, steps: int) -> str:
+        """For the log."""
+        return f"Verdict step {step}/{steps} {self.text}"
 
     def record(self) -> dict[str, Any]:
         """For metrics.jsonl, unrounded."""
@@ -183,7 +190,7 @@ class Verdict:
             "h2d_share": w.h2d_share,
             "host_share": w.host_share,
         }
-        words = {"bound": self.kind, "cause": self.cause, "evidence": self.evidence}
+        words = {"bound": self.kind, "cause": self.cause, "text": self.text, "evidence": self.evidence}
         return words | {"overrides": list(self.overrides), "advice": self.advice} | shares | asdict(w)
 
 
@@ -297,6 +304,8 @@ def _prefetch_too_small(w: Window, k: Knobs, waited: str) -> Verdict:
         f"{waited}, though all places ahead were full for {_percent(w.held_up_s / w.working_s)} of it and empty for "
         f"{w.ran_empty} of {w.batches} batches"
     )
+    if k.memory_is_short:
+        return _short_of_memory("prefetch too small", evidence, "batches ahead", w)
     override = f"training.prefetch_factor={2 * k.prefetch_factor}"
     if k.prefetch_limit_mib is not None:
         override = f"training.prefetch_mib={2 * k.prefetch_limit_mib}"
@@ -328,6 +337,8 @@ def _too_few_cores_or_workers(w: Window, k: Knobs, evidence: str) -> Verdict:
     free = w.free_cores if w.idle_cores is not None else w.free_cores - k.workers - 1
     if w.idle_cores is not None:
         evidence += f", {w.idle_cores:.1f} cores idle"
+    if free >= 1 and k.memory_is_short:
+        return _short_of_memory("workers too few", evidence, "readers", w)
     if free >= 1:
         workers = min(k.workers + int(free), 2 * k.workers) if k.workers else 2
         return _to_try("data-bound", "workers too few", evidence, (f"training.workers={workers}",), w)
@@ -356,6 +367,11 @@ def _store_too_slow(w: Window, k: Knobs, t: Thresholds, waited: str) -> Verdict:
     copy = "copy the volume to a disk here (`vesuvius volume copy`)"
     advice = copy if k.cached else f"set data.store.cache_dir to a folder on a disk here, or {copy}"
     return Verdict("data-bound", "reading", evidence, (), advice, w)
+
+
+def _short_of_memory(cause: Cause, evidence: str, what: str, w: Window) -> Verdict:
+    advice = f"more {what} would help, but memory is short; lower data.reader_mib first"
+    return Verdict("data-bound", cause, evidence, (), advice, w)
 
 
 def _to_try(kind: Kind, cause: Cause | None, evidence: str, overrides: tuple[str, ...], w: Window) -> Verdict:
