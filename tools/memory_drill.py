@@ -108,6 +108,11 @@ class Drill:
     alarms: tuple[str, ...]
 
 
+def parse(arguments: str) -> argparse.Namespace:
+    """The options of a command line."""
+    return _parser().parse_args(arguments.split())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the drill and print what happened.  Returns the exit code."""
     arguments = _parser().parse_args(argv)

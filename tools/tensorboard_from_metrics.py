@@ -1,4 +1,4 @@
-"""Makes TensorBoard's event files again from the metrics of a run; nothing of the run is changed.
+"""Makes TensorBoard's event files again from the metrics and system figures of a run; nothing of the run is changed.
 
     python tools/tensorboard_from_metrics.py runs/exp001_full                # into runs/exp001_full/tb_rebuilt
     python tools/tensorboard_from_metrics.py runs/exp001_full elsewhere/tb
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from vesuvius.observe.metrics import current_records
 from vesuvius.observe.records import read_records
+from vesuvius.observe.rotated import read_rotated
 from vesuvius.observe.tensorboard import TensorBoard
 
 
@@ -30,10 +31,12 @@ def main() -> int:
         print(f"the directory must be new; got {directory}, which exists; name another one", file=sys.stderr)
         return 1
     try:
-        records = current_records(read_records(arguments.run / "metrics.jsonl"))
+        metrics = read_records(arguments.run / "metrics.jsonl")
     except OSError as error:
         print(f"a run has a metrics.jsonl; got {error}; name the directory of a run", file=sys.stderr)
         return 1
+    system = read_rotated(arguments.run / "system.jsonl")
+    records = current_records(sorted(metrics + system, key=lambda record: record["time"]))
     tensorboard = TensorBoard(directory, arguments.run)
     for record in records:
         tensorboard.write(record)

@@ -22,7 +22,7 @@ from pathlib import Path
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.tensorboard import TensorBoard
 first, last = map(int, sys.argv[1:])
-metrics = Metrics(Path("metrics.jsonl"), TensorBoard(Path("tb"), Path(".")))
+metrics = Metrics(Path("metrics.jsonl"), [TensorBoard(Path("tb"), Path(".")).write])
 metrics.write("run_start", step=first)
 for step in range(first + 1, last + 1):
     metrics.write("step", step=step, loss=1 / step)
@@ -43,9 +43,11 @@ def did(step: int, session: str) -> dict[str, Any]:
 
 
 def test_tensorboard_is_given_the_record_as_it_is_in_the_file(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", TensorBoard(tmp_path / "tb", tmp_path))
+    tensorboard = TensorBoard(tmp_path / "tb", tmp_path)
+    metrics = Metrics(tmp_path / "metrics.jsonl", [tensorboard.write])
     metrics.write("step", step=3, loss=math.nan, lr=0.5)
     metrics.close()
+    tensorboard.close()
     (record,) = read_records(tmp_path / "metrics.jsonl")
     assert (record["loss"], record["lr"]) == (None, 0.5)
     board = read(tmp_path / "tb")
@@ -54,8 +56,17 @@ def test_tensorboard_is_given_the_record_as_it_is_in_the_file(tmp_path: Path) ->
     assert (event.wall_time, event.step, event.value) == (record["time"], 3, 0.5)
 
 
+def test_a_record_of_another_file_is_handed_on_and_not_written_again(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    metrics = Metrics(tmp_path / "metrics.jsonl", [heard.append, heard.append])
+    metrics.share({"kind": "system", "step": 1})
+    metrics.close()
+    assert heard == [{"kind": "system", "step": 1}] * 2
+    assert read_records(tmp_path / "metrics.jsonl") == []
+
+
 def test_metrics_do_without_tensorboard(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", None)
+    metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write("run_end", exit_code=0)
     metrics.close()
     assert [record["exit_code"] for record in read_records(tmp_path / "metrics.jsonl")] == [0]

@@ -81,6 +81,8 @@ class TensorBoard:
 
     def _takes(self, record: Record) -> bool:
         """The monitor's records come every ten seconds, more than a month's curve needs: one a minute."""
+        if record["kind"] == "run_start":
+            self._system_due = 0.0
         if record["kind"] != "system":
             return True
         due: bool = record["time"] >= self._system_due
