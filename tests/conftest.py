@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import yaml
 import zarr
+
+from vesuvius.observe.logfile import _TerminalHandler
 
 # Before a test imports torch.  Tiny networks gain nothing by a second thread and lose much where other work runs
 # beside them: each layer then waits for the thread that has no core.
@@ -58,6 +61,17 @@ def write_array(path: Path, voxels: np.ndarray[Any, Any], chunk: int = 32, **opt
     )
     array[...] = voxels
     return path
+
+
+@pytest.fixture(autouse=True)
+def _package_log_as_at_the_start() -> Iterator[None]:
+    """A command sends the package's messages to the terminal for good; the next test is to see them in `caplog`."""
+    yield
+    package = logging.getLogger("vesuvius")
+    package.propagate = True
+    for handler in list(package.handlers):
+        if isinstance(handler, _TerminalHandler):
+            package.removeHandler(handler)
 
 
 @pytest.fixture

@@ -14,22 +14,23 @@ from typing import Any
 from tests.conftest import REPOSITORY
 
 MIB = 2**20
+HELD = 40 * MIB
 HYGIENE = re.compile("killed|oom|out of memory", re.IGNORECASE)
 
-# A trainer of a few lines: argv are the run directory and, as JSON, its limits, its size and whether it grows.
+# A trainer of a few lines: argv are the run directory and, as JSON, its limits and its size; so much more it holds for
+# each line that it is sent.
 TRAINER = """
-import json, sys, time
+import json, sys
 from pathlib import Path
-from vesuvius.observe.risk.risk import Limits
+from vesuvius.observe.risk.killers import Limits
 from vesuvius.observe.session import begin_session
 directory, settings = Path(sys.argv[1]), json.loads(sys.argv[2])
 begin_session(directory / "session.json", "tiny", 0, Limits(**settings["limits"]))
 held = bytearray(b"x" * settings["bytes"])
 print("begun", flush=True)
-while len(held) < settings["grows_to"]:
-    held += b"x" * (4 * 2**20)
-    time.sleep(0.02)
-time.sleep(600)
+for line in sys.stdin:
+    held += b"x" * int(line)
+    print("grown", flush=True)
 """
 
 
@@ -42,19 +43,26 @@ def run_memcheck(*arguments: object, cwd: Path, **options: Any) -> subprocess.Co
 
 
 @contextmanager
-def trainer(
-    directory: Path, size: int = 200 * MIB, grows_to: int = 0, **limits: float
-) -> Iterator[subprocess.Popen[str]]:
+def trainer(directory: Path, size: int = HELD, **limits: float) -> Iterator[subprocess.Popen[str]]:
+    """A living run that holds so much, and what its interpreter takes; see `grow`."""
     directory.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps({"limits": limits, "bytes": size, "grows_to": grows_to})
+    settings = json.dumps({"limits": limits, "bytes": size})
     command = [sys.executable, "-c", TRAINER, str(directory), settings]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         try:
             yield process
         finally:
             process.kill()
+
+
+def grow(process: subprocess.Popen[str], size: int) -> None:
+    """Let a trainer take more."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(size, file=process.stdin, flush=True)
+    assert process.stdout.readline() == "grown\n"
 
 
 def found_in(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

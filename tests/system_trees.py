@@ -127,7 +127,6 @@ def write_cgroup_v1(
     anon: int = 0,
     shmem: int = 0,
     file: int = 0,
-    kernel: int = 0,
     oom_kills: int | None = 0,
     use_hierarchy: bool = True,
 ) -> Path:
@@ -148,7 +147,6 @@ def write_cgroup_v1(
     stat |= {"total_cache": file + shmem, "total_rss": anon, "total_shmem": shmem, "total_mapped_file": 11075584}
     _write_counts(directory / "memory.stat", stat)
     _write(directory / "memory.limit_in_bytes", f"{own}\n")
-    _write(directory / "memory.kmem.usage_in_bytes", f"{kernel}\n")
     _write(directory / "memory.use_hierarchy", f"{int(use_hierarchy)}\n")
     counted = {} if oom_kills is None else {"oom_kill": oom_kills}
     _write_counts(directory / "memory.oom_control", {"oom_kill_disable": 0, "under_oom": 0} | counted)
@@ -206,8 +204,6 @@ def write_process(
     started_s: float = 100.0,
     state: str = "S",
     cpu_s: float = 0.0,
-    read: int = 0,
-    written: int = 0,
 ) -> Path:
     """One process, in the cgroup of the recorded box; returns its directory.  Sizes are whole KiB, as in the file."""
     directory = roots.proc / str(pid)
@@ -219,17 +215,16 @@ def write_process(
     status = "".join(f"{key}:\t{size // 1024:>8} kB\n" for key, size in sizes.items())
     _write(directory / "status", f"Name:\t{command}\nState:\t{state} (sleeping)\nPid:\t{pid}\n{status}Threads:\t1\n")
     _write(directory / "cmdline", name.replace(" ", "\0") + "\0" * 3 if name else "")
-    _write(directory / "io", f"rchar: 1\nwchar: 2\nread_bytes: {read}\nwrite_bytes: {written}\n")
     cgroup = roots.proc / "self" / "cgroup"
     if cgroup.is_file():
         _write(directory / "cgroup", cgroup.read_text())
     return directory
 
 
-def pressure_text(some_10s: float = 0.0, full_10s: float = 0.0, full_total_s: float = 0.0) -> str:
+def pressure_text(some_10s: float = 0.0, full_10s: float = 0.0) -> str:
     """A file of pressure stall information; shares from 0 to 1."""
     some = f"some avg10={some_10s * 100:.2f} avg60=0.00 avg300=0.00 total=145"
-    full = f"full avg10={full_10s * 100:.2f} avg60=0.00 avg300=0.00 total={round(full_total_s * 1e6)}"
+    full = f"full avg10={full_10s * 100:.2f} avg60=0.00 avg300=0.00 total=77"
     return f"{some}\n{full}\n"
 
 

@@ -7,17 +7,20 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.memcheck_runs import HYGIENE, MIB, found_in, memcheck_command, part, run_memcheck, trainer
-from vesuvius.observe.death.post_mortem import Death, append_death
+from tests.memcheck_runs import HELD, HYGIENE, MIB, found_in, grow, memcheck_command, part, run_memcheck, trainer
+from tests.observe.test_verdict import CPU, window
+from vesuvius.observe.death.death import Death, append_death
 from vesuvius.observe.recent import Moment, RecentFile, read_recent
-from vesuvius.observe.risk.risk import Limits
+from vesuvius.observe.risk.killers import Limits
 from vesuvius.observe.session import begin_session, end_session, read_session
+from vesuvius.observe.system.processes import read_process
+from vesuvius.observe.verdict import judge
 
 
 def write_metrics(directory: Path, *records: dict[str, Any]) -> None:
@@ -31,36 +34,34 @@ def death(**figures: Any) -> Death:
 
 def test_a_living_run_is_found_by_name_and_by_directory_and_its_memory_is_right(tmp_path: Path) -> None:
     with trainer(tmp_path / "runs/tiny") as process:
-        by_name = found_in(run_memcheck("tiny", "--once", "--json", cwd=tmp_path))
-        by_path = found_in(run_memcheck("runs/tiny", "--once", "--json", cwd=tmp_path))
-        table = run_memcheck("tiny", cwd=tmp_path)
-    for found in (by_name, by_path):
-        assert (found["what"], found["name"], found["state"], found["level"]) == ("run", "run tiny", "running", "LOW")
-        # The interpreter with what it imports takes 6 to 60 MiB beside what the process holds on purpose.
-        assert 200 * MIB < part(found, "trainer")["now_bytes"] < 300 * MIB
-        assert part(found, "total")["now_bytes"] >= part(found, "trainer")["now_bytes"]
-        assert [each["pid"] for each in found["processes"]] == [process.pid]
-        assert found["killers"][0]["left_bytes"] > 0
+        found = found_in(run_memcheck("tiny", "--once", "--json", cwd=tmp_path))
+        table = run_memcheck("runs/tiny", cwd=tmp_path)
+    assert (found["what"], found["name"], found["state"], found["level"]) == ("run", "run tiny", "running", "LOW")
+    # The interpreter with what it imports takes 6 to 60 MiB beside what the process holds on purpose.
+    assert HELD < part(found, "root")["now_bytes"] < HELD + 60 * MIB
+    assert part(found, "total")["now_bytes"] >= part(found, "root")["now_bytes"]
+    assert [each["pid"] for each in found["processes"]] == [process.pid]
+    assert found["killers"][0]["left_bytes"] > 0
     assert (table.returncode, table.stderr) == (0, "")
     assert "\x1b" not in table.stdout
     assert "run tiny" in table.stdout
     assert not HYGIENE.search(table.stdout)
-    assert not HYGIENE.search(json.dumps(by_name))
+    assert not HYGIENE.search(json.dumps(found))
 
 
 def test_any_process_can_be_looked_at_and_one_that_is_not_there_is_13(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        f"held = b'x' * {200 * MIB}; print('held', flush=True); import time; time.sleep(600)",
+        f"held = b'x' * {HELD}; print('held', flush=True); import time; time.sleep(600)",
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
         found = found_in(run_memcheck("--pid", process.pid, "--json", "--pss", cwd=tmp_path))
         process.kill()
-    assert 200 * MIB < part(found, "trainer")["now_bytes"] < 230 * MIB
-    assert 200 * MIB < found["pss_bytes"] < 260 * MIB
+    assert HELD < part(found, "root")["now_bytes"] < HELD + 30 * MIB
+    assert HELD < found["pss_bytes"] < HELD + 60 * MIB
     gone = run_memcheck("--pid", process.pid, cwd=tmp_path)
     assert gone.returncode == 13
     assert f"got {process.pid}, and there is none" in gone.stderr
@@ -75,21 +76,29 @@ def test_a_run_that_is_not_there_is_13_and_the_message_names_those_that_are(tmp_
 
 
 def test_wait_until_critical_returns_while_a_leaking_run_still_lives(tmp_path: Path) -> None:
-    with trainer(tmp_path / "runs/tiny", 20 * MIB, grows_to=380 * MIB, configured_bytes=400 * MIB) as process:
-        done = run_memcheck("tiny", "--wait-until", "critical", "--watch", "0.1", "--json", cwd=tmp_path)
+    with trainer(tmp_path / "runs/tiny", configured_bytes=200 * MIB) as process:
+        command = memcheck_command("tiny", "--wait-until", "critical", "--watch", "0.1", "--json")
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as waiting:
+            assert waiting.stdout is not None
+            first = json.loads(waiting.stdout.readline())
+            grow(process, 150 * MIB)
+            last = json.loads(waiting.stdout.read().splitlines()[-1])
         assert process.poll() is None
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 11
-    assert len(lines) > 1
-    assert lines[0]["level"] == "LOW"
-    assert lines[-1]["level"] == "CRITICAL"
-    assert lines[-1]["killers"][0]["name"] == "monitor.ram_limit_gib"
-    assert lines[-1]["limit_bytes"] == 400 * MIB
-    assert HYGIENE.search(lines[-1]["reason"])
+    assert waiting.returncode == 11
+    assert (first["level"], last["level"]) == ("LOW", "CRITICAL")
+    assert last["killers"][0]["name"] == "monitor.ram_limit_gib"
+    assert last["limit_bytes"] == 200 * MIB
+    assert HYGIENE.search(last["reason"])
 
 
 def test_wait_until_says_nothing_before_its_end_unless_it_is_asked_to_watch(tmp_path: Path) -> None:
-    with trainer(tmp_path / "runs/tiny", 330 * MIB, configured_bytes=400 * MIB):
+    with trainer(tmp_path / "runs/tiny") as process:
+        use, path = read_process(process.pid), tmp_path / "runs/tiny/session.json"
+        record = read_session(path)
+        assert use is not None
+        assert record is not None
+        full = replace(record.limits, configured_bytes=int(use.anon_bytes / 0.86))
+        path.write_text(json.dumps(asdict(replace(record, limits=full))))
         done = run_memcheck("tiny", "--wait-until", "warn", "--json", cwd=tmp_path)
     found = found_in(done)
     assert (done.returncode, found["level"]) == (10, "WARN")
@@ -199,9 +208,9 @@ def test_a_hung_run_is_told_from_a_slow_one_and_from_one_that_validates(tmp_path
         assert 200 <= hung["steps"]["age_s"] < 260
         assert state(1.0, 30)["state"] == "running"
         assert state(30.0, 200)["state"] == "running"
-        verdict = {"kind": "verdict", "time": now - 5, "text": "compute-bound: 93 % of the step"}
-        watched = state(1.0, 200, verdict)
-        assert (watched["state"], watched["steps"]["verdict"]) == ("running", "compute-bound: 93 % of the step")
+        verdict = judge(window(), CPU)
+        watched = state(1.0, 200, {"kind": "verdict", "time": now - 5} | verdict.record())
+        assert (watched["state"], watched["steps"]["verdict"]) == ("running", verdict.text)
         process.send_signal(signal.SIGSTOP)
         assert "it is stopped (SIGSTOP)" in state(1.0, 200)["state_text"]
 
@@ -230,14 +239,17 @@ def test_a_run_without_a_session_says_so(tmp_path: Path) -> None:
 
 
 def test_a_real_runs_reader_and_ray_are_told_apart_by_whoever_looks(tmp_path: Path, tiny_config: Any) -> None:
-    config = tiny_config(training={"workers": 1, "steps_per_epoch": 100_000, "save_every": 100_000})
+    endless = {"workers": 1, "steps_per_epoch": 100_000, "save_every": 100_000}
+    config = tiny_config(training=endless, monitor={"sample_every_s": 0.5})
     command = [sys.executable, "-m", "vesuvius.train", "--config", str(config)]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as run:
         try:
             deadline = time.monotonic() + 120
             recent = tmp_path / "runs/tiny/recent.jsonl"
-            while not any(moment.reader_bytes for moment in read_recent(recent)) and time.monotonic() < deadline:
-                time.sleep(0.5)
+            while not any(moment.reader_bytes for moment in read_recent(recent)):
+                assert run.poll() is None, "it must go on until it has a reader"
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
             parts, by_pid, ray = (seen_parts(tmp_path, *what) for what in (["tiny"], ["--pid", run.pid], ["--ray"]))
         finally:
             run.kill()

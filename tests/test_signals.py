@@ -45,7 +45,7 @@ def test_sigterm_to_all_processes_of_a_run_still_saves(tiny_config: WriteConfig,
 def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_whole(
     tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals
 ) -> None:
-    config = tiny_config(training={"epochs": 1000}, monitor={"sample_every_s": 0.1, "write_every_s": 0.1})
+    config = tiny_config(training={"epochs": 1000}, monitor={"sample_every_s": 0.5, "write_every_s": 0.5})
     one_step_done(config, tmp_path)
     system = tmp_path / "runs/tiny/system.jsonl"
     system.unlink()

@@ -24,7 +24,7 @@ def session(run: Path, first: int, last: int) -> None:
     metrics.write("run_start", step=first)
     for step in range(first + 1, last + 1):
         metrics.write("step", step=step, loss=1 / step, lr=None if step == 3 else 0.1)
-        metrics.share(system.write("system", step=step, used_bytes=[step, step, step], core_busy=[0.5, 1.0]))
+        metrics.share(system.write("system", step=step, used_bytes=[step, step, step], cores_busy=1.5))
         if step % 2 == 0:
             weights = {name: {"loss": 1 / step, "bins": [0.1, 0.2]} for name in ("raw", "ema")}
             metrics.write("validation", step=step, weights=weights)
@@ -67,7 +67,7 @@ def test_they_are_what_the_run_had_written_killed_and_gone_on_as_it_was(tmp_path
     rebuilt = shown(run / "tb_rebuilt")
     assert rebuilt == shown(run / "tb")
     assert [event.step for event in rebuilt["train/loss"]] == list(range(1, 10))
-    assert [event.step for event in rebuilt["system/cores_busy"]] == [1, 5], "at the start of each session, one a minute"
+    assert [event.step for event in rebuilt["system/cores_busy"]] == [1, 5], "one a minute, and one a session"
     for tag in ("preview/picture", "events/nonfinite"):
         assert [event.step for event in rebuilt[tag]] == [9], tag
     assert before.items() <= content(run).items(), "nothing of the run is changed"

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -33,11 +34,16 @@ def train_command(config: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "vesuvius.train", "--config", str(config), *arguments]
 
 
-def output_on_a_terminal(command: list[str], cwd: Path) -> str:
-    """Run a command on a terminal of 80 columns, to its end; all it wrote."""
+def output_on_a_terminal(
+    command: list[str], cwd: Path, interrupt_at: Callable[[str], bool] = lambda shown: False
+) -> str:
+    """Run a command on a terminal of 80 columns, to its end; all it wrote.
+
+    `interrupt_at`: whether it is time for what a terminal sends on Ctrl-C, from what is shown.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "NO_COLOR"}}
     master, slave = pty.openpty()
-    written = bytearray()
+    written, interrupted = bytearray(), False
     with subprocess.Popen(
         command, cwd=cwd, env=environment | {"TERM": "xterm-256color"}, stdout=slave, stderr=slave
     ) as process:
@@ -45,6 +51,9 @@ def output_on_a_terminal(command: list[str], cwd: Path) -> str:
         try:
             while block := os.read(master, 4096):
                 written += block
+                if not interrupted and interrupt_at(written.decode("utf-8", "replace")):
+                    process.send_signal(signal.SIGINT)
+                    interrupted = True
         except OSError:  # Linux: nobody has the terminal open any more
             pass
         finally:

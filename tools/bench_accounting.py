@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests use
 
 from tests.real_cgroup import MemoryCgroup, memory_cgroup
 
-from vesuvius.observe.memory import GIB
 from vesuvius.observe.system.look import Look, Watcher
+from vesuvius.observe.units import GIB
 
 _RAY_ENDS_S = 5.0
 

@@ -16,6 +16,7 @@ from the same few batches in memory.  So the readers, Ray and the copy out of sh
 The two take turns in one process, `--turn-steps` steps each, so that what else the machine does disturbs both alike.
 The monitor's thread works in our turns only, and is charged to them in full.  Figures are medians over the turns; the
 overhead is the median over pairs of turns.  With `--same` the bare loop is compared with itself: what the method adds.
+With `--monitor` ours with its monitor is compared with ours without (`--turn-steps` should then be some seconds).
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class MemoryStream:
         self._first = first
         self.options = options
         self.readers: dict[int, Any] = {}
+        self.reader_deaths = 0
         self.reader_totals = ReaderTotals()
         self.feeder_figures = FeederFigures()
         self.events: deque[Any] = deque()
@@ -174,6 +176,24 @@ class Turns:
         return time.perf_counter()
 
 
+@dataclass
+class MonitorTurns(Turns):
+    """Ours all the time; in the turns of the other the monitor does not look."""
+
+    def __call__(self, step: int) -> None:
+        if step % self.turn_steps:
+            return
+        now = self._now()
+        if self._begun is not None:
+            looking = self.our_turn.is_set()
+            (self.ours if looking else self.others).append((now - self._begun) / self.turn_steps)
+            if looking:
+                self.our_turn.clear()
+            else:
+                self.our_turn.set()
+        self._begun = self._now()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write it as JSON where asked to."""
     arguments = _parser().parse_args(argv)
@@ -187,15 +207,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.same:
             turns = _bare_against_itself(arguments, BareLoop(config, batches, device), bare, device)
         else:
-            turns = _ours_against(arguments, config, batches, bare, device)
+            kind = MonitorTurns if arguments.monitor else Turns
+            turns = _ours_against(config, batches, kind(bare.step, arguments.turn_steps, device))
         parameters = parameter_count(build_network(config, device))
     _report(arguments, turns, device, parameters)
 
 
-def _ours_against(
-    arguments: argparse.Namespace, config: Config, batches: Sequence[Batch], bare: BareLoop, device: torch.device
-) -> Turns:
-    turns = Turns(bare.step, arguments.turn_steps, device)
+def _ours_against(config: Config, batches: Sequence[Batch], turns: Turns) -> Turns:
     turns.our_turn.set()
     look = Watcher.look
 
@@ -246,7 +264,7 @@ def _config(arguments: argparse.Namespace) -> Config:
     shape = tuple(4 * edge for edge in arguments.patch)
     array = zarr.create_array("volume.zarr", shape=shape, dtype="uint8", chunks=(32, 32, 32), zarr_format=2)
     array[...] = np.random.default_rng(0).integers(1, 255, shape, dtype=np.uint8)
-    steps = arguments.turn_steps * (arguments.turns + 1)
+    steps = arguments.turn_steps * (1 + arguments.turns * (1 + arguments.monitor))
     width = arguments.width
     return Config.model_validate(
         {
@@ -291,9 +309,8 @@ def _report(arguments: argparse.Namespace, turns: Turns, device: torch.device, p
     patch = "x".join(map(str, arguments.patch))
     print(f"{about['machine']['cpu']}, {found['device']}, {found['threads']} threads, torch {torch.__version__}")
     print(f"{parameters / 1e6:.1f} M parameters, patches {patch}, batch {arguments.batch} x {arguments.accumulate}")
-    print(
-        f"\n| {'bare' if arguments.same else 'ours'}, s a step | bare, s a step | more | quartiles | pairs of turns |"
-    )
+    one, other = ("monitor", "no monitor") if arguments.monitor else ("bare" if arguments.same else "ours", "bare")
+    print(f"\n| {one}, s a step | {other}, s a step | more | quartiles | pairs of turns |")
     print("| --- | --- | --- | --- | --- |")
     print(
         f"| {statistics.median(turns.ours):.4f} | {statistics.median(turns.others):.4f} | "
@@ -314,6 +331,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--turn-steps", type=int, default=2, help="steps of a turn; more on a GPU, whose steps overlap")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--same", action="store_true", help="the bare loop against itself")
+    parser.add_argument("--monitor", action="store_true", help="ours with its monitor against ours without")
     parser.add_argument("--json", type=lambda path: Path(path).absolute(), help="also write the figures there")
     return parser
 

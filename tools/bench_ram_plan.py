@@ -30,7 +30,8 @@ from bench_ingest import describe_machine
 
 from vesuvius.config import Config
 from vesuvius.config_file import dump_config, read_config
-from vesuvius.engine.ram_plan import RamPlan, plan_ram
+from vesuvius.engine.ram_parts import RamPlan
+from vesuvius.engine.ram_plan import plan_ram
 
 _MIB = 2**20
 KINDS = ("trainer", "readers", "store", "ray")

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from vesuvius.memcheck import find_run
 from vesuvius.observe.inspect.inspection import Inspection
-from vesuvius.observe.inspect.inspector import Seat
+from vesuvius.observe.inspect.inspector import Viewpoint
 from vesuvius.observe.inspect.memory_table import memory_table
 from vesuvius.observe.inspect.run_inspector import RunInspector
 from vesuvius.observe.system.gpus import Gpus
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=100, metavar="COLUMNS")
     args = parser.parse_args()
     with Gpus() as gpus:
-        found = RunInspector(find_run(args.run), Seat(gpus=gpus)).inspect()
+        found = RunInspector(find_run(args.run), Viewpoint(gpus=gpus)).inspect()
     args.out.write_text(table_svg(found, f"vesuvius memcheck {args.run}", args.width), encoding="utf-8")
 
 

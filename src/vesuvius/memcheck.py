@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING
 
 from vesuvius.door import run_door, say
 from vesuvius.errors import EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
-from vesuvius.observe.death.post_mortem import death_lines
+from vesuvius.observe.death.death import death_lines
+from vesuvius.observe.death.post_mortem import deaths_of, is_of_session
 from vesuvius.observe.inspect.inspection import Inspection, as_json
-from vesuvius.observe.inspect.inspector import Inspector, MachineInspector, ProcessInspector, RayInspector, Seat
-from vesuvius.observe.inspect.run_inspector import RunInspector, deaths_of, is_of_session
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.inspect.inspector import Inspector, MachineInspector, ProcessInspector, RayInspector, Viewpoint
+from vesuvius.observe.inspect.run_inspector import RunInspector
 from vesuvius.observe.risk.risk import Level
 from vesuvius.observe.run_files import is_run
 from vesuvius.observe.session import is_alive, read_session
 from vesuvius.observe.system.gpus import Gpus
 from vesuvius.observe.system.processes import pss_bytes
+from vesuvius.observe.units import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 _EVERY_S = 2.0
+_GIVE_UP_S = 300.0
 _EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, 12 a kill was seen, 13 run not found, 2 usage
 
 without a run: the machine's own state, and with --config what a config would need"""
@@ -56,10 +58,10 @@ def _main(argv: list[str]) -> int:
         assert run is not None
         return _post_mortem(run, args.json)
     with ExitStack() as stack:
-        seat = Seat(gpus=stack.enter_context(Gpus()))
+        viewpoint = Viewpoint(gpus=stack.enter_context(Gpus()))
         if args.config is not None:
-            return _plan(args.config, args.words, seat, args.json)
-        return watch(_inspector(args, run, seat), args)
+            return _plan(args.config, args.words, viewpoint, args.json)
+        return watch(_inspector(args, run, viewpoint), args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,6 +96,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("RUN, --pid, --ray and --config exclude one another; give one of them")
     if args.config is not None and (bad := [word for word in args.words if "=" not in word]):
         parser.error(f"after --config come overrides key.path=value; got {bad[0]!r}")
+    if args.config is not None and (args.watch is not None or args.wait_until is not None):
+        parser.error("--config plans once; it goes neither with --watch nor with --wait-until")
     if args.once and args.wait_until is not None:
         parser.error("--once looks once; --wait-until looks on; give one of them")
     if args.post_mortem and (not args.words or args.config is not None):
@@ -124,19 +128,21 @@ def find_run(text: str) -> Path:
     raise NoRunError(f"RUN must be a run directory or a name below runs/; got {text!r}; {there}")
 
 
-def _inspector(args: argparse.Namespace, run: Path | None, seat: Seat) -> Inspector:
+def _inspector(args: argparse.Namespace, run: Path | None, viewpoint: Viewpoint) -> Inspector:
     if run is not None:
-        return RunInspector(run, seat)
+        return RunInspector(run, viewpoint)
     if args.pid is not None:
-        return ProcessInspector(args.pid, seat)
-    return RayInspector(seat) if args.ray else MachineInspector(seat, runs_at_work(seat))
+        return ProcessInspector(args.pid, viewpoint)
+    return RayInspector(viewpoint) if args.ray else MachineInspector(viewpoint, runs_at_work(viewpoint))
 
 
-def runs_at_work(seat: Seat) -> tuple[str, ...]:
+def runs_at_work(viewpoint: Viewpoint) -> tuple[str, ...]:
     """A line that names the living runs below `runs/`; empty where there is none."""
     sessions = [(path.parent.name, read_session(path)) for path in sorted(RUNS.glob("*/session.json"))]
     names = [
-        name for name, session in sessions if session and session.end_time is None and is_alive(session, seat.roots)
+        name
+        for name, session in sessions
+        if session and session.end_time is None and is_alive(session, viewpoint.roots)
     ]
     return (f"at work below runs/: {', '.join(names)}; `vesuvius memcheck {names[0]}` looks at it",) if names else ()
 
@@ -148,6 +154,7 @@ def watch(inspector: Inspector, args: argparse.Namespace) -> int:
     goes_on = not args.once and (args.watch is not None or goal is not None or on_terminal)
     shows_each = args.watch is not None or on_terminal or not goes_on
     exit_code: int | None = None
+    seen_s = time.monotonic()
     try:
         with _screen(args.json, live=goes_on and on_terminal) as show:
             while True:
@@ -156,6 +163,13 @@ def watch(inspector: Inspector, args: argparse.Namespace) -> int:
                 if args.pss and found.look is not None:
                     found = replace(found, pss_bytes=pss_bytes([process.pid for process in found.look.processes]))
                 exit_code = found.exit_code
+                if found.level is not None:
+                    seen_s = time.monotonic()
+                elif goal is not None and time.monotonic() - seen_s > _GIVE_UP_S:
+                    raise NoRunError(
+                        f"--wait-until needs a run whose memory can be seen; got {found.state_text} for "
+                        f"{_GIVE_UP_S:.0f} s; look at it on the machine where it runs"
+                    )
                 done = not goes_on or found.is_over or (goal is not None and (found.level or Level.LOW) >= goal)
                 if shows_each or done:
                     show(found)
@@ -198,7 +212,7 @@ def _print(console: Console, found: Inspection) -> None:
 
 
 def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
-    deaths = deaths_of(run, Seat().roots)
+    deaths = deaths_of(run)
     session = read_session(run / "session.json")
     if as_lines_of_json:
         say(json.dumps([asdict(death) for death in deaths]))
@@ -210,14 +224,14 @@ def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
     return EXIT_MEMORY_KILL if recent else EXIT_OK
 
 
-def _plan(config_path: Path, overrides: list[str], seat: Seat, as_lines_of_json: bool) -> int:
+def _plan(config_path: Path, overrides: list[str], viewpoint: Viewpoint, as_lines_of_json: bool) -> int:
     """What a config would need, below the state of the machine.  Warns as a dry run does.
 
     Raises:
         ConfigError: the config is wrong, or the project's packages are not installed.
         DataError: a volume cannot be used.
     """
-    found = MachineInspector(seat).inspect()
+    found = MachineInspector(viewpoint).inspect()
     try:
         from vesuvius.config_file import read_config
         from vesuvius.data.prepare import prepare_data
@@ -229,7 +243,7 @@ def _plan(config_path: Path, overrides: list[str], seat: Seat, as_lines_of_json:
         ) from error
     config = read_config(config_path, overrides)
     data = prepare_data(config.seed, config.data)
-    plan, limit = plan_ram(config, data), ram_limit(config, seat.roots)
+    plan, limit = plan_ram(config, data), ram_limit(config, viewpoint.roots)
     warning = ram_warning(config, data, plan, limit)
     if as_lines_of_json:
         planned = asdict(plan) | {"total_bytes": plan.total_bytes, "complete": plan.complete}
@@ -237,7 +251,7 @@ def _plan(config_path: Path, overrides: list[str], seat: Seat, as_lines_of_json:
     else:
         with _screen(False, live=False) as show:
             show(found)
-        vram = "-, torch is not installed here" if plan.vram_bytes is None else f"{plan.vram_bytes / GIB:.2f} GiB"
+        vram = "-, torch is not installed here" if plan.vram_bytes is None else size_text(plan.vram_bytes)
         say("\n".join([f"config {config.name}", *plan.lines(), f"VRAM       {vram}"]))
         if warning is not None:
             log.warning("%s", warning)

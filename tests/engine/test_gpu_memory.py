@@ -26,9 +26,9 @@ from vesuvius.engine.gpu_memory import (
     smaller_batch,
 )
 from vesuvius.engine.memory_plan import CONTEXT_BYTES, plan_memory
+from vesuvius.observe.units import GIB
 from vesuvius.observe.vram import Vram, VramUse
 
-GIB = 2**30
 MIB = 2**20
 CPU = torch.device("cpu")
 # As torch 2.13 words it.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +21,29 @@ from vesuvius.engine.progress import Progress
 from vesuvius.engine.stop import StopRequest
 from vesuvius.errors import EXIT_GUARD, EXIT_STOPPED
 from vesuvius.observe.metrics import Metrics
-from vesuvius.observe.monitor import Told
+from vesuvius.observe.monitor import Monitor, MonitorPaths, Told
 from vesuvius.observe.records import read_records
+from vesuvius.observe.risk import guard
 from vesuvius.observe.risk.guard import Order
+from vesuvius.observe.risk.killers import Limits
+from vesuvius.observe.system.look import Look, Watcher
 
 WriteConfig = Callable[..., Path]
 
+GIB = 2**30
+
 
 class NotedMonitor:
-    """Notes what it is told."""
+    """Orders what the test says, and notes what it is told."""
 
     def __init__(self) -> None:
         self.told = Told()
+        self.order: Order | None = None
         self.obeyed = 0
 
     def carried_out(self) -> None:
         self.obeyed += 1
+        self.order = None
 
 
 class NotedStream:
@@ -50,20 +60,19 @@ class NotedStream:
 
 
 class Loop:
-    """Acts of a run with so many workers, and what is around them."""
+    """Acts of a run, and what is around them."""
 
-    def __init__(self, config_file: Path, metrics: Path) -> None:
+    def __init__(self, config_file: Path, metrics: Path, pinned: bool = False) -> None:
         self.stop = StopRequest(None)
-        self.progress = Progress(step=3, sample_index=12)
         self.metrics = metrics
-        self.acts = MemoryActs(read_config(config_file, ()), self.stop, Metrics(metrics), self.progress)
+        config, progress = read_config(config_file, ()), Progress(step=3, sample_index=12)
+        self.acts = MemoryActs(config, self.stop, Metrics(metrics), progress, 2048, pinned)
         self.monitor: Any = NotedMonitor()
         self.stream: Any = NotedStream()
 
-    def step(self, *orders: Order) -> None:
-        for order in orders:
-            self.acts.take(order)
-        self.acts.obey(self.stream, self.monitor)
+    def step(self, order: Order | None = None) -> None:
+        self.monitor.order = order
+        self.acts.obey(self.stream, self.monitor, 0.5)
 
     def events(self) -> list[dict[str, Any]]:
         return [record for record in read_records(self.metrics) if record["event"] == "guard"]
@@ -71,7 +80,10 @@ class Loop:
 
 @pytest.fixture
 def loop(tmp_path: Path, tiny_config: WriteConfig) -> Callable[..., Loop]:
-    return lambda **training: Loop(tiny_config(training=training), tmp_path / "metrics.jsonl")
+    def make(pinned: bool = False, **training: Any) -> Loop:
+        return Loop(tiny_config(training=training), tmp_path / "metrics.jsonl", pinned)
+
+    return make
 
 
 def test_the_ladder_goes_down_to_one_batch_and_one_reader(loop: Callable[..., Loop]) -> None:
@@ -86,7 +98,8 @@ def test_the_ladder_goes_down_to_one_batch_and_one_reader(loop: Callable[..., Lo
     assert run.monitor.obeyed == 4
     assert [(event["rung"], event["step"]) for event in run.events()][::3] == [("prefetch", 3), ("worker", 3)]
     assert not run.stop.wanted()
-    assert run.acts.remedy() == "go on with --resume training.workers=0 training.prefetch_factor=1"
+    assert run.acts.remedy("the machine") == "go on with --resume training.workers=0 training.prefetch_factor=1"
+    assert "raise monitor.ram_limit_gib" in run.acts.remedy("monitor.ram_limit_gib")
 
 
 def test_a_step_without_an_order_changes_nothing(loop: Callable[..., Loop]) -> None:
@@ -100,21 +113,42 @@ def test_a_step_without_an_order_changes_nothing(loop: Callable[..., Loop]) -> N
 
 def test_an_exit_order_is_a_wish_to_stop_at_once_not_only_behind_the_step(loop: Callable[..., Loop]) -> None:
     run = loop(workers=0)
-    run.acts.take(Order("exit", "near out of memory"))
+    order = Order("exit", "near out of memory")
+    run.acts.exit(order)
     assert run.stop.wanted(), "a validation looks at it"
     assert run.stop.exit_code == EXIT_GUARD
-    run.step()
+    run.step(order)
     assert run.stream.changes == []
-    assert [event["rung"] for event in run.events()] == ["exit"]
-    assert run.acts.reason == "near out of memory"
+    run.acts.record_exit()
+    assert [(event["rung"], event["text"]) for event in run.events()] == [("exit", "near out of memory")]
 
 
-def test_who_asked_first_says_how_the_run_ends(loop: Callable[..., Loop]) -> None:
+@pytest.mark.parametrize("signal_first", [True, False])
+def test_who_asked_first_says_how_the_run_ends(loop: Callable[..., Loop], signal_first: bool) -> None:
     run = loop()
     with run.stop:
-        signal.raise_signal(signal.SIGTERM)
-    run.step(Order("exit", "near out of memory"))
-    assert run.stop.exit_code == EXIT_STOPPED
+        if signal_first:
+            signal.raise_signal(signal.SIGTERM)
+        run.acts.exit(Order("exit", "near out of memory"))
+        if not signal_first:
+            signal.raise_signal(signal.SIGTERM)
+    assert run.stop.exit_code == (EXIT_STOPPED if signal_first else EXIT_GUARD)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"prefetch_factor": 1}, {"prefetch_factor": 8, "prefetch_mib": 1, "train_batch_size": 256}]
+)
+def test_a_prefetch_that_would_not_get_smaller_is_not_offered(loop: Callable[..., Loop], keys: dict[str, int]) -> None:
+    run = loop(workers=2, **keys)
+    run.step()
+    assert not run.monitor.told.prefetch_left
+
+
+def test_a_ring_of_pinned_buffers_is_not_offered_as_its_memory_stays(loop: Callable[..., Loop]) -> None:
+    run = loop(workers=2, prefetch_factor=8, pinned=True)
+    run.step()
+    assert not run.monitor.told.prefetch_left
+    assert run.monitor.told.workers_left
 
 
 def test_without_readers_the_monitor_is_told_of_none(loop: Callable[..., Loop]) -> None:
@@ -122,22 +156,53 @@ def test_without_readers_the_monitor_is_told_of_none(loop: Callable[..., Loop]) 
     run.step()
     assert run.monitor.told.readers == {}
     assert not run.monitor.told.workers_left
-    assert "more memory" in run.acts.remedy()
+    assert "more memory" in run.acts.remedy("the machine")
 
 
 def test_a_real_stream_that_is_made_smaller_delivers_the_same_batches(
-    tmp_path: Path, tiny_config: WriteConfig
+    tmp_path: Path, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The guard's orders through a real monitor: memory stands above prefetch_at, so it is halved until 1 is left."""
+    monkeypatch.setattr(guard, "_SETTLE_S", 0.1)
     config = read_config(tiny_config(training={"prefetch_factor": 4}), ())
     job, options = prepare_data(0, config.data).job, StreamOptions.from_config(config.training, config.cluster)
-    acts = MemoryActs(config, StopRequest(None), Metrics(tmp_path / "metrics.jsonl"), Progress())
-    monitor: Any = NotedMonitor()
-    with PatchStream(job, options) as plain, PatchStream(job, options) as shrunk:
-        for number in range(12):
-            if number in (3, 7):
-                acts.take(Order("prefetch", "near out of memory"))
-            acts.obey(shrunk, monitor)
+    stop, metrics = StopRequest(None), Metrics(tmp_path / "metrics.jsonl")
+    acts = MemoryActs(config, stop, metrics, Progress(), job.patch_bytes, pinned=False)
+    paths = MonitorPaths(tmp_path / "system.jsonl", tmp_path / "monitor.log", tmp_path / "recent.jsonl")
+    watcher = Growing(limit_bytes=100 * GIB)
+    with (
+        PatchStream(job, options) as plain,
+        PatchStream(job, options) as shrunk,
+        Monitor(paths, Limits(configured_bytes=100 * GIB), watcher, sample_every_s=0.01, on_exit=acts.exit) as monitor,
+    ):
+        deadline = time.monotonic() + 60
+        for _ in range(100_000):
+            acts.obey(shrunk, monitor, 0.0)
             expected, batch = next(plain), next(shrunk)
             assert (batch.indices == expected.indices).all()
             assert (batch.patches == expected.patches).all()
+            if stop.wanted():
+                break
+            assert time.monotonic() < deadline
+            if shrunk.options.prefetch_factor == 1:
+                watcher.share = 0.97
         assert shrunk.options.prefetch_factor == 1
+        assert stop.exit_code == EXIT_GUARD
+    changed = [record["prefetch_factor"] for record in read_records(tmp_path / "metrics.jsonl")]
+    assert changed == [2, 1]
+    assert "97%" in str(acts.reason)
+
+
+class Growing(Watcher):
+    """This process, as if it used a share of a limit that grows with every look."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(os.getpid())
+        self._limit_bytes = limit_bytes
+        self.share = 0.85
+
+    def look(self) -> Look:
+        real = super().look()
+        self.share += 0.0001 if self.share < 0.9 else 0.0
+        root = replace(real.processes[0], anon_bytes=int(self.share * self._limit_bytes))
+        return replace(real, processes=(root,), shared_bytes=0)

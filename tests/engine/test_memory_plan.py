@@ -21,7 +21,7 @@ from vesuvius.engine.memory_plan import largest_batch, plan_memory
 from vesuvius.engine.network import build_network, lay_out_network
 from vesuvius.engine.step import AmpMode, TrainStep
 from vesuvius.errors import ConfigError
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.units import GIB
 
 CPU = torch.device("cpu")
 EXP001 = REPOSITORY / "configs" / "exp001_full.yaml"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 import resource
 from pathlib import Path
@@ -157,9 +156,8 @@ def test_the_heading_says_whether_training_saw_the_real_patches(tmp_path: Path) 
 
 @pytest.mark.filterwarnings("error")
 def test_values_that_are_not_finite_are_shown_and_reported_and_have_no_distance(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vesuvius"), "propagate", True)
 
     def broken(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
         x_0 = torch.sin(x_t)

@@ -19,9 +19,10 @@ from vesuvius.data.prepare import PreparedData, prepare_data
 from vesuvius.data.stream_options import StreamOptions, store_bytes, store_need_bytes
 from vesuvius.engine import ram_plan
 from vesuvius.engine.memory_plan import plan_memory
-from vesuvius.engine.ram_plan import RamLimit, RamPlan, plan_ram, ram_limit, ram_warning
+from vesuvius.engine.ram_parts import RamPlan
+from vesuvius.engine.ram_plan import RamLimit, plan_ram, ram_limit, ram_warning
+from vesuvius.observe.units import GIB
 
-GIB = 2**30
 MIB = 2**20
 Plan = Callable[..., tuple[Config, PreparedData, RamPlan]]
 
@@ -97,9 +98,10 @@ def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(plann
     assert "and as many while one execution of Ray hands over" in "\n".join(long.lines())
 
 
-def test_the_length_of_an_execution_is_that_of_the_stream() -> None:
-    """`ray_stream` holds the number, and cannot be imported without Ray."""
+def test_the_length_of_an_execution_and_the_blocks_of_a_reader_are_those_of_the_stream() -> None:
+    """`ray_stream` holds the numbers, and cannot be imported without Ray."""
     assert ram_plan._TASKS_PER_EXECUTION == ray_stream.TASKS_PER_SEGMENT
+    assert ram_plan._READER_RING == ray_stream._RING
 
 
 def test_the_training_step_is_in_host_memory_on_a_cpu_alone(planned: Plan) -> None:

@@ -64,6 +64,7 @@ class NoReaders:
 
     options: StreamOptions
     readers: dict[int, ReaderFigures] = field(default_factory=dict)
+    reader_deaths: int = 0
     reader_totals: ReaderTotals = field(default_factory=ReaderTotals)
     feeder_figures: FeederFigures = field(default_factory=FeederFigures)
 
@@ -75,6 +76,9 @@ class FixedMachine:
         return 1, 2
 
     def rates(self) -> None:
+        return None
+
+    def gpu_busy(self) -> None:
         return None
 
     def memory_is_short(self) -> bool:

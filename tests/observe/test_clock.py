@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vesuvius.observe import clock as clock_module
 from vesuvius.observe.clock import CudaClock, HostClock, Part, StepClock, StepTimes, make_clock, untimed
 
 
@@ -88,6 +87,7 @@ class FakeGpu:
     Attributes:
         host: what the host's clock says, seconds.
         computed_until, copied_until: when the device will be through with what is queued.
+        busy, copied: begin and end of all that was computed and copied.
         copying: which queue is the current stream.
         events: all that were ever made.
         synchronized: how often the host has waited for an event.
@@ -96,6 +96,8 @@ class FakeGpu:
     host: float = 0.0
     computed_until: float = 0.0
     copied_until: float = 0.0
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    copied: list[tuple[float, float]] = field(default_factory=list)
     copying: bool = False
     events: list[FakeEvent] = field(default_factory=list)
     synchronized: int = 0
@@ -105,11 +107,15 @@ class FakeGpu:
         return self.events[-1]
 
     def compute(self, seconds: float) -> None:
-        self.computed_until = max(self.computed_until, self.host) + seconds
+        begin = max(self.computed_until, self.host)
+        self.computed_until = begin + seconds
+        self.busy.append((begin, self.computed_until))
 
     def copy(self, seconds: float) -> None:
         """On its own stream, for which computing then waits."""
-        self.copied_until = max(self.copied_until, self.host) + seconds
+        begin = max(self.copied_until, self.host)
+        self.copied_until = begin + seconds
+        self.copied.append((begin, self.copied_until))
 
     def wait_for_copies(self) -> None:
         self.computed_until = max(self.computed_until, self.copied_until)
@@ -135,6 +141,7 @@ class FakeEvent:
 
     def elapsed_time(self, end: FakeEvent, /) -> float:
         assert max(self.at, end.at) <= self._gpu.host, "CUDA refuses to read events that are still ahead"
+        assert self.at <= end.at, "CUDA does not say what it answers for events in the wrong order"
         return 1000 * (end.at - self.at)
 
 
@@ -152,23 +159,33 @@ class Work:
     micro_batches: int = 1
 
 
-def run_step(gpu: FakeGpu, clock: StepClock, work: Work) -> None:
-    """As the training loop: the host queues all and waits for data only."""
-    with clock.pausing():
-        gpu.host += work.pause
-    for _ in range(work.micro_batches):
-        with clock.waiting():
-            gpu.host += work.wait
-        gpu.copying = True
-        with clock.copying():
-            gpu.copy(work.copy)
-        gpu.copying = False
-        gpu.wait_for_copies()
-        gpu.host += work.launch
-        for part, seconds in (("forward", work.forward), ("backward", work.backward)):
-            computing(gpu, clock, part, seconds)  # type: ignore[arg-type]
-    computing(gpu, clock, "optimizer", work.optimizer)
+def run_step(gpu: FakeGpu, clock: StepClock, *works: Work) -> None:
+    """As the training loop: the host queues all and waits for data only.  Several works are one step together."""
+    for work in works:
+        with clock.pausing():
+            gpu.host += work.pause
+        for _ in range(work.micro_batches):
+            run_micro_batch(gpu, clock, work)
+        computing(gpu, clock, "optimizer", work.optimizer)
     clock.step_done()
+
+
+def run_micro_batch(gpu: FakeGpu, clock: StepClock, work: Work) -> None:
+    with clock.waiting():
+        gpu.host += work.wait
+    copying(gpu, clock, work.copy)
+    gpu.wait_for_copies()
+    gpu.host += work.launch
+    computing(gpu, clock, "forward", work.forward)
+    computing(gpu, clock, "backward", work.backward)
+
+
+def copying(gpu: FakeGpu, clock: StepClock, *copies: float) -> None:
+    gpu.copying = True
+    with clock.copying():
+        for seconds in copies:
+            gpu.copy(seconds)
+    gpu.copying = False
 
 
 def computing(gpu: FakeGpu, clock: StepClock, part: Part, seconds: float) -> None:
@@ -176,10 +193,10 @@ def computing(gpu: FakeGpu, clock: StepClock, part: Part, seconds: float) -> Non
         gpu.compute(seconds)
 
 
-def one_step(work: Work) -> StepTimes:
+def one_step(*works: Work) -> StepTimes:
     gpu = FakeGpu()
     clock = CudaClock(gpu.event, lambda: gpu.host)
-    run_step(gpu, clock, work)
+    run_step(gpu, clock, *works)
     (times,) = clock.finished(wait=True)
     return times
 
@@ -207,6 +224,67 @@ def test_waits_between_micro_batches_count() -> None:
     times = one_step(Work(wait=2.0, forward=0.5, micro_batches=2))
     assert times.forward_s == 1.0
     assert times.data_s == 3.5, "the second wait began while the device still computed for half a second"
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_copy_hidden_behind_the_micro_batch_before_is_not_charged_to_the_pause(micro_batches: int) -> None:
+    times = one_step(Work(pause=5.0, copy=1.0, forward=10.0, micro_batches=micro_batches))
+    assert times.h2d_s == 1.0, "the first copy only: nothing was computed meanwhile"
+    assert (times.other_s, times.pause_s) == (5.0, 5.0)
+    assert times.forward_s == 10.0 * micro_batches
+
+
+@pytest.mark.parametrize(("wait", "seen"), [(4.0, 0.0), (10.0, 0.0), (12.0, 2.0)])
+def test_a_wait_before_the_second_micro_batch_counts_as_far_as_it_outlasts_the_first(wait: float, seen: float) -> None:
+    times = one_step(Work(pause=5.0, forward=10.0), Work(wait=wait, forward=10.0))
+    assert times.data_s == seen
+    assert (times.other_s, times.pause_s) == (5.0, 5.0), "the first gap is the pause's own"
+
+
+def test_a_pause_hidden_behind_computing_is_not_charged_to_a_launch() -> None:
+    times = one_step(Work(launch=3.0, forward=10.0), Work(pause=2.0, forward=1.0))
+    assert (times.other_s, times.pause_s) == (3.0, 0.0)
+
+
+def test_of_a_copy_that_begins_behind_computing_only_what_outlasts_it_counts() -> None:
+    """The second step's copy begins before the first step's end: the host is ahead."""
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    run_step(gpu, clock, Work(forward=2.0))
+    run_step(gpu, clock, Work(copy=3.0, launch=4.0, backward=1.0))
+    _, times = clock.finished(wait=True)
+    assert times.step_s == 3.0
+    assert (times.h2d_s, times.other_s) == (1.0, 1.0), "after the copy the device waited for the launch"
+
+
+def test_all_copies_of_a_micro_batch_count() -> None:
+    """Patch and condition together, and something more apart; a second of the first hides behind computing."""
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    computing(gpu, clock, "forward", 1.0)
+    copying(gpu, clock, 2.0, 0.5)
+    copying(gpu, clock, 0.25)
+    gpu.wait_for_copies()
+    computing(gpu, clock, "forward", 1.0)
+    clock.step_done()
+    (times,) = clock.finished(wait=True)
+    assert (times.step_s, times.h2d_s, times.other_s) == (3.75, 1.75, 0.0)
+
+
+def test_what_follows_the_last_computing_belongs_to_the_next_step() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    computing(gpu, clock, "forward", 1.0)
+    with clock.waiting():
+        gpu.host += 3.0
+    copying(gpu, clock, 0.5)
+    clock.step_done()
+    gpu.wait_for_copies()
+    computing(gpu, clock, "forward", 1.0)
+    clock.step_done()
+    first, second = clock.finished(wait=True)
+    assert (first.step_s, first.data_s, first.h2d_s) == (1.0, 0.0, 0.0)
+    assert (second.step_s, second.data_s, second.h2d_s) == (3.5, 2.0, 0.5)
 
 
 seconds = st.floats(0, 5)
@@ -238,6 +316,32 @@ def test_whatever_happens_the_parts_of_a_device_step_add_up_and_computing_is_wha
     assert sum(times.step_s for times in done) == pytest.approx(gpu.computed_until, abs=near), "no time is lost"
 
 
+def seconds_outside(busy: Sequence[tuple[float, float]], copied: Sequence[tuple[float, float]]) -> float:
+    """How long was copied while nothing was computed."""
+    hidden = sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in copied for b, e in busy)
+    return sum(end - begin for begin, end in copied) - hidden
+
+
+@given(st.lists(st.lists(works, min_size=1, max_size=4), min_size=1, max_size=4))
+def test_whatever_micro_batches_do_each_gap_is_split_by_its_own_copies_waits_and_pauses(
+    steps: list[list[Work]],
+) -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    for mixed in steps:
+        run_step(gpu, clock, *mixed)
+    done = clock.finished(wait=True)
+    near = 1e-9  # as above, only rounding is left: of sums of at most some 1000 s
+    for mixed, times in zip(steps, done, strict=True):
+        assert sum(all_parts(times)) == pytest.approx(times.step_s, rel=1e-12, abs=near)
+        assert min(*all_parts(times), times.pause_s) >= -near
+        assert times.data_s <= sum(work.micro_batches * work.wait for work in mixed) + near
+        assert times.pause_s <= min(times.other_s, sum(work.pause for work in mixed)) + near
+        assert times.h2d_s <= sum(work.micro_batches * work.copy for work in mixed) + near
+    unhidden_s = seconds_outside(gpu.busy, gpu.copied)
+    assert sum(times.h2d_s for times in done) == pytest.approx(unhidden_s, abs=near), "not only at most: just that"
+
+
 def test_events_are_used_again_and_no_step_is_waited_for() -> None:
     gpu = FakeGpu()
     clock = CudaClock(gpu.event, lambda: gpu.host)
@@ -256,7 +360,11 @@ def test_events_are_used_again_and_no_step_is_waited_for() -> None:
     assert {(times.forward_s, times.backward_s, times.optimizer_s) for times in done} == {(2.0, 4.0, 0.5)}
 
 
-def test_computing_that_seems_longer_than_its_step_fills_it_and_no_more() -> None:
+@pytest.mark.parametrize(
+    ("work", "step_s"),
+    [(Work(forward=2.0, backward=3.0, optimizer=1.0), 6.0), (Work(wait=2.0, forward=1.0, micro_batches=3), 7.0)],
+)
+def test_parts_that_seem_longer_than_their_step_fill_it_and_no_more(work: Work, step_s: float) -> None:
     """CUDA rounds each stretch to half a microsecond for itself."""
 
     class Rounded(FakeEvent):
@@ -265,10 +373,10 @@ def test_computing_that_seems_longer_than_its_step_fills_it_and_no_more() -> Non
 
     gpu = FakeGpu()
     clock = CudaClock(lambda: Rounded(gpu), lambda: gpu.host)
-    run_step(gpu, clock, Work(forward=2.0, backward=3.0, optimizer=1.0))
+    run_step(gpu, clock, work)
     (times,) = clock.finished(wait=True)
-    assert times.step_s == 6.0
-    assert times.gpu_s == pytest.approx(6.0, rel=1e-12)
+    assert times.step_s == step_s
+    assert times.gpu_s + times.data_s == pytest.approx(step_s, rel=1e-12)
     assert times.other_s >= -1e-12
 
 
@@ -289,6 +397,5 @@ def test_a_gpu_step_is_timed_by_the_gpu() -> None:
         assert times.gpu_s <= times.step_s
 
 
-def test_a_cpu_gets_the_host_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Callable[[torch.device], object] = clock_module.make_clock
-    assert isinstance(made(torch.device("cpu")), HostClock)
+def test_a_cpu_gets_the_host_clock() -> None:
+    assert isinstance(make_clock(torch.device("cpu")), HostClock)

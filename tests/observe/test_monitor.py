@@ -18,7 +18,9 @@ from vesuvius.observe.monitor import Monitor, MonitorPaths, Told
 from vesuvius.observe.recent import read_recent
 from vesuvius.observe.records import read_records
 from vesuvius.observe.risk.guard import Order
-from vesuvius.observe.risk.risk import Level, Limits
+from vesuvius.observe.risk.killers import Limits
+from vesuvius.observe.risk.risk import Level
+from vesuvius.observe.system.cgroup import CgroupUse
 from vesuvius.observe.system.look import Look, Watcher
 from vesuvius.observe.system.processes import ProcessUse
 from vesuvius.observe.vram import VramUse
@@ -52,8 +54,6 @@ def _process(pid: int, anon_bytes: int) -> ProcessUse:
         file_bytes=0,
         swap_bytes=0,
         cpu_s=0.0,
-        read_bytes=None,
-        written_bytes=None,
     )
 
 
@@ -105,28 +105,64 @@ def test_each_look_is_in_the_ring_that_outlives_the_process(tmp_path: Path) -> N
         moments = monitor.moments()
     kept = read_recent(tmp_path / "recent.jsonl")
     assert kept[: len(moments)] == moments
-    assert [moment.trainer_bytes for moment in kept] == list(range(2, 2 + len(kept)))
+    assert [moment.trainer_bytes for moment in kept] == list(range(1, 1 + len(kept))), "that of the start too"
 
 
-def test_the_guard_orders_once_and_again_after_it_was_obeyed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_order_to_exit_is_handed_on_at_once_and_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The run's own limit is passed at once; nothing is left but to exit."""
     orders: list[Order] = []
     caplog.set_level(logging.INFO, "vesuvius")
     limits = Limits(configured_bytes=4 * GIB)
-    watcher = ScriptedWatcher(lambda look: GIB if look < 4 else 4 * GIB - GIB // 4)
+    watcher = ScriptedWatcher(lambda look: GIB if look < 4 else 4 * GIB - GIB // 4 - 1)
     with Monitor(
-        paths(tmp_path), limits, watcher, sample_every_s=0.02, write_every_s=0.04, on_order=orders.append
+        paths(tmp_path), limits, watcher, sample_every_s=0.02, write_every_s=0.04, on_exit=orders.append
     ) as monitor:
         wait_until(lambda: orders and watcher.looks > 10)
-        assert [order.rung for order in orders] == ["exit"]
+        assert monitor.order == orders[0]
         assert monitor.risk.level == Level.CRITICAL
-        monitor.carried_out()
-        wait_until(lambda: len(orders) > 1)
+        assert monitor.memory_is_short()
+    assert [order.rung for order in orders] == ["exit"]
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1, warnings
     assert "out of memory" in warnings[0]
     assert "monitor.ram_limit_gib" in warnings[0]
     assert read_records(tmp_path / "system.jsonl")[-1]["risk"] == "CRITICAL"
+
+
+def test_a_lower_order_stands_until_it_was_carried_out_and_settles(tmp_path: Path) -> None:
+    orders: list[Order] = []
+    watcher = ScriptedWatcher(lambda look: int((0.86 + 0.0001 * look) * 4 * GIB) - GIB // 4)
+    with Monitor(
+        paths(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02, on_exit=orders.append
+    ) as monitor:
+        monitor.told = Told(prefetch_left=True, workers_left=True)
+        wait_until(lambda: monitor.order is not None)
+        assert monitor.order is not None
+        assert monitor.order.rung == "prefetch"
+        monitor.carried_out()
+        assert monitor.order is None
+        more = watcher.looks + 5
+        wait_until(lambda: watcher.looks > more)
+        assert monitor.order is None, "it has 20 s to show"
+        assert monitor.memory_is_short()
+    assert orders == []
+
+
+def test_a_kill_in_the_cgroup_is_said_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Killing(ScriptedWatcher):
+        def look(self) -> Look:
+            use = CgroupUse(
+                path="/job", anon_bytes=0, shmem_bytes=0, file_bytes=0, levels=(), oom_kills=self.looks // 4
+            )
+            return replace(super().look(), cgroup=use)
+
+    watcher = Killing(lambda look: look)
+    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02):
+        wait_until(lambda: watcher.looks > 5)
+    kills = [r.getMessage() for r in caplog.records if "the kernel has killed" in r.getMessage()]
+    assert kills
+    assert "out of memory" in kills[0]
+    assert "/job" in kills[0]
 
 
 @pytest.mark.parametrize(("mode", "warnings"), [("warn", 1), ("off", 0)])
@@ -136,7 +172,7 @@ def test_a_guard_that_may_not_act_orders_nothing(
     orders: list[Order] = []
     watcher = ScriptedWatcher(lambda look: 4 * GIB)
     limits = Limits(configured_bytes=4 * GIB)
-    with Monitor(paths(tmp_path), limits, watcher, sample_every_s=0.02, guard=mode, on_order=orders.append):
+    with Monitor(paths(tmp_path), limits, watcher, sample_every_s=0.02, guard=mode, on_exit=orders.append):
         wait_until(lambda: watcher.looks > 5)
     assert orders == []
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == warnings
@@ -169,6 +205,21 @@ def test_gpu_memory_is_written_as_a_window_too(tmp_path: Path) -> None:
     assert vram["free_bytes"] == 997
 
 
+def test_a_listener_that_fails_neither_doubles_records_nor_floods_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(record: dict[str, Any]) -> None:
+        raise RuntimeError("no")
+
+    watcher = ScriptedWatcher(lambda look: look)
+    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04, on_record=fails):
+        wait_until(lambda: watcher.looks > 20)
+    records = read_records(tmp_path / "system.jsonl")
+    assert sum(record["samples"] for record in records) == watcher.looks - 1
+    assert max(record["samples"] for record in records) == 2
+    assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
 def test_a_look_that_fails_blinds_the_monitor_but_does_not_end_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,7 +241,8 @@ def test_a_real_look_at_this_process_knows_what_it_holds(tmp_path: Path) -> None
         before = monitor.look.processes[0].anon_bytes
         block = b"x" * 200 * 2**20
         wait_until(lambda: monitor.look.processes[0].anon_bytes > before + 190 * 2**20)
-        assert len(block) < used + len(block) < limit
+        assert 0 < used < limit
+        del block
         wait_until(lambda: monitor.rates() is not None)
 
 

@@ -9,7 +9,8 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vesuvius.observe.prometheus import Exporter
+from vesuvius.observe.prometheus import _RISKS, Exporter
+from vesuvius.observe.risk.risk import Level
 
 STEP = {"kind": "step", "step": 7, "samples_total": 56, "loss": 0.25, "step_s": 2.0, "data_s": 0.5, "gpu_s": 1.5}
 SYSTEM = {
@@ -69,3 +70,7 @@ def test_the_port_is_free_again_afterwards() -> None:
     assert port is not None
     with Exporter(port, "exp") as again:
         assert again.port == port
+
+
+def test_the_risks_are_numbered_as_their_levels() -> None:
+    assert {level.name: level.value for level in Level} == _RISKS

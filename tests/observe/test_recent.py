@@ -111,10 +111,7 @@ def test_where_a_slot_is_too_small_the_largest_readers_are_kept(tmp_path: Path, 
     assert kept.killer == "x" * 200
 
 
-def test_a_disk_that_fills_up_later_takes_moments_still(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vesuvius"), "propagate", True)
+def test_a_disk_that_fills_up_later_takes_moments_still(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(tmp_path, kib=64) as disk:
         ring = RecentFile(disk / "recent.jsonl", 8)
         fill(disk)
@@ -128,7 +125,6 @@ def test_a_disk_that_fills_up_later_takes_moments_still(
 def test_a_failing_disk_is_said_once_and_a_working_one_is_used_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vesuvius"), "propagate", True)  # off once a command's log was set up
     ring = RecentFile(tmp_path / "recent.jsonl", 4)
 
     def broken(*_: object) -> int:

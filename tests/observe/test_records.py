@@ -7,13 +7,11 @@ import math
 import tracemalloc
 from pathlib import Path
 
-import pytest
-
 from tests.small_disk import fill, small_disk
 from vesuvius.observe.clock import StepTimes
-from vesuvius.observe.logfile import StepFigures, format_duration, step_line
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.logfile import StepFigures, step_line
 from vesuvius.observe.records import JsonLines, read_records
+from vesuvius.observe.units import GIB
 
 FIGURES = StepFigures(
     step=1200,
@@ -39,13 +37,6 @@ def test_the_step_line_is_the_one_that_others_grep() -> None:
         "other_s 0.028 data_pct 14.1 samples_s 1.37 vram_gib 41.2/79.3 ram_gib 38.4/170.0 workers 4 worker_max_gib 6.9 "
         "eta 4d07h"
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (750, "12m30s"), (11100, "3h05m"), (370800, "4d07h")]
-)
-def test_durations_read_at_a_glance(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
 
 
 def test_records_are_appended_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tests.observe.test_verdict import CPU, window
 from vesuvius.observe.recent import Moment, RecentFile
-from vesuvius.observe.risk.risk import Limits
+from vesuvius.observe.risk.killers import Limits
 from vesuvius.observe.run_files import Peak, RunFiles, Tail, is_run, notes_of
 from vesuvius.observe.session import begin_session
+from vesuvius.observe.verdict import judge
 
 
 def line(time: float, kind: str = "step", **figures: Any) -> str:
@@ -62,7 +64,9 @@ def test_only_what_this_session_wrote_counts(tmp_path: Path) -> None:
     session = begin_session(tmp_path / "session.json", "tiny", 0, Limits())
     before, after = session.begin_time - 5, session.begin_time + 5
     (tmp_path / "metrics.jsonl").write_text(
-        line(before, step=70, step_s=9.0) + line(before, "verdict", text="old") + line(after, step=71, step_s=1.0)
+        line(before, step=70, step_s=9.0)
+        + line(before, "verdict", **judge(window(), CPU).record())
+        + line(after, step=71, step_s=1.0)
     )
     (tmp_path / "system.jsonl").write_text(
         line(before, "system", used_bytes=[1, 2, 900]) + line(after, "system", used_bytes=[1, 2, 300])
@@ -82,12 +86,24 @@ def test_steps_verdicts_and_signs_of_life_are_the_last_ones() -> None:
     metrics = [
         {"kind": "step", "time": 10.0 + i, "step": i, "step_s": 5.0 if i in {30, 60, 90} else 0.1} for i in range(100)
     ]
-    metrics += [{"kind": "verdict", "time": 110.0, "text": text} for text in ("data-bound", "compute-bound")]
+    verdicts = [judge(window(data_s=waited), CPU) for waited in (60.0, 0.0)]
+    metrics += [{"kind": "verdict", "time": 110.0} | verdict.record() for verdict in verdicts]
     metrics += [{"kind": "validation", "time": 150.0, "step": 99}]
     notes = notes_of(None, (), metrics, ())
     assert (notes.step, notes.step_time, notes.sign_time) == (99, 109.0, 150.0)
-    assert notes.verdict == "compute-bound"
+    assert notes.verdict == verdicts[1].text
     assert notes.step_s_p95 == 0.1  # 3 % of them took longer
+
+
+def test_pauses_are_no_part_of_the_steps() -> None:
+    """A validation every third step would make a run that hangs look like one that is slow."""
+    metrics = [
+        {"kind": "step", "time": 10.0 + i, "step": i, "step_s": 60.5, "pause_s": 60.0}
+        if i % 3 == 0
+        else {"kind": "step", "time": 10.0 + i, "step": i, "step_s": 0.5, "pause_s": None}
+        for i in range(100)
+    ]
+    assert notes_of(None, (), metrics, ()).step_s_p95 == 0.5
 
 
 def test_peaks_come_from_records_and_moments_and_absent_figures_are_no_zeros() -> None:
@@ -99,7 +115,7 @@ def test_peaks_come_from_records_and_moments_and_absent_figures_are_no_zeros() -
     assert notes_of(None, moments, (), system).peaks == {
         "used": Peak(400, 20.0),
         "shared": Peak(5, 11.0),
-        "trainer": Peak(60, 1.0),
+        "root": Peak(60, 1.0),
         "vram": Peak(6, 11.0),
         7: Peak(90, 1.0),
         8: Peak(10, 20.0),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from vesuvius.observe.risk.risk import Limits
+from vesuvius.observe.risk.killers import Limits
 from vesuvius.observe.session import SessionRecord, begin_session, end_session, find_pid, is_alive, read_session
 from vesuvius.observe.system.roots import Roots
 
@@ -23,7 +23,7 @@ LIMITS = Limits(ray_share=0.95, configured_bytes=3 * 2**30, warn_at=0.5)
 BEGIN = """
 import sys, time
 from pathlib import Path
-from vesuvius.observe.risk.risk import Limits
+from vesuvius.observe.risk.killers import Limits
 from vesuvius.observe.session import begin_session
 begin_session(Path(sys.argv[1]), "child", 2, Limits())
 print("begun", flush=True)

@@ -94,8 +94,7 @@ END: Record = {"kind": "run_end", "time": 1030.0, "exit_code": 0}
 
 
 @pytest.fixture(autouse=True)
-def _captured(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("vesuvius"), "propagate", True)
+def _captured(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vesuvius")
 
 

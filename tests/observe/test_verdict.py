@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vesuvius.config import MonitorConfig
 from vesuvius.observe.verdict import Knobs, Thresholds, Verdict, Window, judge
 
 GPU = Knobs(
@@ -355,3 +356,17 @@ def test_where_memory_is_short_nothing_that_takes_more_is_proposed() -> None:
         assert found.overrides == ()
         assert "memory is short" in found.advice
     assert judge(hungry(), GPU).overrides, "with memory to spare there is something to try"
+
+
+def test_a_gpu_whose_kernels_wait_to_be_launched_is_host_bound() -> None:
+    """Events span the gaps between kernels; NVML does not."""
+    launching = judge(window(gpu_busy=0.4), replace(GPU, compile=False))
+    assert (launching.kind, launching.overrides) == ("host-bound", ("training.compile=true",))
+    assert "kernels ran only 40.0 %" in launching.evidence
+    assert judge(window(gpu_busy=0.9), GPU).kind == "compute-bound"
+    assert judge(window(gpu_busy=None), GPU).kind == "compute-bound"
+
+
+def test_what_is_good_is_what_the_config_says() -> None:
+    config, thresholds = MonitorConfig(), Thresholds()
+    assert (thresholds.data_share_good, thresholds.gpu_share_good) == (config.data_share_good, config.gpu_share_good)

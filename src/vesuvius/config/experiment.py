@@ -24,7 +24,9 @@ def _check_name(name: str) -> str:
 class MonitorConfig(Section):
     """What is looked at beside the steps, where it goes, and when the guard steps in."""
 
-    sample_every_s: float = Field(1.0, gt=0, description="seconds between looks at memory, processors and GPUs")
+    sample_every_s: float = Field(
+        1.0, ge=0.5, le=10, description="seconds between looks at memory, processors and GPUs"
+    )
     write_every_s: float = Field(
         10.0, gt=0, description="seconds between lines of system.jsonl (min, mean, max since the last)"
     )

@@ -31,7 +31,7 @@ spaces), then the voxels of the region, then those of its condition.  All blocks
 HEAD_BYTES = 2**16
 _ALIGNED = 64
 # Compressed chunks that are fetched ahead of the region being decoded, in bytes once decoded.
-_STAGED_BYTES_MAX = 64 * 2**20
+STAGED_BYTES_MAX = 64 * 2**20
 _SUBSTITUTES_TRIED = 100
 
 RegionKey = tuple[int, Box]
@@ -221,7 +221,7 @@ class Reader:
         held = 0
         for key in queue:
             held += math.prod(shape_of(key[1])) * np.dtype(self._job.dtype).itemsize
-            if held > _STAGED_BYTES_MAX and key is not queue[0]:
+            if held > STAGED_BYTES_MAX and key is not queue[0]:
                 return
             if key not in self._staged and key not in self._bad:
                 self._staged.append(key)

@@ -130,6 +130,7 @@ class PatchStream(Iterator[Batch]):
 
     Attributes:
         readers: figures of each living reader process by pid.
+        reader_deaths: readers that died and were replaced.
         events: what happened so far, the last 10,000; whoever takes them out may.
         quarantined: a record for each unreadable region, which others replace.
         store_peak_bytes: most bytes seen in Ray's object store; None without Ray.
@@ -159,6 +160,7 @@ class PatchStream(Iterator[Batch]):
         self._pids: dict[str, int] = {}
         self.readers: dict[int, ReaderFigures] = {}
         self._totals = ReaderTotals()
+        self.reader_deaths = 0
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
         self.quarantined = list(quarantined)
         self._session: Any = None  # a ray_session.Session, whose module is not imported without workers
@@ -348,6 +350,7 @@ class PatchStream(Iterator[Batch]):
     def _reader_died(self, pid: int, report: BlockReport) -> None:
         from vesuvius.data.ray_deaths import reader_death_cause  # only readers of Ray are replaced
 
+        self.reader_deaths += 1
         figures = self.readers.pop(pid, None)
         node = figures.node if figures else report.node
         cause = reader_death_cause(pid, node)

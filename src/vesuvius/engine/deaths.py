@@ -49,7 +49,15 @@ class Deaths:
     def of_guard(self) -> None:
         """Of this run, which the memory guard has ended; its checkpoint is saved."""
         reason = self._acts.reason or ""
-        self._keep(ended_run("guard", self._progress.step, reason, self._monitor.moments(), self._acts.remedy()))
+        self._keep(
+            ended_run(
+                "guard",
+                self._progress.step,
+                reason,
+                self._monitor.moments(),
+                self._acts.remedy(self._monitor.risk.killers[0].name),
+            )
+        )
 
     def _keep(self, death: Death) -> None:
         try:
@@ -61,7 +69,11 @@ class Deaths:
 
 def log_killed_session(directory: RunDir) -> None:
     """Say, and keep, how the session before this one ended, where it was killed.  Needs the run's lock."""
-    death = record_run_death(directory.path)
+    try:
+        death = record_run_death(directory.path)
+    except OSError as error:
+        log.warning("a post-mortem must be writable; got %s; how the last session ended is not kept", error)
+        return
     if death is not None:
         _say(death)
 

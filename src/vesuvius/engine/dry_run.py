@@ -13,7 +13,7 @@ from vesuvius.engine.preflight import Preflight, doubts, preflight
 from vesuvius.engine.ram_plan import plan_ram, ram_limit, ram_warning
 from vesuvius.engine.run_dir import run_dir
 from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.units import GIB, gib, size_text
 
 ASSUMED_VRAM_GIB = 80  # of an A100 or H100
 
@@ -99,12 +99,13 @@ def _memory_lines(config: Config, device: torch.device, vram_gib: float | None) 
     return [
         f"memory     planned for {vram_bytes / GIB:.1f} GiB of VRAM ({whose}), amp {amp}",
         f"  compute  {_compute(plan.flops_per_step)} a step",
-        f"  fixed    {_size(plan.fixed_bytes)}: weights {_size(plan.weight_bytes)}, gradients "
-        f"{_size(plan.gradient_bytes)}, optimizer {_size(plan.optimizer_bytes)}, EMA {_size(plan.ema_bytes)}",
-        f"  kept     {_size(plan.activation_bytes_per_patch)} of activations per patch, "
-        f"{_size(plan.weight_copy_bytes)} of autocast copies of weights",
-        f"  peak     {_size(plan.peak_bytes)} with train_batch_size {plan.batch}, "
-        f"{_size(plan.vram_bytes)} with the reserve for CUDA, cuDNN and fragmentation",
+        f"  fixed    {size_text(plan.fixed_bytes)}: weights {size_text(plan.weight_bytes)}, gradients "
+        f"{size_text(plan.gradient_bytes)}, optimizer {size_text(plan.optimizer_bytes)}, "
+        f"EMA {size_text(plan.ema_bytes)}",
+        f"  kept     {size_text(plan.activation_bytes_per_patch)} of activations per patch, "
+        f"{size_text(plan.weight_copy_bytes)} of autocast copies of weights",
+        f"  peak     {size_text(plan.peak_bytes)} with train_batch_size {plan.batch}, "
+        f"{size_text(plan.vram_bytes)} with the reserve for CUDA, cuDNN and fragmentation",
         f"  largest  train_batch_size {largest}{limit}",
         *_too_large_lines(config, plan, largest, vram_bytes),
     ]
@@ -118,10 +119,6 @@ def _vram(device: torch.device, vram_gib: float | None) -> tuple[int, str]:
         properties = torch.cuda.get_device_properties(device)
         return properties.total_memory, properties.name
     return ASSUMED_VRAM_GIB * GIB, "assumed, as this machine has no GPU; --vram-gib N plans for another"
-
-
-def _size(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / 2**20:.3g} MiB"
 
 
 def _compute(flops: int) -> str:
@@ -149,7 +146,7 @@ def _ram_lines(config: Config, found: Preflight, gpu: bool) -> list[str]:
     warning = ram_warning(config, found.data, plan, limit)
     return [
         *plan.lines(),
-        f"  limit    {_size(limit.limit_bytes)} ({limit.whose})",
+        f"  limit    {size_text(limit.limit_bytes)} ({limit.whose})",
         *([f"WARN       {warning}"] if warning else []),
     ]
 
@@ -175,8 +172,8 @@ def _disk_line(config: Config, found: Preflight) -> str:
     count = training.keep_last + 1 + best + for_ever
     need = count * found.checkpoint_bytes
     line = (
-        f"disk       {need / GIB:.2f} GiB for up to {count} checkpoints of {found.checkpoint_bytes / GIB:.2f} GiB (one "
-        f"more while saving), {found.free_bytes / GIB:.2f} GiB free; a copy of one waits in host memory"
+        f"disk       {gib(need)} GiB for up to {count} checkpoints of {gib(found.checkpoint_bytes)} GiB (one "
+        f"more while saving), {gib(found.free_bytes)} GiB free; a copy of one waits in host memory"
     )
     if need <= found.free_bytes:
         return line

@@ -15,7 +15,7 @@ from vesuvius.config import Config
 from vesuvius.engine.memory_plan import CONTEXT_BYTES, largest_batch, plan_memory
 from vesuvius.engine.step import resolve_amp
 from vesuvius.errors import GpuMemoryError, one_line
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.units import size_text
 from vesuvius.observe.vram import Vram, VramUse
 
 # cuBLAS and cuDNN, and torch for pinned memory, report the same without torch's own class.
@@ -119,7 +119,7 @@ def remedy(config: Config, fit: Fit, use: VramUse | None) -> str:
         alternative = _go_on(overrides) if overrides else _leaner(config)
         return f"{_should_fit(fit, use)}; go on with --resume and {_EXPANDABLE} in the environment, or {alternative}"
     assert fit.need_bytes is not None
-    planned = f"by the memory plan it needs {_gib(fit.need_bytes)} of {_gib(fit.usable_bytes)}"
+    planned = f"by the memory plan it needs {size_text(fit.need_bytes)} of {size_text(fit.usable_bytes)}"
     if not overrides:
         return f"{planned} and not even one patch fits: {_leaner(config)}"
     return f"{planned}, and {fit.batch} fit: {_go_on(overrides)}"
@@ -130,11 +130,11 @@ def memory_table(use: VramUse | None) -> list[str]:
     if use is None:
         return ["memory: not known, there is no GPU that tells"]
     rows = {
-        "allocated": f"{_gib(use.allocated_bytes)} in tensors",
-        "reserved": f"{_gib(use.reserved_bytes)} held by torch, of which {_gib(_unused_bytes(use))} without tensors",
-        "peak": f"{_gib(use.peak_bytes)} allocated at once since the monitor's last look",
-        "others": f"{_gib(use.foreign_bytes)} held by CUDA itself and by other processes",
-        "free": f"{_gib(use.free_bytes)} of {_gib(use.total_bytes)}",
+        "allocated": f"{size_text(use.allocated_bytes)} in tensors",
+        "reserved": f"{size_text(use.reserved_bytes)} held by torch, of which {_unused_text(use)} without tensors",
+        "peak": f"{size_text(use.peak_bytes)} allocated at once since the monitor's last look",
+        "others": f"{size_text(use.foreign_bytes)} held by CUDA itself and by other processes",
+        "free": f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)}",
         "retries": f"{use.retries} allocations had to wait for memory to be given back, {use.failures} failed",
     }
     return [f"  {name:9}  {text}" for name, text in rows.items()]
@@ -160,21 +160,17 @@ def _should_fit(fit: Fit, use: VramUse | None) -> str:
     assert use is not None
     assert fit.need_bytes is not None
     return (
-        f"by the memory plan it needs {_gib(fit.need_bytes)} and should fit the {_gib(fit.usable_bytes)} that other "
-        f"processes leave: fragments ({_gib(_unused_bytes(use))} reserved without tensors), validation, or another "
-        f"process ({_gib(use.foreign_bytes)} are not torch's) took the rest"
+        f"by the memory plan it needs {size_text(fit.need_bytes)} and should fit the {size_text(fit.usable_bytes)} "
+        f"that other processes leave: fragments ({_unused_text(use)} reserved without tensors), validation, or another "
+        f"process ({size_text(use.foreign_bytes)} are not torch's) took the rest"
     )
 
 
-def _unused_bytes(use: VramUse) -> int:
-    return max(use.reserved_bytes - use.allocated_bytes, 0)
+def _unused_text(use: VramUse) -> str:
+    return size_text(max(use.reserved_bytes - use.allocated_bytes, 0))
 
 
 def _checkpoint_line(saved_step: int | None) -> str:
     if saved_step is None:
         return "checkpoint: none could be saved now; --resume goes on from the last one"
     return f"checkpoint: step {saved_step} is saved, and nothing is lost"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / GIB:.2f} GiB"

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
+from dataclasses import replace
 
 from vesuvius.config import Config
 from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions, batches_ahead
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.stop import StopRequest
 from vesuvius.errors import EXIT_GUARD
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.monitor import Monitor, Told
-from vesuvius.observe.risk.guard import Order
+from vesuvius.observe.risk.guard import Order, Rung
+from vesuvius.observe.risk.killers import CONFIGURED_NAME
 
 log = logging.getLogger(__name__)
-
-_RECENT_STEPS = 10
 
 
 class MemoryActs:
@@ -25,70 +25,96 @@ class MemoryActs:
 
     Batches do not change: the stream is closed and opened again at the next sample.
 
+    Args:
+        patch_bytes: of one sample.
+        pinned: the batches ahead lie in a ring that was allocated once, on a GPU: fewer of them would free nothing.
+
     Attributes:
         workers: readers that there are now.
         reason: why the run was ended; None while it was not.
     """
 
-    def __init__(self, config: Config, stop: StopRequest, metrics: Metrics, progress: Progress) -> None:
-        self.workers = config.training.workers
-        self._prefetch_factor = config.training.prefetch_factor
+    def __init__(
+        self,
+        config: Config,
+        stop: StopRequest,
+        metrics: Metrics,
+        progress: Progress,
+        patch_bytes: int,
+        pinned: bool,
+    ) -> None:
+        self._options = StreamOptions.from_config(config.training, config.cluster)
         self._stop = stop
         self._metrics = metrics
         self._progress = progress
-        self._order: Order | None = None
+        self._patch_bytes = patch_bytes
+        self._pinned = pinned
         self.reason: str | None = None
 
-    def take(self, order: Order) -> None:
-        """Note an order; called in the monitor's thread.  To exit is not left for later: a validation looks at it."""
-        if order.rung == "exit":
-            self.reason = order.reason
-            self._stop.ask(EXIT_GUARD, f"memory guard: {order.reason}")
-        self._order = order
+    @property
+    def workers(self) -> int:
+        return self._options.workers
 
-    def obey(self, stream: PatchStream, monitor: Monitor) -> None:
-        """Do what was ordered since the last step, and tell the monitor how far the run is."""
-        order, self._order = self._order, None
-        if order is not None:
-            self._carry_out(order, stream)
+    def exit(self, order: Order) -> None:
+        """A wish to stop; called in the monitor's thread, because a validation looks at it too."""
+        self.reason = order.reason
+        self._stop.ask(EXIT_GUARD, f"memory guard: {order.reason}")
+
+    def obey(self, stream: PatchStream, monitor: Monitor, longest_step_s: float) -> None:
+        """Do what the guard wants done now, and tell the monitor how far the run is.
+
+        Args:
+            longest_step_s: of the recent steps, without their pauses.
+        """
+        if (order := monitor.order) is not None and order.rung != "exit":
+            self._make_smaller(order, stream)
             monitor.carried_out()
         monitor.told = Told(
             step=self._progress.step,
-            step_s=max(list(self._progress.pace)[-_RECENT_STEPS:], default=0.0),
+            step_s=longest_step_s,
             readers=stream.reader_memory() if self.workers else {},
-            prefetch_left=self._prefetch_factor > 1,
+            workers=self.workers,
+            prefetch_left=not self._pinned and self._ahead(self._with_less("prefetch")) < self._ahead(self._options),
             workers_left=self.workers > 1,
         )
 
-    def remedy(self) -> str:
-        """How to start again with less memory."""
-        if self.workers == 0 and self._prefetch_factor == 1:
+    def record_exit(self) -> None:
+        """Write down that the guard has ended the run."""
+        self._record("exit", self.reason or "", {})
+
+    def remedy(self, killer: str) -> str:
+        """How to start again with less memory, or with a limit that the run fits into."""
+        if killer == CONFIGURED_NAME:
+            return f"{self._less()}, or raise monitor.ram_limit_gib where the machine has more"
+        return self._less()
+
+    def _less(self) -> str:
+        if self.workers == 0 and self._options.prefetch_factor == 1:
             return (
                 "go on with --resume where more memory is free; with training.workers=0 and training.prefetch_factor=1 "
                 "the readers need no less"
             )
         return f"go on with --resume training.workers={max(self.workers - 1, 0)} training.prefetch_factor=1"
 
-    def _carry_out(self, order: Order, stream: PatchStream) -> None:
-        changed = {}
-        if order.rung == "prefetch":
-            self._prefetch_factor = max(self._prefetch_factor // 2, 1)
-            changed = {"prefetch_factor": self._prefetch_factor}
-        elif order.rung == "worker":
-            self.workers = max(self.workers - 1, 1)
-            changed = {"workers": self.workers}
-        text = ", ".join(f"training.{key}={value}" for key, value in changed.items()) or "save and exit"
+    def _make_smaller(self, order: Order, stream: PatchStream) -> None:
+        less = self._with_less(order.rung)
+        prefetch = {"prefetch_factor": less.prefetch_factor}
+        changed = prefetch if order.rung == "prefetch" else {"workers": less.workers}
+        text = ", ".join(f"training.{key}={value}" for key, value in changed.items())
         log.warning("memory guard: before the run is out of memory: %s: %s", text, order.reason)
-        self._metrics.write(
-            "event",
-            event="guard",
-            step=self._progress.step,
-            text=order.reason,
-            rung=order.rung,
-            pid=os.getpid(),
-            **changed,
-        )
-        if changed:
-            began = time.monotonic()
-            stream.reconfigure(**changed)
-            log.info("memory guard: readers started anew in %.1f s", time.monotonic() - began)
+        self._record(order.rung, order.reason, changed)
+        began = time.monotonic()
+        stream.reconfigure(**changed)
+        self._options = less
+        log.info("memory guard: readers started anew in %.1f s", time.monotonic() - began)
+
+    def _with_less(self, rung: Rung) -> StreamOptions:
+        if rung == "prefetch":
+            return replace(self._options, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
+        return replace(self._options, workers=max(self.workers - 1, 1))
+
+    def _ahead(self, options: StreamOptions) -> int:
+        return batches_ahead(self._patch_bytes, options)
+
+    def _record(self, rung: Rung, reason: str, changed: dict[str, int]) -> None:
+        self._metrics.write("event", event="guard", step=self._progress.step, text=reason, rung=rung, **changed)

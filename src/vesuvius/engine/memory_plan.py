@@ -27,7 +27,7 @@ from vesuvius.diffusion.unet import INT32_LIMIT, UNet, largest_activation_elemen
 from vesuvius.engine.footprint import Footprint
 from vesuvius.engine.network import execution
 from vesuvius.engine.step import AmpMode, TrainStep, parameter_count
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.units import GIB
 
 CONTEXT_BYTES = int(0.6 * GIB)  # what CUDA itself, cuDNN's and cuBLAS's handles and kernels take of a GPU
 # The caching allocator takes segments of 2 MiB and more, and holes in them stay unused.  Assumed, not measured.

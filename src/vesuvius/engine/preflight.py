@@ -23,7 +23,7 @@ from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.engine.step import check_initial_weights, parameter_count
 from vesuvius.engine.trained import InitialWeights, read_initial_weights
 from vesuvius.errors import StorageError
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.units import GIB
 
 # float32: weights, two moments of AdamW; each average once more.
 _FLOATS_PER_PARAMETER = 3

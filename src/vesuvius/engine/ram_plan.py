@@ -1,26 +1,27 @@
 """How much of the host's memory a run will take, before it starts: readers, object store, Ray, trainer.
 
 What follows from the config is computed; what an interpreter with its libraries takes was measured once
-(`tools/bench_ram_plan.py` compares both with a real run).  Works without torch, and then does not know what the network
-takes.
+(`tools/bench_ram_plan.py` compares both with a real run).  The parts are those of `ram_parts.py`.  Works without torch,
+and then does not know what the network takes.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vesuvius.config import Config
 from vesuvius.data.feeder import HELD
 from vesuvius.data.prepare import PreparedData, prepare_data
+from vesuvius.data.reader import STAGED_BYTES_MAX
 from vesuvius.data.stream_options import StreamOptions, batches_ahead, store_bytes, store_need_bytes
-from vesuvius.observe.memory import GIB
-from vesuvius.observe.system.cgroup import read_cgroup
-from vesuvius.observe.system.machine import read_machine
+from vesuvius.engine.ram_parts import RamPlan
+from vesuvius.observe.risk.killers import Limits, tightest
+from vesuvius.observe.system.look import look_around
 from vesuvius.observe.system.roots import Roots
+from vesuvius.observe.units import GIB, size_text
 
 if TYPE_CHECKING:
     from vesuvius.engine.memory_plan import MemoryPlan
@@ -43,129 +44,15 @@ _CUDA_HOST_BYTES = 2 * GIB
 _CPU_HOLES = 0.5
 # Freed blocks leave holes in the object store's file, and Ray's limit is soft: 1.1 to 1.25 times the need was seen.
 _STORE_HOLES = 0.125
-# Compressed chunks that a reader fetches ahead of the one that it decodes (`data/reader.py`).
-_STAGED_BYTES_MAX = 64 * _MIB
 # Tasks of one execution of Ray Data: in a longer run, the readers of two executions live while one hands over.
 _TASKS_PER_EXECUTION = 500
+# Blocks that a reader process decodes into, in turn.
+_READER_RING = 2
 # On a GPU the batches of a step are kept until its figures are read, and the host launches steps ahead.
 _STEPS_AHEAD = 3
 
 WARN_SHARE = 0.8
 """Of the limit: a dry run that predicts more says so."""
-
-
-@dataclass(frozen=True)
-class RamPlan:
-    """Bytes of host memory that a run takes at its peak; None = not known, because torch is not installed here.
-
-    Attributes:
-        workers: reader processes; 0 = the trainer reads.
-        readers_at_once: reader processes that live at the same time: twice the workers while one execution of Ray Data
-            hands over to the next, which a short run never does; not more than there are tasks.
-        gpu: whether it was planned for a run on a GPU.
-        reader_process_bytes: interpreter, Ray, zarr and numpy of one reader.  Measured.
-        reader_ring_bytes: the blocks that one reader decodes into: 2 of `ReaderJob.block_bytes`.  Computed.
-        reader_staged_bytes: compressed chunks on their way from a remote store, at most; 0 on a disk.  Computed.
-        reader_scratch_bytes: chunks in work, each with its compressed bytes, one a core.  Computed.
-        store_bytes: of the object store, what can be in use at once (`store_need_bytes`; twice that while one
-            execution hands over to the next) with an eighth for holes, at most what the run reads or Ray is allowed;
-            with the plan's maps.  Computed.
-        store_capacity_bytes: what Ray is told to use at most; not part of the total.
-        ray_bytes: Ray's daemons, Ray Data's actors, and idle processes that it starts ahead.  Measured.  0 for a
-            cluster that others have started.
-        trainer_process_bytes: interpreter, torch, zarr, and Ray where it has readers.  Measured.
-        cuda_bytes: CUDA's libraries in host memory; assumed; 0 on a CPU.
-        local_reader_bytes: what a reader holds, in the trainer, with `workers: 0`.  Computed.
-        batches_bytes: batches ahead and in hand, in the stored dtype; pinned on a GPU.  Computed.
-        fixed_bytes: patches of validation and previews, and the plan's maps.  Computed.
-        snapshot_bytes: the copy of a checkpoint that waits for the disk.  Computed.
-        step_bytes: weights, gradients, optimizer, averages and activations, on a CPU; 0 on a GPU.  Computed
-            (`memory_plan.py`), with an allowance for what the allocator cannot use.
-        vram_bytes: memory of the GPU, of one rank; not part of the total.
-    """
-
-    workers: int
-    readers_at_once: int
-    gpu: bool | None
-    reader_process_bytes: int
-    reader_ring_bytes: int
-    reader_staged_bytes: int
-    reader_scratch_bytes: int
-    store_bytes: int
-    store_capacity_bytes: int
-    ray_bytes: int
-    trainer_process_bytes: int
-    cuda_bytes: int | None
-    local_reader_bytes: int
-    batches_bytes: int
-    fixed_bytes: int
-    snapshot_bytes: int | None
-    step_bytes: int | None
-    vram_bytes: int | None
-
-    @property
-    def reader_bytes(self) -> int:
-        """Private memory of one reader."""
-        return self.reader_process_bytes + self.reader_ring_bytes + self.reader_staged_bytes + self.reader_scratch_bytes
-
-    @property
-    def readers_bytes(self) -> int:
-        """Private memory of all readers that live at once."""
-        return self.readers_at_once * self.reader_bytes
-
-    @property
-    def trainer_bytes(self) -> int:
-        """Private memory of the trainer, what is not known left out."""
-        known = self.trainer_process_bytes + self.local_reader_bytes + self.batches_bytes + self.fixed_bytes
-        return known + sum(part or 0 for part in (self.cuda_bytes, self.snapshot_bytes, self.step_bytes))
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it; without what is not known, which `complete` tells."""
-        return self.readers_bytes + self.store_bytes + self.ray_bytes + self.trainer_bytes
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left out of the total."""
-        return None not in (self.cuda_bytes, self.snapshot_bytes, self.step_bytes)
-
-    def lines(self) -> list[str]:
-        """For people: the total, then its parts."""
-        least = "" if self.complete else "at least "
-        place = {True: " on a GPU", False: " on this CPU", None: ""}[self.gpu]
-        return [
-            f"host RAM   {least}{_size(self.total_bytes)} at the peak, planned{place}",
-            *self._reader_lines(),
-            f"  trainer  {least}{_size(self.trainer_bytes)}: {self._trainer_parts()}",
-            *([] if self.complete else ["  unknown  what the network takes: torch is not installed here"]),
-        ]
-
-    def _reader_lines(self) -> Iterator[str]:
-        if self.workers == 0:
-            return
-        count = f"{self.readers_at_once} x {_size(self.reader_bytes)}"
-        if self.readers_at_once > self.workers:
-            count += f" ({self.workers}, and as many while one execution of Ray hands over to the next)"
-        staged = f", fetched ahead {_size(self.reader_staged_bytes)}" if self.reader_staged_bytes else ""
-        yield (
-            f"  readers  {count}: process {_size(self.reader_process_bytes)}, blocks {_size(self.reader_ring_bytes)}, "
-            f"decoding {_size(self.reader_scratch_bytes)}{staged}"
-        )
-        yield f"  store    {_size(self.store_bytes)} in use at once, {_size(self.store_capacity_bytes)} allowed"
-        if self.ray_bytes:
-            yield f"  Ray      {_size(self.ray_bytes)} for its own processes"
-
-    def _trainer_parts(self) -> str:
-        parts = {
-            "process": self.trainer_process_bytes,
-            "CUDA (assumed)": self.cuda_bytes,
-            "its reader": self.local_reader_bytes,
-            "batches": self.batches_bytes,
-            "fixed patches": self.fixed_bytes,
-            "training step": self.step_bytes,
-            "copy of a checkpoint": self.snapshot_bytes,
-        }
-        return ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
 
 
 @dataclass(frozen=True)
@@ -206,14 +93,10 @@ def plan_ram(config: Config, data: PreparedData | None = None, gpu: bool | None 
 
 def ram_limit(config: Config, roots: Roots = Roots()) -> RamLimit:
     """The smallest of the machine's memory, the limits of this process's cgroups, and `monitor.ram_limit_gib`."""
-    limits = [RamLimit(read_machine(roots).total_bytes, "the machine")]
-    cgroup = read_cgroup(os.getpid(), roots)
-    limits += [
-        RamLimit(level.limit_bytes, f"{level.file} of {level.path}") for level in (cgroup.levels if cgroup else ())
-    ]
-    if config.monitor.ram_limit_gib is not None:
-        limits.append(RamLimit(int(config.monitor.ram_limit_gib * GIB), "monitor.ram_limit_gib"))
-    return min(limits, key=lambda limit: limit.limit_bytes)
+    gib = config.monitor.ram_limit_gib
+    limits = Limits(configured_bytes=None if gib is None else int(gib * GIB))
+    smallest = tightest(look_around(os.getpid(), roots), limits)
+    return RamLimit(smallest.limit_bytes, smallest.name)
 
 
 def ram_warning(config: Config, data: PreparedData, plan: RamPlan, limit: RamLimit) -> str | None:
@@ -231,8 +114,8 @@ def ram_warning(config: Config, data: PreparedData, plan: RamPlan, limit: RamLim
     else:
         remedy = "lower data.reader_mib and training.workers, or training.prefetch_factor"
     return (
-        f"memory should stay below {WARN_SHARE:.0%} of {_size(limit.limit_bytes)} ({limit.whose}); got "
-        f"{_size(plan.total_bytes)} predicted; {remedy}"
+        f"memory should stay below {WARN_SHARE:.0%} of {size_text(limit.limit_bytes)} ({limit.whose}); got "
+        f"{size_text(plan.total_bytes)} predicted; {remedy}"
     )
 
 
@@ -253,7 +136,7 @@ def _plan(config: Config, data: PreparedData, network: _Network | None, gpu: boo
     job, training = data.job, config.training
     options = StreamOptions.from_config(training, config.cluster)
     on_gpu = network.gpu if network else gpu
-    ring = 2 if training.workers else job.blocks_per_task + 1  # ours, not Ray's copy of it
+    ring = _READER_RING if training.workers else job.blocks_per_task + 1  # ours, not Ray's copy of it
     reader = {
         "reader_ring_bytes": ring * job.block_bytes,
         "reader_staged_bytes": _staged_bytes(data),
@@ -305,7 +188,7 @@ def _staged_bytes(data: PreparedData) -> int:
     """At least one region is staged whatever its size; bytes that compression saves are not counted on."""
     if not any(volume.source.remote for volume in (*data.volumes, *data.conditions)):
         return 0
-    return max(_STAGED_BYTES_MAX, data.job.block_bytes)
+    return max(STAGED_BYTES_MAX, data.job.block_bytes)
 
 
 def _scratch_bytes(data: PreparedData) -> int:
@@ -380,7 +263,3 @@ def _cpu_bytes(plan: MemoryPlan) -> int:
 def _pinned(size: int) -> int:
     """What torch takes for a pinned buffer: it rounds up to a power of two."""
     return 1 << (size - 1).bit_length() if size else 0
-
-
-def _size(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / _MIB:.3g} MiB"

@@ -27,7 +27,7 @@ from vesuvius.data.prepare import GreyRanges, PreparedData
 from vesuvius.engine.checkpoint_files import sync, write_state
 from vesuvius.engine.step import TrainStep
 from vesuvius.errors import ConfigError, StorageError, one_line
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.units import GIB
 
 log = logging.getLogger(__name__)
 

@@ -22,6 +22,8 @@ from vesuvius.observe.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
+_RECENT_STEPS = 10
+
 
 @dataclass(frozen=True)
 class _Launched:
@@ -75,6 +77,8 @@ class StepReporter:
         self._verdicts = Verdicts(config, device, metrics, path, machine)
         self._on_logged = on_logged
         self._launched: deque[_Launched] = deque()
+        self._reported = 0
+        self._work_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._replays = replays
 
     def launched(
@@ -92,6 +96,11 @@ class StepReporter:
         for times in self._clock.finished(wait):
             self._report(self._launched.popleft(), times)
 
+    @property
+    def longest_step_s(self) -> float:
+        """Seconds of the longest recent step without its pause; 0 until the second one, as the first starts readers."""
+        return max(self._work_s, default=0.0)
+
     def finish(self) -> None:
         """Behind the last step of a session: log what is left, and what held it up.  Raises as `report`."""
         self.report(wait=True)
@@ -99,6 +108,9 @@ class StepReporter:
 
     def _report(self, launched: _Launched, times: StepTimes) -> None:
         outcome = launched.result.read()
+        self._reported += 1
+        if self._reported > 1:
+            self._work_s.append(times.step_s - times.pause_s)
         figures = self._gather(launched, outcome, times)
         log.info(step_line(figures))
         record = asdict(figures) | asdict(times) | {"gpu_s": times.gpu_s, "other_s": times.other_s}

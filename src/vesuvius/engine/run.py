@@ -36,14 +36,14 @@ from vesuvius.engine.self_test import check_convolution
 from vesuvius.engine.start_log import log_network, log_progress, log_start
 from vesuvius.engine.step import TrainStep, choose_device, choose_kernels, learning_rate
 from vesuvius.engine.stop import StopRequest
-from vesuvius.engine.watching import memory_limits, open_metrics, open_monitor
-from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_OK, GpuMemoryError, NonFiniteError, StorageError, VesuviusError
+from vesuvius.engine.watching import open_metrics, open_monitor, open_session
+from vesuvius.errors import EXIT_GUARD, EXIT_OK, GpuMemoryError, NonFiniteError, StorageError, VesuviusError
 from vesuvius.observe.clock import StepClock, make_clock
 from vesuvius.observe.logfile import open_log
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.monitor import Monitor
 from vesuvius.observe.records import JsonLines
-from vesuvius.observe.session import SessionRecord, begin_session, end_session
+from vesuvius.observe.session import SessionRecord
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ def train(
         checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
         if checkpoint is not None and is_finished(checkpoint, config):
             log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
+            log_killed_session(directory)
             return EXIT_OK
         found = preflight(config, resume, checkpoint, allow_drift)
         if not (resume and existed):
@@ -94,30 +95,29 @@ def train(
 
 def _train_and_record(config: Config, found: Preflight, stop: StopRequest, on_step: Callable[[int], None]) -> int:
     """Run, and write down how it began and how it ended, however it ends."""
-    directory, exit_code = found.directory, EXIT_ERROR
-    session = begin_session(directory.session, config.name, config.training.workers, memory_limits(config))
-    with open_metrics(config, directory) as metrics:
+    directory = found.directory
+    with open_session(config, directory) as session, open_metrics(config, directory) as metrics:
         run: Run | None = None
         try:
-            run = Run(config, found, stop, metrics, session, on_step)
-            exit_code = run.train()
+            run = Run(config, found, stop, metrics, session.record, on_step)
+            session.exit_code = run.train()
+        except (ConnectionError, TimeoutError):  # of the network, not of a file
+            raise
         except OSError:
-            exit_code = StorageError.exit_code
+            session.exit_code = StorageError.exit_code
             raise
         except VesuviusError as error:
-            exit_code = error.exit_code
+            session.exit_code = error.exit_code
             raise
         except RuntimeError as error:
             if not is_gpu_memory_error(error):  # while the network was built
                 raise
-            exit_code = GpuMemoryError.exit_code
+            session.exit_code = GpuMemoryError.exit_code
             raise gpu_memory_error(config, choose_device(), error, None) from error
         finally:
             progress = {"step": run.progress.step, "total_s": run.progress.total_s} if run else {}
-            metrics.write("run_end", exit_code=exit_code, **progress)
-            with contextlib.suppress(OSError):  # the log has said that the disk is full
-                end_session(directory.session, session, exit_code)
-    return exit_code
+            metrics.write("run_end", exit_code=session.exit_code, **progress)
+    return session.exit_code
 
 
 @contextlib.contextmanager
@@ -168,7 +168,9 @@ class Run:
         check_convolution(self._device, self._step.amp)
         log_network(config, network, self._device, self._step.amp)
         self.progress = self._begin_or_go_on()
-        self._acts = MemoryActs(config, stop, metrics, self.progress)
+        self._acts = MemoryActs(
+            config, stop, metrics, self.progress, found.data.job.patch_bytes, pinned=self._device.type == "cuda"
+        )
         self._record_start()
 
     def _begin_or_go_on(self) -> Progress:
@@ -198,7 +200,7 @@ class Run:
         """Run steps until the last one or a wish to stop, save, and return the exit code."""
         training, directory = self._config.training, self._directory
         with (
-            open_monitor(self._config, directory, self._device, self._metrics, self._acts.take) as monitor,
+            open_monitor(self._config, directory, self._device, self._metrics, self._acts.exit) as monitor,
             CheckpointWriter(
                 directory.checkpoints, training.keep_last, training.keep_every, dump_config(self._config)
             ) as writer,
@@ -217,11 +219,15 @@ class Run:
                     raise short from error
                 raise
             failure = milestones.save_last()
-            if self._stop.exit_code == EXIT_GUARD:
+            # The guard may ask for the end while the last checkpoint is written: then nothing is left to stop.
+            finished = self.progress.step >= self._config.stop_step and not milestones.due()
+            by_guard = self._stop.exit_code == EXIT_GUARD
+            if by_guard and not finished:
+                self._acts.record_exit()
                 deaths.of_guard()
         if failure is not None:
             raise failure
-        if self._stop.exit_code is None:
+        if self._stop.exit_code is None or (by_guard and finished):
             log.info("done: step %d", self.progress.step)
             return EXIT_OK
         log.info("stopped at step %d of %d; go on with --resume", self.progress.step, self._config.stop_step)
@@ -278,7 +284,7 @@ class Run:
                     self._one_step(feed, stream, clock, reporter)
                     self._record_events(stream, deaths)
                     with clock.pausing():
-                        self._acts.obey(stream, monitor)
+                        self._acts.obey(stream, monitor, reporter.longest_step_s)
                     milestones.record_failures()
                     milestones.prepare()
                     if milestones.due():

@@ -11,7 +11,7 @@ from vesuvius.config import Config
 from vesuvius.engine.preflight import Preflight, doubts
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.step import AmpMode, parameter_count
-from vesuvius.observe.logfile import format_duration
+from vesuvius.observe.units import format_duration
 
 log = logging.getLogger(__name__)
 

@@ -57,5 +57,6 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signalled = True
-        self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
+        if self.exit_code is None:
+            self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
         log.info("%s: stopping after the step in hand; a second one ends at once", signal.Signals(number).name)

@@ -19,6 +19,7 @@ from vesuvius.data.stream import ReaderFigures, ReaderTotals
 from vesuvius.data.stream_options import StreamOptions, batches_ahead
 from vesuvius.observe.clock import StepTimes
 from vesuvius.observe.metrics import Metrics
+from vesuvius.observe.quantile import quantile
 from vesuvius.observe.system.rates import Rates
 from vesuvius.observe.verdict import Knobs, Thresholds, Window, judge
 
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # Fewer steps say little.
 _STEPS_LEAST = 5
-# Steps left out: the first holds the start of the readers, and kernels are chosen in it.  Where readers are started
+# Steps left out: the first holds the start of the readers, and kernels are chosen in it.  Where readers die or start
 # anew, the steps reported next may be from before: a GPU's come late.
 _AT_START, _AFTER_RECONFIGURE = 1, 3
 _RATES_EVERY_S = 5.0
@@ -37,6 +38,9 @@ class DataPath(Protocol):
 
     @property
     def readers(self) -> Mapping[int, ReaderFigures]: ...
+
+    @property
+    def reader_deaths(self) -> int: ...
 
     @property
     def options(self) -> StreamOptions: ...
@@ -57,6 +61,10 @@ class Machine(Protocol):
 
     def rates(self) -> Rates | None:
         """How busy processors, disks and network are; None = not known."""
+        ...
+
+    def gpu_busy(self) -> float | None:
+        """Share of the time in which a kernel ran; None = not known."""
         ...
 
     def memory_is_short(self) -> bool:
@@ -82,6 +90,7 @@ class Verdicts:
         self._machine = machine
         self._options = path.options
         self._left_out = _AT_START
+        self._reader_deaths = 0
         self._vram_bytes: tuple[int, int] | None = None
         self._begin(0)
 
@@ -90,6 +99,7 @@ class Verdicts:
         self._step = step
         self._times: list[StepTimes] = []
         self._seen_rates: list[Rates] = []
+        self._seen_gpu_busy: list[float] = []
         self._rates_due = -math.inf
         self._before = self._path.reader_totals, self._path.feeder_figures
 
@@ -98,8 +108,8 @@ class Verdicts:
         every = self._config.monitor.verdict_every
         if every == 0:
             return
-        if self._path.options is not self._options:
-            self._options = self._path.options
+        if self._path.options is not self._options or self._path.reader_deaths > self._reader_deaths:
+            self._options, self._reader_deaths = self._path.options, self._path.reader_deaths
             self._left_out = _AFTER_RECONFIGURE
         if self._left_out:
             self._left_out -= 1
@@ -129,9 +139,13 @@ class Verdicts:
 
     def _look_at_rates(self) -> None:
         now = time.monotonic()
-        if now >= self._rates_due and (rates := self._machine.rates()) is not None:
+        if now < self._rates_due:
+            return
+        if (rates := self._machine.rates()) is not None:
             self._seen_rates.append(rates)
             self._rates_due = now + _RATES_EVERY_S
+        if (busy := self._machine.gpu_busy()) is not None:
+            self._seen_gpu_busy.append(busy)
 
     def _window(self) -> Window:
         readers, feeder = self._path.reader_totals, self._path.feeder_figures
@@ -148,6 +162,7 @@ class Verdicts:
             cores=_cores(),
             idle_cores=fmean(r.idle_cores for r in self._seen_rates) if self._seen_rates else None,
             reader_cores=_cores_of_readers(self._seen_rates, self._path) if self._options.workers else None,
+            gpu_busy=fmean(self._seen_gpu_busy) if self._seen_gpu_busy else None,
             vram_share=None if self._vram_bytes is None else self._vram_bytes[0] / self._vram_bytes[1],
         )
 
@@ -159,15 +174,6 @@ _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 def telemetry(path: DataPath) -> dict[str, Any]:
     """What the readers and the feeder have done so far, for the record of a step; they only grow within a session."""
     return {"readers": asdict(path.reader_totals), "feeder": asdict(path.feeder_figures)}
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies, between two of them in proportion.  Pure."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def _knobs(

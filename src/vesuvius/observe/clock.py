@@ -156,30 +156,47 @@ class _Stretch:
 
 
 @dataclass
-class _DeviceStep:
-    """What is known of a step: stretches of computing, of copying, and what the host waited and paused."""
+class _Meanwhile:
+    """What the host asked for and did since it queued the stretch of computing before."""
 
-    computed: list[tuple[Part, _Stretch]] = field(default_factory=list)
     copied: list[_Stretch] = field(default_factory=list)
     waited_s: float = 0.0
     paused_s: float = 0.0
 
+
+@dataclass(frozen=True)
+class _Computed:
+    """A stretch of computing, and what the gap in front of it may be due to."""
+
+    part: Part
+    stretch: _Stretch
+    meanwhile: _Meanwhile
+
+
+@dataclass
+class _DeviceStep:
+    """The computing of a step, in order."""
+
+    computed: list[_Computed] = field(default_factory=list)
+
     @property
     def end(self) -> DeviceEvent:
-        return self.computed[-1][1].end
+        return self.computed[-1].stretch.end
 
     def events(self) -> list[DeviceEvent]:
         """All but the end, from which the next step counts."""
-        stretches = [stretch for _, stretch in self.computed] + self.copied
+        stretches = [stretch for each in self.computed for stretch in (each.stretch, *each.meanwhile.copied)]
         return [event for each in stretches for event in (each.begin, each.end) if event is not self.end]
 
 
 class CudaClock:
     """Parts and steps by the device's clock, without a synchronize per step.
 
-    Time in which the device computes is forward, backward or optimizer, whatever the host does meanwhile.  The gaps
-    between are split: at most the copies' own time is h2d_s, at most the host's wait is data_s, the rest is other_s,
-    of which at most what the host paused is pause_s.  What hides behind computing is 0.
+    Time in which the device computes is forward, backward or optimizer, whatever the host does meanwhile.  Each gap
+    between two stretches of computing is split by what the host did between queueing the two: the part of its copies
+    that lies within the gap is h2d_s, at most its wait is data_s, the rest is other_s, of which at most its pause is
+    pause_s.  What hides behind computing is 0, but for this: when the host waited is not known on the device's clock,
+    so a hidden wait counts where its own gap is there for another reason, such as launching kernels.
 
     Events are used again once the step that they belong to has been read, so there are as many as the steps in flight
     need, however long the run.
@@ -197,6 +214,7 @@ class CudaClock:
         self._free: list[DeviceEvent] = []
         self._end_before = self._recorded()
         self._step = _DeviceStep()
+        self._meanwhile = _Meanwhile()
         self._pending: deque[_DeviceStep] = deque()
 
     @contextmanager
@@ -205,7 +223,7 @@ class CudaClock:
         try:
             yield
         finally:
-            self._step.waited_s += self._now() - started
+            self._meanwhile.waited_s += self._now() - started
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -213,18 +231,21 @@ class CudaClock:
         try:
             yield
         finally:
-            self._step.paused_s += self._now() - started
+            self._meanwhile.paused_s += self._now() - started
 
     def copying(self) -> AbstractContextManager[None]:
-        """Enter on the stream that copies, for what the step's computing waits for."""
-        return self._between_events(self._step.copied.append)
+        """Enter on the stream that copies.  The computing that is queued next must wait for what is copied."""
+        return self._between_events(lambda stretch: self._meanwhile.copied.append(stretch))
 
-    def computing(self, part: Part) -> AbstractContextManager[None]:
+    @contextmanager
+    def computing(self, part: Part) -> Iterator[None]:
         """Enter on the stream that computes."""
-        computed = self._step.computed
-        return self._between_events(lambda stretch: computed.append((part, stretch)))
+        meanwhile, self._meanwhile = self._meanwhile, _Meanwhile()
+        with self._between_events(lambda stretch: self._step.computed.append(_Computed(part, stretch, meanwhile))):
+            yield
 
     def step_done(self) -> None:
+        # On the device's clock the step ended with its last computing: what the host did since is the next step's.
         self._pending.append(self._step)
         self._step = _DeviceStep()
 
@@ -236,7 +257,7 @@ class CudaClock:
                 step.end.synchronize()
             elif not step.end.query():
                 break
-            done.append(_split_gaps(step, self._end_before))
+            done.append(_split_step(step, self._end_before))
             self._free += [self._end_before, *step.events()]
             self._end_before = step.end
             self._pending.popleft()
@@ -256,21 +277,44 @@ class CudaClock:
             keep(_Stretch(begin, self._recorded()))
 
 
-def _split_gaps(step: _DeviceStep, end_before: DeviceEvent) -> StepTimes:
+def _split_step(step: _DeviceStep, end_before: DeviceEvent) -> StepTimes:
     """Read the events of a step that the device has finished."""
     step_s = _seconds(end_before, step.end)
     spent: dict[Part, float] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
     left_s = step_s
-    for part, stretch in step.computed:
-        seconds = min(
-            stretch.seconds, left_s
-        )  # each is rounded for itself: together they may seem longer than the step
-        spent[part] += seconds
+    for each in step.computed:
+        # Each is rounded for itself: together they may seem longer than the step.
+        seconds = min(each.stretch.seconds, left_s)
+        spent[each.part] += seconds
         left_s -= seconds
-    h2d_s = min(sum(copy.seconds for copy in step.copied), left_s)
-    data_s = min(step.waited_s, left_s - h2d_s)
-    pause_s = min(step.paused_s, left_s - h2d_s - data_s)
+    h2d_s = data_s = pause_s = 0.0
+    gap_begin = end_before
+    for each in step.computed:
+        copied, waited, paused = _split_gap(_Stretch(gap_begin, each.stretch.begin), each.meanwhile, left_s)
+        h2d_s, data_s, pause_s = h2d_s + copied, data_s + waited, pause_s + paused
+        left_s -= copied + waited + paused
+        gap_begin = each.stretch.end
     return StepTimes(step_s, data_s, h2d_s, spent["forward"], spent["backward"], spent["optimizer"], pause_s)
+
+
+def _split_gap(gap: _Stretch, meanwhile: _Meanwhile, most_s: float) -> tuple[float, float, float]:
+    """How long the device waited for copies, for data and for a pause: together no more than the gap and most_s."""
+    gap_s = min(gap.seconds, most_s)
+    copied_s = min(sum(_seconds_within(gap, copy) for copy in meanwhile.copied), gap_s)
+    waited_s = min(meanwhile.waited_s, gap_s - copied_s)
+    paused_s = min(meanwhile.paused_s, gap_s - copied_s - waited_s)
+    return copied_s, waited_s, paused_s
+
+
+def _seconds_within(gap: _Stretch, copy: _Stretch) -> float:
+    """How long of a copy lies within the gap that ends once it is over.
+
+    Measured back from the gap's end, which comes last: a copy may begin before the gap or, where the host is far
+    ahead, before the step, and CUDA does not say what it answers for two events in the wrong order.
+    """
+    gap_s = gap.seconds
+    since_begin_s, since_end_s = _seconds(copy.begin, gap.end), _seconds(copy.end, gap.end)
+    return max(0.0, min(since_begin_s, gap_s) - min(since_end_s, gap_s))
 
 
 def _new_cuda_event() -> DeviceEvent:

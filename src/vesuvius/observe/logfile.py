@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from vesuvius.observe.append_file import AppendFile
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.units import DATE_FORMAT, GIB, format_duration
 
 if TYPE_CHECKING:  # the clock needs torch, whose import takes seconds
     from vesuvius.observe.clock import StepTimes
@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # the clock needs torch, whose import takes seconds
 log = logging.getLogger(__name__)
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
-DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 
 
 @dataclass(frozen=True)
@@ -64,19 +63,6 @@ def step_line(f: StepFigures) -> str:
         f"vram_gib {vram} ram_gib {f.ram_bytes[0] / GIB:.1f}/{f.ram_bytes[1] / GIB:.1f} "
         f"workers {f.workers} worker_max_gib {worker_max} eta {format_duration(f.eta_s)}"
     )
-
-
-def format_duration(seconds: float) -> str:
-    """'45s', '12m30s', '3h05m', '4d07h'."""
-    whole = round(seconds)
-    minutes, s = divmod(whole, 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
-    if days:
-        return f"{days}d{h:02d}h"
-    if hours:
-        return f"{hours}h{m:02d}m"
-    return f"{minutes}m{s:02d}s" if minutes else f"{s}s"
 
 
 def open_log(path: Path) -> None:

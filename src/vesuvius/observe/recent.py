@@ -23,6 +23,9 @@ SLOT_BYTES = 2048
 _LONGEST_KILLER = 200
 
 
+_NOT_NUMBERS = {"reader_bytes", "killer", "level"}
+
+
 @dataclass(frozen=True)
 class Moment:
     """What is kept of a look.
@@ -35,6 +38,7 @@ class Moment:
         reader_bytes: private memory of each reader, by pid; the largest ones only where the slot is too small.
         killer, killer_used_bytes, kills_at_bytes: the first killer.
         level: name of the risk's level.
+        workers: readers that there are now; None = not known.
         vram_used_bytes, vram_limit_bytes: reserved by the trainer's allocator; None without a GPU.
         cgroup_oom_kills, machine_oom_kills: the kernel's counters; None where it does not count.
     """
@@ -49,6 +53,7 @@ class Moment:
     killer_used_bytes: int = 0
     kills_at_bytes: int = 0
     level: str = "LOW"
+    workers: int | None = None
     vram_used_bytes: int | None = None
     vram_limit_bytes: int | None = None
     cgroup_oom_kills: int | None = None
@@ -120,7 +125,10 @@ def moment_from_json(data: Mapping[str, Any]) -> Moment:
     Raises:
         KeyError, TypeError, ValueError: something needed is missing or of another kind.
     """
-    known = {name: data[name] for name in Moment.__dataclass_fields__ if name in data}
+    known: dict[str, Any] = {name: data[name] for name in Moment.__dataclass_fields__ if name in data}
+    for name, value in known.items():
+        if name not in _NOT_NUMBERS and value is not None:
+            known[name] = float(value) if name == "time" else int(value)
     known["reader_bytes"] = {int(pid): int(size) for pid, size in known.get("reader_bytes", {}).items()}
     return Moment(**known)
 

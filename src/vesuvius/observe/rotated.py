@@ -1,4 +1,4 @@
-"""Lines of a run of months within a bounded size: whole files are compressed and numbered, the newest stays plain."""
+"""Lines of a run of months in little space: long files are compressed and numbered, the newest stays plain."""
 
 from __future__ import annotations
 
@@ -46,12 +46,19 @@ class RotatedFile:
     def _rotate(self) -> None:
         """Begin a new file and compress those before it.  A kill at any moment loses nothing and doubles nothing."""
         self._written = 0
+        if self._file.is_waiting:  # a full disk: its lines belong into the present file
+            return
         number = 1 + max(_parts(self._path), default=0)
+        part = self._path.with_name(f"{self._path.stem}.{number:06d}{self._path.suffix}")
         try:
-            os.rename(self._path, self._path.with_name(f"{self._path.stem}.{number:06d}{self._path.suffix}"))
-            fresh = AppendFile(self._path)
+            os.rename(self._path, part)
+            try:
+                file = AppendFile(self._path)
+            except OSError:
+                os.rename(part, self._path)
+                raise
             self._file.close()
-            self._file = fresh
+            self._file = file
             for part in _parts(self._path).values():
                 _compress(part)
         except OSError as error:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vesuvius.observe.quantile import quantile
 from vesuvius.observe.recent import Moment, read_recent
 from vesuvius.observe.session import SessionRecord, read_session
 
 _SYSTEM_BYTES = 2**20  # some hours of records
-_METRICS_BYTES = 2**18
+METRICS_BYTES = 2**18  # some hundred records
 _KEPT_RECORDS = 2000
 _RECENT_STEPS = 200
 _FILES = ("session.json", "metrics.jsonl", "config.resolved.yaml")
@@ -39,11 +40,11 @@ class Notes:
     Attributes:
         session: None where none was written (a run of an older version, or one that has not begun).
         moments: the last two minutes' looks of the session, oldest first.
-        peaks: by name of a part (`used`, `shared`, `trainer`, `vram`), and by pid of a reader.
+        peaks: by name of a part (`used`, `shared`, `vram`, and `root` for the trainer), and by pid of a reader.
         step: the last optimizer step.
         step_time: when it was recorded, seconds since 1970.
         sign_time: when anything was last recorded: a validation takes longer than a step.
-        step_s_p95: of the last steps.
+        step_s_p95: of the last steps, without their pauses.
         verdict: the last one on what holds the run up.
     """
 
@@ -58,8 +59,11 @@ class Notes:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a directory is that of a run."""
-    return any((directory / name).is_file() for name in _FILES)
+    """Whether a directory is that of a run; what may not be read, or has no possible name, is none."""
+    try:
+        return any((directory / name).is_file() for name in _FILES)
+    except OSError:
+        return False
 
 
 class Tail:
@@ -102,7 +106,7 @@ class RunFiles:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._metrics = Tail(directory / "metrics.jsonl", _METRICS_BYTES)
+        self._metrics = Tail(directory / "metrics.jsonl", METRICS_BYTES)
         self._system = Tail(directory / "system.jsonl", _SYSTEM_BYTES)
         self._metric_records: deque[dict[str, Any]] = deque(maxlen=_KEPT_RECORDS)
         self._system_records: deque[dict[str, Any]] = deque(maxlen=_KEPT_RECORDS)
@@ -128,7 +132,11 @@ def notes_of(
     """From the records of a session, each with its time and kind, in order.  Pure."""
     steps = [record for record in metrics if record["kind"] == "step" and _is_number(record.get("step"))]
     verdicts = [record["text"] for record in metrics if record["kind"] == "verdict" and record.get("text")]
-    step_s = sorted(record["step_s"] for record in steps[-_RECENT_STEPS:] if _is_number(record.get("step_s")))
+    work_s = [
+        record["step_s"] - (record.get("pause_s") or 0.0)
+        for record in steps[-_RECENT_STEPS:]
+        if _is_number(record.get("step_s"))
+    ]
     return Notes(
         session=session,
         moments=tuple(moments),
@@ -136,7 +144,7 @@ def notes_of(
         step=int(steps[-1]["step"]) if steps else None,
         step_time=steps[-1]["time"] if steps else None,
         sign_time=metrics[-1]["time"] if metrics else None,
-        step_s_p95=step_s[math.ceil(0.95 * len(step_s)) - 1] if step_s else None,
+        step_s_p95=quantile(work_s, 0.95) if work_s else None,
         verdict=str(verdicts[-1]) if verdicts else None,
     )
 
@@ -155,7 +163,7 @@ def _peaks(moments: Sequence[Moment], system: Sequence[Mapping[str, Any]]) -> di
         vram = record.get("vram")
         note("used", record["time"], record.get("used_bytes"))
         note("shared", record["time"], record.get("shared_bytes"))
-        note("trainer", record["time"], record.get("trainer_bytes"))
+        note("root", record["time"], record.get("trainer_bytes"))
         note("vram", record["time"], vram.get("reserved_bytes") if isinstance(vram, dict) else None)
         readers = record.get("readers")
         for pid, size in readers.items() if isinstance(readers, dict) else ():
@@ -164,7 +172,7 @@ def _peaks(moments: Sequence[Moment], system: Sequence[Mapping[str, Any]]) -> di
     for moment in moments:
         note("used", moment.time, moment.used_bytes)
         note("shared", moment.time, moment.shared_bytes)
-        note("trainer", moment.time, moment.trainer_bytes)
+        note("root", moment.time, moment.trainer_bytes)
         note("vram", moment.time, moment.vram_used_bytes)
         for reader, size in moment.reader_bytes.items():
             note(reader, moment.time, size)

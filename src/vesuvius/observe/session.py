@@ -13,7 +13,7 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from vesuvius.observe.risk.risk import Limits
+from vesuvius.observe.risk.killers import Limits
 from vesuvius.observe.system.cgroup import read_cgroup
 from vesuvius.observe.system.machine import read_machine
 from vesuvius.observe.system.processes import read_process
@@ -21,8 +21,9 @@ from vesuvius.observe.system.roots import Roots
 
 # The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.
 _SAME_START_S = 0.005
-# Number of the namespace of processes in which the kernel starts (include/linux/proc_ns.h): from it all are seen.
-_FIRST_NAMESPACE = "pid:[4026531836]"
+KERNEL_PIDS = "pid:[4026531836]"
+"""The namespace of processes that the kernel starts with (include/linux/proc_ns.h).  In it, not in most containers,
+all processes are seen, and are called as the kernel's log calls them."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def is_alive(record: SessionRecord, roots: Roots = Roots()) -> bool | None:
     if find_pid(record, roots) is not None:
         return True
     namespace = _pid_namespace(roots)
-    return False if namespace in {record.pid_namespace, _FIRST_NAMESPACE} else None
+    return False if namespace in {record.pid_namespace, KERNEL_PIDS} else None
 
 
 def find_pid(record: SessionRecord, roots: Roots = Roots()) -> int | None:

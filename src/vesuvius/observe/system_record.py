@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vesuvius.observe.logfile import DATE_FORMAT
-from vesuvius.observe.memory import GIB
 from vesuvius.observe.risk.risk import Risk
 from vesuvius.observe.system.gpus import GpuUse
 from vesuvius.observe.system.look import Look
 from vesuvius.observe.system.rates import Rates
+from vesuvius.observe.units import DATE_FORMAT, GIB
 from vesuvius.observe.vram import VramUse
 
 
@@ -24,6 +23,7 @@ class Window:
         step: optimizer steps done.
         looks: at least one, in order.
         vrams: of the trainer's GPU, as many or none.
+        limit_bytes: what the run may use.
         readers: private memory of each reader, by pid.
         risk: of the last look.
         rates: of the last ten seconds; None at the beginning.
@@ -33,6 +33,7 @@ class Window:
     step: int
     looks: Sequence[Look]
     vrams: Sequence[VramUse]
+    limit_bytes: int
     readers: Mapping[int, int]
     risk: Risk
     rates: Rates | None
@@ -57,7 +58,7 @@ def system_figures(window: Window) -> dict[str, Any]:
 def _memory_figures(window: Window) -> dict[str, Any]:
     looks, last = window.looks, window.looks[-1]
     return {
-        "limit_bytes": last.limit_bytes,
+        "limit_bytes": window.limit_bytes,
         "used_bytes": _bytes_min_mean_max([look.used_bytes for look in looks]),
         "anon_bytes": _bytes_min_mean_max([look.anon_bytes for look in looks]),
         "shared_bytes": _bytes_min_mean_max([look.shared_bytes for look in looks]),
@@ -90,7 +91,8 @@ def _rates_figures(window: Window) -> dict[str, Any]:
         return {}
     trainer = window.looks[-1].processes[0].pid
     return {
-        "core_busy": [round(busy, 2) for busy in rates.core_busy],
+        "cores_busy": round(sum(rates.core_busy), 2),
+        "core_busy": _min_mean_max(rates.core_busy),  # over the cores: each one would be too much on large machines
         "reader_cores": {
             str(pid): round(rates.process_cores[pid], 2) for pid in window.readers if pid in rates.process_cores
         },
@@ -137,7 +139,7 @@ def monitor_line(window: Window) -> str:
     received = "-" if rates is None else f"{rates.net_received_bytes_s / 2**20:.0f}"
     cost = "-" if window.monitor_cores is None else f"{100 * window.monitor_cores:.2f}"
     return (
-        f"{time.strftime(DATE_FORMAT)} INFO ram_gib {used:.2f}/{last.limit_bytes / GIB:.1f} "
+        f"{time.strftime(DATE_FORMAT)} INFO ram_gib {used:.2f}/{window.limit_bytes / GIB:.1f} "
         f"store_gib {last.shared_bytes / GIB:.2f} readers_gib {each} vram_gib {vram} gpu_pct {gpu} cores {busy} "
         f"disk_mib_s {read} net_mib_s {received} swap_gib {last.machine.swap_used_bytes / GIB:.2f} "
         f"risk {window.risk.level.name} left_gib {first.left_bytes / GIB:.2f} monitor_pct {cost}"

@@ -26,7 +26,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.units import GIB
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,6 @@ def _scalars(record: Record) -> dict[str, float | None]:
 def _system_scalars(record: Record) -> dict[str, float | None]:
     """Figures of the monitor: the most in its window for memory, the mean for what was busy."""
     vram, gpus = record.get("vram") or {}, record.get("gpus") or []
-    busy = record.get("core_busy")
     scalars = {
         "system/ram_gib": _quotient(_most(record.get("used_bytes")), GIB),
         "system/trainer_gib": _quotient(_most(record.get("trainer_bytes")), GIB),
@@ -173,7 +172,7 @@ def _system_scalars(record: Record) -> dict[str, float | None]:
         "system/reader_max_gib": _quotient(max((record.get("readers") or {}).values(), default=None), GIB),
         "system/vram_reserved_gib": _quotient(_most(vram.get("reserved_bytes")), GIB),
         "system/vram_peak_gib": _quotient(vram.get("peak_bytes"), GIB),
-        "system/cores_busy": sum(busy) if busy else None,
+        "system/cores_busy": record.get("cores_busy"),
     }
     for gpu in gpus:
         scalars[f"system/gpu_{gpu['index']}_busy"] = gpu["busy"][1] if gpu.get("busy") else None

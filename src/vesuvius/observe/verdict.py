@@ -23,6 +23,8 @@ _REQUESTS_MOST = 64
 # A store that makes us try again as often as this is asked too much.
 _RETRIES_MANY = 0.05
 _VRAM_PLENTY = 0.5
+# Kernels that run for less than this share of the stretches in which they are queued are launched too slowly.
+_LAUNCHING = 0.7
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Window:
         cores: processors that this process may use.
         idle_cores: of the machine, on average; None = not known.
         reader_cores: processors that the reader processes used, all together; None = not known, or `workers: 0`.
+        gpu_busy: share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of
+            computing cannot tell kernels from the gaps that a slow host leaves between them.
         vram_share: share of the device's memory that is reserved; None on a CPU.
     """
 
@@ -68,6 +72,7 @@ class Window:
     cores: int
     idle_cores: float | None = None
     reader_cores: float | None = None
+    gpu_busy: float | None = None
     vram_share: float | None = None
 
     @property
@@ -207,6 +212,12 @@ def judge(window: Window, knobs: Knobs, thresholds: Thresholds = Thresholds()) -
     }
     kind = max(waits, key=lambda name: waits[name])
     if window.compute_share >= thresholds.gpu_share_good or waits[kind] <= thresholds.data_share_good:
+        if knobs.on_gpu and window.gpu_busy is not None and window.gpu_busy < _LAUNCHING * window.compute_share:
+            evidence = (
+                f"the GPU was at it {_percent(window.compute_share)} of the time, but kernels ran only "
+                f"{_percent(window.gpu_busy)}: they wait to be launched"
+            )
+            return _host_bound(window, knobs, evidence)
         return _compute_bound(window, knobs, thresholds)
     good = f"(good: below {_percent(thresholds.data_share_good, 0)})"
     match kind:

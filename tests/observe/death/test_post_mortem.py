@@ -16,23 +16,24 @@ import pytest
 from tests.kill_harness import Session, run_directory
 from tests.observe.death.test_kill_evidence import LIMIT_BYTES, cgroup_kill, kmsg_line
 from tests.real_cgroup import real_cgroup
+from vesuvius.observe.death import post_mortem
 from vesuvius.observe.death.cause import Case, judge
 from vesuvius.observe.death.death import Cause, Death, append_death, death_lines, headline, read_deaths
-from vesuvius.observe.death.kill_evidence import (
-    KERNEL_PIDS,
-    KMSG,
-    KernelKill,
-    KernelLog,
-    read_counts_of,
-    read_kernel_log,
+from vesuvius.observe.death.kill_evidence import KMSG, KernelKill, KernelLog, read_counts_of, read_kernel_log
+from vesuvius.observe.death.post_mortem import (
+    ReaderEnd,
+    deaths_of,
+    ended_run,
+    examine_reader,
+    examine_run,
+    record_run_death,
 )
-from vesuvius.observe.death.post_mortem import ReaderEnd, ended_run, examine_reader, examine_run, record_run_death
 from vesuvius.observe.death.remedy import fastest_growth, remedy_of
 from vesuvius.observe.recent import Moment, RecentFile
-from vesuvius.observe.risk.risk import Limits
-from vesuvius.observe.session import SessionRecord, begin_session, boot_id, read_session
+from vesuvius.observe.risk.killers import Limits
+from vesuvius.observe.session import KERNEL_PIDS, SessionRecord, begin_session, boot_id, read_session
+from vesuvius.observe.units import GIB
 
-GIB = 2**30
 NO_LOG = Path("/nonexistent/kmsg")
 
 
@@ -77,7 +78,7 @@ def session_record(**fields: object) -> SessionRecord:
 
 
 def log_with(*pids: int, whole: bool = True) -> KernelLog:
-    kills = [KernelKill(0.0, pid, "python", "cgroup", "/job", f"Killed process {pid} (python)") for pid in pids]
+    kills = [KernelKill(pid, "cgroup", "/job", f"Killed process {pid} (python)") for pid in pids]
     return KernelLog(whole, tuple(kills))
 
 
@@ -166,6 +167,35 @@ def test_growth_is_blamed_on_who_grew() -> None:
     assert found.who == "something outside this run"
     assert fastest_growth(moments(0.0, growth=10**4)) is None
     assert fastest_growth([]) is None
+
+
+def test_a_single_peak_in_the_last_second_is_not_blamed() -> None:
+    looks = moments(0.0, growth=5 * 10**6)[-60:]
+    looks[-1] = replace(looks[-1], trainer_bytes=6 * GIB)
+    growth = fastest_growth(looks)
+    assert growth is not None
+    assert growth.who == "reader 11"
+    calm = moments(0.0, growth=0)[-60:]
+    calm[-1] = replace(calm[-1], trainer_bytes=6 * GIB)
+    assert fastest_growth(calm) is None
+
+
+def test_growth_that_began_in_the_last_seconds_is_blamed_where_the_minute_shows_none() -> None:
+    looks = moments(0.0, growth=0)[-60:]
+    looks = [replace(m, trainer_bytes=4 * GIB + int(max(m.time + 9, 0) * 10**9)) for m in looks]
+    growth = fastest_growth(looks)
+    assert growth is not None
+    assert (growth.who, growth.span) == ("the trainer", "the last 10 s")
+    assert growth.bytes_per_s == pytest.approx(1e9, rel=0.1)
+
+
+def test_of_few_looks_the_ends_say_who_grew_and_a_clock_set_back_does_no_harm() -> None:
+    looks = moments(20.0, count=3)
+    first, second, last = replace(looks[0], time=0.0), looks[1], looks[2]
+    growth = fastest_growth([first, second, replace(second, time=-5.0), second, last])
+    assert growth is not None
+    assert (growth.who, growth.bytes_per_s) == ("reader 11", pytest.approx(100e6 / 20))
+    assert fastest_growth(looks) is None, "two seconds say nothing"
 
 
 def test_remedies_name_overrides_that_exist_and_who_grew() -> None:
@@ -270,7 +300,34 @@ def test_a_session_that_has_ended_lives_or_is_elsewhere_has_not_died(tmp_path: P
     begin_session(alive / "session.json", "alive", 0, Limits())
     assert examine_run(alive) is None
     elsewhere = session_record(host="elsewhere", boot_id="other")
-    assert examine_run(write_run(tmp_path / "elsewhere", elsewhere, [])) is None
+    run = write_run(tmp_path / "elsewhere", elsewhere, [])
+    assert examine_run(run) is None
+    assert read_deaths(run / "post_mortem.jsonl") == []
+
+
+def test_who_holds_the_lock_knows_that_a_session_in_another_container_is_over(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", session_record(host="elsewhere", boot_id="other"), moments(time.time()))
+    death = record_run_death(run)
+    assert death is not None
+    assert death.cause == "unknown"
+    assert "another container" in death.evidence[0]
+    assert [each.pid for each in read_deaths(run / "post_mortem.jsonl")] == [death.pid]
+    assert record_run_death(run) == death, "once"
+
+
+def test_a_kill_of_one_of_rays_daemons_is_what_ended_the_run() -> None:
+    case = Case(pid=5, cgroup_rise=1, log=log_with(77), is_run=True)
+    cause, evidence = judge(case)
+    assert cause == "cgroup"
+    assert "77" in evidence[0]
+    assert judge(replace(case, cgroup_rise=0))[0] == "signal", "whoever was killed was in another cgroup"
+    assert judge(replace(case, is_run=False))[0] == "signal"
+
+
+def test_the_advice_counts_down_from_the_readers_at_the_end() -> None:
+    session = session_record(workers=6)
+    assert post_mortem._workers(session, moments(0.0, workers=2)) == 2, "the guard has dropped four"
+    assert post_mortem._workers(session, []) == 6
 
 
 def test_the_time_of_the_death_is_that_of_the_last_sign_of_life(tmp_path: Path) -> None:
@@ -295,7 +352,7 @@ import os, sys, time
 from pathlib import Path
 from vesuvius.observe.death.kill_evidence import read_counts_of
 from vesuvius.observe.recent import Moment, RecentFile
-from vesuvius.observe.risk.risk import Limits
+from vesuvius.observe.risk.killers import Limits
 from vesuvius.observe.session import begin_session
 
 run = Path(sys.argv[1])
@@ -361,7 +418,7 @@ def write_run_copy(run: Path, copy: Path) -> Path:
 def test_a_real_run_killed_from_outside_is_examined_once_and_goes_on(
     tmp_path: Path, tiny_config: Callable[..., Path]
 ) -> None:
-    config = tiny_config(training={"epochs": 200, "save_every": 5}, monitor={"sample_every_s": 0.2})
+    config = tiny_config(training={"epochs": 200, "save_every": 5}, monitor={"sample_every_s": 0.5})
     run = run_directory(config, tmp_path)
     with Session(config, tmp_path) as session:
         session.wait_for("Train step", count=6)
@@ -387,6 +444,7 @@ def test_a_real_run_killed_from_outside_is_examined_once_and_goes_on(
     counted = examine_run(write_run(tmp_path / "counted", record, [last]), kmsg=NO_LOG)
     assert counted is not None
     assert counted.cause == ("unknown" if death.moments[-1].cgroup_oom_kills is None else "cgroup")
+    assert [known.victim for known in deaths_of(run)] == ["run"], "not yet written down"
     first, second = record_run_death(run), record_run_death(run)
     assert first == second
-    assert read_deaths(run / "post_mortem.jsonl") == [first]
+    assert read_deaths(run / "post_mortem.jsonl") == deaths_of(run) == [first]

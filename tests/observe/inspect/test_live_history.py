@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.observe.risk.simulated import GIB, look, process
+from tests.observe.risk.simulated import look, process
 from vesuvius.observe.inspect.inspection import Inspection, Row
 from vesuvius.observe.inspect.live_history import LiveHistory, look_of_moment
 from vesuvius.observe.inspect.parts import Labels
 from vesuvius.observe.recent import Moment
-from vesuvius.observe.risk.killers import killers_of
-from vesuvius.observe.risk.risk import Level, Limits
+from vesuvius.observe.risk.killers import Limits, killers_of
+from vesuvius.observe.risk.risk import Level
 from vesuvius.observe.run_files import Peak
 from vesuvius.observe.system.look import Look
+from vesuvius.observe.units import GIB
 
 TOTAL = 100 * GIB
 READER = "ray::MapWorker(MapBatches(_RayReader)).submit"
@@ -55,7 +56,7 @@ def test_the_parts_are_the_total_and_the_store_counts_once() -> None:
     one_look = seen(1.0)
     found = history().add(NOTHING, one_look)
     assert [(r.part, r.pid, r.now_bytes) for r in found.rows] == [
-        ("trainer", None, 10 * GIB),
+        ("root", None, 10 * GIB),
         ("readers", None, 11 * GIB),
         ("reader", 102, 6 * GIB),
         ("reader", 101, 5 * GIB),
@@ -69,15 +70,15 @@ def test_the_parts_are_the_total_and_the_store_counts_once() -> None:
 
 def test_parts_that_are_not_there_have_no_row() -> None:
     found = history().add(NOTHING, seen(1.0, readers=(), ray=0, store=0))
-    assert [r.part for r in found.rows] == ["trainer", "store", "total"]
+    assert [r.part for r in found.rows] == ["root", "store", "total"]
 
 
 def test_peaks_are_the_most_that_anybody_has_seen_since_the_earliest() -> None:
     watched = history()
-    known: dict[str | int, Peak] = {"trainer": Peak(11 * GIB, -500.0), 101: Peak(4 * GIB, -400.0)}
+    known: dict[str | int, Peak] = {"root": Peak(11 * GIB, -500.0), 101: Peak(4 * GIB, -400.0)}
     watched.add(NOTHING, seen(10.0, trainer=12), moments=[moment(5.0, readers=(7, 1))], peaks=known)
     found = watched.add(NOTHING, seen(11.0), peaks=known)
-    assert (row(found, "trainer").peak_bytes, row(found, "trainer").peak_since) == (12 * GIB, -500.0)
+    assert (row(found, "root").peak_bytes, row(found, "root").peak_since) == (12 * GIB, -500.0)
     assert (row(found, "reader", 101).peak_bytes, row(found, "reader", 101).peak_since) == (7 * GIB, -400.0)
     assert (row(found, "readers").peak_bytes, row(found, "readers").peak_since) == (11 * GIB, 5.0)
 

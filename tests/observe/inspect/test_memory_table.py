@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.observe.inspect.test_live_history import GIB, NOTHING, history, moment, seen
+from tests.observe.inspect.test_live_history import NOTHING, history, moment, seen
+from tests.observe.risk.simulated import cgroup
 from vesuvius.observe.inspect.inspection import Inspection, Row, Steps
-from vesuvius.observe.inspect.memory_table import gib, memory_table, slope_text
+from vesuvius.observe.inspect.memory_table import memory_table, slope_text
 from vesuvius.observe.risk.trend import Trend
+from vesuvius.observe.system.cgroup import Pressure
 from vesuvius.observe.system.gpus import GpuUse
+from vesuvius.observe.units import GIB
 
 HYGIENE = re.compile("killed|oom|out of memory", re.IGNORECASE)
 
@@ -69,8 +72,6 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(width: int) -> N
 
 
 def test_what_is_not_known_is_a_dash_and_never_zero() -> None:
-    assert gib(None) == "-"
-    assert gib(0) == "0.00"
     table = text(history().add(replace(NOTHING, steps=Steps(), no_gpus="nvidia-ml-py is not installed"), seen(1.0)))
     assert cells(table, "trainer") == ["trainer", "10.00", "10.00", "-"]
     assert cells(table, "last step") == ["last step", "-"]
@@ -84,6 +85,28 @@ def test_a_slope_is_a_figure_only_where_there_is_a_trend() -> None:
     assert slope_text(Row("store", "x", trend=Trend(-2 * rate, -3 * rate, -rate), seen_s=60.0)) == "-2.00"
     assert slope_text(Row("store", "x", seen_s=60.0)) == "no trend"
     assert slope_text(Row("store", "x")) == "-"
+
+
+def test_who_grows_is_named_with_its_pace_fastest_first() -> None:
+    moments = [moment(float(t), trainer=10 + 0.02 * t, readers=(5 + 0.1 * t, 6)) for t in range(120)]
+    found = history().add(NOTHING, seen(120.0, trainer=12.4, readers=(17, 6)), moments=moments)
+    assert cells(text(found, 200), "growing")[1] == "reader 101 +107.4 MB/s, trainer +21.5 MB/s"
+    assert not re.search("growing ", text(history().add(NOTHING, seen(1.0))))
+
+
+def test_waiting_for_memory_is_shown_of_the_cgroup_and_of_the_machine() -> None:
+    calm = seen(1.0)
+    stalled = replace(
+        calm,
+        cgroup=replace(cgroup(), pressure=Pressure(0.25, 0.1)),
+        machine=replace(calm.machine, pressure=Pressure(0.02, 0.0)),
+    )
+    table = text(history().add(NOTHING, stalled), 200)
+    assert (
+        cells(table, "pressure")[1]
+        == "tasks waited for memory in 25 % (its cgroup), 2 % (the machine) of the last 10 s"
+    )
+    assert "pressure" not in text(history().add(NOTHING, calm))
 
 
 def test_page_cache_is_shown_beside_the_total() -> None:

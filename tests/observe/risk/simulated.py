@@ -11,7 +11,6 @@ from vesuvius.observe.system.look import Look
 from vesuvius.observe.system.machine import MachineUse
 from vesuvius.observe.system.processes import ProcessUse
 
-GIB = 2**30
 MB = 10**6
 MINUTES_20 = 1200
 
@@ -19,7 +18,7 @@ MINUTES_20 = 1200
 def process(
     pid: int, anon_bytes: float, started_s: float = 0.0, name: str = "python", swap_bytes: int = 0
 ) -> ProcessUse:
-    return ProcessUse(pid, 1, name, started_s, "S", int(anon_bytes), 0, 0, swap_bytes, 0.0, None, None)
+    return ProcessUse(pid, 1, name, started_s, "S", int(anon_bytes), 0, 0, swap_bytes, 0.0)
 
 
 def machine(total_bytes: int, used_bytes: float, swap_used_bytes: int = 0, swap_total_bytes: int = 0) -> MachineUse:
@@ -42,7 +41,7 @@ def machine(total_bytes: int, used_bytes: float, swap_used_bytes: int = 0, swap_
 
 
 def cgroup(*levels: CgroupLevel) -> CgroupUse:
-    return CgroupUse(2, "/x", 0, 0, 0, 0, tuple(levels), 0, None)
+    return CgroupUse("/x", 0, 0, 0, tuple(levels), 0)
 
 
 def look(

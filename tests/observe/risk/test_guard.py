@@ -8,11 +8,12 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.observe.risk.simulated import GIB, MB, healthy_series, look
+from tests.observe.risk.simulated import MB, healthy_series, look
 from vesuvius.observe.risk.guard import Guard, Order
-from vesuvius.observe.risk.killers import Killer
-from vesuvius.observe.risk.risk import Exhaustion, Level, Limits, Risk, RiskWatch
+from vesuvius.observe.risk.killers import Killer, Limits
+from vesuvius.observe.risk.risk import Exhaustion, Level, Risk, RiskWatch
 from vesuvius.observe.risk.trend import Trend
+from vesuvius.observe.units import GIB
 
 LIMITS = Limits(ray_share=0.95)
 RAY_GIB = 0.95 * 24  # where Ray's monitor kills on the machine of these tests

@@ -2,9 +2,18 @@
 
 import pytest
 
-from tests.observe.risk.simulated import GIB, look, process
-from vesuvius.observe.risk.killers import Limits, killers_of, largest_share, ray_share_from_environment, used_share
+from tests.observe.risk.simulated import look, process
+from vesuvius.config import MonitorConfig
+from vesuvius.observe.risk.killers import (
+    Limits,
+    killers_of,
+    largest_share,
+    limit_of,
+    ray_share_from_environment,
+    used_share,
+)
 from vesuvius.observe.system.cgroup import CgroupLevel
+from vesuvius.observe.units import GIB
 
 
 def _named(killers):
@@ -49,6 +58,24 @@ def test_each_level_of_the_cgroup_counts_its_own_and_the_nearest_comes_first():
 def test_a_limit_above_the_machines_memory_is_none():
     level = CgroupLevel("/a", "memory.limit_in_bytes", 2**63 - 4096, 1 * GIB, True)
     assert len(killers_of(look(0, 24 * GIB, 1 * GIB, levels=[level]), Limits())) == 1
+
+
+def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
+    levels = [CgroupLevel("/a/b", "memory.max", 8 * GIB, 1 * GIB, True)]
+    assert limit_of(look(0, 24 * GIB, 1 * GIB), Limits(ray_share=0.5)) == 24 * GIB
+    assert limit_of(look(0, 24 * GIB, 1 * GIB, levels=levels), Limits()) == 8 * GIB
+    levels.append(CgroupLevel("/a", "memory.high", 6 * GIB, 2 * GIB, False))
+    at = look(0, 24 * GIB, 1 * GIB, levels=levels)
+    assert limit_of(at, Limits()) == 6 * GIB
+    assert limit_of(at, Limits(configured_bytes=4 * GIB)) == 4 * GIB
+    assert limit_of(at, Limits(configured_bytes=7 * GIB)) == 6 * GIB
+
+
+def test_the_ladder_is_that_of_the_config():
+    """memcheck has no config, and knows runs of older versions."""
+    config, limits = MonitorConfig(), Limits()
+    for share in ("warn_at", "prefetch_at", "worker_at", "exit_at"):
+        assert getattr(limits, share) == getattr(config, share)
 
 
 def test_ray_kills_where_its_raylet_said_on_the_machine_of_this_project():

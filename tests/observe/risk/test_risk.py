@@ -9,9 +9,11 @@ import re
 import numpy as np
 import pytest
 
-from tests.observe.risk.simulated import GIB, MB, healthy_series, look, process
-from vesuvius.observe.risk.risk import Level, Limits, Risk, RiskWatch
+from tests.observe.risk.simulated import MB, healthy_series, look, process
+from vesuvius.observe.risk.killers import Limits
+from vesuvius.observe.risk.risk import Level, Risk, RiskWatch
 from vesuvius.observe.system.cgroup import CgroupLevel
+from vesuvius.observe.units import GIB
 
 HYGIENE = re.compile("killed|oom|out of memory", re.IGNORECASE)
 LIMITS = Limits(ray_share=0.95)
@@ -216,5 +218,5 @@ def test_a_warning_gives_used_limit_growth_time_and_process():
     reason = _risks(4 * GIB + 50 * MB * np.arange(66), 8 * GIB)[-1].reason
     assert reason == (
         "near out of memory: Ray's memory monitor counts 7.03 of 8.00 GiB in use (88%) and strikes at 7.60 GiB, "
-        "growing 50.0 MB/s: full in 12 s (12 s to 12 s), fastest process 1 (50.0 MB/s)"
+        "growing 50.0 MB/s: full in 12s (12s to 12s), fastest process 1 (50.0 MB/s)"
     )

@@ -18,9 +18,9 @@ from tests.system_trees import (
     write_v1,
     write_v2,
 )
-from vesuvius.observe.memory import GIB
 from vesuvius.observe.system.cgroup import CgroupLevel, CgroupUse, Pressure, parse_pressure, read_cgroup
 from vesuvius.observe.system.roots import Roots
+from vesuvius.observe.units import GIB
 
 MIB = 2**20
 
@@ -34,10 +34,10 @@ def read(roots: Roots) -> CgroupUse:
 
 def test_version_2_of_a_container_sees_its_own_limit_at_the_top(tmp_path: Path) -> None:
     use = read(write_v2(tmp_path, limit=8 * GIB, anon=GIB, shmem=2 * GIB, file=3 * GIB, oom_kills=2))
-    assert (use.version, use.path, use.oom_kills) == (2, "/", 2)
+    assert (use.path, use.oom_kills) == ("/", 2)
     assert (use.anon_bytes, use.shmem_bytes, use.file_bytes) == (GIB, 2 * GIB, 3 * GIB)
     assert use.levels == (CgroupLevel("/", "memory.max", 8 * GIB, 3 * GIB, kills=True),)
-    assert use.pressure == Pressure(0, 0, 0)
+    assert use.pressure == Pressure(0, 0)
 
 
 def test_version_2_without_limits_has_no_levels(tmp_path: Path) -> None:
@@ -58,7 +58,6 @@ def test_version_2_limits_of_ancestors_hold_and_each_counts_its_own_use(tmp_path
 
 def test_version_2_counts_of_the_kernels_memory_what_it_cannot_give_back(tmp_path: Path) -> None:
     use = read(write_v2(tmp_path, limit=GIB, anon=100, kernel=5000, slab_reclaimable=4000, sock=30))
-    assert use.kernel_bytes == 5000
     assert use.levels[0].used_bytes == 100 + (5000 - 4000) + 30
 
 
@@ -69,7 +68,6 @@ def test_version_2_of_an_older_kernel_that_gives_the_parts_only(tmp_path: Path) 
         stat + "slab_reclaimable 1000\nslab_unreclaimable 600\nslab 1600\n"
     )
     use = read(roots)
-    assert use.kernel_bytes == 1600 + 20 + 3 + 4
     assert use.levels[0].used_bytes == 100 + 600 + 20 + 3 + 4 + 5
 
 
@@ -97,10 +95,10 @@ def test_a_kernel_that_does_not_count_kills_is_not_zero_kills(tmp_path: Path) ->
 
 @pytest.mark.parametrize("unified", [True, False], ids=["hybrid", "version 1 alone"])
 def test_version_1_sees_limit_use_and_kills(tmp_path: Path, unified: bool) -> None:
-    figures = {"limit": 8 * GIB, "anon": GIB, "shmem": 2 * GIB, "file": 3 * GIB, "kernel": MIB, "oom_kills": 1}
+    figures = {"limit": 8 * GIB, "anon": GIB, "shmem": 2 * GIB, "file": 3 * GIB, "oom_kills": 1}
     use = read(write_v1(tmp_path, path="/process_api/box", unified=unified, **figures))
-    assert (use.version, use.path, use.oom_kills, use.pressure) == (1, "/process_api/box", 1, None)
-    assert (use.anon_bytes, use.shmem_bytes, use.file_bytes, use.kernel_bytes) == (GIB, 2 * GIB, 3 * GIB, MIB)
+    assert (use.path, use.oom_kills, use.pressure) == ("/process_api/box", 1, None)
+    assert (use.anon_bytes, use.shmem_bytes, use.file_bytes) == (GIB, 2 * GIB, 3 * GIB)
     assert use.levels == (CgroupLevel("/process_api/box", "memory.limit_in_bytes", 8 * GIB, 3 * GIB, kills=True),)
 
 
@@ -160,10 +158,10 @@ def test_nothing_to_read_is_no_cgroup(tmp_path: Path) -> None:
     assert read_cgroup(10, roots) is None, "no figures"
 
 
-def test_pressure_is_read_as_shares_and_seconds() -> None:
+def test_pressure_is_read_as_shares() -> None:
     some = "some avg10=12.50 avg60=1.00 avg300=0.10 total=999\n"
     full = "full avg10=3.00 avg60=0.50 avg300=0.05 total=2500000\n"
-    assert parse_pressure(some + full) == Pressure(0.125, 0.03, 2.5)
+    assert parse_pressure(some + full) == Pressure(0.125, 0.03)
     for text in (None, "", some, "some avg10=x\nfull avg10=y\n"):
         assert parse_pressure(text) is None
 

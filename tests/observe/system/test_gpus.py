@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vesuvius.observe.memory import GIB
 from vesuvius.observe.system.gpus import Gpus
+from vesuvius.observe.units import GIB
 
 
 class NVMLError(Exception):
@@ -96,12 +96,14 @@ def test_a_gpu_that_fails_is_left_out_until_it_answers_again() -> None:
     assert [gpu.index for gpu in gpus.look()] == [0, 1]
 
 
-@pytest.mark.parametrize("uuid", ["GPU-1A", "1a"], ids=["as NVML writes it", "as CUDA writes it"])
-def test_only_the_gpus_of_the_run_are_looked_at(uuid: str) -> None:
-    gpus = Gpus(FakeNvml(), only=[uuid])
-    assert [gpu.index for gpu in gpus.look()] == [1]
-    assert gpus.reason is None
-    assert Gpus(FakeNvml(), only=["another"]).reason == "none of this machine's 2 GPUs is among those to be looked at"
+def test_gpus_that_do_not_say_who_they_are_are_none_and_said_to_be_there() -> None:
+    class Fallen(FakeNvml):
+        def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+            raise NVMLError("GPU is lost")
+
+    gpus = Gpus(Fallen())
+    assert gpus.look() == []
+    assert gpus.reason == "none of 2 GPUs answers NVML"
 
 
 def test_a_machine_without_a_driver_has_no_gpus_and_says_why() -> None:

@@ -15,8 +15,9 @@ import pytest
 
 from tests.real_cgroup import popen_in, real_cgroup
 from tests.system_trees import write_cgroup_v2, write_machine, write_process, write_v2
-from vesuvius.observe.memory import GIB
+from vesuvius.observe.risk.killers import Limits, limit_of
 from vesuvius.observe.system.look import Watcher
+from vesuvius.observe.units import GIB
 
 MIB = 2**20
 
@@ -208,11 +209,11 @@ def test_the_limit_is_the_smallest_of_machine_and_cgroups(tmp_path: Path) -> Non
     write_process(roots, 10)
     write_machine(roots, total=64 * GIB, available=32 * GIB)
     watcher = Watcher(10, roots)
-    assert watcher.look().limit_bytes == 8 * GIB
+    assert limit_of(watcher.look(), Limits()) == 8 * GIB
     write_cgroup_v2(roots, "/a", high=6 * GIB)
-    assert watcher.look().limit_bytes == 6 * GIB
+    assert limit_of(watcher.look(), Limits()) == 6 * GIB
     write_machine(roots, total=4 * GIB, available=2 * GIB)
-    assert watcher.look().limit_bytes == 4 * GIB
+    assert limit_of(watcher.look(), Limits()) == 4 * GIB
 
 
 def test_a_recorded_run_adds_up(tmp_path: Path) -> None:

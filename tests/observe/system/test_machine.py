@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.system_trees import empty_roots, write_machine
-from vesuvius.observe.memory import GIB
 from vesuvius.observe.system.cgroup import Pressure
 from vesuvius.observe.system.machine import read_machine
 from vesuvius.observe.system.roots import Roots
+from vesuvius.observe.units import GIB
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_memory_is_used_as_far_as_it_cannot_be_given_back(roots: Roots) -> None:
     assert (machine.shmem_bytes, machine.page_cache_bytes) == (2 * GIB, 20 * GIB)
     assert (machine.swap_used_bytes, machine.swap_total_bytes) == (GIB, 8 * GIB)
     assert machine.oom_kills == 3
-    assert machine.pressure == Pressure(0.25, 0, 0)
+    assert machine.pressure == Pressure(0.25, 0)
 
 
 def test_a_core_that_waits_for_a_disk_is_idle_and_guests_count_once(roots: Roots) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.system_trees import empty_roots, write_process
-from vesuvius.observe.memory import GIB
-from vesuvius.observe.system.processes import ProcessTree, find_processes, pss_bytes, read_process
+from vesuvius.observe.system.processes import ProcessTree, pss_bytes, read_process
 from vesuvius.observe.system.roots import Roots
+from vesuvius.observe.units import GIB
 
 MIB = 2**20
 
@@ -31,13 +31,12 @@ def pids(tree: ProcessTree) -> list[int]:
 def test_all_figures_of_a_process_are_read(roots: Roots) -> None:
     title = "ray::MapWorker(MapBatches(_RayReader)).submit some more words of no use"
     sizes = {"anon": GIB, "shmem": 2 * MIB, "file": 3 * MIB, "swap": 4 * MIB}
-    write_process(roots, 10, 7, name=title, started_s=12.5, state="D", cpu_s=3.25, read=5, written=6, **sizes)
+    write_process(roots, 10, 7, name=title, started_s=12.5, state="D", cpu_s=3.25, **sizes)
     use = read_process(10, roots)
     assert use is not None
     assert (use.pid, use.parent, use.name) == (10, 7, title[:60])
     assert (use.started_s, use.state, use.cpu_s) == (12.5, "D", 3.25)
     assert (use.anon_bytes, use.shmem_bytes, use.file_bytes, use.swap_bytes) == (GIB, 2 * MIB, 3 * MIB, 4 * MIB)
-    assert (use.read_bytes, use.written_bytes) == (5, 6)
 
 
 def test_a_command_may_have_spaces_and_parentheses(roots: Roots) -> None:
@@ -57,13 +56,6 @@ def test_an_old_kernel_tells_pages_of_files_apart_in_statm(roots: Roots) -> None
     use = read_process(10, roots)
     assert use is not None
     assert (use.anon_bytes, use.shmem_bytes, use.file_bytes, use.swap_bytes) == (3 * MIB, 0, MIB, 8192)
-
-
-def test_another_users_disk_traffic_is_not_zero(roots: Roots) -> None:
-    (write_process(roots, 10) / "io").unlink()
-    use = read_process(10, roots)
-    assert use is not None
-    assert (use.read_bytes, use.written_bytes) == (None, None)
 
 
 def test_garbage_is_no_process(roots: Roots) -> None:
@@ -210,14 +202,6 @@ def test_shared_memory_without_a_readable_file_is_the_most_that_one_has_touched(
     tree = ProcessTree(10, roots)
     tree.look()
     assert tree.shared_bytes() == 5 * MIB
-
-
-def test_processes_are_found_by_their_title(roots: Roots) -> None:
-    write_process(roots, 10, name="ray::MapWorker(x)")
-    write_process(roots, 11, name="bash")
-    write_process(roots, 12, name="ray::IDLE", state="Z")
-    write_process(roots, 9, name="/lib/ray/raylet --x")
-    assert [use.pid for use in find_processes("ray", roots)] == [9, 10]
 
 
 def test_proportional_size_is_the_sum_or_unknown(roots: Roots) -> None:

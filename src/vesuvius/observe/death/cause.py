@@ -22,6 +22,7 @@ class Case:
         log: the kernel's log of that time; None where it may not be read.
         pids_match: whether the log calls processes as they are called here.
         last: the last look at the run's memory before the death; None without one.
+        is_run: the process is the trainer, which Ray ends where one of its daemons dies.
         since: for people, from when on the kernel's kills are counted.
     """
 
@@ -31,6 +32,7 @@ class Case:
     log: KernelLog | None = None
     pids_match: bool = True
     last: Moment | None = None
+    is_run: bool = False
     since: str = "the last look"
 
 
@@ -47,6 +49,10 @@ def judge(case: Case) -> tuple[Cause, list[str]]:
             return kill.scope, [f"the kernel's log: {kill.text}", *whose]
         if fault := log.faults.get(case.pid):
             return "signal", [f"the kernel's log: {fault}"]
+        if case.is_run and case.cgroup_rise and log.kills:
+            kill = log.kills[-1]
+            other = f"the kernel's log: {kill.text}"
+            return kill.scope, [other, "that is another process of the same cgroup; without Ray's daemons a run ends"]
         if log.whole:
             others = [f"the kernel killed another process: {kill.text}" for kill in log.kills[-2:]]
             return "signal", [f"the kernel's log has no kill of process {case.pid} since {case.since}", *others]

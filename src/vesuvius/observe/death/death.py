@@ -4,7 +4,6 @@ and as lines for people."""
 from __future__ import annotations
 
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
@@ -13,13 +12,13 @@ from typing import Any, Literal, get_args
 
 from vesuvius.observe.recent import Moment, moment_from_json
 from vesuvius.observe.records import JsonLines, read_records
+from vesuvius.observe.units import format_time, gib
 
 Victim = Literal["reader", "run"]
 Cause = Literal["cgroup", "machine", "ray", "gpu", "guard", "signal", "restart", "unknown"]
 
 LAST_S = 60.0
 
-_GIB = 2**30
 _COLUMNS = 100
 _EVIDENCE_LINES = 8
 _REMEDY_LINES = 6
@@ -114,11 +113,10 @@ def death_lines(death: Death) -> list[str]:
 
     At most 25 lines of 100 columns.
     """
-    noticed = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(death.time))
     evidence = [line for text in death.evidence for line in _wrapped(text, "  - ", "    ")]
     return [
         *_wrapped(headline(death), "", "  ")[:2],
-        f"  noticed {noticed}, after step {death.step}",
+        f"  noticed {format_time(death.time)}, after step {death.step}",
         *_at_most(evidence, _EVIDENCE_LINES),
         *_table(death),
         *_at_most(_wrapped(death.remedy, "  what to change: ", "    "), _REMEDY_LINES),
@@ -148,10 +146,10 @@ def _row(moment: Moment, seconds: float) -> str:
     reader = "-"
     if moment.reader_bytes:
         pid, size = max(moment.reader_bytes.items(), key=lambda item: item[1])
-        reader = f"{size / _GIB:.2f} (pid {pid})"
+        reader = f"{gib(size)} (pid {pid})"
     share = share_of(moment)
     return (
-        f"  {seconds:>9.0f}{moment.used_bytes / _GIB:>10.2f}{moment.trainer_bytes / _GIB:>10.2f}{reader:>24}   "
+        f"  {seconds:>9.0f}{gib(moment.used_bytes):>10}{gib(moment.trainer_bytes):>10}{reader:>24}   "
         f"{'-' if share is None else f'{100 * share:.1f} %'}"
     )
 

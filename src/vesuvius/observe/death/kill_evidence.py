@@ -16,9 +16,6 @@ from vesuvius.observe.system.machine import read_machine
 from vesuvius.observe.system.roots import Roots
 
 KMSG = Path("/dev/kmsg")
-# The namespace of processes that the kernel starts with (include/linux/proc_ns.h).  In it, not in most containers,
-# processes are called as the log calls them.
-KERNEL_PIDS = "pid:[4026531836]"
 
 _RECORD_BYTES = 8192  # the longest line; the kernel refuses to write into less space than the next one needs
 _SLACK_S = 5.0
@@ -27,7 +24,7 @@ _DRIFT = 1e-4
 
 # "Memory cgroup out of memory: Killed process 30111 (python3) total-vm:..."; kernels before 5.3 wrote "Kill process".
 _KILL = re.compile(
-    r"(Memory cgroup out of memory|Out of memory)\b.*?: Kill(?:ed)? process (\d+) \((.*?)\),? (?:UID|total-vm|score)"
+    r"(Memory cgroup out of memory|Out of memory)\b.*?: Kill(?:ed)? process (\d+) \(.*?\),? (?:UID|total-vm|score)"
 )
 # Since 5.0 the line before it tells whose limit it was.
 _LIMIT_OF = re.compile(r"oom-kill:.*\boom_memcg=([^,]*),.*\bpid=(\d+)")
@@ -40,16 +37,13 @@ class KernelKill:
     """A process that the kernel has killed for want of memory.
 
     Attributes:
-        time: seconds since 1970; some seconds wrong where the machine has been up for days.
-        pid, name: as the kernel calls it; inside a container the process has another pid.
+        pid: as the kernel calls it; inside a container the process has another.
         scope: for a limit of a cgroup, or because the machine had no more.
         cgroup: whose limit it was; None where the log does not tell.
         text: the line of the log.
     """
 
-    time: float
     pid: int
-    name: str
     scope: Literal["cgroup", "machine"]
     cgroup: str | None
     text: str
@@ -81,20 +75,32 @@ class KillCounts:
     Attributes:
         cgroup: of those in a cgroup, whoever's limit it was.
         machine: on the whole machine, since it was started.
+        path: of that cgroup; '' = not known.
     """
 
     cgroup: int | None = None
     machine: int | None = None
+    path: str = ""
+
+    def since(self, before: KillCounts) -> KillCounts:
+        """How many more there are than before; None where that is not known, or fell: it is another cgroup's then.
+
+        Counts of two cgroups say nothing of each other.  Pure.
+        """
+        comparable = self.path == before.path or not self.path or not before.path
+        return KillCounts(
+            _rise(before.cgroup, self.cgroup) if comparable else None, _rise(before.machine, self.machine), self.path
+        )
 
 
 def read_counts_of(pid: int, roots: Roots = Roots()) -> KillCounts:
     """The counts now, of the machine and of the cgroup that a living process is in."""
     cgroup = read_cgroup(pid, roots)
-    return KillCounts(cgroup.oom_kills if cgroup else None, read_machine(roots).oom_kills)
+    path = cgroup.path if cgroup else ""
+    return KillCounts(cgroup.oom_kills if cgroup else None, read_machine(roots).oom_kills, path)
 
 
-def rise(before: int | None, now: int | None) -> int | None:
-    """By how much a count rose; None where it is not known, or fell: it is that of another cgroup then.  Pure."""
+def _rise(before: int | None, now: int | None) -> int | None:
     return None if before is None or now is None or now < before else now - before
 
 
@@ -114,23 +120,23 @@ def read_kernel_log(since: float, kmsg: Path = KMSG) -> KernelLog | None:
     except OSError:
         return None
     since_up_s = max(since - (now - now_up_s) - _SLACK_S - _DRIFT * now_up_s, 0.0)
-    wanted = [(now - now_up_s + up_s, text) for up_s, text in lines if up_s >= since_up_s]
+    wanted = [text for up_s, text in lines if up_s >= since_up_s]
     return _log_of(wanted, whole=bool(lines) and lines[0][0] <= since_up_s)
 
 
-def _log_of(lines: Iterable[tuple[float, str]], whole: bool) -> KernelLog:
+def _log_of(lines: Iterable[str], whole: bool) -> KernelLog:
     """Pure."""
     limits_of: dict[int, str] = {}
     kills: dict[int, KernelKill] = {}
     faults: dict[int, str] = {}
-    for at, text in lines:
+    for text in lines:
         if found := _LIMIT_OF.search(text):
             limits_of[int(found[2])] = found[1]
         elif found := _KILL.search(text):
             pid = int(found[2])
             scope: Literal["cgroup", "machine"] = "cgroup" if found[1].startswith("Memory") else "machine"
             kills.pop(pid, None)  # the newest stands last
-            kills[pid] = KernelKill(at, pid, found[3], scope, limits_of.get(pid), text)
+            kills[pid] = KernelKill(pid, scope, limits_of.get(pid), text)
         elif found := _FAULT.search(text):
             faults[int(found[1])] = text
     return KernelLog(whole, tuple(kills.values()), faults)

@@ -13,51 +13,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vesuvius.observe.death.cause import Case, judge
-from vesuvius.observe.death.death import (
-    LAST_S,
-    Cause,
-    Death,
-    Victim,
-    append_death,
-    death_lines,
-    headline,
-    read_deaths,
-    share_of,
-)
-from vesuvius.observe.death.kill_evidence import (
-    KERNEL_PIDS,
-    KMSG,
-    KillCounts,
-    read_counts_of,
-    read_kernel_log,
-    rise,
-)
+from vesuvius.observe.death.death import LAST_S, Cause, Death, append_death, read_deaths, share_of
+from vesuvius.observe.death.kill_evidence import KMSG, KillCounts, read_counts_of, read_kernel_log
 from vesuvius.observe.death.remedy import remedy_of
 from vesuvius.observe.recent import Moment, read_recent
-from vesuvius.observe.run_files import Tail
-from vesuvius.observe.session import SessionRecord, boot_id, is_alive, read_session
-from vesuvius.observe.system.cgroup import read_cgroup
+from vesuvius.observe.run_files import METRICS_BYTES, Tail
+from vesuvius.observe.session import KERNEL_PIDS, SessionRecord, boot_id, is_alive, read_session
 from vesuvius.observe.system.roots import Roots
+from vesuvius.observe.units import format_time, gib, size_text
 
-__all__ = [
-    "Cause",
-    "Death",
-    "ReaderEnd",
-    "Victim",
-    "append_death",
-    "death_lines",
-    "ended_run",
-    "examine_reader",
-    "examine_run",
-    "headline",
-    "read_deaths",
-    "record_run_death",
-]
-
-_GIB = 2**30
 # Ray and the monitor notice an end this late.
 _NOTICED_S = 1.0
-_METRICS_BYTES = 2**18
 _EVENTS_SHOWN = 2
 
 
@@ -143,10 +109,9 @@ def _reader_case(
     # The monitor goes on looking while the new reader starts: a look behind the death has counted it already.
     before = [moment for moment in moments if end.time is not None and moment.time < ended - _NOTICED_S]
     looked = before[-1] if before else (moments[0] if moments else None)
-    counts = read_counts_of(os.getpid(), roots)
-    own, new = read_cgroup(os.getpid(), roots), read_cgroup(end.new_pid, roots) if end.new_pid else None
-    if own is not None and new is not None and own.path != new.path:
-        counts = KillCounts(None, counts.machine)  # readers of a Ray that somebody else has started
+    # Readers of a Ray that somebody else has started live in another cgroup than the trainer, who has counted.
+    counts = read_counts_of(end.new_pid, roots) if end.new_pid else KillCounts()
+    counts = counts if counts.path else read_counts_of(os.getpid(), roots)
     return _case(end.pid, session, looked, moments[-1] if moments else None, counts, roots, kmsg)
 
 
@@ -159,10 +124,8 @@ def examine_run(run_dir: Path, roots: Roots = Roots(), kmsg: Path = KMSG) -> Dea
     Args:
         run_dir: the run directory.
     """
-    session = read_session(run_dir / "session.json")
-    if session is None or session.end_time is not None or is_alive(session, roots) is not False:
-        return None
-    return _recorded(run_dir, session) or _examine(run_dir, session, roots, kmsg)
+    session = _killed_session(run_dir, roots)
+    return None if session is None else _recorded(run_dir, session) or _examine(run_dir, session, roots, kmsg)
 
 
 def record_run_death(run_dir: Path, roots: Roots = Roots(), kmsg: Path = KMSG) -> Death | None:
@@ -171,10 +134,25 @@ def record_run_death(run_dir: Path, roots: Roots = Roots(), kmsg: Path = KMSG) -
     Raises:
         OSError: `post_mortem.jsonl` cannot be opened.
     """
-    death = examine_run(run_dir, roots, kmsg)
-    if death is not None and death not in read_deaths(run_dir / "post_mortem.jsonl"):
+    session = _killed_session(run_dir, roots, locked=True)
+    if session is None:
+        return None
+    death = _recorded(run_dir, session)
+    if death is None:
+        death = _examine(run_dir, session, roots, kmsg)
         append_death(run_dir / "post_mortem.jsonl", death)
     return death
+
+
+def deaths_of(run_dir: Path, roots: Roots = Roots()) -> list[Death]:
+    """All deaths that are known of a run, and that of its last session if it was killed and nobody has noticed yet."""
+    deaths, last = read_deaths(run_dir / "post_mortem.jsonl"), examine_run(run_dir, roots)
+    return deaths if last is None or last in deaths else [*deaths, last]
+
+
+def is_of_session(death: Death, session: SessionRecord) -> bool:
+    """Whether it happened in a session.  A run's own death may be noticed only when the next session begins.  Pure."""
+    return death.time >= session.begin_time and (death.victim == "reader" or death.pid == session.pid)
 
 
 def ended_run(cause: Literal["gpu", "guard"], step: int, reason: str, moments: Sequence[Moment], remedy: str) -> Death:
@@ -185,30 +163,47 @@ def ended_run(cause: Literal["gpu", "guard"], step: int, reason: str, moments: S
     return Death(now, "run", os.getpid(), step, cause, evidence, last_minute, remedy)
 
 
+def _killed_session(run_dir: Path, roots: Roots, locked: bool = False) -> SessionRecord | None:
+    """The last session, if it has no end and its process is gone.
+
+    `locked`: this process holds the run's lock, so nobody else is at work, also where that cannot be seen: in another
+    container, or on another machine.
+    """
+    session = read_session(run_dir / "session.json")
+    if session is None or session.end_time is not None:
+        return None
+    alive = is_alive(session, roots)
+    return session if alive is False or (alive is None and locked) else None
+
+
 def _recorded(run_dir: Path, session: SessionRecord) -> Death | None:
-    for death in reversed(read_deaths(run_dir / "post_mortem.jsonl")):
-        if death.victim == "run" and death.pid == session.pid and death.time >= session.begin_time:
-            return death
-    return None
+    deaths = reversed(read_deaths(run_dir / "post_mortem.jsonl"))
+    return next((death for death in deaths if death.victim == "run" and is_of_session(death, session)), None)
 
 
 def _examine(run_dir: Path, session: SessionRecord, roots: Roots, kmsg: Path) -> Death:
     moments = [moment for moment in read_recent(run_dir / "recent.jsonl") if moment.time >= session.begin_time]
-    records = [r for r in Tail(run_dir / "metrics.jsonl", _METRICS_BYTES).new() if _time_of(r) >= session.begin_time]
+    records = [r for r in Tail(run_dir / "metrics.jsonl", METRICS_BYTES).new() if _time_of(r) >= session.begin_time]
     seen = max([session.begin_time, *(m.time for m in moments[-1:]), *(_time_of(r) for r in records[-1:])])
     step = next((int(r["step"]) for r in reversed(records) if isinstance(r.get("step"), int)), None)
     if step is None:
         step = moments[-1].step if moments else 0
     last_minute = _last_minute(moments, seen)
     here = boot_id(roots)
-    if here != session.boot_id:
-        cause: Cause = "restart"
+    if is_alive(session, roots) is None:
+        cause: Cause = "unknown"
+        evidence = [
+            "it ran in another container or on another machine, whose kernel cannot be asked from here; it wrote no "
+            "end, and its lock on the run is gone"
+        ]
+    elif here != session.boot_id:
+        cause = "restart"
         evidence = [f"the machine has been started anew since: its boot id was {session.boot_id} and is {here}"]
     else:
         last = moments[-1] if moments else None
-        counts = _counts_of_session(session, roots)
+        counts = read_counts_of(os.getpid(), roots)  # those of the session's cgroup, if this process is in it too
         cause, evidence = judge(_case(session.pid, session, last, last, counts, roots, kmsg))
-    evidence += [f"last sign of life {_clock(seen)}, after step {step}"]
+    evidence += [f"last sign of life {format_time(seen)}, after step {step}"]
     return Death(
         time=time.time(),
         victim="run",
@@ -217,8 +212,14 @@ def _examine(run_dir: Path, session: SessionRecord, roots: Roots, kmsg: Path) ->
         cause=cause,
         evidence=(*evidence, *_memory_evidence(last_minute), *_event_evidence(records, seen)),
         moments=last_minute,
-        remedy=remedy_of(cause, "run", session.workers, last_minute, session.limits.ray_share),
+        remedy=remedy_of(cause, "run", _workers(session, moments), last_minute, session.limits.ray_share),
     )
+
+
+def _workers(session: SessionRecord, moments: Sequence[Moment]) -> int:
+    """Readers at the end: the guard may have dropped some."""
+    now = moments[-1].workers if moments else None
+    return session.workers if now is None else now
 
 
 def _case(
@@ -231,27 +232,18 @@ def _case(
     kmsg: Path,
 ) -> Case:
     """`looked`: the look whose counts are those before the death."""
-    before = KillCounts(session.cgroup_oom_kills, session.machine_oom_kills)
-    if looked is not None:
-        before = KillCounts(looked.cgroup_oom_kills, looked.machine_oom_kills)
+    first = looked or session
+    rise = counts.since(KillCounts(first.cgroup_oom_kills, first.machine_oom_kills, session.cgroup))
     return Case(
         pid=pid,
-        cgroup_rise=rise(before.cgroup, counts.cgroup),
-        machine_rise=rise(before.machine, counts.machine),
+        cgroup_rise=rise.cgroup,
+        machine_rise=rise.machine,
         log=read_kernel_log(looked.time if looked else session.begin_time, kmsg),
         pids_match=session.pid_namespace == KERNEL_PIDS,
         last=last,
-        since=f"the look at {_clock(looked.time)}" if looked else "the session began",
+        is_run=pid == session.pid,
+        since=f"the look at {format_time(looked.time)}" if looked else "the session began",
     )
-
-
-def _counts_of_session(session: SessionRecord, roots: Roots) -> KillCounts:
-    """The counts now; that of the cgroup only where this process is in the one that the session was in."""
-    counts = read_counts_of(os.getpid(), roots)
-    own = read_cgroup(os.getpid(), roots)
-    if session.cgroup and own is not None and own.path != session.cgroup:
-        return KillCounts(None, counts.machine)
-    return counts
 
 
 def _last_minute(moments: Sequence[Moment], end: float) -> tuple[Moment, ...]:
@@ -264,13 +256,12 @@ def _memory_evidence(moments: Sequence[Moment], reader: int | None = None) -> li
         return []
     last, lines = moments[-1], []
     if (share := share_of(last)) is not None:
-        used, kills_at = last.killer_used_bytes / _GIB, last.kills_at_bytes / _GIB
         lines.append(
             f"memory stood at {100 * share:.1f} % of where {last.killer or 'the first killer'} kills "
-            f"({used:.2f} of {kills_at:.2f} GiB) at {_clock(last.time)}"
+            f"({gib(last.killer_used_bytes)} of {gib(last.kills_at_bytes)} GiB) at {format_time(last.time)}"
         )
     if reader is not None and reader in last.reader_bytes:
-        lines.append(f"the reader itself held {last.reader_bytes[reader] / _GIB:.2f} GiB")
+        lines.append(f"the reader itself held {size_text(last.reader_bytes[reader])}")
     return lines
 
 
@@ -281,7 +272,3 @@ def _event_evidence(records: Sequence[dict[str, Any]], end: float) -> list[str]:
 
 def _time_of(record: dict[str, Any]) -> float:
     return float(record["time"])
-
-
-def _clock(moment: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

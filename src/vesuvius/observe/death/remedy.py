@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from vesuvius.observe.death.death import Cause, Victim, share_of
 from vesuvius.observe.recent import Moment
+from vesuvius.observe.risk.trend import MIN_POINTS, theil_sen
+from vesuvius.observe.units import GIB, size_text
 
 _MB = 10**6
-_GIB = 2**30
+_SUDDEN_S = 10.0
 _LEAST_SPAN_S = 5.0
 _LEAST_GROWTH = 1 * _MB  # bytes a second; slower, and an hour of it is what a machine has to spare
 _FULL = 0.9
@@ -18,21 +20,36 @@ _BELOW_THE_KILL = 0.9
 
 @dataclass(frozen=True)
 class Growth:
-    """Who took most memory in a span of time: for people, bytes a second, and what it came to."""
+    """Who took most memory in a span of time.
+
+    Attributes:
+        who, span: for people.
+        bytes_per_s: the median slope, which no single peak moves.
+        now_bytes: what it came to.
+    """
 
     who: str
     bytes_per_s: float
     now_bytes: int
+    span: str = "the last minute"
 
 
 def fastest_growth(moments: Sequence[Moment]) -> Growth | None:
     """What grew most: the trainer, a reader, the shared memory, or processes that are none of the run's.
 
+    Of growth that began in the last seconds the median of a minute shows nothing, so they are asked where it is silent.
     None where nothing grew by at least 1 MB/s, or too little was seen.
     """
     if not moments:
         return None
-    last, candidates = moments[-1], []
+    sudden = [moment for moment in moments if moment.time >= moments[-1].time - _SUDDEN_S]
+    if (growth := _fastest(moments, "the last minute")) or len(sudden) < MIN_POINTS:
+        return growth
+    return _fastest(sudden, f"the last {_SUDDEN_S:.0f} s")
+
+
+def _fastest(moments: Sequence[Moment], span: str) -> Growth | None:
+    last = moments[-1]
     series = {
         "the trainer": [(m.time, m.trainer_bytes) for m in moments],
         "shared memory, such as Ray's object store,": [(m.time, m.shared_bytes) for m in moments],
@@ -41,11 +58,22 @@ def fastest_growth(moments: Sequence[Moment]) -> Growth | None:
         ],
         **{f"reader {pid}": _of_reader(moments, pid) for pid in {pid for m in moments for pid in m.reader_bytes}},
     }
-    for who, points in series.items():
-        (began, first), (ended, now) = points[0], points[-1]
-        if ended - began >= _LEAST_SPAN_S and (now - first) / (ended - began) >= _LEAST_GROWTH:
-            candidates.append(Growth(who, (now - first) / (ended - began), now))
-    return max(candidates, key=lambda growth: growth.bytes_per_s, default=None)
+    grown = [Growth(who, _slope(points), points[-1][1], span) for who, points in series.items()]
+    fastest = max(grown, key=lambda growth: growth.bytes_per_s)
+    return fastest if fastest.bytes_per_s >= _LEAST_GROWTH else None
+
+
+def _slope(points: Sequence[tuple[float, int]]) -> float:
+    """Bytes a second; 0 where too little was seen.  Of few points that of the first to the last."""
+    rising: list[tuple[float, int]] = []
+    for point in points:
+        if not rising or point[0] > rising[-1][0]:  # the clock may have been set back
+            rising.append(point)
+    (began, first), (ended, now) = rising[0], rising[-1]
+    if ended - began < _LEAST_SPAN_S:
+        return 0.0
+    trend = theil_sen(rising)
+    return trend.bytes_per_s if trend else (now - first) / (ended - began)
 
 
 def remedy_of(
@@ -85,8 +113,8 @@ def _less_memory(victim: Victim, workers: int, moments: Sequence[Moment]) -> str
     sentences = []
     if growth is not None:
         sentences.append(
-            f"{growth.who} grew most in the last minute: by {growth.bytes_per_s / _MB:.1f} MB/s, "
-            f"to {growth.now_bytes / _GIB:.2f} GiB."
+            f"{growth.who} grew most in {growth.span}: by {growth.bytes_per_s / _MB:.1f} MB/s, "
+            f"to {size_text(growth.now_bytes)}."
         )
     if victim == "reader":
         sentences.append("The run goes on with a new reader; if it happens again, stop it first.")
@@ -112,7 +140,7 @@ def _ram_limit_gib(moments: Sequence[Moment]) -> float | None:
         return None
     last = moments[-1]
     others = max(last.killer_used_bytes - last.used_bytes, 0)
-    limit = _BELOW_THE_KILL * (last.kills_at_bytes - others) / _GIB
+    limit = _BELOW_THE_KILL * (last.kills_at_bytes - others) / GIB
     digits = 1 if limit >= 1 else 2
     rounded = round(limit - 0.5 * 10**-digits, digits)
     return rounded if rounded > 0 else None

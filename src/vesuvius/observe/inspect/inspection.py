@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
-from vesuvius.observe.risk.risk import Exhaustion, Killer, Level
+from vesuvius.observe.risk.killers import Killer
+from vesuvius.observe.risk.risk import Exhaustion, Level
 from vesuvius.observe.risk.trend import Trend
 from vesuvius.observe.system.look import Look
 from vesuvius.observe.system.rates import Rates
@@ -20,7 +21,8 @@ class Row:
     """A part of the memory.
 
     Attributes:
-        part: "trainer", "readers" (all), "reader" (one), "others", "store" or "total".
+        part: "root" (the trainer, or the process asked for), "readers" (all), "reader" (one), "others", "store" or
+            "total".
         name: for people.
         pid: of a single process.
         now_bytes, peak_bytes: None = not known.
@@ -72,6 +74,7 @@ class Inspection:
         level, reason: the risk; None = it cannot be judged.
         killers: what may kill, nearest first.
         trend, exhaustion: of the first killer's memory.
+        growing: by pid, the processes whose private memory grows beyond doubt.
         vram: what the trainer has reserved; None without a GPU.
         vram_limit_bytes: of its GPU.
         no_gpus: why no GPU is seen.
@@ -95,6 +98,7 @@ class Inspection:
     killers: tuple[Killer, ...] = ()
     trend: Trend | None = None
     exhaustion: Exhaustion | None = None
+    growing: Mapping[int, Trend] = field(default_factory=dict)
     vram: Row | None = None
     vram_limit_bytes: int | None = None
     no_gpus: str | None = None
@@ -135,6 +139,7 @@ def as_json(found: Inspection) -> dict[str, Any]:
         "killers": [asdict(killer) | {"left_bytes": killer.left_bytes} for killer in found.killers],
         "trend": _plain(found.trend),
         "exhaustion": _plain(found.exhaustion),
+        "growing": {str(pid): asdict(trend) for pid, trend in found.growing.items()},
         "vram": _plain(found.vram),
         "steps": _plain(found.steps),
         "kills": list(found.kills),
@@ -161,6 +166,7 @@ def _machine(look: Look | None, rates: Rates | None) -> dict[str, Any] | None:
         "kernel_kills": machine.oom_kills,
         "cgroup": cgroup.path if cgroup else None,
         "cgroup_kernel_kills": cgroup.oom_kills if cgroup else None,
+        "cgroup_pressure": _plain(cgroup.pressure) if cgroup else None,
         "cores": len(machine.core_total_s),
         "core_busy": list(rates.core_busy) if rates else None,
     }

@@ -12,14 +12,14 @@ from vesuvius.observe.inspect.inspection import Inspection
 from vesuvius.observe.inspect.live_history import LiveHistory
 from vesuvius.observe.inspect.parts import Labels
 from vesuvius.observe.inspect.ray_processes import find_ray_tops, is_ray, is_raylet, is_reader
-from vesuvius.observe.risk.risk import Limits, ray_share_from_environment
-from vesuvius.observe.system.cgroup import read_cgroup
+from vesuvius.observe.risk.killers import Limits, ray_share_from_environment
 from vesuvius.observe.system.files import read_text
 from vesuvius.observe.system.gpus import Gpus
-from vesuvius.observe.system.look import Look, Watcher
+from vesuvius.observe.system.look import Look, Watcher, look_around
 from vesuvius.observe.system.machine import read_machine
 from vesuvius.observe.system.processes import ProcessTree, ProcessUse
 from vesuvius.observe.system.roots import Roots
+from vesuvius.observe.units import format_time
 
 _PROCESS = Labels(root="process", singles="processes below it", single="process", others="Ray's", store="shared memory")
 _RAY = Labels(singles="readers", single="reader", others="Ray's own", store="object store")
@@ -40,7 +40,7 @@ class Inspector(Protocol):
 
 
 @dataclass(frozen=True)
-class Seat:
+class Viewpoint:
     """Where one looks from: the system's files, and NVML if there is one."""
 
     roots: Roots = Roots()
@@ -55,10 +55,10 @@ class Seat:
 class ProcessInspector:
     """Any process and those below it."""
 
-    def __init__(self, pid: int, seat: Seat) -> None:
+    def __init__(self, pid: int, viewpoint: Viewpoint) -> None:
         self._pid = pid
-        self._seat = seat
-        self._watcher = Watcher(pid, seat.roots, seat.gpus)
+        self._viewpoint = viewpoint
+        self._watcher = Watcher(pid, viewpoint.roots, viewpoint.gpus)
         self._history: LiveHistory | None = None
         self._name = f"process {pid}"
         self._ray: dict[int, bool] = {}
@@ -77,14 +77,15 @@ class ProcessInspector:
                 raise NoRunError(
                     f"--pid must be a living process; got {self._pid}, and there is none; see `ps aux`"
                 ) from None
-            return Inspection(now, "process", self._name, "ended", f"ended before {clock(now)}")
+            return Inspection(now, "process", self._name, "ended", f"ended before {format_time(now)}")
         if self._history is None:
             self._name = f"process {self._pid} {short_name(look.processes[0])}"
-            age_s = uptime_s(self._seat.roots) - look.processes[0].started_s
+            age_s = uptime_s(self._viewpoint.roots) - look.processes[0].started_s
             has_ray = any(self._is_ray(process) for process in look.processes)
-            limits = Limits(ray_share=ray_share_from_environment(os.environ) if has_ray else None)
+            ray_share = ray_share_from_environment(os.environ, look.machine.total_bytes) if has_ray else None
+            limits = Limits(ray_share=ray_share)
             self._history = LiveHistory(limits, _PROCESS, self._pid, age_s, self._is_single)
-        found = Inspection(now, "process", self._name, "running", "running", no_gpus=self._seat.no_gpus)
+        found = Inspection(now, "process", self._name, "running", "running", no_gpus=self._viewpoint.no_gpus)
         names = {process.pid: short_name(process) for process in look.processes}
         return self._history.add(found, look, names=names)
 
@@ -93,17 +94,18 @@ class ProcessInspector:
 
     def _is_ray(self, process: ProcessUse) -> bool:
         if process.pid not in self._ray:
-            self._ray[process.pid] = is_ray(process.pid, self._seat.roots)
+            self._ray[process.pid] = is_ray(process.pid, self._viewpoint.roots)
         return self._ray[process.pid]
 
 
 class RayInspector:
     """All of Ray on this machine, whoever has started it."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, viewpoint: Viewpoint) -> None:
+        self._viewpoint = viewpoint
         self._trees: dict[int, ProcessTree] = {}
-        limits = Limits(ray_share=ray_share_from_environment(os.environ))
+        total_bytes = read_machine(viewpoint.roots).total_bytes
+        limits = Limits(ray_share=ray_share_from_environment(os.environ, total_bytes))
         self._history = LiveHistory(limits, _RAY, None, _LONG_AGO_S)
         self._seen = False
 
@@ -117,22 +119,22 @@ class RayInspector:
         if not look.processes:
             if not self._seen:
                 raise NoRunError("--ray needs a Ray at work on this machine; got none; a run without readers has none")
-            return Inspection(now, "ray", "Ray on this machine", "ended", f"ended before {clock(now)}")
+            return Inspection(now, "ray", "Ray on this machine", "ended", f"ended before {format_time(now)}")
         self._seen = True
-        raylets = sum(is_raylet(pid, self._seat.roots) for pid in self._trees)
+        raylets = sum(is_raylet(pid, self._viewpoint.roots) for pid in self._trees)
         found = Inspection(
             now,
             "ray",
             "Ray on this machine",
             "running",
             f"{raylets} running, {len(look.processes)} processes",
-            no_gpus=self._seat.no_gpus,
+            no_gpus=self._viewpoint.no_gpus,
         )
         return self._history.add(found, look)
 
     def _look(self) -> Look:
         """Each Ray that is up, its drivers not among them."""
-        roots = self._seat.roots
+        roots = self._viewpoint.roots
         tops = find_ray_tops(roots)
         self._trees = {pid: self._trees.get(pid) or ProcessTree(pid, roots) for pid in tops}
         processes: dict[int, ProcessUse] = {}
@@ -143,7 +145,8 @@ class RayInspector:
             except ProcessLookupError:
                 continue
             shared += tree.shared_bytes()
-        return _look_around(self._seat, tuple(processes.values()), shared, next(iter(tops), os.getpid()))
+        top = next(iter(tops), os.getpid())  # whose cgroup is looked at
+        return look_around(top, roots, self._viewpoint.gpus, tuple(processes.values()), shared)
 
 
 class MachineInspector:
@@ -153,8 +156,8 @@ class MachineInspector:
         remarks: what else is to be said of it.
     """
 
-    def __init__(self, seat: Seat, remarks: tuple[str, ...] = ()) -> None:
-        self._seat = seat
+    def __init__(self, viewpoint: Viewpoint, remarks: tuple[str, ...] = ()) -> None:
+        self._viewpoint = viewpoint
         self._remarks = remarks
         self._history = LiveHistory(Limits(), Labels(), None, _LONG_AGO_S)
 
@@ -166,10 +169,10 @@ class MachineInspector:
             f"machine {os.uname().nodename}",
             "running",
             "",
-            no_gpus=self._seat.no_gpus,
+            no_gpus=self._viewpoint.no_gpus,
             remarks=self._remarks,
         )
-        look = _look_around(self._seat, (), 0, os.getpid())
+        look = look_around(os.getpid(), self._viewpoint.roots, self._viewpoint.gpus)
         return replace(self._history.add(found, look), rows=(), page_cache_bytes=look.machine.page_cache_bytes)
 
 
@@ -179,26 +182,9 @@ def short_name(process: ProcessUse) -> str:
     return f"{command.rsplit('/', 1)[-1]} {rest}".rstrip()[:_NAME_LENGTH]
 
 
-def clock(moment_s: float) -> str:
-    """A time of day as the run's log has it; the date too."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment_s))
-
-
 def uptime_s(roots: Roots) -> float:
     """Seconds since boot; 0 where the system does not tell."""
     try:
         return float((read_text(roots.proc / "uptime") or "0").split()[0])
     except (ValueError, IndexError):
         return 0.0
-
-
-def _look_around(seat: Seat, processes: tuple[ProcessUse, ...], shared_bytes: int, pid: int) -> Look:
-    """A look that has no single root; the cgroup is that of `pid`."""
-    return Look(
-        time=time.time(),
-        processes=processes,
-        shared_bytes=shared_bytes,
-        cgroup=read_cgroup(pid, seat.roots),
-        machine=read_machine(seat.roots),
-        gpus=tuple(seat.gpus.look()) if seat.gpus else (),
-    )

@@ -9,7 +9,8 @@ from vesuvius.observe.inspect.inspection import Inspection
 from vesuvius.observe.inspect.parts import WARMUP_S, History, Labels, split_look, split_moment
 from vesuvius.observe.inspect.ray_processes import is_reader
 from vesuvius.observe.recent import Moment
-from vesuvius.observe.risk.risk import Limits, RiskWatch, killers_of
+from vesuvius.observe.risk.killers import Limits, killers_of, limit_of
+from vesuvius.observe.risk.risk import RiskWatch
 from vesuvius.observe.run_files import Peak
 from vesuvius.observe.system.look import Look
 from vesuvius.observe.system.processes import ProcessUse
@@ -79,13 +80,14 @@ class LiveHistory:
         return replace(
             found,
             rows=self._parts.rows(self._labels, peaks or {}, names),
-            limit_bytes=min(look.limit_bytes, self._limits.configured_bytes or look.limit_bytes),
+            limit_bytes=limit_of(look, self._limits),
             page_cache_bytes=look.cgroup.file_bytes if look.cgroup else look.machine.page_cache_bytes,
             level=risk.level,
             reason=risk.reason,
             killers=risk.killers,
             trend=risk.trend,
             exhaustion=risk.exhaustion,
+            growing=risk.growing,
             look=look,
             rates=rates_between(before, look) if before else None,
         )

@@ -13,17 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from vesuvius.observe.inspect.inspection import Inspection, Row
-from vesuvius.observe.inspect.inspector import clock
-from vesuvius.observe.logfile import format_duration
-from vesuvius.observe.memory import GIB
 from vesuvius.observe.risk.risk import Level
 from vesuvius.observe.system.gpus import GpuUse
 from vesuvius.observe.system.look import Look
+from vesuvius.observe.units import GIB, format_duration, format_time, gib
 
 _LEVEL_STYLES = {Level.LOW: "bold green", Level.WARN: "bold yellow", Level.CRITICAL: "bold red"}
 _STATE_STYLES = {"running": "green", "hung": "bold yellow", "killed": "bold red"}
 _SHOWN_SINGLES = 8
 _SHOWN_KILLERS = 3
+_SHOWN_GROWING = 3
 
 
 def memory_table(found: Inspection) -> RenderableType:
@@ -33,11 +32,6 @@ def memory_table(found: Inspection) -> RenderableType:
         blocks.append(_parts(found))
     blocks.append(_facts(found))
     return Group(*blocks)
-
-
-def gib(size_bytes: float | None) -> str:
-    """GiB with two decimals, without the unit."""
-    return "-" if size_bytes is None else f"{size_bytes / GIB:.2f}"
 
 
 def slope_text(row: Row) -> str:
@@ -123,6 +117,8 @@ def _fact_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
                 f"{gib(killer.left_bytes)} are left"
             ),
         )
+    if found.growing:
+        yield "growing", Text(_growing_text(found))
     if found.page_cache_bytes is not None:
         yield "page cache", Text(f"{gib(found.page_cache_bytes)} GiB, given back when asked for; not in the total")
     if found.pss_bytes is not None:
@@ -137,6 +133,17 @@ def _fact_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
         yield "peaks", Text(since)
 
 
+def _growing_text(found: Inspection) -> str:
+    """The fastest processes that grow."""
+    names = {row.pid: row.name for row in found.rows if row.pid is not None}
+    if found.look is not None and found.rows[0].part == "root":
+        names[found.look.processes[0].pid] = found.rows[0].name
+    fastest = sorted(found.growing.items(), key=lambda item: -item[1].bytes_per_s)
+    texts = [f"{names.get(pid, f'process {pid}')} {trend.bytes_per_s / 1e6:+.1f} MB/s" for pid, trend in fastest]
+    more = [f"{len(texts) - _SHOWN_GROWING} more"] if len(texts) > _SHOWN_GROWING else []
+    return ", ".join(texts[:_SHOWN_GROWING] + more)
+
+
 def _machine_lines(found: Inspection, look: Look) -> Iterator[tuple[str, Text]]:
     machine = look.machine
     yield "machine", Text(f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by all that runs on it")
@@ -146,10 +153,11 @@ def _machine_lines(found: Inspection, look: Look) -> Iterator[tuple[str, Text]]:
         else f"{gib(machine.swap_used_bytes)} of {gib(machine.swap_total_bytes)} GiB"
     )
     ours = sum(process.swap_bytes for process in look.processes)
-    stalled = (
-        machine.pressure and f", tasks stalled for memory {100 * machine.pressure.some_10s:.0f} % of the last 10 s"
-    )
-    yield "swap", Text(swap + (f", {gib(ours)} GiB of it this run's" if ours else "") + (stalled or ""))
+    yield "swap", Text(swap + (f", {gib(ours)} GiB of it this run's" if ours else ""))
+    pressures = {"its cgroup": look.cgroup and look.cgroup.pressure, "the machine": machine.pressure}
+    stalls = [f"{100 * known.some_10s:.0f} % ({whose})" for whose, known in pressures.items() if known]
+    if stalls:
+        yield "pressure", Text(f"tasks waited for memory in {', '.join(stalls)} of the last 10 s")
     cores = f"{len(machine.core_total_s)}"
     if found.rates is not None:
         cores += f", {sum(found.rates.core_busy):.1f} of them busy"
@@ -192,10 +200,10 @@ def _peak_since(found: Inspection) -> str:
     since = {row.part: row.peak_since for row in found.rows if row.peak_since is not None}
     if "total" not in since:
         return ""
-    text = f"since {clock(since['total'])}"
+    text = f"since {format_time(since['total'])}"
     others = since.get("others")
     return (
-        f"{text}; {_name_of(found, 'others')}: since {clock(others)}"
+        f"{text}; {_name_of(found, 'others')}: since {format_time(others)}"
         if others and others > since["total"] + 60
         else text
     )

@@ -1,4 +1,4 @@
-"""Memory by part (trainer, readers, Ray's own, object store) over time, and the rows of a table of it.
+"""Memory by part (root, readers, Ray's own, object store) over time, and the rows of a table of it.
 
 No I/O: looks and moments come in, rows go out.
 """
@@ -119,7 +119,7 @@ class History:
             return ()
         last, rows = self._last, []
         if last.root_bytes is not None:
-            rows.append(self._row("trainer", labels.root, "trainer", known))
+            rows.append(self._row("root", labels.root, "root", known))
         if last.single_bytes:
             rows.append(self._row("readers", f"{labels.singles} ({len(last.single_bytes)})", "readers", known))
         for pid in sorted(last.single_bytes, key=lambda pid: -last.single_bytes[pid]):
@@ -161,5 +161,5 @@ def _figures(split: Split) -> dict[str | int, int]:
         "readers": sum(split.single_bytes.values()),
     }
     if split.root_bytes is not None:
-        figures["trainer"] = split.root_bytes
+        figures["root"] = split.root_bytes
     return figures | dict(split.single_bytes)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vesuvius.observe.death.post_mortem import Death, examine_run, headline, read_deaths
+from vesuvius.observe.death.death import Death, headline, read_deaths
+from vesuvius.observe.death.kill_evidence import KillCounts
+from vesuvius.observe.death.post_mortem import examine_run, is_of_session
 from vesuvius.observe.inspect.inspection import Inspection, Row, State, Steps
-from vesuvius.observe.inspect.inspector import Seat, clock
+from vesuvius.observe.inspect.inspector import Viewpoint
 from vesuvius.observe.inspect.live_history import LiveHistory
 from vesuvius.observe.inspect.parts import History, Labels, split_moment
-from vesuvius.observe.logfile import format_duration
 from vesuvius.observe.recent import Moment
 from vesuvius.observe.risk.risk import Level
 from vesuvius.observe.run_files import Notes, RunFiles
-from vesuvius.observe.session import SessionRecord, find_pid, is_alive, read_session
+from vesuvius.observe.session import SessionRecord, find_pid, is_alive
 from vesuvius.observe.system.look import Look, Watcher
-from vesuvius.observe.system.roots import Roots
+from vesuvius.observe.units import format_duration, format_time, size_text
 
 HUNG_AFTER_S = 60.0
 HUNG_AFTER_P95 = 10.0
@@ -30,9 +30,9 @@ _PROCESS_STATES = {"T": "it is stopped (SIGSTOP)", "t": "a debugger holds it", "
 class RunInspector:
     """Inspects the last session of a run; a new session is found by itself."""
 
-    def __init__(self, directory: Path, seat: Seat) -> None:
+    def __init__(self, directory: Path, viewpoint: Viewpoint) -> None:
         self._directory = directory
-        self._seat = seat
+        self._viewpoint = viewpoint
         self._files = RunFiles(directory)
         self._session: SessionRecord | None = None
         self._watcher: Watcher | None = None
@@ -53,7 +53,7 @@ class RunInspector:
             f"run {self._directory.name}",
             state,
             text,
-            no_gpus=self._seat.no_gpus,
+            no_gpus=self._viewpoint.no_gpus,
             steps=_steps(notes, now),
             kills=self._kills(notes, look, state),
             remarks=_remarks(notes, look, now),
@@ -72,8 +72,8 @@ class RunInspector:
             return None
         if self._session is None or _identity(session) != _identity(self._session):
             self._session, self._death = session, None
-            pid = find_pid(session, self._seat.roots)
-            self._watcher = Watcher(pid, self._seat.roots, self._seat.gpus) if pid is not None else None
+            pid = find_pid(session, self._viewpoint.roots)
+            self._watcher = Watcher(pid, self._viewpoint.roots, self._viewpoint.gpus) if pid is not None else None
             labels = Labels(others="Ray's own" if session.workers else "others")
             first_s = notes.moments[0].time if notes.moments else time.time()
             self._history = LiveHistory(session.limits, labels, pid, first_s - session.begin_time)
@@ -90,12 +90,12 @@ class RunInspector:
                 "no session.json: it has not begun, or an older version wrote it; --pid watches its process"
             )
         if session.end_time is not None:
-            return "ended", f"ended {clock(session.end_time)} with exit code {session.exit_code}"
+            return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}"
         if look is not None:
             return _living_state(notes, look, now)
-        if is_alive(session, self._seat.roots) is False:
+        if is_alive(session, self._viewpoint.roots) is False:
             last = notes.moments[-1].time if notes.moments else None
-            seen = f"; last seen {clock(last)}" if last is not None else ""
+            seen = f"; last seen {format_time(last)}" if last is not None else ""
             return "killed", f"killed: process {session.pid} is gone and wrote no end{seen}"
         return "elsewhere", f"on {session.host}, which cannot be seen from here; its files say"
 
@@ -104,11 +104,11 @@ class RunInspector:
         session = notes.session
         if session is None:
             return ()
-        deaths = [death for death in self._kept_deaths() if is_of_session(death, session)]
+        deaths = [death for death in self._kept_deaths() if is_of_session(death, session) and death.cause != "guard"]
         if state == "killed" and not any(death.victim == "run" for death in deaths):
-            self._death = self._death or examine_run(self._directory, self._seat.roots)
+            self._death = self._death or examine_run(self._directory, self._viewpoint.roots)
             deaths += [self._death] if self._death else []
-        lines = [f"{headline(death)}, noticed {clock(death.time)}" for death in deaths]
+        lines = [f"{headline(death)}, noticed {format_time(death.time)}" for death in deaths]
         if state == "killed" and not lines:
             lines.append(f"process {session.pid} is gone and wrote no end")
         return (*lines, *([] if state == "killed" else _counted_kills(session, notes, look)))
@@ -173,20 +173,16 @@ def _counted_kills(session: SessionRecord, notes: Notes, look: Look | None) -> l
 
     The machine's counts other people's processes too, so it speaks only where the run's own counter is silent.
     """
-    last = notes.moments[-1] if notes.moments else None
+    # Without paths: a container's cgroup is called otherwise from outside, and these are all of the run's own.
     if look is not None:
-        cgroup, machine = (look.cgroup.oom_kills if look.cgroup else None), look.machine.oom_kills
-    elif last is not None:
-        cgroup, machine = last.cgroup_oom_kills, last.machine_oom_kills
+        counts = KillCounts(look.cgroup.oom_kills if look.cgroup else None, look.machine.oom_kills)
+    elif notes.moments:
+        counts = KillCounts(notes.moments[-1].cgroup_oom_kills, notes.moments[-1].machine_oom_kills)
     else:
         return []
-    if cgroup is not None and session.cgroup_oom_kills is not None:
-        count, where = cgroup - session.cgroup_oom_kills, "of the run's cgroup"
-    elif machine is not None and session.machine_oom_kills is not None:
-        count, where = machine - session.machine_oom_kills, "of the machine"
-    else:
-        return []
-    if count <= 0:
+    rise = counts.since(KillCounts(session.cgroup_oom_kills, session.machine_oom_kills))
+    count, where = (rise.machine, "of the machine") if rise.cgroup is None else (rise.cgroup, "of the run's cgroup")
+    if not count:
         return []
     return [f"out of memory: the kernel's count of killed processes {where} rose by {count} in this session"]
 
@@ -198,36 +194,17 @@ def _from_moments(found: Inspection, notes: Notes, now: float) -> Inspection:
         history.add(split_moment(moment))
     labels = Labels(others="Ray's own" if notes.session and notes.session.workers else "others")
     fresh = found.state == "elsewhere" and abs(now - last.time) <= _FRESH_S
-    reason = f"{last.killer} counted {_gib(last.killer_used_bytes)} and strikes at {_gib(last.kills_at_bytes)}"
+    reason = (
+        f"{last.killer} counted {size_text(last.killer_used_bytes)} and strikes at {size_text(last.kills_at_bytes)}"
+    )
     return replace(
         found,
         rows=history.rows(labels, notes.peaks),
         level=Level[last.level] if fresh else None,
         reason=reason if last.killer else "",
-        remarks=(*found.remarks, f"figures are of {clock(last.time)}"),
+        remarks=(*found.remarks, f"figures are of {format_time(last.time)}"),
     )
-
-
-def _gib(size_bytes: float) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 def _identity(session: SessionRecord) -> tuple[str, int, float, float]:
     return session.boot_id, session.pid, session.started_s, session.begin_time
-
-
-def is_of_session(death: Death, session: SessionRecord) -> bool:
-    """Whether it happened in a session.  A run's own death may be noticed only when the next session begins."""
-    return death.time >= session.begin_time and (death.victim == "reader" or death.pid == session.pid)
-
-
-def deaths_of(directory: Path, roots: Roots) -> Sequence[Death]:
-    """All deaths that are known of a run, and that of its last session if it was killed and nobody has noticed yet."""
-    deaths = list(read_deaths(directory / "post_mortem.jsonl"))
-    session = read_session(directory / "session.json")
-    if session is None or session.end_time is not None or is_alive(session, roots) is not False:
-        return deaths
-    if any(death.victim == "run" and is_of_session(death, session) for death in deaths):
-        return deaths
-    death = examine_run(directory, roots)
-    return [*deaths, death] if death else deaths

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vesuvius.observe.system.look import Look
 
 RAY_NAME = "Ray's memory monitor"
+CONFIGURED_NAME = "monitor.ram_limit_gib"
 _RAY_SHARE = 0.95  # Ray's own default, RAY_memory_usage_threshold
 _BELOW_KILL = 0.03  # share of the limit by which exit_at stays below where a killer strikes
 
@@ -87,10 +88,19 @@ def killers_of(look: Look, limits: Limits) -> tuple[Killer, ...]:
     if limits.ray_share is not None:
         killers.append(_ray(look, limits.ray_share))
     if limits.configured_bytes is not None:
-        killers.append(
-            Killer("monitor.ram_limit_gib", look.used_bytes, limits.configured_bytes, limits.configured_bytes)
-        )
+        killers.append(Killer(CONFIGURED_NAME, look.used_bytes, limits.configured_bytes, limits.configured_bytes))
     return tuple(sorted(killers, key=lambda killer: killer.left_bytes))
+
+
+def tightest(look: Look, limits: Limits) -> Killer:
+    """The one with the smallest limit."""
+    return min(killers_of(look, limits), key=lambda killer: killer.limit_bytes)
+
+
+def limit_of(look: Look, limits: Limits) -> int:
+    """Bytes that a run may use: the smallest of the machine's memory, the limits of the cgroup and its ancestors, and
+    `limits.configured_bytes`."""
+    return tightest(look, limits).limit_bytes
 
 
 def used_share(killer: Killer, limits: Limits) -> float:

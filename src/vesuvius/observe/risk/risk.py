@@ -6,30 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from vesuvius.observe.risk.killers import (
-    Killer,
-    Limits,
-    killers_of,
-    largest_share,
-    ray_share_from_environment,
-    used_share,
-)
+from vesuvius.observe.risk.killers import Killer, Limits, killers_of, largest_share, used_share
 from vesuvius.observe.risk.trend import PeakSeries, Trend
 from vesuvius.observe.system.look import Look
 from vesuvius.observe.system.processes import ProcessUse
-
-__all__ = [
-    "Exhaustion",
-    "Killer",
-    "Level",
-    "Limits",
-    "Risk",
-    "RiskWatch",
-    "killers_of",
-    "ray_share_from_environment",
-]
-
-GIB = 2**30
+from vesuvius.observe.units import format_duration, gib
 
 _EASED_BY = 0.02  # the level falls only this share below its threshold,
 _EASED_FOR_S = 10.0  # and after so long, or a sawtooth would flap
@@ -200,7 +181,7 @@ def _reason(
     first, fullest = killers[0], max(killers, key=lambda killer: used_share(killer, limits))
     growth = _growth_text(trend, exhaustion, growing)
     if level is Level.LOW:
-        return f"{first.used_bytes / GIB:.2f} of {first.limit_bytes / GIB:.2f} GiB in use ({first.share:.0%}), {growth}"
+        return f"{gib(first.used_bytes)} of {gib(first.limit_bytes)} GiB in use ({first.share:.0%}), {growth}"
     figures = [_figures_text(first) + f", {growth}"]
     if fullest.name != first.name and used_share(fullest, limits) >= limits.warn_at:
         figures.append(_figures_text(fullest))
@@ -209,29 +190,23 @@ def _reason(
 
 def _figures_text(killer: Killer) -> str:
     return (
-        f"{killer.name} counts {killer.used_bytes / GIB:.2f} of {killer.limit_bytes / GIB:.2f} GiB in use "
-        f"({killer.share:.0%}) and strikes at {killer.kills_at_bytes / GIB:.2f} GiB"
+        f"{killer.name} counts {gib(killer.used_bytes)} of {gib(killer.limit_bytes)} GiB in use "
+        f"({killer.share:.0%}) and strikes at {gib(killer.kills_at_bytes)} GiB"
     )
 
 
 def _growth_text(trend: Trend | None, exhaustion: Exhaustion | None, growing: Mapping[int, Trend]) -> str:
     if trend is None or exhaustion is None:
         return "no growth beyond doubt"
-    latest = "never" if exhaustion.latest_s is None else _span(exhaustion.latest_s)
+    latest = "never" if exhaustion.latest_s is None else format_duration(exhaustion.latest_s)
     text = (
-        f"growing {trend.bytes_per_s / 1e6:.1f} MB/s: full in {_span(exhaustion.likely_s)} "
-        f"({_span(exhaustion.earliest_s)} to {latest})"
+        f"growing {trend.bytes_per_s / 1e6:.1f} MB/s: full in {format_duration(exhaustion.likely_s)} "
+        f"({format_duration(exhaustion.earliest_s)} to {latest})"
     )
     if growing:
         pid = max(growing, key=lambda each: growing[each].bytes_per_s)
         text += f", fastest process {pid} ({growing[pid].bytes_per_s / 1e6:.1f} MB/s)"
     return text
-
-
-def _span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def _identity(process: ProcessUse) -> tuple[int, float]:

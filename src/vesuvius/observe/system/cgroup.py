@@ -20,12 +20,10 @@ class Pressure:
 
     Attributes:
         some_10s, full_10s: average over the last ten seconds.
-        full_total_s: seconds since boot in which all tasks waited.
     """
 
     some_10s: float
     full_10s: float
-    full_total_s: float
 
 
 @dataclass(frozen=True)
@@ -53,25 +51,21 @@ class CgroupUse:
     """The cgroup of a process.
 
     Attributes:
-        version: of the hierarchy that holds the memory controller.
-        path: of the cgroup in that hierarchy.
-        anon_bytes, shmem_bytes, file_bytes, kernel_bytes: private and shared memory, page cache, the kernel's own
-            (v1 counts the last separately, where at all), of the cgroup and those below it.
+        path: of the cgroup in the hierarchy that holds the memory controller.
+        anon_bytes, shmem_bytes, file_bytes: private and shared memory and page cache, of the cgroup and those below it.
         levels: itself and its ancestors, those that have a limit; the innermost first.
         oom_kills: processes that the kernel has killed for its limits (v2 `memory.events`, v1 `memory.oom_control`);
             None where it does not count.
-        pressure: v2 only.
+        pressure: of its own tasks; version 2 only.
     """
 
-    version: Literal[1, 2]
     path: str
     anon_bytes: int
     shmem_bytes: int
     file_bytes: int
-    kernel_bytes: int
     levels: tuple[CgroupLevel, ...]
     oom_kills: int | None
-    pressure: Pressure | None
+    pressure: Pressure | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,6 @@ class _Figures:
     anon_bytes: int
     shmem_bytes: int
     file_bytes: int
-    kernel_bytes: int
     used_bytes: int
 
 
@@ -105,7 +98,7 @@ def read_cgroup(pid: int, roots: Roots = Roots()) -> CgroupUse | None:
     `total_rss`) and shared memory (`shmem`, `total_shmem`), which live in memory or swap only.  Page cache is not
     counted, dirty or not: it can be written and dropped.  Of the kernel's own memory version 2 tells what are caches of
     file names (`slab_reclaimable`), so the rest of it, buffers of sockets and compressed swap are counted.  Version 1
-    tells one sum, most of which are such caches where many files are read; it is left out (`kernel_bytes` has it).
+    tells one sum, most of which are such caches where many files are read; it is left out.
 
     Does I/O: some ten small files.
     """
@@ -124,8 +117,7 @@ def parse_pressure(text: str | None) -> Pressure | None:
         for line in (text or "").splitlines():
             kind, *pairs = line.split()
             figures[kind] = {name: float(value) for name, _, value in (pair.partition("=") for pair in pairs)}
-        some, full = figures["some"], figures["full"]
-        return Pressure(some["avg10"] / 100, full["avg10"] / 100, full["total"] / 1e6)
+        return Pressure(figures["some"]["avg10"] / 100, figures["full"]["avg10"] / 100)
     except (KeyError, ValueError):
         return None
 
@@ -212,7 +204,7 @@ def _read_v2(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
     # would add the deaths of strangers only.
     kills_seen = read_counts(directory / "memory.events").get("oom_kill")
     pressure = parse_pressure(read_text(directory / "memory.pressure"))
-    return _use(2, path, figures, levels, kills_seen, pressure)
+    return _use(path, figures, levels, kills_seen, pressure)
 
 
 def _read_v1(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
@@ -223,7 +215,7 @@ def _read_v1(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
         stat = read_counts(directory / "memory.stat")
         if "total_rss" not in stat:
             break
-        figures = _figures_v1(stat, read_text(directory / "memory.kmem.usage_in_bytes"))
+        figures = _figures_v1(stat)
         if own is None:
             own, hidden_limit = (path, directory, figures), _limit(str(stat.get("hierarchical_memory_limit")))
         limit = _limit(read_text(directory / "memory.limit_in_bytes"))
@@ -238,24 +230,21 @@ def _read_v1(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
         levels.append(CgroupLevel(f"an ancestor of {path}", "memory.limit_in_bytes", hidden_limit, used, kills=True))
     # Of victims in this very cgroup, whoever's limit it was.
     kills_seen = read_counts(directory / "memory.oom_control").get("oom_kill")
-    return _use(1, path, figures, levels, kills_seen, None)
+    return _use(path, figures, levels, kills_seen)
 
 
 def _use(
-    version: Literal[1, 2],
     path: str,
     figures: _Figures,
     levels: Sequence[CgroupLevel],
     oom_kills: int | None,
-    pressure: Pressure | None,
+    pressure: Pressure | None = None,
 ) -> CgroupUse:
     return CgroupUse(
-        version=version,
         path=path,
         anon_bytes=figures.anon_bytes,
         shmem_bytes=figures.shmem_bytes,
         file_bytes=figures.file_bytes,
-        kernel_bytes=figures.kernel_bytes,
         levels=tuple(levels),
         oom_kills=oom_kills,
         pressure=pressure,
@@ -273,18 +262,16 @@ def _figures_v2(stat: Mapping[str, int]) -> _Figures | None:
         anon_bytes=anon,
         shmem_bytes=shmem,
         file_bytes=max(stat.get("file", 0) - shmem, 0),  # `file` has shared memory in it
-        kernel_bytes=kernel,
         used_bytes=anon + shmem + fixed,
     )
 
 
-def _figures_v1(stat: Mapping[str, int], kernel: str | None) -> _Figures:
+def _figures_v1(stat: Mapping[str, int]) -> _Figures:
     anon, shmem = stat["total_rss"], stat.get("total_shmem", 0)
     return _Figures(
         anon_bytes=anon,
         shmem_bytes=shmem,
         file_bytes=max(stat.get("total_cache", 0) - shmem, 0),  # `cache` has shared memory in it
-        kernel_bytes=int(kernel) if kernel and kernel.strip().isdigit() else 0,
         used_bytes=anon + shmem,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -35,13 +34,12 @@ class Gpus:
 
     Args:
         nvml: the module `pynvml`, or what stands for it in a test; None imports it.
-        only: uuids to look at, with or without `GPU-` in front; all GPUs by default.
 
     Attributes:
         reason: why no GPU is seen, None where some are.
     """
 
-    def __init__(self, nvml: ModuleType | None = None, only: Sequence[str] = ()) -> None:
+    def __init__(self, nvml: ModuleType | None = None) -> None:
         self.reason: str | None = None
         self._nvml: Any = nvml
         self._gpus: list[_Gpu] = []
@@ -60,14 +58,9 @@ class Gpus:
             self.reason = f"NVML does not answer: {error}"
             self.close()
             return
-        wanted = {_bare(uuid) for uuid in only}
-        self._gpus = [gpu for gpu in found if gpu is not None and (not wanted or _bare(gpu.uuid) in wanted)]
+        self._gpus = [gpu for gpu in found if gpu is not None]
         if not self._gpus:
-            self.reason = (
-                f"none of this machine's {len(found)} GPUs is among those to be looked at"
-                if found
-                else "NVML sees no GPU"
-            )
+            self.reason = f"none of {len(found)} GPUs answers NVML" if found else "NVML sees no GPU"
 
     def __enter__(self) -> Gpus:
         return self
@@ -131,8 +124,3 @@ class _Gpu:
 def _text(name: str | bytes) -> str:
     """Old versions of nvidia-ml-py answer in bytes."""
     return name.decode("utf-8", "replace") if isinstance(name, bytes) else name
-
-
-def _bare(uuid: str) -> str:
-    """A uuid as CUDA writes it: without NVML's prefix."""
-    return uuid.lower().removeprefix("gpu-")

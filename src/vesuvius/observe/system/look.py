@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vesuvius.observe.system.cgroup import CgroupUse, read_cgroup
@@ -42,12 +43,6 @@ class Look:
         """What the run holds: private memory of all its processes, and what they share, once."""
         return self.anon_bytes + self.shared_bytes
 
-    @property
-    def limit_bytes(self) -> int:
-        """The smallest of the machine's memory and the limits of the cgroup and its ancestors."""
-        levels = self.cgroup.levels if self.cgroup else ()
-        return min([self.machine.total_bytes, *(level.limit_bytes for level in levels)])
-
 
 class Watcher:
     """Looks at a process and its descendants.
@@ -69,12 +64,23 @@ class Watcher:
 
     def look(self) -> Look:
         """Read everything once.  Takes milliseconds; never PSS, which takes seconds for large processes."""
-        processes = tuple(self._tree.look())
-        return Look(
-            time=time.time(),
-            processes=processes,
-            shared_bytes=self._tree.shared_bytes(),
-            cgroup=read_cgroup(self._pid, self._roots),
-            machine=read_machine(self._roots),
-            gpus=tuple(self._gpus.look()) if self._gpus else (),
-        )
+        processes = self._tree.look()
+        return look_around(self._pid, self._roots, self._gpus, processes, self._tree.shared_bytes())
+
+
+def look_around(
+    pid: int,
+    roots: Roots = Roots(),
+    gpus: Gpus | None = None,
+    processes: Sequence[ProcessUse] = (),
+    shared_bytes: int = 0,
+) -> Look:
+    """A look at the machine, its GPUs and the cgroup of a process, with the processes that the caller has found."""
+    return Look(
+        time=time.time(),
+        processes=tuple(processes),
+        shared_bytes=shared_bytes,
+        cgroup=read_cgroup(pid, roots),
+        machine=read_machine(roots),
+        gpus=tuple(gpus.look()) if gpus else (),
+    )

@@ -18,7 +18,6 @@ _NAME_LENGTH = 60
 _DEAD = frozenset("ZXx")
 _SHARED = ("/dev/shm/", "/memfd:")
 _SIZE = re.compile(r"^(\w+):[ \t]+(\d+) kB$", re.MULTILINE)
-_COUNT = re.compile(r"^(\w+): (\d+)$", re.MULTILINE)
 
 _FileId = tuple[int, int]  # device and inode
 
@@ -37,7 +36,6 @@ class ProcessUse:
         file_bytes: page cache that it maps (RssFile).
         swap_bytes: private memory that was swapped out.
         cpu_s: processor time so far, user and system.
-        read_bytes, written_bytes: from and to disks so far; None where the system does not tell (another user's).
     """
 
     pid: int
@@ -50,8 +48,6 @@ class ProcessUse:
     file_bytes: int
     swap_bytes: int
     cpu_s: float
-    read_bytes: int | None
-    written_bytes: int | None
 
 
 class ProcessTree:
@@ -59,7 +55,7 @@ class ProcessTree:
 
     Which they are is found out with each look, from a listing of the machine's processes and the parents of those that
     are new; titles, and which files of shared memory they hold, every `rescan_every_s` seconds and whenever one has
-    come.  The rest costs three small reads a process.  Who was once a descendant stays one, also when its parent ends
+    come.  The rest costs two small reads a process.  Who was once a descendant stays one, also when its parent ends
     and it is handed to another.
 
     A child that a fork has made shares its parent's pages until one of them writes, or the child becomes another
@@ -138,12 +134,6 @@ def read_process(pid: int, roots: Roots = Roots()) -> ProcessUse | None:
     return member.read()
 
 
-def find_processes(name_contains: str, roots: Roots = Roots()) -> list[ProcessUse]:
-    """All living processes whose title contains a text, by pid; for `memcheck --ray`."""
-    uses = (read_process(pid, roots) for pid in _all_pids(roots))
-    return [use for use in uses if use is not None and name_contains in use.name]
-
-
 def pss_bytes(pids: Iterable[int], roots: Roots = Roots()) -> int | None:
     """Proportional set size of processes together, from smaps_rollup; None where it may not be read.
 
@@ -198,7 +188,6 @@ class _Member:
             return None
         status = _sizes(read_text(f"{self.directory}/status") or "")
         anon, shmem, file = _resident(status, self.directory)
-        io = _io(read_text(f"{self.directory}/io"))
         return ProcessUse(
             pid=self.pid,
             parent=stat.parent,
@@ -210,8 +199,6 @@ class _Member:
             file_bytes=file,
             swap_bytes=status.get("VmSwap", 0),
             cpu_s=stat.cpu_ticks / _TICKS_PER_S,
-            read_bytes=io.get("read_bytes"),
-            written_bytes=io.get("write_bytes"),
         )
 
 
@@ -286,10 +273,6 @@ def _resident(status: Mapping[str, int], directory: str) -> tuple[int, int, int]
         return status.get("VmRSS", 0), 0, 0
     others = min(int(pages[2]) * _PAGE_BYTES, status["VmRSS"])
     return status["VmRSS"] - others, 0, others
-
-
-def _io(text: str | None) -> dict[str, int]:
-    return {name: int(figure) for name, figure in _COUNT.findall(text or "")}
 
 
 def _find_shared_files(directories: Iterable[str]) -> dict[_FileId, list[str]]:

@@ -13,13 +13,11 @@ class Rates:
     """What happened between two looks.
 
     Attributes:
-        seconds: between them.
         core_busy: share of the time that each core worked, 0 to 1.
         process_cores: by pid, processor seconds per second: 1.0 = one core; processes that were there at both looks.
         disk_read_bytes_s, disk_written_bytes_s, net_received_bytes_s, net_sent_bytes_s: of the machine.
     """
 
-    seconds: float
     core_busy: tuple[float, ...]
     process_cores: Mapping[int, float]
     disk_read_bytes_s: float
@@ -43,7 +41,6 @@ def rates_between(before: Look, after: Look) -> Rates | None:
         return None
     disk_read, disk_written, received, sent = (flow / seconds for flow in flows)
     return Rates(
-        seconds=seconds,
         # A look may come sooner than the next tick of the clock that counts them.
         core_busy=tuple(min(work / whole, 1.0) if whole > 0 else 0.0 for work, whole in zip(busy, cores, strict=True)),
         process_cores=_process_cores(before, after, seconds),

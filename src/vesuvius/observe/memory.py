@@ -1,3 +1,0 @@
-"""The unit that memory is shown in."""
-
-GIB = 2**30
