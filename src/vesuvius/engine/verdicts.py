@@ -20,6 +20,7 @@ from vesuvius.data.stream_options import StreamOptions, batches_ahead
 from vesuvius.observe.clock import StepTimes
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.quantile import quantile
+from vesuvius.observe.system.cores import usable_cores
 from vesuvius.observe.system.rates import Rates
 from vesuvius.observe.verdict import Knobs, Thresholds, Window, judge
 
@@ -159,7 +160,7 @@ class Verdicts:
             step_p50_s=quantile(work_s, 0.5),
             step_p95_s=quantile(work_s, 0.95),
             read_s=None if readers.read_s is None else readers.read_s - (self._before[0].read_s or 0.0),
-            cores=_cores(),
+            cores=usable_cores(os.getpid()),
             idle_cores=fmean(r.idle_cores for r in self._seen_rates) if self._seen_rates else None,
             reader_cores=_cores_of_readers(self._seen_rates, self._path) if self._options.workers else None,
             gpu_busy=fmean(self._seen_gpu_busy) if self._seen_gpu_busy else None,
@@ -202,11 +203,6 @@ def _knobs(
         cached=store.cache_dir is not None,
         memory_is_short=memory_is_short,
     )
-
-
-def _cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cores_of_readers(seen: Sequence[Rates], path: DataPath) -> float | None:

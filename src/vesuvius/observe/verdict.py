@@ -38,7 +38,7 @@ class Window:
         read_s: readers waited for bytes of a remote store; None on disk, where reading is part of decode_s.
         decode_s, bytes_read, bytes_fetched, requests, retries: of all readers, as `BlockReport`.
         cut_s, starved_s, full_s, batches, ran_empty, delivered_bytes: of the trainer's side, as `FeederFigures`.
-        cores: processors that this process may use.
+        cores: processors that this process may use, by its affinity and the quotas of its cgroups.
         idle_cores: of the machine, on average; None = not known.
         reader_cores: processors that the reader processes used, all together; None = not known, or `workers: 0`.
         gpu_busy: share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of
@@ -69,7 +69,7 @@ class Window:
     batches: int
     ran_empty: int
     delivered_bytes: int
-    cores: int
+    cores: float
     idle_cores: float | None = None
     reader_cores: float | None = None
     gpu_busy: float | None = None
@@ -109,7 +109,7 @@ class Window:
     @property
     def free_cores(self) -> float:
         """Idle processors that this process may use; where nobody measured, all that it may use."""
-        return float(self.cores) if self.idle_cores is None else min(self.idle_cores, float(self.cores))
+        return self.cores if self.idle_cores is None else min(self.idle_cores, self.cores)
 
 
 @dataclass(frozen=True)

@@ -102,12 +102,20 @@ def read_cgroup(pid: int, roots: Roots = Roots()) -> CgroupUse | None:
 
     Does I/O: some ten small files.
     """
-    version, path = _place(read_text(roots.proc / str(pid) / "cgroup") or "")
-    if version is None:
-        return None
-    mounts = _mounts(read_text(roots.proc / "self" / "mountinfo") or "", version, roots)
-    chain = _chain(path, mounts)
+    version, chain = cgroup_chain(pid, "memory", roots)
     return _read_v2(chain) if version == 2 else _read_v1(chain)
+
+
+def cgroup_chain(pid: int, controller: str, roots: Roots) -> tuple[Literal[1, 2] | None, list[tuple[str, Path]]]:
+    """Version of the hierarchy that has a controller, and there the cgroup of a process and its visible ancestors.
+
+    Itself first, each with its path in the hierarchy and the directory where it can be read; none where it cannot.
+    """
+    version, path = _place(read_text(roots.proc / str(pid) / "cgroup") or "", controller)
+    if version is None:
+        return None, []
+    mountinfo = read_text(roots.proc / "self" / "mountinfo") or ""
+    return version, _chain(path, _mounts(mountinfo, version, controller, roots))
 
 
 def parse_pressure(text: str | None) -> Pressure | None:
@@ -122,8 +130,8 @@ def parse_pressure(text: str | None) -> Pressure | None:
         return None
 
 
-def _place(text: str) -> tuple[Literal[1, 2] | None, str]:
-    """Version of the hierarchy that has the memory controller, and the path there, from /proc/PID/cgroup.
+def _place(text: str, controller: str) -> tuple[Literal[1, 2] | None, str]:
+    """Version of the hierarchy that has a controller, and the path there, from /proc/PID/cgroup.
 
     Where version 1 has the controller, version 2 may be mounted beside it, without any.
     """
@@ -131,14 +139,14 @@ def _place(text: str) -> tuple[Literal[1, 2] | None, str]:
     for line in text.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(",") and path:
+        if controller in controllers.split(",") and path:
             return 1, path
         if line.startswith("0::/"):
             unified = path
     return (None, "") if unified is None else (2, unified)
 
 
-def _mounts(mountinfo: str, version: Literal[1, 2], roots: Roots) -> list[_Mount]:
+def _mounts(mountinfo: str, version: Literal[1, 2], controller: str, roots: Roots) -> list[_Mount]:
     """Where this process sees the hierarchy; its own mounts, not those of the process looked at, which may be those of
     another container."""
     mounts = []
@@ -147,7 +155,7 @@ def _mounts(mountinfo: str, version: Literal[1, 2], roots: Roots) -> list[_Mount
         fields, kind = before.split(), after.split()
         if len(fields) < 5 or len(kind) < 3:
             continue
-        if kind[0] == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or "memory" in kind[2].split(",")):
+        if kind[0] == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or controller in kind[2].split(",")):
             point = Path(_unescaped(fields[4]))
             directory = roots.sys / point.relative_to("/sys") if point.is_relative_to("/sys") else point
             mounts.append(_Mount(directory, _unescaped(fields[3])))
