@@ -76,6 +76,7 @@ class Inspection:
         trend, exhaustion: of the first killer's memory.
         growing: by pid, the processes whose private memory grows beyond doubt.
         vram: what the trainer has reserved; None without a GPU.
+        page_cache: as `page_cache_bytes`, over time.
         vram_limit_bytes: of its GPU.
         no_gpus: why no GPU is seen.
         steps: None except of runs.
@@ -100,6 +101,7 @@ class Inspection:
     exhaustion: Exhaustion | None = None
     growing: Mapping[int, Trend] = field(default_factory=dict)
     vram: Row | None = None
+    page_cache: Row | None = None
     vram_limit_bytes: int | None = None
     no_gpus: str | None = None
     steps: Steps | None = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from vesuvius.observe.inspect.inspection import Inspection
-from vesuvius.observe.inspect.parts import WARMUP_S, History, Labels, split_look, split_moment
+from vesuvius.observe.inspect.parts import WARMUP_S, Figure, History, Labels, split_look, split_moment
 from vesuvius.observe.inspect.ray_processes import is_reader
 from vesuvius.observe.recent import Moment
 from vesuvius.observe.risk.killers import Limits, killers_of, limit_of
@@ -43,6 +43,7 @@ class LiveHistory:
         warmup_s = max(WARMUP_S - age_s, 0.0)
         self._parts = History(warmup_s)
         self._watch = RiskWatch(limits, warmup_s)
+        self._cache = Figure("cache", "page cache, not in the total")
         self._before: Look | None = None
 
     def add(
@@ -77,11 +78,14 @@ class LiveHistory:
         )
         risk = self._watch.add(look)
         before, self._before = self._before, look
+        cache_bytes = look.cgroup.file_bytes if look.cgroup else look.machine.page_cache_bytes
+        self._cache.add(look.time, cache_bytes)
         return replace(
             found,
             rows=self._parts.rows(self._labels, peaks or {}, names),
             limit_bytes=limit_of(look, self._limits),
-            page_cache_bytes=look.cgroup.file_bytes if look.cgroup else look.machine.page_cache_bytes,
+            page_cache_bytes=cache_bytes,
+            page_cache=self._cache.row(),
             level=risk.level,
             reason=risk.reason,
             killers=risk.killers,

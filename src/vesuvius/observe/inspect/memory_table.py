@@ -72,6 +72,8 @@ def _parts(found: Inspection) -> Table:
         now = gib(found.vram.now_bytes)
         now += f" of {gib(found.vram_limit_bytes)}" if found.vram_limit_bytes is not None else ""
         table.add_row("VRAM of the trainer", now, gib(found.vram.peak_bytes), slope_text(found.vram))
+    if (cache := found.page_cache) is not None:
+        table.add_row(cache.name, gib(cache.now_bytes), gib(cache.peak_bytes), slope_text(cache), style="dim")
     return table
 
 
@@ -119,8 +121,6 @@ def _fact_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
         )
     if found.growing:
         yield "growing", Text(_growing_text(found))
-    if found.page_cache_bytes is not None:
-        yield "page cache", Text(f"{gib(found.page_cache_bytes)} GiB, given back when asked for; not in the total")
     if found.pss_bytes is not None:
         yield "PSS", Text(f"{gib(found.pss_bytes)} GiB, all processes, each shared page once among those that map it")
     if found.look is not None:

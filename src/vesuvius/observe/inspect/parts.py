@@ -79,6 +79,40 @@ def split_moment(moment: Moment) -> Split:
     )
 
 
+class Figure:
+    """One size over time, for a row of its own."""
+
+    def __init__(self, part: str, name: str, warmup_s: float = 0.0) -> None:
+        self._part = part
+        self._name = name
+        self._series = PeakSeries(warmup_s=warmup_s)
+        self._peak: Peak | None = None
+        self._now_bytes: int | None = None
+
+    def add(self, time: float, size_bytes: int) -> None:
+        """Take a size in, later than those before."""
+        self._series.add(time, size_bytes)
+        before = self._peak or Peak(size_bytes, time)
+        self._peak = Peak(max(before.size_bytes, size_bytes), before.since)
+        self._now_bytes = size_bytes
+
+    def row(self, known: Peak | None = None) -> Row | None:
+        """None before the first size; `known` is a peak from elsewhere (the run's own records)."""
+        if self._peak is None:
+            return None
+        peaks = [peak for peak in (self._peak, known) if peak is not None]
+        return Row(
+            part=self._part,
+            name=self._name,
+            pid=None,
+            now_bytes=self._now_bytes,
+            peak_bytes=max(peak.size_bytes for peak in peaks),
+            peak_since=min(peak.since for peak in peaks),
+            trend=self._series.trend,
+            seen_s=_seen_s(self._series),
+        )
+
+
 class History:
     """Splits over time: what is the most, and the slope, of each part.
 
@@ -144,12 +178,13 @@ class History:
             peak_bytes=max(peak.size_bytes for peak in peaks),
             peak_since=min(peak.since for peak in peaks),
             trend=self._series[figure].trend,
-            seen_s=self._seen_s(figure),
+            seen_s=_seen_s(self._series[figure]),
         )
 
-    def _seen_s(self, figure: str | int) -> float | None:
-        windows = self._series[figure].peaks
-        return windows[-1][0] - windows[0][0] if len(windows) >= MIN_POINTS else None
+
+def _seen_s(series: PeakSeries) -> float | None:
+    windows = series.peaks
+    return windows[-1][0] - windows[0][0] if len(windows) >= MIN_POINTS else None
 
 
 def _figures(split: Split) -> dict[str | int, int]:

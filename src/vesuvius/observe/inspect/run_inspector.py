@@ -12,7 +12,7 @@ from vesuvius.observe.death.post_mortem import examine_run, is_of_session
 from vesuvius.observe.inspect.inspection import Inspection, Row, State, Steps
 from vesuvius.observe.inspect.inspector import Viewpoint
 from vesuvius.observe.inspect.live_history import LiveHistory
-from vesuvius.observe.inspect.parts import History, Labels, split_moment
+from vesuvius.observe.inspect.parts import Figure, History, Labels, split_moment
 from vesuvius.observe.recent import Moment
 from vesuvius.observe.risk.risk import Level
 from vesuvius.observe.run_files import Notes, RunFiles
@@ -145,11 +145,11 @@ def _steps(notes: Notes, now: float) -> Steps:
 
 
 def _vram(notes: Notes) -> Row | None:
-    peak = notes.peaks.get("vram")
-    if peak is None or not notes.moments:
-        return None
-    now = notes.moments[-1].vram_used_bytes
-    return Row("vram", "VRAM", None, now, peak.size_bytes, peak.since)
+    figure = Figure("vram", "VRAM")
+    for moment in notes.moments:
+        if moment.vram_used_bytes is not None:
+            figure.add(moment.time, moment.vram_used_bytes)
+    return figure.row(notes.peaks.get("vram"))
 
 
 def _remarks(notes: Notes, look: Look | None, now: float) -> tuple[str, ...]:
