@@ -50,7 +50,8 @@ from vesuvius.config import Config, Triple
 from vesuvius.config_file import dump_config
 from vesuvius.data.feeder import Batch, FeederFigures
 from vesuvius.data.prepare import PreparedData, prepare_data
-from vesuvius.data.stream import PatchStream, ReaderTotals
+from vesuvius.data.reader_figures import ReaderTotals
+from vesuvius.data.stream import PatchStream
 from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.network import build_network

@@ -19,8 +19,9 @@ from tests.data.test_stream import collect, make_job, open_stream
 from tests.data.test_volume import LAYOUTS
 from vesuvius.config import StoreConfig, VolumeConfig
 from vesuvius.data.disk_cache import OVERHEAD_BYTES
+from vesuvius.data.reader_figures import ReaderFigures
 from vesuvius.data.store import ClosedError
-from vesuvius.data.stream import PatchStream, ReaderFigures
+from vesuvius.data.stream import PatchStream
 from vesuvius.data.volume import open_volume
 from vesuvius.errors import DataError
 

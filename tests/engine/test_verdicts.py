@@ -19,7 +19,8 @@ from vesuvius.config import Config
 from vesuvius.config_file import read_config
 from vesuvius.data.feeder import FeederFigures
 from vesuvius.data.prepare import prepare_data
-from vesuvius.data.stream import PatchStream, ReaderFigures, ReaderTotals
+from vesuvius.data.reader_figures import ReaderFigures, ReaderTotals
+from vesuvius.data.stream import PatchStream
 from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule

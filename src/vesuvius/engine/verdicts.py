@@ -15,7 +15,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.data.feeder import FeederFigures
-from vesuvius.data.stream import ReaderFigures, ReaderTotals
+from vesuvius.data.reader_figures import ReaderFigures, ReaderTotals
 from vesuvius.data.stream_options import StreamOptions, batches_ahead
 from vesuvius.observe.clock import StepTimes
 from vesuvius.observe.metrics import Metrics
