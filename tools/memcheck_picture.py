@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -37,7 +38,8 @@ def table_svg(found: Inspection, title: str, width: int = 100) -> str:
         record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False
     )
     console.print(memory_table(found))
-    return console.export_svg(title=title)
+    # Without the fonts that rich would have the reader's browser fetch from elsewhere.
+    return re.sub(r"@font-face \{.*?\}", "", console.export_svg(title=title), flags=re.DOTALL)
 
 
 if __name__ == "__main__":

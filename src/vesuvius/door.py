@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import sys
 import traceback
@@ -14,10 +13,15 @@ from vesuvius.observe.logfile import close_logs, log_to_terminal, silence
 log = logging.getLogger(__name__)
 
 
-def run_door(door: Callable[[list[str]], int], argv: list[str] | None) -> int:
-    """Run a command's own main with the log on the terminal, its errors as one message and their exit code."""
+def run_door(door: Callable[[list[str]], int], argv: list[str] | None, *, check_install: bool = True) -> int:
+    """Run a command's own main with the log on the terminal, its errors as one message and their exit code.
+
+    Args:
+        check_install: warn of another distribution of the same name; costs some hundredths of a second.
+    """
     log_to_terminal()
-    warn_of_namesake()
+    if check_install:
+        warn_of_namesake()
     try:
         try:
             return door(sys.argv[1:] if argv is None else argv)
@@ -59,6 +63,8 @@ def say(text: str, end: str = "\n") -> None:
 
 def warn_of_namesake() -> None:
     """Another distribution owns the import name `vesuvius`; with both installed, one overwrites files of the other."""
+    import importlib.metadata  # takes as long as the rest of what memcheck needs
+
     try:
         version = importlib.metadata.version("vesuvius")
     except importlib.metadata.PackageNotFoundError:

@@ -46,7 +46,7 @@ without a run: the machine's own state, and with --config what a config would ne
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and look.  Returns the exit code."""
-    return run_door(_main, argv)
+    return run_door(_main, argv, check_install=False)
 
 
 def _main(argv: list[str]) -> int:
