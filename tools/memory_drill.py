@@ -36,15 +36,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the tests use
 from tests.real_cgroup import MemoryCgroup, memory_cgroup
 
 from vesuvius.engine.checkpoint import find_damage, list_checkpoints
+from vesuvius.errors import EXIT_GUARD
 from vesuvius.observe.records import read_records
 from vesuvius.observe.rotated import read_rotated
+from vesuvius.observe.units import GIB
 
 Start = Callable[..., subprocess.Popen[Any]]
 
-GIB = 2**30
 HYGIENE = re.compile("killed|oom|out of memory", re.IGNORECASE)
 _WARNING = "risk of an out of memory kill"
-_EXIT_GUARD = 4
 
 # Loaded by every Python that starts with it on its path, before its own code; a lock lets one process leak at a time.
 _LEAK = """
@@ -138,8 +138,8 @@ def find_problems(drill: Drill, arguments: argparse.Namespace) -> list[str]:
     if drill.ahead_s is None or drill.ahead_s < arguments.ahead_s:
         problems.append(f"the warning must come {arguments.ahead_s:g} s ahead; got {drill.ahead_s}")
     if arguments.guard == "act":
-        if drill.exit_code != _EXIT_GUARD or drill.kills or drill.peak_share >= 1:
-            problems.append(f"the guard must end the run by {_EXIT_GUARD} in time; got {drill.exit_code}")
+        if drill.exit_code != EXIT_GUARD or drill.kills or drill.peak_share >= 1:
+            problems.append(f"the guard must end the run by {EXIT_GUARD} in time; got {drill.exit_code}")
         if not drill.checkpoint or not drill.resumed:
             problems.append("there must be a whole checkpoint to go on from")
     return problems
@@ -162,7 +162,7 @@ def run_drill(arguments: argparse.Namespace, place: Path) -> Drill:
     checkpoints = list_checkpoints(run / "checkpoints")
     whole = checkpoints[-1].name if checkpoints and find_damage(checkpoints[-1]) is None else None
     resumed = None
-    if exit_code == _EXIT_GUARD and arguments.leak:
+    if exit_code == EXIT_GUARD and arguments.leak:
         more = [*_next_start(run), f"training.max_steps={int(str(whole).rpartition('_')[2]) + 3}"]
         resumed = _command(config, place, environment, subprocess.Popen, "--resume", *more).wait() == 0
     return _gather(arguments, run, began, exit_code, kill_time, kills, resumed, whole)
