@@ -76,18 +76,28 @@ def test_the_parts_of_every_step_add_up_and_records_are_unrounded(tiny_config: W
         parts = [s["data_s"], s["h2d_s"], s["gpu_s"], s["other_s"]]
         assert sum(parts) == pytest.approx(s["step_s"], rel=1e-9)
         assert min(parts) >= 0
+        assert s["forward_s"] + s["backward_s"] + s["optimizer_s"] == pytest.approx(s["gpu_s"], rel=1e-9)
+        assert 0 <= s["pause_s"] <= s["other_s"]
         assert s["vram_used_bytes"] is None, "null, not 0, where there is no GPU"
         assert s["ram_used_bytes"] < s["ram_limit_bytes"]
     assert len({s["loss"] for s in steps}) == 20
+    # Each step begins where the one before ended; the records are written right behind their steps.
+    between_s = steps[-1]["time"] - steps[0]["time"]
+    assert sum(s["step_s"] for s in steps[1:]) == pytest.approx(between_s, rel=0.1)
+    assert steps[0]["step_p95_s"] is None
+    assert 0 < steps[-1]["step_p50_s"] <= steps[-1]["step_p95_s"] <= max(s["step_s"] for s in steps[1:])
     kinds = [r["kind"] for r in read_records(Path("runs/tiny/metrics.jsonl"))]
     assert kinds[0] == "run_start"
     assert kinds[-1] == "run_end"
 
 
 def test_a_healthy_log_does_not_alarm(tiny_config: WriteConfig) -> None:
-    assert vesuvius_train(tiny_config()) == 0
-    log = Path("runs/tiny/logs/train_full.log").read_text()
-    assert not re.search(r"killed|oom|out of memory|error|warn|\x1b", log, re.IGNORECASE)
+    assert vesuvius_train(tiny_config(monitor={"verdict_every": 10, "sample_every_s": 0.5, "write_every_s": 0.5})) == 0
+    log, monitor_log = (Path(f"runs/tiny/logs/{name}.log").read_text() for name in ("train_full", "monitor"))
+    assert "Verdict step 10/20" in log
+    assert "risk LOW" in monitor_log
+    for text in (log, monitor_log):
+        assert not re.search(r"killed|oom|out of memory|error|warn|\x1b", text, re.IGNORECASE)
 
 
 @pytest.mark.usefixtures("ray_cluster")

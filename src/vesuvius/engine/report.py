@@ -19,9 +19,12 @@ from vesuvius.errors import NonFiniteError
 from vesuvius.observe.clock import StepClock, StepTimes
 from vesuvius.observe.logfile import StepFigures, step_line
 from vesuvius.observe.metrics import Metrics
+from vesuvius.observe.quantile import quantile
 
 log = logging.getLogger(__name__)
 
+# Behind the first of a session, which holds the start of the readers.
+_ROLLING_STEPS = 100
 _RECENT_STEPS = 10
 
 
@@ -78,7 +81,7 @@ class StepReporter:
         self._on_logged = on_logged
         self._launched: deque[_Launched] = deque()
         self._reported = 0
-        self._work_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)
         self._replays = replays
 
     def launched(
@@ -99,7 +102,11 @@ class StepReporter:
     @property
     def longest_step_s(self) -> float:
         """Seconds of the longest recent step without its pause; 0 until the second one, as the first starts readers."""
-        return max(self._work_s, default=0.0)
+        return max(list(self._work_s)[-_RECENT_STEPS:], default=0.0)
+
+    def _rolling(self, share: float) -> float | None:
+        """Quantile of the last hundred steps without their pauses; None before the second."""
+        return quantile(list(self._work_s), share) if self._work_s else None
 
     def finish(self) -> None:
         """Behind the last step of a session: log what is left, and what held it up.  Raises as `report`."""
@@ -120,6 +127,7 @@ class StepReporter:
         for pair in ("ram_bytes", "vram_bytes"):
             record[pair.replace("_", "_used_")], record[pair.replace("_", "_limit_")] = record.pop(pair) or (None, None)
         del record["times"]
+        record |= {"step_p50_s": self._rolling(0.5), "step_p95_s": self._rolling(0.95)}
         record |= telemetry(self._path)
         self._metrics.write("step", **record, finite=outcome.finite, scaler_overflow=outcome.overflowed)
         self._verdicts.add(launched.step, times, figures.vram_bytes)

@@ -138,6 +138,7 @@ def _scalars(record: Record) -> dict[str, float | None]:
                 "time/backward_s": record.get("backward_s"),
                 "time/optimizer_s": record.get("optimizer_s"),
                 "time/other_s": record.get("other_s"),
+                "time/step_p95_s": record.get("step_p95_s"),
                 "time/samples_per_s": _quotient(record.get("samples"), record.get("step_s")),
                 "memory/ram_gib": _quotient(record.get("ram_used_bytes"), GIB),
                 "memory/vram_gib": _quotient(record.get("vram_used_bytes"), GIB),
