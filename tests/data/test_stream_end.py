@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -31,6 +32,7 @@ with PatchStream(prepare_data(0, data).job, options) as stream:
     for batch in itertools.islice(stream, 8):
         pass
     print("reading", *stream.readers, flush=True)
+    sys.stdin.readline()  # until the test has seen them
     if end == "exception":
         raise RuntimeError("the trainer broke")
     while end == "signal" and time.monotonic() < until:
@@ -48,9 +50,8 @@ def trainer(
 ) -> Iterator[subprocess.Popen[str]]:
     path = write_array(tmp_path / "volume.zarr", textured((size, size, size)), chunk=size // 3)
     arguments = [sys.executable, "-c", TRAINER, str(path), end, str(region), str(store_gib)]
-    process = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(arguments, text=True, start_new_session=True, **pipes)
     try:
         yield process
     finally:
@@ -94,6 +95,9 @@ def run_to_reading(process: subprocess.Popen[str]) -> list[psutil.Process]:
     line = lines[-1]
     assert line, "".join(lines)
     found = descendants(process.pid)
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
     assert {int(pid) for pid in line.split()[1:]} <= {p.pid for p in found}, "readers are among them"
     return found
 

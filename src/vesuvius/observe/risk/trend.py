@@ -73,7 +73,9 @@ class PeakSeries:
         spans: windows in each span, shortest first.
     """
 
-    def __init__(self, window_s: float = 5.0, warmup_s: float = 30.0, spans: tuple[int, ...] = (6, 12, 24, 60)) -> None:
+    def __init__(
+        self, window_s: float = 5.0, warmup_s: float = 30.0, spans: tuple[int, ...] = (6, 8, 10, 12, 24, 60)
+    ) -> None:
         self._window_s = window_s
         self._warmup_s = warmup_s
         self._spans = spans
