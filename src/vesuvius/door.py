@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
+import math
 import sys
 import traceback
 from collections.abc import Callable
@@ -59,6 +61,17 @@ def say(text: str, end: str = "\n") -> None:
         raise StorageError(
             f"the output must be writable; got {error}; free some space or write it elsewhere"
         ) from error
+
+
+def positive_number(text: str) -> float:
+    """An argument of argparse that is a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
+    return number
 
 
 def warn_of_namesake() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vesuvius.door import run_door, say
+from vesuvius.door import positive_number, run_door, say
 from vesuvius.errors import EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
 from vesuvius.observe.death.death import death_lines
 from vesuvius.observe.death.post_mortem import deaths_of, is_of_session
@@ -78,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--config", type=Path, metavar="FILE", help="what a config needs; key.path=value may follow")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="look once; the default where the output is no terminal")
-    how.add_argument("--watch", type=_seconds, metavar="S", help="look every S seconds; 2 on a terminal")
+    how.add_argument("--watch", type=positive_number, metavar="S", help="look every S seconds; 2 on a terminal")
     parser.add_argument("--json", action="store_true", help="one JSON object; with --watch one a line")
     parser.add_argument(
         "--wait-until", choices=("warn", "critical"), help="look on until the risk is that great, or the run has ended"
@@ -102,16 +101,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--once looks once; --wait-until looks on; give one of them")
     if args.post_mortem and (not args.words or args.config is not None):
         parser.error("--post-mortem is about a run; give its directory or its name")
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be seconds above 0; got {text}")
-    return number
 
 
 def find_run(text: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from vesuvius.config_file import dump_config, read_config
-from vesuvius.door import run_door, say
+from vesuvius.door import positive_number, run_door, say
 from vesuvius.errors import EXIT_OK
 from vesuvius.observe.logfile import terminal_lines_through
 
@@ -34,7 +33,9 @@ def _main(argv: list[str]) -> int:
         "--allow-drift", action="store_true", help="with --resume: go on though the data or the model have changed"
     )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would happen, write nothing")
-    parser.add_argument("--vram-gib", type=_positive, metavar="N", help="with --dry-run: GPU memory to plan for, GiB")
+    parser.add_argument(
+        "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, GiB"
+    )
     parser.add_argument("--print-config", action="store_true", help="print every key with its value and meaning")
     args = parser.parse_intermixed_args(argv)
     if args.vram_gib is not None and not args.dry_run:
@@ -71,16 +72,6 @@ def _replay(path: Path, overrides: list[str]) -> int:
     replayed = replay(path, overrides)
     say("\n".join(replayed.lines()))
     return replayed.exit_code
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
-    return number
 
 
 @contextmanager

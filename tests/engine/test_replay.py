@@ -15,14 +15,13 @@ import torch
 import zarr
 
 from tests.conftest import textured, write_array
+from tests.engine.stand_ins import FixedMachine, StillPath
 from tests.engine.test_conditioning import write_group
 from tests.small_disk import small_disk
 from vesuvius import train
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
-from vesuvius.data.feeder import FeederFigures
 from vesuvius.data.prepare import PreparedData, prepare_data
-from vesuvius.data.reader_figures import ReaderFigures, ReaderTotals
 from vesuvius.data.stream import PatchStream
 from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
@@ -60,33 +59,6 @@ class LateClock(HostClock):
 
 
 @dataclass
-class NoReaders:
-    """A data path of which nobody asks what it has done."""
-
-    options: StreamOptions
-    readers: dict[int, ReaderFigures] = field(default_factory=dict)
-    reader_deaths: int = 0
-    reader_totals: ReaderTotals = field(default_factory=ReaderTotals)
-    feeder_figures: FeederFigures = field(default_factory=FeederFigures)
-
-
-class FixedMachine:
-    """A machine that nobody looks at."""
-
-    def ram(self) -> tuple[int, int]:
-        return 1, 2
-
-    def rates(self) -> None:
-        return None
-
-    def gpu_busy(self) -> None:
-        return None
-
-    def memory_is_short(self) -> bool:
-        return False
-
-
-@dataclass
 class Session:
     """The steps of a run, with neither checkpoints nor validation."""
 
@@ -112,7 +84,7 @@ class Session:
             self.clock,
             Metrics(self.directory / "metrics.jsonl"),
             Progress(),
-            NoReaders(self._options),
+            StillPath(self._options),
             FixedMachine(),
             lambda step: None,
             self.writer,

@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from tests.chunk_server import ChunkServer
+from tests.engine.stand_ins import FixedMachine, StillPath
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
 from vesuvius.data.feeder import FeederFigures
 from vesuvius.data.prepare import prepare_data
-from vesuvius.data.reader_figures import ReaderFigures, ReaderTotals
+from vesuvius.data.reader_figures import ReaderFigures
 from vesuvius.data.stream import PatchStream
 from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
@@ -45,26 +46,6 @@ SOME = StepTimes(step_s=1.0, data_s=0.05, h2d_s=0.0, forward_s=0.3, backward_s=0
 @pytest.fixture(autouse=True)
 def _captured(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vesuvius")
-
-
-@dataclass
-class FixedMachine:
-    """A machine that is always as busy."""
-
-    busy: Rates | None = None
-    short: bool = False
-
-    def ram(self) -> tuple[int, int]:
-        return 1, 2
-
-    def rates(self) -> Rates | None:
-        return self.busy
-
-    def gpu_busy(self) -> None:
-        return None
-
-    def memory_is_short(self) -> bool:
-        return self.short
 
 
 def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any]]:
@@ -154,15 +135,8 @@ def test_a_run_whose_store_is_slow_is_data_bound_by_its_latency(
     assert last["feeder"]["batches"] == 14
 
 
-@dataclass
-class FakePath:
+class WorkingPath(StillPath):
     """A stream of which the test says what it has done."""
-
-    options: StreamOptions
-    readers: dict[int, ReaderFigures] = field(default_factory=dict)
-    reader_deaths: int = 0
-    reader_totals: ReaderTotals = field(default_factory=ReaderTotals)
-    feeder_figures: FeederFigures = field(default_factory=FeederFigures)
 
     def work(self, **figures: Any) -> None:
         """A step's worth of decoding and cutting."""
@@ -183,7 +157,7 @@ class Judged:
     short: bool = False
 
     def __post_init__(self) -> None:
-        self.path = FakePath(StreamOptions(2, workers=2))
+        self.path = WorkingPath(StreamOptions(2, workers=2))
         self.metrics = Metrics(self.directory / "metrics.jsonl")
         self.verdicts = Verdicts(self.config, CPU, self.metrics, self.path, FixedMachine(self.rates, self.short))
 

@@ -200,7 +200,9 @@ class Run:
         """Run steps until the last one or a wish to stop, save, and return the exit code."""
         training, directory = self._config.training, self._directory
         with (
-            open_monitor(self._config, directory, self._device, self._metrics, self._acts.exit) as monitor,
+            open_monitor(
+                self._config, directory, self._device, self._metrics, self._session.limits, self._acts.exit
+            ) as monitor,
             CheckpointWriter(
                 directory.checkpoints, training.keep_last, training.keep_every, dump_config(self._config)
             ) as writer,

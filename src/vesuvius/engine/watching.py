@@ -23,6 +23,7 @@ from vesuvius.observe.system.gpus import Gpus
 from vesuvius.observe.system.look import Watcher
 from vesuvius.observe.system.machine import read_machine
 from vesuvius.observe.tensorboard import TensorBoard
+from vesuvius.observe.units import GIB
 from vesuvius.observe.vram import Vram
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def memory_limits(config: Config) -> Limits:
         ray_share=ray_share_from_environment(os.environ, read_machine().total_bytes)
         if config.training.workers
         else None,
-        configured_bytes=None if monitor.ram_limit_gib is None else int(monitor.ram_limit_gib * 2**30),
+        configured_bytes=None if monitor.ram_limit_gib is None else int(monitor.ram_limit_gib * GIB),
         warn_at=monitor.warn_at,
         prefetch_at=monitor.prefetch_at,
         worker_at=monitor.worker_at,
@@ -91,7 +92,12 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[Metrics]:
 
 @contextmanager
 def open_monitor(
-    config: Config, directory: RunDir, device: torch.device, metrics: Metrics, on_exit: Callable[[Order], None]
+    config: Config,
+    directory: RunDir,
+    device: torch.device,
+    metrics: Metrics,
+    limits: Limits,
+    on_exit: Callable[[Order], None],
 ) -> Iterator[Monitor]:
     """The monitor of this process, its readers and its GPUs."""
     monitor = config.monitor
@@ -99,7 +105,7 @@ def open_monitor(
         Gpus() as gpus,
         Monitor(
             MonitorPaths(directory.system, directory.monitor_log, directory.recent),
-            memory_limits(config),
+            limits,
             Watcher(os.getpid(), gpus=gpus),
             Vram(device) if device.type == "cuda" else None,
             sample_every_s=monitor.sample_every_s,
