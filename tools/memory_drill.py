@@ -1,8 +1,8 @@
 """A planted leak: is there a warning in time, does the guard act, does the run go on?  And silence where all is well?
 
     vesuvius volume synth volumes/drill.zarr --shape 128,256,256
-    python tools/memory_drill.py --volume volumes/drill.zarr --leak reader --limit-gib 6               # guard: act
-    python tools/memory_drill.py --volume volumes/drill.zarr --leak reader --limit-gib 6 --guard warn --cgroup
+    python tools/memory_drill.py --volume volumes/drill.zarr --leak reader               # guard: act
+    python tools/memory_drill.py --volume volumes/drill.zarr --leak reader --guard warn --cgroup
     python tools/memory_drill.py --volume volumes/drill.zarr --minutes 20 --limit-gib 6 --cgroup       # no leak
 
 With `--leak reader` (or trainer) one such process of a real run takes `--mib-s` more every second and keeps it.  The
@@ -317,7 +317,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--leak", choices=["reader", "trainer"], help="which process leaks; none by default")
     parser.add_argument("--mib-s", type=float, default=50, help="MiB that it takes each second")
     parser.add_argument("--after-s", type=float, default=20, help="seconds before it begins")
-    parser.add_argument("--limit-gib", type=float, default=6, help="memory limit")
+    parser.add_argument(
+        "--limit-gib", type=float, default=8, help="memory limit; a leak must last 105 s to be told 60 s ahead"
+    )
     parser.add_argument("--cgroup", action="store_true", help="the limit is a real cgroup's, which kills")
     parser.add_argument("--guard", choices=["off", "warn", "act"], default="act")
     parser.add_argument("--workers", type=int, default=2)

@@ -140,11 +140,10 @@ class Verdicts:
 
     def _look_at_rates(self) -> None:
         now = time.monotonic()
-        if now < self._rates_due:
+        if now < self._rates_due or (rates := self._machine.rates()) is None:
             return
-        if (rates := self._machine.rates()) is not None:
-            self._seen_rates.append(rates)
-            self._rates_due = now + _RATES_EVERY_S
+        self._rates_due = now + _RATES_EVERY_S
+        self._seen_rates.append(rates)
         if (busy := self._machine.gpu_busy()) is not None:
             self._seen_gpu_busy.append(busy)
 
