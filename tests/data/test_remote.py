@@ -141,7 +141,8 @@ def test_ray_readers_on_a_bad_network_give_the_bytes_of_the_disk(
     expected, _ = batches_of(path, batches)
     rules = [{"kind": "corrupt", "times": 1}, *({"kind": kind, "every": 7} for kind in ("status", "reset", "truncate"))]
     server.set_faults([rule | {"path": CHUNK_KEYS} for rule in rules])
-    job = make_job(server.url_of(path), store=FAST)
+    # Up to three requests of seven fail: seven tries in a row, the default, do so once in some hundred chunks.
+    job = make_job(server.url_of(path), store=FAST.model_copy(update={"retries": 30}))
     with open_stream(job, workers=2, stop=4 * batches) as stream:
         patches, _ = collect(stream, batches)
         assert sum(figures.retries for figures in stream.readers.values()) > 0
