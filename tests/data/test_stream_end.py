@@ -39,6 +39,7 @@ with PatchStream(prepare_data(0, data).job, options) as stream:
         next(stream)
     while end == "spill" and time.monotonic() < until and not any(event.kind == "spill" for event in stream.events):
         next(stream)
+        time.sleep(0.2)  # slower than the readers, which run as far ahead as they may
     print("seen", *(event.kind for event in stream.events), flush=True)
 print("closed", flush=True)
 """
@@ -120,6 +121,49 @@ def test_a_stream_that_is_closed_leaves_nothing(tmp_path: Path, end: str) -> Non
         assert ("closed" in output) == (end == "normal")
         assert wait_until_gone(children, 30) == []
     assert shared_memory() <= before
+
+
+INTERRUPTED = """
+import itertools, sys
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.data.prepare import prepare_data
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamOptions
+
+data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(16, 16, 16), region_size=(48, 48, 48))
+job = prepare_data(0, data).job
+
+def interrupt_at(instruction):
+    left = itertools.count(instruction, -1)
+    def trace(frame, event, argument):
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(left) == 0:
+            raise KeyboardInterrupt
+        return trace
+    return trace
+
+for instruction in itertools.count():
+    with PatchStream(job, StreamOptions(batch_size=1, workers=0)) as stream:
+        for _ in range(3):  # from the third on, places become free again
+            next(stream)
+        sys.settrace(interrupt_at(instruction))
+        try:
+            next(stream)
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.settrace(None)
+    print("closed after each of", instruction, flush=True)
+    break
+"""
+
+
+def test_an_interrupt_at_any_instruction_of_next_lets_the_stream_close(tmp_path: Path) -> None:
+    """One that came while the trainer held a lock of the feeder's would leave it held, and close waited for ever."""
+    path = write_array(tmp_path / "volume.zarr", textured((96, 96, 96)), chunk=32)
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, str(path)], capture_output=True, text=True, timeout=180)
+    assert ended.stdout.startswith("closed after each of"), ended.stderr
+    assert int(ended.stdout.split()[-1]) > 50, "instructions of Python in one next"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -62,7 +62,8 @@ class FeederFigures:
 
     def plus(self, other: FeederFigures) -> FeederFigures:
         """Of both together."""
-        return FeederFigures(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        both = zip(vars(self).values(), vars(other).values(), strict=True)
+        return FeederFigures(*(mine + theirs for mine, theirs in both))
 
 
 class Feeder:
@@ -106,7 +107,10 @@ class Feeder:
         self._expected = first
         self._rings = [itertools.cycle(ring) for ring in rings]
         size = min([HELD + ahead, *(len(ring) for ring in rings if ring)])
-        self._free = threading.Semaphore(size - len(held))
+        # Both are queues in C.  A lock of Python, which a semaphore has too, would stay held if Ctrl-C came in it.
+        self._free: SimpleQueue[None] = SimpleQueue()
+        for _ in range(size - len(held)):
+            self._free.put(None)
         self._ready: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
         self.held = deque(held)
         self._ended = False
@@ -120,7 +124,7 @@ class Feeder:
             return None
         if len(self.held) == HELD:
             self.held.popleft()
-            self._free.release()
+            self._free.put(None)
         empty = self._ready.empty()
         ready = self._ready.get()
         if not isinstance(ready, Batch):
@@ -142,7 +146,7 @@ class Feeder:
     def stop(self) -> None:
         """Have the thread end after the patch in hand.  Does not wait."""
         self._stopped.set()
-        self._free.release()
+        self._free.put(None)
 
     def join(self) -> None:
         """Wait for the thread, but not for ever: a read from a dead network may take its time."""
@@ -165,7 +169,7 @@ class Feeder:
     def _wait_for_place(self) -> bool:
         """Until there is a free buffer; returns whether the feeder was stopped."""
         with self._full:
-            self._free.acquire()
+            self._free.get()
         return self._stopped.is_set()
 
     def _next(self) -> Batch | None:

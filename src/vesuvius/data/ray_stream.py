@@ -220,34 +220,44 @@ class _Segment:
 
 
 class _StoreWatch:
-    """Looks at the object stores of the cluster every second: how much is in use, and whether Ray wrote to disk."""
+    """Looks at the object stores of the cluster every second: how much is in use, and whether Ray wrote to disk.
+
+    What Ray has written before this was made does not count.
+    """
 
     def __init__(self, on_spill: Callable[[str, dict[str, Any]], None]) -> None:
         self._on_spill = on_spill
         self.peak_bytes = 0
         self._spilled_bytes: int | None = None
+        self._state: Any = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
-        self._thread.start()
+        if self._look():
+            self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
-        state = None
-        while not self._stop.wait(_WATCH_S):
-            try:
-                state = state or get_state_from_address(  # type: ignore[no-untyped-call]
-                    ray.get_runtime_context().gcs_address
-                )
-                reply = get_memory_info_reply(state, timeout_seconds=5)  # type: ignore[no-untyped-call]
-                self._look(reply.store_stats)
-            except Exception as error:  # a watch must not end the run it watches; the log says that it is blind
-                log.warning("Ray's object store cannot be watched for spills: %s", one_line(error))
-                return
+        while not self._stop.wait(_WATCH_S) and self._look():
+            pass
 
-    def _look(self, stats: Any) -> None:
+    def _look(self) -> bool:
+        """Returns whether to look again."""
+        try:
+            self._state = self._state or get_state_from_address(  # type: ignore[no-untyped-call]
+                ray.get_runtime_context().gcs_address
+            )
+            reply = get_memory_info_reply(self._state, timeout_seconds=5)  # type: ignore[no-untyped-call]
+            self._take(reply.store_stats)
+        except Exception as error:  # a watch must not end the run it watches; the log says that it is blind
+            log.warning("Ray's object store cannot be watched for spills: %s", one_line(error))
+            return False
+        return True
+
+    def _take(self, stats: Any) -> None:
         self.peak_bytes = max(self.peak_bytes, int(stats.object_store_bytes_used))
         spilled, before = int(stats.spilled_bytes_total), self._spilled_bytes
         self._spilled_bytes = spilled
