@@ -22,6 +22,7 @@ import struct
 import sys
 from asyncio import StreamReader, StreamWriter
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.client import responses
@@ -248,29 +249,37 @@ class ChunkServer:
 
     async def _serve_file(self, request: Request, reader: StreamReader, writer: StreamWriter) -> bool:
         """Count, wait, and answer through the fault that hits, if any; tells whether the connection stays open."""
-        self.in_flight += 1
         self.stats.requests += 1
         self.stats.paths[request.path] += 1
+        with self._in_flight():
+            await asyncio.sleep(self.latency_s)
+        answer = file_answer(self.root, request)
+        with answer.file or contextlib.nullcontext():
+            rule = next((rule for rule in self.rules if rule.hits(request.path, answer.length > 0)), None)
+            kind = rule.kind if rule else None
+            if rule:
+                self.stats.faults[rule.kind] += 1
+                with self._in_flight():
+                    await asyncio.sleep(rule.delay_s)
+                answer = text_answer(rule.status) if kind == "status" else answer
+            bare_cut = kind in CUTS and not answer.length
+            sent = 0 if bare_cut else await send(writer, answer, request.keep_alive, kind)
+            self.stats.bytes_sent += sent
+        if kind == "stall":
+            with self._in_flight():
+                await reader.read()
+        elif kind == "reset":  # a close that lingers for 0 s is a RST
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        return request.keep_alive and kind not in CUTS and sent == answer.length
+
+    @contextlib.contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        """Count a request that waits for its answer: while one is sent its client may have it and ask for more."""
+        self.in_flight += 1
         self.stats.max_in_flight = max(self.stats.max_in_flight, self.in_flight)
         try:
-            await asyncio.sleep(self.latency_s)
-            answer = file_answer(self.root, request)
-            with answer.file or contextlib.nullcontext():
-                rule = next((rule for rule in self.rules if rule.hits(request.path, answer.length > 0)), None)
-                kind = rule.kind if rule else None
-                if rule:
-                    self.stats.faults[rule.kind] += 1
-                    await asyncio.sleep(rule.delay_s)
-                    answer = text_answer(rule.status) if kind == "status" else answer
-                bare_cut = kind in CUTS and not answer.length
-                sent = 0 if bare_cut else await send(writer, answer, request.keep_alive, kind)
-                self.stats.bytes_sent += sent
-            if kind == "stall":
-                await reader.read()
-            elif kind == "reset":  # a close that lingers for 0 s is a RST
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                writer.transport.abort()
-            return request.keep_alive and kind not in CUTS and sent == answer.length
+            yield
         finally:
             self.in_flight -= 1
 
