@@ -183,6 +183,35 @@ def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.S
     assert shared_memory() <= before
 
 
+TERMINATED = """
+import os, signal, threading, time
+from vesuvius.config import ClusterConfig
+from vesuvius.data.ray_session import Session
+
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append(time.monotonic()))
+session = Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)
+ended = threading.Event()
+
+def terminate():
+    while not ended.wait(0.5):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+closing = time.monotonic()
+threading.Thread(target=terminate).start()
+session.close()
+ended.set()
+print("closed after", sum(time > closing for time in received), flush=True)
+"""
+
+
+def test_a_termination_while_ray_ends_is_left_to_the_trainer(tmp_path: Path) -> None:
+    """Ray's core resets the handler early in its shutdown, which then takes seconds."""
+    ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[-1]) > 2, ended.stdout
+
+
 def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
     """Regions of 4 MiB, of which some 30 are under way, in a store of 80 MB (Ray's least)."""
     with trainer(tmp_path, "spill", size=256, region=160, store_gib=0.08) as process:

@@ -23,6 +23,7 @@ os.environ.setdefault("RAY_DATA_LOG_LEVEL", "CRITICAL")
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 
 import ray
+import ray._private.state
 import ray._private.utils
 import ray._private.worker
 
@@ -74,7 +75,7 @@ class Session:
         if Session._uses == 0 and Session._ours:
             Session._ours = False
             _join_data_threads()
-            ray.shutdown()
+            _shut_down()
             Session._messages.stop()
 
 
@@ -95,6 +96,23 @@ def _join_data_threads() -> None:
             thread.join(max(deadline - time.monotonic(), 0))
         elif thread.name == "Prefetcher":  # may sleep for ever once it is stopped
             thread.join(0.2)
+
+
+def _shut_down() -> None:
+    """Disconnect, and end the daemons of a private Ray, which takes seconds.
+
+    Early in it Ray's C++ core puts back the handlers of signals that it found, and SIGTERM would end this process on
+    the spot: the one that Python knows of is set again behind that.
+    """
+    disconnect = ray._private.state.state.disconnect
+
+    def listen_and_disconnect() -> None:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        disconnect()  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(ray._private.state.state, "disconnect", listen_and_disconnect):
+        ray.shutdown()
 
 
 def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
