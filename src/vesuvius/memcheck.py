@@ -24,7 +24,7 @@ from vesuvius.observe.inspect.inspection import Inspection, as_json
 from vesuvius.observe.inspect.inspector import Inspector, MachineInspector, ProcessInspector, RayInspector, Viewpoint
 from vesuvius.observe.inspect.run_inspector import RunInspector
 from vesuvius.observe.risk.risk import Level
-from vesuvius.observe.run_files import is_run
+from vesuvius.observe.run_files import is_run, runs_root
 from vesuvius.observe.session import is_alive, read_session
 from vesuvius.observe.system.gpus import Gpus
 from vesuvius.observe.system.processes import pss_bytes
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RUNS = Path("runs")
 _EVERY_S = 2.0
 _GIVE_UP_S = 300.0
 _EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, 12 a kill was seen, 13 run not found, 2 usage
@@ -109,11 +108,11 @@ def find_run(text: str) -> Path:
     Raises:
         NoRunError: there is none.
     """
-    for directory in (Path(text), RUNS / text):
+    for directory in (Path(text), runs_root() / text):
         if is_run(directory):
             return directory.resolve()
-    names = sorted(path.name for path in RUNS.glob("*") if is_run(path))
-    there = f"there are {', '.join(names[:10])}" if names else f"there is none below {RUNS.resolve()}"
+    names = sorted(path.name for path in runs_root().glob("*") if is_run(path))
+    there = f"there are {', '.join(names[:10])}" if names else f"there is none below {runs_root().resolve()}"
     raise NoRunError(f"RUN must be a run directory or a name below runs/; got {text!r}; {there}")
 
 
@@ -127,7 +126,7 @@ def _inspector(args: argparse.Namespace, run: Path | None, viewpoint: Viewpoint)
 
 def runs_at_work(viewpoint: Viewpoint) -> tuple[str, ...]:
     """A line that names the living runs below `runs/`; empty where there is none."""
-    sessions = [(path.parent.name, read_session(path)) for path in sorted(RUNS.glob("*/session.json"))]
+    sessions = [(path.parent.name, read_session(path)) for path in sorted(runs_root().glob("*/session.json"))]
     names = [
         name
         for name, session in sessions

@@ -54,6 +54,8 @@ def _main(argv: list[str]) -> int:
     # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
     # docs/performance.md has the figures.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if config.training.cuda_allocator == "expandable":
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # torch takes seconds to import: not needed for what came before
     if args.dry_run:
         from vesuvius.engine.dry_run import dry_run

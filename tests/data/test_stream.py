@@ -23,7 +23,7 @@ from vesuvius.data import ray_session, ray_stream
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.reader import Reader, ReaderJob
 from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions, batches_ahead, check_store, check_store_need
+from vesuvius.data.stream_options import StreamOptions, batches_ahead, changes_to, check_store, check_store_need
 from vesuvius.errors import ConfigError, DataError
 
 Stack = np.ndarray[Any, Any]
@@ -161,6 +161,45 @@ def test_a_ring_goes_on_where_it_was_and_spares_what_is_held_when_readers_change
                 time.sleep(0.2)  # the new readers fill what they may
             assert np.shares_memory(batch.patches, ring[number % 4])
             np.testing.assert_array_equal(batch.patches, expected[4 * number : 4 * number + 4])
+
+
+def test_a_new_ring_is_filled_from_its_beginning_and_the_batches_in_the_old_one_stay(job: ReaderJob) -> None:
+    rings = [[np.zeros((4, 8, 16, 16), np.uint8) for _ in range(count)] for count in (3, 7, 0)]
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 12)
+    kept = []
+    with open_stream(job, buffers=rings[0]) as stream:
+        kept += [next(stream).patches for _ in range(4)][-2:]
+        stream.reconfigure(prefetch_factor=5, buffers=rings[1])
+        for number in range(4):
+            batch = next(stream)
+            assert np.shares_memory(batch.patches, rings[1][number])
+            np.testing.assert_array_equal(batch.patches, expected[16 + 4 * number : 20 + 4 * number])
+        kept.append(batch.patches)
+        stream.reconfigure(prefetch_factor=1, buffers=rings[2])
+        assert "buffers" not in stream.events[-1].fields
+        rest, _ = collect(stream, 4)
+    assert rest.tobytes() == expected[32:].tobytes()
+    assert not any(np.shares_memory(rest, buffer) for ring in rings for buffer in ring)
+    for patches, number in zip(kept, (2, 3, 7), strict=True):
+        np.testing.assert_array_equal(patches, expected[4 * number : 4 * number + 4])
+
+
+def test_a_ring_that_is_too_short_is_refused_and_the_stream_goes_on(job: ReaderJob) -> None:
+    short = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(2)]
+    with open_stream(job) as stream:
+        before = stream.options
+        with pytest.raises(ConfigError, match="a ring of buffers must have at least 3"):
+            stream.reconfigure(prefetch_factor=5, buffers=short)
+        assert stream.options is before
+        assert next(stream).indices.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (0, 5), (1, 3), (2, 7), (4, 3), (12, 100)])
+def test_a_stream_can_be_given_any_number_of_batches_ahead(workers: int, ahead: int) -> None:
+    options = replace(StreamOptions(8, 3, 2, prefetch_bytes=10), **changes_to(2048, 8, workers, ahead))
+    assert (options.workers, batches_ahead(2048, options)) == (workers, ahead)
+    assert options.prefetch_bytes == ahead * 8 * 2048
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -343,8 +382,8 @@ def test_what_readers_did_is_remembered_after_their_end(job: ReaderJob) -> None:
         assert stream.reader_totals.bytes_read >= before.bytes_read > 0, "what was read ahead may still have come"
         assert stream.options.workers == 1
         collect(stream, 8)
+        living = sum(figures.bytes_read for figures in stream.readers.values())
         after = stream.reader_totals
-    living = sum(figures.bytes_read for figures in stream.readers.values())
     assert after.bytes_read >= before.bytes_read + living
     assert after.decode_s > before.decode_s
     assert after.read_s is None, "null, not 0: on disk nobody can tell reading from decoding"

@@ -14,7 +14,7 @@ from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange, PreparedData, prepare_data
 from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions
+from vesuvius.data.stream_options import StreamOptions, batches_ahead, changes_to
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import DeviceFeed, apply_symmetries
 from vesuvius.observe.clock import HostClock
@@ -73,7 +73,7 @@ def _textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, Prepar
     return DeviceFeed(device, stream_options, data.job, [GreyRange(0, 1000)], conditioner), data, stream_options
 
 
-@pytest.mark.parametrize(
+on_each_device = pytest.mark.parametrize(
     "device",
     [
         CPU,
@@ -87,6 +87,9 @@ def _textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, Prepar
     ],
     ids=str,
 )
+
+
+@on_each_device
 def test_the_batch_kept_for_replay_holds_the_stored_voxels_however_many_come_after_it(
     tmp_path: Path, device: torch.device
 ) -> None:
@@ -100,3 +103,26 @@ def test_the_batch_kept_for_replay_holds_the_stored_voxels_however_many_come_aft
             start = data.plan.sample(int(index)).start_zyx
             stop = (start[0] + 8, start[1] + 16, start[2] + 16)
             np.testing.assert_array_equal(patch, data.volumes[0].read((start, stop)))
+
+
+@on_each_device
+def test_model_values_do_not_depend_on_how_many_batches_are_put_together_ahead(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """On a GPU the ring gets larger and smaller; the model values of all batches are compared at the end."""
+    feed, data, options = _textured_feed(tmp_path, device)
+    clock = HostClock()
+    with PatchStream(data.job, options, buffers=feed.buffers) as stream:
+        expected = [feed.next(stream, clock).x_0.cpu() for _ in range(24)]
+    feed = DeviceFeed(device, options, data.job, [GreyRange(0, 1000)], feed._conditioner)
+    got = []
+    with PatchStream(data.job, options, buffers=feed.buffers) as stream:
+        for number in range(24):
+            if number % 4 == 3:
+                ahead = (1, 6, 3)[number // 4 % 3]
+                feed.reconfigure(stream, **changes_to(data.job.patch_bytes, options.batch_size, 0, ahead))
+                assert batches_ahead(data.job.patch_bytes, stream.options) == ahead
+                assert len(feed.buffers) == (2 + ahead if device.type == "cuda" else 0)
+            got.append(feed.next(stream, clock).x_0)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs)

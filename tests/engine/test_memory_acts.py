@@ -49,11 +49,13 @@ class NotedMonitor:
 class NotedStream:
     """Notes how it is to change."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: StreamOptions) -> None:
+        self.options = options
         self.changes: list[dict[str, int]] = []
 
-    def reconfigure(self, **changes: int) -> None:
+    def reconfigure(self, **changes: Any) -> None:
         self.changes.append(changes)
+        self.options = replace(self.options, **changes)
 
     def reader_memory(self) -> dict[int, int]:
         return {41: 7}
@@ -68,7 +70,7 @@ class Loop:
         config, progress = read_config(config_file, ()), Progress(step=3, sample_index=12)
         self.acts = MemoryActs(config, self.stop, Metrics(metrics), progress, 2048, pinned)
         self.monitor: Any = NotedMonitor()
-        self.stream: Any = NotedStream()
+        self.stream: Any = NotedStream(StreamOptions.from_config(config.training, config.cluster))
 
     def step(self, order: Order | None = None) -> None:
         self.monitor.order = order
@@ -100,6 +102,28 @@ def test_the_ladder_goes_down_to_one_batch_and_one_reader(loop: Callable[..., Lo
     assert not run.stop.wanted()
     assert run.acts.remedy("the machine") == "go on with --resume training.workers=0 training.prefetch_factor=1"
     assert "raise monitor.ram_limit_gib" in run.acts.remedy("monitor.ram_limit_gib")
+
+
+def test_what_others_have_changed_is_where_the_guard_begins(loop: Callable[..., Loop]) -> None:
+    """Autotune has taken another reader, and 48 batches of 4 KiB ahead as a limit in bytes."""
+    run = loop(workers=2, prefetch_factor=1)
+    run.stream.options = replace(run.stream.options, workers=3, prefetch_factor=16, prefetch_bytes=48 * 4096)
+    run.step()
+    assert (run.acts.workers, run.monitor.told.workers, run.monitor.told.prefetch_left) == (3, 3, True)
+    for rung in ("prefetch", "worker"):
+        run.step(Order(rung, "near out of memory"))
+    assert run.stream.changes == [{"prefetch_factor": 8}, {"workers": 2}]
+    assert run.acts.workers == 2
+
+
+def test_batches_ahead_that_bytes_limit_are_halved_from_what_they_are(loop: Callable[..., Loop]) -> None:
+    """2 MiB are 4 batches of 256 samples for 2 readers, though 16 are asked for: one for each is half."""
+    run = loop(workers=2, prefetch_factor=8, prefetch_mib=2, train_batch_size=256)
+    run.step()
+    assert run.monitor.told.prefetch_left
+    run.step(Order("prefetch", "near out of memory"))
+    assert run.stream.changes == [{"prefetch_factor": 1}]
+    assert not run.monitor.told.prefetch_left
 
 
 def test_a_step_without_an_order_changes_nothing(loop: Callable[..., Loop]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from vesuvius.engine.run_dir import RunDir
+from vesuvius.config_file import read_config
+from vesuvius.engine.run_dir import RunDir, run_dir
 from vesuvius.errors import ConfigError, StorageError
 
 
@@ -24,9 +26,27 @@ def test_a_second_process_is_kept_out_while_the_first_is_at_work(tmp_path: Path)
 
 def test_a_new_run_never_takes_an_existing_directory(tmp_path: Path) -> None:
     directory = RunDir(tmp_path / "x")
-    directory.path.mkdir()
+    (directory.path / "logs").mkdir(parents=True)
     with pytest.raises(ConfigError, match="--resume"), directory.locked(new=True):
         pass
+
+
+def test_a_new_run_goes_where_a_tune_was(tmp_path: Path) -> None:
+    directory = RunDir(tmp_path / "x")
+    (directory.path / "tune").mkdir(parents=True)
+    with directory.locked(new=True):
+        (directory.path / "logs").mkdir()
+    with pytest.raises(ConfigError, match="which exists"), directory.locked(new=True):
+        pass
+
+
+def test_run_directories_lie_where_the_environment_says(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = read_config(tiny_config())
+    assert run_dir(config).path == Path("runs/tiny")
+    monkeypatch.setenv("VESUVIUS_RUNS", "/scratch/runs")
+    assert run_dir(config).path == Path("/scratch/runs/tiny")
 
 
 def test_a_place_that_cannot_be_written_is_an_error_of_storage(tmp_path: Path) -> None:

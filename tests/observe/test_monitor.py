@@ -148,6 +148,22 @@ def test_a_lower_order_stands_until_it_was_carried_out_and_settles(tmp_path: Pat
     assert orders == []
 
 
+def test_what_grew_before_readers_were_changed_says_nothing_and_memory_is_not_short_for_it(tmp_path: Path) -> None:
+    """A look counts as a second; memory grows by 1 MiB in each, before and after."""
+
+    class Hurried(ScriptedWatcher):
+        def look(self) -> Look:
+            return replace(super().look(), time=1000.0 + self.looks)
+
+    watcher = Hurried(lambda look: GIB + look * 2**20)
+    with Monitor(paths(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02) as monitor:
+        wait_until(lambda: monitor.risk.trend is not None)
+        monitor.readers_changed()
+        wait_until(lambda: monitor.risk.trend is None)
+        assert not monitor.memory_is_short()
+        wait_until(lambda: monitor.risk.trend is not None)
+
+
 def test_a_kill_in_the_cgroup_is_said_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Killing(ScriptedWatcher):
         def look(self) -> Look:

@@ -45,6 +45,9 @@ class TrainingConfig(Section):
     )
     compile: bool = Field(False, description="torch.compile the network: minutes at the start, faster steps after")
     cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
+    cuda_allocator: Literal["default", "expandable"] = Field(
+        "default", description="expandable = segments of GPU memory grow in place: fewer holes where sizes vary"
+    )
     deterministic: bool = Field(
         False, description="kernels that give the same bits each time, so that a resume is exact on a GPU too; slower"
     )
@@ -83,6 +86,9 @@ class TrainingConfig(Section):
     preview_count: PositiveInt = Field(2, description="generated patches in a sample picture; each costs a DDIM run")
     max_nonfinite: PositiveInt = Field(
         1, description="NaN or infinite steps in a row after which the run stops with exit 5"
+    )
+    autotune: Literal["off", "advise", "act"] = Field(
+        "advise", description="readers and batches ahead while training: say, or also do, what the verdict calls for"
     )
     resume: Literal["never", "auto"] = Field(
         "never", description="auto = as --resume: go on from the newest checkpoint if any"

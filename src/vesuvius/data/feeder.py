@@ -66,6 +66,15 @@ class FeederFigures:
         return FeederFigures(*(mine + theirs for mine, theirs in both))
 
 
+def check_rings(rings: Sequence[Sequence[NDArray[Any]]]) -> None:
+    """Raises ConfigError where a ring has fewer than three buffers; none at all is fine."""
+    if any(0 < len(ring) <= HELD for ring in rings):
+        raise ConfigError(
+            f"a ring of buffers must have at least {HELD + 1}, of which {HELD} stay untouched; got "
+            f"{[len(ring) for ring in rings]}; give more, or none"
+        )
+
+
 class Feeder:
     """Copies patches into batches, ahead of whoever takes them.
 
@@ -92,11 +101,7 @@ class Feeder:
         rings: Sequence[Sequence[NDArray[Any]]],
         held: Sequence[Batch] = (),
     ) -> None:
-        if any(0 < len(ring) <= HELD for ring in rings):
-            raise ConfigError(
-                f"a ring of buffers must have at least {HELD + 1}, of which {HELD} stay untouched; got "
-                f"{[len(ring) for ring in rings]}; give more, or none"
-            )
+        check_rings(rings)
         self._job = job
         self._patches = cutter.patches()
         self._starved = cutter.starved

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, Self, TypedDict
 from numpy.typing import NDArray
 
 from vesuvius.data.cutter import Cutter
-from vesuvius.data.feeder import Batch, Feeder, FeederFigures
+from vesuvius.data.feeder import Batch, Feeder, FeederFigures, check_rings
 from vesuvius.data.plan import Task
 from vesuvius.data.reader import Block, BlockReport, Reader, ReaderJob, RegionKey, check_quarantine
 from vesuvius.data.reader_figures import ReaderFigures, ReaderTotals
@@ -127,7 +127,7 @@ class PatchStream(Iterator[Batch]):
         self._source: BlockSource | None = None
         self._feeder: Feeder | None = None
         self._fed = FeederFigures()
-        self._delivered = 0
+        self._delivered = 0  # into the present ring
         self._held: list[Batch] = []
         try:
             self._open_readers()
@@ -192,14 +192,23 @@ class PatchStream(Iterator[Batch]):
         workers: int | None = None,
         prefetch_factor: int | None = None,
         prefetch_bytes: int | None = None,
+        buffers: Sequence[NDArray[Any]] | None = None,
+        condition_buffers: Sequence[NDArray[Any]] = (),
     ) -> None:
         """Change readers or prefetch: closes and opens again at the next sample, so no batch changes.
 
-        Costs the seconds in which new readers start.
+        Costs the seconds in which new readers start.  No more batches are put together ahead than a ring of buffers has
+        places for, so a larger prefetch wants larger rings.
+
+        Args:
+            buffers, condition_buffers: rings to take the place of both old ones, filled from their first buffers on;
+                None = they stay.  Old buffers may be among them once nobody uses the batches delivered in them.
 
         Raises:
-            ConfigError: /dev/shm is too small for that; the stream goes on as it was.
+            ConfigError: /dev/shm is too small for that, or a ring has fewer than 3 buffers; the stream goes on as it
+                was.
         """
+        check_rings((buffers or (), condition_buffers))
         changes = {"workers": workers, "prefetch_factor": prefetch_factor, "prefetch_bytes": prefetch_bytes}
         changes = {key: value for key, value in changes.items() if value is not None}
         options = replace(self._options, **changes)  # type: ignore[arg-type]
@@ -207,7 +216,10 @@ class PatchStream(Iterator[Batch]):
         if self._session is None or not self._session.fits(*need):
             check_store(self._job, options)
         self._options = options
-        self._reopen(self._next_sample)
+        self._close_readers()
+        if buffers is not None:
+            self._buffers, self._delivered, self._held = (buffers, condition_buffers), 0, []
+        self._open_readers()
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
         self._event("reconfigured", f"readers changed at sample {self._next_sample}: {text}", changes)
 

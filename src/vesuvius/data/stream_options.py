@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Self, TypedDict
 
 from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.data.reader import ReaderJob
@@ -46,6 +46,14 @@ class StreamOptions:
         )
 
 
+class StreamChanges(TypedDict, total=False):
+    """What of the options a running stream can change."""
+
+    workers: int
+    prefetch_factor: int
+    prefetch_bytes: int
+
+
 def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Bytes of the object store that can be in use at once.  0 with `workers: 0`.  Pure.
 
@@ -63,6 +71,18 @@ def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:
     if options.prefetch_bytes is not None:
         wanted = min(wanted, options.prefetch_bytes // (options.batch_size * patch_bytes))
     return max(wanted, 1)
+
+
+def changes_to(patch_bytes: int, batch_size: int, workers: int, ahead: int) -> StreamChanges:
+    """What makes a stream have so many readers and so many batches ahead, which bytes then limit.  Pure."""
+    factor = max(-(-ahead // max(workers, 1)), 1)
+    return {"workers": workers, "prefetch_factor": factor, "prefetch_bytes": ahead * batch_size * patch_bytes}
+
+
+def with_less_prefetch(patch_bytes: int, options: StreamOptions) -> StreamOptions:
+    """The options with half as many batches ahead for each reader, at least one; also where bytes limit them.  Pure."""
+    per_reader = min(options.prefetch_factor, batches_ahead(patch_bytes, options) // max(options.workers, 1))
+    return replace(options, prefetch_factor=max(per_reader // 2, 1))
 
 
 def store_bytes(job: ReaderJob, options: StreamOptions) -> int:

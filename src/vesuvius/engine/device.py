@@ -1,13 +1,15 @@
 """Last stop of a patch: from a batch in its stored dtype to model values on the device.
 
-On a GPU batches are put together in a small ring of pinned buffers and copied from there on a stream of their own; on a
-CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
+On a GPU batches are put together in a small ring of pinned buffers (`batch_ring.py`) and copied from there on a stream
+of their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -19,8 +21,9 @@ from vesuvius.data.plan import Augmentation
 from vesuvius.data.prepare import GreyRange
 from vesuvius.data.reader import ReaderJob
 from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions, batches_ahead
+from vesuvius.data.stream_options import StreamChanges, StreamOptions, batches_ahead
 from vesuvius.diffusion.condition import Condition
+from vesuvius.engine.batch_ring import BatchRing, exchange
 from vesuvius.engine.conditioning import Conditioner, scale_and_offset
 from vesuvius.engine.transfer import to_device
 from vesuvius.observe.clock import StepClock
@@ -65,27 +68,55 @@ class DeviceFeed:
     ) -> None:
         self._device = device
         self._plan = job.plan
+        self._patch_bytes = job.patch_bytes
+        self._batch_bytes = options.batch_size * job.patch_bytes
         self._scales = grey_scales(greys)
         self._conditioner = conditioner
-        self._slot = 0
-        self._pinned: list[list[Tensor]] = []
+        self._ring: BatchRing | None = None
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             shape = (options.batch_size, *job.plan.patch_zyx)
-            ring = HELD + batches_ahead(job.patch_bytes, options)
             dtypes = [torch.from_numpy(np.empty(0, d)).dtype for d in (job.dtype, job.condition_dtype) if d]
-            self._pinned = [[torch.empty(shape, dtype=d, pin_memory=True) for d in dtypes] for _ in range(ring)]
-            self._copied: list[torch.cuda.Event | None] = [None] * ring
-        self.buffers = [slot[0].numpy() for slot in self._pinned]
-        self.condition_buffers = [slot[1].numpy() for slot in self._pinned if len(slot) > 1]
+            allocate = partial(_pinned_slot, shape, dtypes)
+            self._ring = BatchRing(allocate, HELD + batches_ahead(job.patch_bytes, options))
+
+    @property
+    def buffers(self) -> list[NDArray[Any]]:
+        return self._ring.buffers if self._ring else []
+
+    @property
+    def condition_buffers(self) -> list[NDArray[Any]]:
+        return self._ring.condition_buffers if self._ring else []
+
+    @property
+    def memory_of_batch(self) -> int:
+        """Bytes that one more batch ahead takes; torch rounds pinned buffers up to a power of two."""
+        return self._ring.slot_bytes if self._ring else self._batch_bytes
+
+    def reconfigure(self, stream: PatchStream, **changes: Unpack[StreamChanges]) -> None:
+        """Have the stream changed as `PatchStream.reconfigure` does, and the ring with it; between two batches.
+
+        Raises:
+            ConfigError: it cannot be had; stream and ring go on as they were.
+        """
+        if self._ring is None:
+            stream.reconfigure(**changes)
+            return
+        options = replace(stream.options, **changes)
+        before, count = len(self._ring), HELD + batches_ahead(self._patch_bytes, options)
+        self._ring = exchange(stream, self._ring, count, **changes)
+        if count < before:
+            self._copies.synchronize()
+            _release_pinned()
 
     def next(self, stream: PatchStream, clock: StepClock) -> DeviceBatch:
         """The next batch, on the device."""
         with clock.waiting():
-            self._wait_for_slot()
+            if self._ring:
+                self._ring.wait()
             batch = next(stream)
-        if self._pinned:
-            raw = self._copy_to_device(len(batch.indices), clock)
+        if self._ring:
+            raw = self._copy_to_device(self._ring, len(batch.indices), clock)
             batch = _copy_of(batch)  # its buffers are filled again two batches on; the device computes meanwhile
         else:
             with clock.copying():
@@ -93,20 +124,14 @@ class DeviceFeed:
         with clock.computing("forward"):
             return self._augmented(batch, *raw)
 
-    def _wait_for_slot(self) -> None:
-        """The stream is about to fill the buffer of two batches ago: its copy must be over (it long is)."""
-        if self._pinned and (event := self._copied[self._slot - HELD]) is not None:
-            event.synchronize()
-
-    def _copy_to_device(self, count: int, clock: StepClock) -> list[Tensor]:
+    def _copy_to_device(self, ring: BatchRing, count: int, clock: StepClock) -> list[Tensor]:
         main = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._copies):
             with clock.copying():
-                raw = [part[:count].to(self._device, non_blocking=True) for part in self._pinned[self._slot]]
+                raw = [part[:count].to(self._device, non_blocking=True) for part in ring.slot]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._copied[self._slot] = event
-        self._slot = (self._slot + 1) % len(self._pinned)
+        ring.advance(event)
         main.wait_event(event)
         for part in raw:
             part.record_stream(main)  # or the allocator could hand its memory out while the main stream still reads it
@@ -120,6 +145,16 @@ class DeviceFeed:
         return DeviceBatch(
             batch.indices, x_0, make_condition(raw_condition, augmentations, volumes, self._conditioner), batch
         )
+
+
+def _pinned_slot(shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, pin_memory=True) for dtype in dtypes]
+
+
+def _release_pinned() -> None:
+    """Give the system what torch keeps of freed pinned memory.  Older versions keep it for the next buffers."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
 
 
 def _copy_of(batch: Batch) -> Batch:

@@ -15,8 +15,9 @@ from vesuvius.engine.checkpoint import (
     readable,
     weights_file,
 )
-from vesuvius.engine.run_dir import RUNS, RunDir
+from vesuvius.engine.run_dir import RunDir
 from vesuvius.errors import ConfigError, StorageError, one_line
+from vesuvius.observe.run_files import runs_root
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> FoundCheckpoint
         ConfigError: it is none of these, or the run has no checkpoint yet.
         StorageError: the run has checkpoints and none is whole, its manifest is damaged, or it may not be read.
     """
-    named = [RUNS / given] if given.name == str(given) else []
+    named = [runs_root() / given] if given.name == str(given) else []
     with readable():
         for path in (given, *named):
             directory = path.parent if _holds_weights(path.name) and path.is_file() else path

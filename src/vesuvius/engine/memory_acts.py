@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vesuvius.config import Config
 from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions, batches_ahead
+from vesuvius.data.stream_options import StreamChanges, StreamOptions, batches_ahead, with_less_prefetch
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.stop import StopRequest
 from vesuvius.errors import EXIT_GUARD
@@ -23,14 +23,16 @@ log = logging.getLogger(__name__)
 class MemoryActs:
     """Carries out the orders of the memory guard, between two steps.
 
-    Batches do not change: the stream is closed and opened again at the next sample.
+    Batches do not change: the stream is closed and opened again at the next sample.  How it is run now, the stream
+    says: `autotune.py` changes it too.
 
     Args:
         patch_bytes: of one sample.
-        pinned: the batches ahead lie in a ring that was allocated once, on a GPU: fewer of them would free nothing.
+        pinned: the batches ahead lie in a ring of pinned buffers, on a GPU, which torch may keep: fewer of them are not
+            counted on to free anything.
 
     Attributes:
-        workers: readers that there are now.
+        workers: readers that there were when the stream was last seen.
         reason: why the run was ended; None while it was not.
     """
 
@@ -66,6 +68,7 @@ class MemoryActs:
         Args:
             longest_step_s: of the recent steps, without their pauses.
         """
+        self._options = stream.options
         if (order := monitor.order) is not None and order.rung != "exit":
             self._make_smaller(order, stream)
             monitor.carried_out()
@@ -98,23 +101,23 @@ class MemoryActs:
 
     def _make_smaller(self, order: Order, stream: PatchStream) -> None:
         less = self._with_less(order.rung)
-        prefetch = {"prefetch_factor": less.prefetch_factor}
-        changed = prefetch if order.rung == "prefetch" else {"workers": less.workers}
+        prefetch: StreamChanges = {"prefetch_factor": less.prefetch_factor}
+        changed: StreamChanges = prefetch if order.rung == "prefetch" else {"workers": less.workers}
         text = ", ".join(f"training.{key}={value}" for key, value in changed.items())
         log.warning("memory guard: before the run is out of memory: %s: %s", text, order.reason)
         self._record(order.rung, order.reason, changed)
         began = time.monotonic()
         stream.reconfigure(**changed)
-        self._options = less
+        self._options = stream.options
         log.info("memory guard: readers started anew in %.1f s", time.monotonic() - began)
 
     def _with_less(self, rung: Rung) -> StreamOptions:
         if rung == "prefetch":
-            return replace(self._options, prefetch_factor=max(self._options.prefetch_factor // 2, 1))
+            return with_less_prefetch(self._patch_bytes, self._options)
         return replace(self._options, workers=max(self.workers - 1, 1))
 
     def _ahead(self, options: StreamOptions) -> int:
         return batches_ahead(self._patch_bytes, options)
 
-    def _record(self, rung: Rung, reason: str, changed: dict[str, int]) -> None:
+    def _record(self, rung: Rung, reason: str, changed: StreamChanges) -> None:
         self._metrics.write("event", event="guard", step=self._progress.step, text=reason, rung=rung, **changed)

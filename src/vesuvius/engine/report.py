@@ -20,6 +20,7 @@ from vesuvius.observe.clock import StepClock, StepTimes
 from vesuvius.observe.logfile import StepFigures, step_line
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.quantile import quantile
+from vesuvius.observe.verdict import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class StepReporter:
         machine: the monitor.
         on_logged: called with the number of each step that was logged (a progress bar).
         replays: keeps the batches of steps that were not finite.
+        on_verdict: called with each verdict on what holds the run up.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class StepReporter:
         machine: Machine,
         on_logged: Callable[[int], None],
         replays: ReplayWriter,
+        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     ) -> None:
         self._config = config
         self._device = device
@@ -77,7 +80,7 @@ class StepReporter:
         self._progress = progress
         self._path = path
         self._machine = machine
-        self._verdicts = Verdicts(config, device, metrics, path, machine)
+        self._verdicts = Verdicts(config, device, metrics, path, machine, on_verdict)
         self._on_logged = on_logged
         self._launched: deque[_Launched] = deque()
         self._reported = 0

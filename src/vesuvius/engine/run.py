@@ -16,6 +16,7 @@ from vesuvius.data.stream import PatchStream
 from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.engine.autotune import Autotuner
 from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.checkpoint_writer import CheckpointWriter
 from vesuvius.engine.conditioning import Conditioner
@@ -73,7 +74,7 @@ def train(
         NonFiniteError, GpuMemoryError, StorageError: as they say.  The last checkpoint is whole.
     """
     directory = run_dir(config)
-    existed = directory.path.exists()
+    existed = directory.exists()
     with StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
         if resume and existed:  # first of all: another process may be writing the checkpoint to go on from
             held.enter_context(directory.locked(new=False))
@@ -270,6 +271,7 @@ class Run:
             quarantined=progress.quarantined,
         ) as stream:
             clock = make_clock(self._device)
+            tuner = Autotuner(config, job, self._session.limits, self._metrics, progress)
             reporter = StepReporter(
                 config,
                 self._device,
@@ -280,12 +282,15 @@ class Run:
                 monitor,
                 self._on_step,
                 ReplayWriter(self._directory.nonfinite, config, found.data, found.greys, found.scalars, self._step),
+                tuner.take,
             )
             try:
                 while progress.step < config.stop_step and not self._stop.wanted():
                     self._one_step(feed, stream, clock, reporter)
                     self._record_events(stream, deaths)
                     with clock.pausing():
+                        if not self._stop.wanted():
+                            tuner.act(stream, feed, monitor)
                         self._acts.obey(stream, monitor, reporter.longest_step_s)
                     milestones.record_failures()
                     milestones.prepare()

@@ -21,8 +21,12 @@ import torch
 from vesuvius.config import Config
 from vesuvius.config_file import dump_config
 from vesuvius.errors import ConfigError, StorageError
+from vesuvius.observe.run_files import runs_root
 
-RUNS = Path("runs")
+TUNE = "tune"
+"""What `vesuvius tune` keeps in a run directory, also before the run has begun."""
+
+_LOCK = ".lock"
 _PACKAGES = (
     "vesuvius-diffusion",
     "torch",
@@ -42,6 +46,12 @@ class RunDir:
     """Paths of one run."""
 
     path: Path
+
+    def exists(self) -> bool:
+        """Whether a run has begun here; what a tune has written is none."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        return any(entry.name not in (TUNE, _LOCK) for entry in self.path.iterdir())
 
     @property
     def log(self) -> Path:
@@ -99,14 +109,13 @@ class RunDir:
             ConfigError: it exists although it is to be new, or another process is at work in it.
             StorageError: it cannot be made.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=not new)
-        except FileExistsError:
+        if new:
             refuse_existing(self)
-            raise
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"the run directory must be writable; got {error}; choose another place") from error
-        with (self.path / ".lock").open("w") as lock:
+        with (self.path / _LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -114,6 +123,8 @@ class RunDir:
                     f"one process may work on a run; got {self.path}, where another one is at work; "
                     "wait for it or stop it"
                 ) from None
+            if new:
+                refuse_existing(self)  # another process may have begun and ended it meanwhile
             yield
 
     def begin(self, config: Config, source: Path, split: dict[str, Any]) -> None:
@@ -137,13 +148,13 @@ class RunDir:
 
 
 def run_dir(config: Config) -> RunDir:
-    """The run directory of a config, relative to where the command runs."""
-    return RunDir(RUNS / config.name)
+    """The run directory of a config."""
+    return RunDir(runs_root() / config.name)
 
 
 def refuse_existing(directory: RunDir) -> None:
     """Raises ConfigError where the run exists: nothing of it may be overwritten by a new one."""
-    if directory.path.exists():
+    if directory.exists():
         raise ConfigError(
             f"a new run needs a directory of its own; got {directory.path}, which exists; go on with it by --resume, "
             "choose another name, or move it away"

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from statistics import fmean
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.quantile import quantile
 from vesuvius.observe.system.cores import usable_cores
 from vesuvius.observe.system.rates import Rates
-from vesuvius.observe.verdict import Knobs, Thresholds, Window, judge
+from vesuvius.observe.verdict import Knobs, Thresholds, Verdict, Window, judge
 
 log = logging.getLogger(__name__)
 
@@ -79,16 +79,24 @@ class Verdicts:
     Args:
         path: the stream.
         machine: the monitor.
+        on_verdict: called with each.
     """
 
     def __init__(
-        self, config: Config, device: torch.device, metrics: Metrics, path: DataPath, machine: Machine
+        self,
+        config: Config,
+        device: torch.device,
+        metrics: Metrics,
+        path: DataPath,
+        machine: Machine,
+        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     ) -> None:
         self._config = config
         self._device = device
         self._metrics = metrics
         self._path = path
         self._machine = machine
+        self._on_verdict = on_verdict
         self._options = path.options
         self._left_out = _AT_START
         self._reader_deaths = 0
@@ -137,6 +145,7 @@ class Verdicts:
         log.info("%s", verdict.line(self._step, self._config.stop_step))
         self._metrics.write("verdict", step=self._step, **verdict.record())
         self._begin(self._step)
+        self._on_verdict(verdict)
 
     def _look_at_rates(self) -> None:
         now = time.monotonic()
@@ -179,7 +188,8 @@ def telemetry(path: DataPath) -> dict[str, Any]:
 def _knobs(
     config: Config, device: torch.device, options: StreamOptions, window: Window, memory_is_short: bool
 ) -> Knobs:
-    """The settings as they are now: of the readers what the stream says, which the memory guard may have changed."""
+    """The settings as they are now: of the readers what the stream says, which the memory guard or
+    `autotune.py` may have changed."""
     training, store = config.training, config.data.store
     patch_bytes = window.delivered_bytes // max(window.batches * options.batch_size, 1)
     limit_mib = None

@@ -169,6 +169,11 @@ class Monitor:
             self.order = None
             self._obeyed = True
 
+    def readers_changed(self) -> None:
+        """Readers were started anew, though the guard had not ordered it; what grew before says nothing."""
+        with self._judging:
+            self._watch.restart()
+
     def _run(self) -> None:
         window: list[tuple[Look, VramUse | None]] = []
         stopped = False

@@ -58,6 +58,11 @@ class Notes:
     verdict: str | None = None
 
 
+def runs_root() -> Path:
+    """The folder of run directories: `VESUVIUS_RUNS` of the environment, or `runs` where the command runs."""
+    return Path(os.environ.get("VESUVIUS_RUNS") or "runs")
+
+
 def is_run(directory: Path) -> bool:
     """Whether a directory is that of a run; what may not be read, or has no possible name, is none."""
     try:

@@ -1,0 +1,174 @@
+"""`training.autotune`: readers and batches ahead follow the verdict while a run trains.
+
+A verdict comes from the reporter, `observe/steering.py` decides, and between two steps the stream is closed and opened
+again at the next sample: no batch changes.  The memory guard (`memory_acts.py`) goes first: once it has acted, nothing
+is raised any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Literal
+
+from vesuvius.config import Config
+from vesuvius.data.reader import ReaderJob
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import batches_ahead, changes_to, check_store_need, store_need_bytes
+from vesuvius.engine.device import DeviceFeed
+from vesuvius.engine.progress import Progress
+from vesuvius.errors import ConfigError
+from vesuvius.observe.metrics import Metrics
+from vesuvius.observe.monitor import Monitor
+from vesuvius.observe.risk.killers import Limits, used_share
+from vesuvius.observe.steering import Decision, Learned, Means, Supply, carried_out, decide
+from vesuvius.observe.units import size_text
+from vesuvius.observe.verdict import Verdict
+
+log = logging.getLogger(__name__)
+
+Outcome = Literal["advised", "refused", "done"]
+
+# As many readers again live while one execution of Ray Data hands over to the next.
+_READERS_AT_ONCE = 2
+
+
+class Autotuner:
+    """Says, or also does, what the verdicts of one session call for.
+
+    Nothing that it learned is kept over a resume: a session begins with what the config says.
+
+    Args:
+        job: of the stream.
+        limits: what memory is held against.
+    """
+
+    def __init__(self, config: Config, job: ReaderJob, limits: Limits, metrics: Metrics, progress: Progress) -> None:
+        self._mode = config.training.autotune
+        self._last_step = config.stop_step - config.monitor.verdict_every
+        self._batch_bytes = config.training.train_batch_size * job.patch_bytes
+        mib = config.training.prefetch_mib
+        self._most_ahead = None if mib is None else max(mib * 2**20 // self._batch_bytes, 1)
+        self._job = job
+        self._limits = limits
+        self._metrics = metrics
+        self._progress = progress
+        self._verdict: Verdict | None = None
+        self._learned = Learned()
+        self._said: set[tuple[Outcome, str, str]] = set()
+        self._failed: set[tuple[str, str]] = set()
+
+    def take(self, verdict: Verdict) -> None:
+        """Keep a verdict for the next `act`."""
+        if self._mode != "off":
+            self._verdict = verdict
+
+    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+        """Do, or say, what the last verdict calls for; nothing without a new one, nor shortly before the end."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is None or self._progress.step > self._last_step:
+            return
+        options = stream.options
+        now = Supply(options.workers, batches_ahead(self._job.patch_bytes, options))
+        decision, self._learned = decide(verdict, now, self._means(stream, feed, monitor), self._learned)
+        if decision is None:
+            return
+        if decision.refused:
+            self._say_once("refused", decision)
+        elif self._mode == "advise":
+            self._say_once("advised", decision)
+        elif self._carry_out(decision, stream, feed):
+            self._learned = carried_out(decision, verdict.window, self._learned)
+            monitor.readers_changed()
+
+    def _means(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> Means:
+        return Means(
+            left_bytes=left_bytes(monitor, self._limits),
+            batch_bytes=feed.memory_of_batch,
+            reader_bytes=self._reader_bytes(stream),
+            most_ahead=self._most_ahead,
+            memory_is_short=monitor.memory_is_short(),
+        )
+
+    def _reader_bytes(self, stream: PatchStream) -> int | None:
+        """That one more reader takes: as the largest there is, and its part of the object store."""
+        peaks = [figures.rss_anon_peak_bytes for figures in list(stream.readers.values())]
+        known = [peak for peak in peaks if peak is not None]
+        if not known:
+            return None
+        options = stream.options
+        more = replace(options, workers=options.workers + 1)
+        store_bytes = store_need_bytes(self._job, more) - store_need_bytes(self._job, options)
+        return _READERS_AT_ONCE * (max(known) + store_bytes)
+
+    def _carry_out(self, decision: Decision, stream: PatchStream, feed: DeviceFeed) -> bool:
+        """Returns whether it could be done.  What could not once is not tried again."""
+        if (decision.action, decision.override) in self._failed:
+            return False
+        options, after = stream.options, decision.after
+        changes = changes_to(self._job.patch_bytes, options.batch_size, after.workers, after.ahead)
+        try:
+            check_store_need(self._job, replace(options, **changes))
+            feed.reconfigure(stream, **changes)
+        except ConfigError as error:
+            if stream.options is not options:  # it is not as it was
+                raise
+            self._failed.add((decision.action, decision.override))
+            self._say_once("refused", replace(decision, refused=str(error)))
+            return False
+        self._say("done", decision)
+        return True
+
+    def _say_once(self, outcome: Outcome, decision: Decision) -> None:
+        said = (outcome, decision.action, decision.override)
+        if said not in self._said:
+            self._said.add(said)
+            self._say(outcome, decision)
+
+    def _say(self, outcome: Outcome, decision: Decision) -> None:
+        text = self._text(outcome, decision)
+        log.info("%s", text)
+        before, after = (self._figure(decision, supply) for supply in (decision.before, decision.after))
+        self._metrics.write(
+            "event",
+            event="autotune",
+            step=self._progress.step,
+            text=text,
+            mode=self._mode,
+            outcome=outcome,
+            action=decision.action,
+            **{"from": before, "to": after},
+            override=decision.override,
+            reason=decision.reason,
+            refused=decision.refused or None,
+        )
+
+    def _text(self, outcome: Outcome, decision: Decision) -> str:
+        change = self._change(decision)
+        match outcome:
+            case "advised":
+                return f"autotune advises {decision.override} ({change}): {decision.reason}"
+            case "refused":
+                return f"autotune: {change} is not made: {decision.refused}; {decision.reason}"
+            case "done":
+                return f"autotune: {change}: {decision.reason}"
+
+    def _change(self, decision: Decision) -> str:
+        if decision.action in ("more_workers", "fewer_workers"):
+            return f"readers {decision.before.workers} -> {decision.after.workers}"
+        sizes = f"{size_text(self._figure(decision, decision.before))} -> "
+        sizes += size_text(self._figure(decision, decision.after))
+        return f"batches ahead {decision.before.ahead} -> {decision.after.ahead}, {sizes}"
+
+    def _figure(self, decision: Decision, supply: Supply) -> int:
+        """What changes: readers, or bytes of the batches ahead."""
+        if decision.action in ("more_workers", "fewer_workers"):
+            return supply.workers
+        return supply.ahead * self._batch_bytes
+
+
+def left_bytes(monitor: Monitor, limits: Limits) -> int:
+    """Memory that the run may take more before the first rung of the guard, as the tightest killer counts."""
+    killers = monitor.risk.killers
+    full = [(killer, used_share(replace(killer, used_bytes=killer.limit_bytes), limits)) for killer in killers]
+    return min(int(limits.prefetch_at * killer.limit_bytes / share) - killer.used_bytes for killer, share in full)

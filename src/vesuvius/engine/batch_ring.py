@@ -1,0 +1,106 @@
+"""The ring of buffers between a stream, which fills them in turn, and the device, which copies from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Unpack
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vesuvius.data.feeder import HELD
+from vesuvius.data.stream import PatchStream
+from vesuvius.data.stream_options import StreamChanges
+from vesuvius.errors import ConfigError, one_line
+
+
+class Copied(Protocol):
+    """The end of a copy: a `torch.cuda.Event`."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class BatchRing:
+    """Slots that are filled and copied from in turn.  Before each batch call `wait`, behind its copy `advance`.
+
+    Args:
+        allocate: makes a slot: a tensor [B, Z, Y, X] for patches and, where there are conditions, one for those.
+        count: slots; at least 3.
+        kept: the first of them, of another ring.
+    """
+
+    def __init__(self, allocate: Callable[[], list[Tensor]], count: int, kept: Sequence[list[Tensor]] = ()) -> None:
+        self._allocate = allocate
+        self._slots = [*kept, *(allocate() for _ in range(count - len(kept)))]
+        self._copied: list[Copied | None] = [None] * count
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def buffers(self) -> list[NDArray[Any]]:
+        """For the stream: those of patches."""
+        return [slot[0].numpy() for slot in self._slots]
+
+    @property
+    def condition_buffers(self) -> list[NDArray[Any]]:
+        """For the stream; empty without conditions."""
+        return [slot[1].numpy() for slot in self._slots if len(slot) > 1]
+
+    @property
+    def slot(self) -> list[Tensor]:
+        """That of the batch in hand."""
+        return self._slots[self._next]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of a slot where it is pinned: torch rounds each buffer up to a power of two."""
+        return sum(1 << (part.nbytes - 1).bit_length() for part in self._slots[0])
+
+    def wait(self) -> None:
+        """The stream is about to fill the buffer of two batches ago: its copy must be over (it long is)."""
+        if (copied := self._copied[self._next - HELD]) is not None:
+            copied.synchronize()
+
+    def advance(self, copied: Copied) -> None:
+        """The slot in hand is being copied."""
+        self._copied[self._next] = copied
+        self._next = (self._next + 1) % len(self._slots)
+
+    def resized(self, count: int) -> BatchRing:
+        """Another ring, with as many slots of this one as it has and needs, and new ones.  Waits for all copies.
+
+        Raises:
+            ConfigError: there is no memory for new slots.
+        """
+        for copied in self._copied:
+            if copied is not None:
+                copied.synchronize()
+        try:
+            return BatchRing(self._allocate, count, self._slots[:count])
+        except RuntimeError as error:  # what torch raises where CUDA gives no pinned memory
+            raise ConfigError(
+                f"the batches ahead must fit into pinned memory; got {one_line(error)} for {count} buffers instead of "
+                f"{len(self)}; lower training.prefetch_factor"
+            ) from error
+
+
+def exchange(stream: PatchStream, ring: BatchRing, count: int, **changes: Unpack[StreamChanges]) -> BatchRing:
+    """Change a stream that fills a ring, and the ring with it.
+
+    Args:
+        ring: that the stream fills now; not to be used any more, unless an error is raised.
+        count: slots of the new one.
+        changes: for `PatchStream.reconfigure`.
+
+    Returns:
+        The ring that is filled from now on.
+
+    Raises:
+        ConfigError: it cannot be had; the stream goes on with the ring that it has.
+    """
+    other = ring.resized(count)
+    stream.reconfigure(**changes, buffers=other.buffers, condition_buffers=other.condition_buffers)
+    return other
