@@ -10,6 +10,7 @@ from vesuvius.errors import EXIT_CONFIG, EXIT_OK
 
 COMMANDS = {
     "train": "train a model from a config file, or go on training it",
+    "tune": "find out by short runs how a config trains fastest on this machine",
     "sample": "draw samples of a trained model",
     "volume": "describe, copy or make volumes",
     "memcheck": "show the memory of a run, what limits it and how near a kill is; also of a dead one",

@@ -1,0 +1,110 @@
+"""What the trials so far have shown: rates pooled over repeated trials of a setting, and what died.  No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from vesuvius.lab.tune.setting import Setting
+from vesuvius.lab.tune.trial import Entry, Measured
+
+SMALLEST_GAIN = 0.03
+"""A change that gives less is not worth its cost."""
+
+_NARROWEST = 1e-3  # relative; an interval of no width would outweigh all others
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Samples a second of a setting, of all its trials, with the 95 % confidence interval as +- `half_width` of it."""
+
+    samples_s: float
+    half_width: float
+
+
+class Known:
+    """The trials so far.
+
+    Attributes:
+        entries: in their order.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self.entries: list[Entry] = []
+        self._good: dict[Setting, list[Entry]] = {}
+        for entry in entries:
+            self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Take in a trial that is over."""
+        self.entries.append(entry)
+        if entry.outcome.ended == "ok" and entry.outcome.measured is not None:
+            self._good.setdefault(entry.trial.setting, []).append(entry)
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Those with a trial that ended well, in the order of their first one."""
+        return list(self._good)
+
+    @property
+    def deaths(self) -> list[Entry]:
+        """Trials that ended badly."""
+        return [e for e in self.entries if e.outcome.ended != "ok" or e.outcome.measured is None]
+
+    @property
+    def spent_s(self) -> float:
+        """Of all trials."""
+        return sum(entry.outcome.seconds for entry in self.entries)
+
+    def good(self, setting: Setting) -> list[Entry]:
+        """The trials of a setting that ended well."""
+        return self._good.get(setting, [])
+
+    def measured(self, setting: Setting) -> Measured:
+        """The newest figures of a setting that is one of `settings`, with the pooled rate and the highest memory."""
+        figures = [_figures(entry) for entry in self._good[setting]]
+        rate = self.rate(setting)
+        vram = [one.vram_bytes for one in figures if one.vram_bytes is not None]
+        return replace(
+            figures[-1],
+            samples_s=rate.samples_s,
+            low=rate.samples_s * (1 - rate.half_width),
+            high=rate.samples_s * (1 + rate.half_width),
+            ram_bytes=max(one.ram_bytes for one in figures),
+            vram_bytes=max(vram, default=None),
+        )
+
+    def rate(self, setting: Setting) -> Rate:
+        """Of a setting that is one of `settings`: means weighted by the inverse of their variance.
+
+        Trials may differ by more than their intervals say: the interval is never narrower than their spread allows.
+        """
+        figures = [_figures(entry) for entry in self._good[setting]]
+        weights = [1 / max(one.half_width, _NARROWEST) ** 2 for one in figures]
+        mean = sum(w * one.samples_s for w, one in zip(weights, figures, strict=True)) / sum(weights)
+        spread = max(one.samples_s for one in figures) - min(one.samples_s for one in figures)
+        between = spread / 2 / mean / math.sqrt(len(figures))
+        return Rate(mean, max(1 / math.sqrt(sum(weights)), between))
+
+    def gain(self, setting: Setting, base: Setting) -> float:
+        """Of samples a second, as a share of the base's."""
+        return self.rate(setting).samples_s / self.rate(base).samples_s - 1
+
+    def noise(self, setting: Setting, base: Setting) -> float:
+        """A gain below this share may be none."""
+        return math.hypot(self.rate(setting).half_width, self.rate(base).half_width)
+
+    def is_gain(self, setting: Setting, base: Setting) -> bool:
+        """Whether a setting is faster by more than 3 % and more than the noise."""
+        return self.gain(setting, base) > max(SMALLEST_GAIN, self.noise(setting, base))
+
+    def fastest(self) -> Setting | None:
+        """The setting with the most samples a second."""
+        return max(self._good, key=lambda setting: self.rate(setting).samples_s, default=None)
+
+
+def _figures(entry: Entry) -> Measured:
+    measured = entry.outcome.measured
+    assert measured is not None  # kept out by `add`
+    return measured

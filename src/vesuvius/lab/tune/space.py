@@ -1,0 +1,79 @@
+"""What a tune may try, and the limits that it stays below."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, Self
+
+from vesuvius.lab.tune.setting import Setting
+
+Goal = Literal["samples_s", "cost"]
+
+WITHIN: dict[Goal, float] = {"samples_s": 0.03, "cost": 0.10}
+"""The cheapest setting is taken whose samples a second are within this share of the best."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Caps of the knobs and limits of the machine; with a ledger, all that the policy knows.
+
+    Attributes:
+        source: the setting of the config.
+        goal: `samples_s` takes the cheapest setting within 3 % of the fastest, `cost` within 10 %.
+        scale_batch: whether the effective batch may grow.
+        budget_s: seconds that all trials together may take.
+        on_gpu: whether trials run on one.
+        cores: processors that the run may use.
+        most_workers: cap on readers.
+        most_prefetch: cap on `prefetch_factor`.
+        remote: whether any volume lies on a remote store, where requests in flight matter.
+        most_requests: cap on them.
+        most_batch: cap on the micro-batch, by tensors of 2^31 elements or by `scale_batch`.
+        levels: of the network, with full resolution as 0: those that checkpointing may name.
+        deterministic: keeps cuDNN's benchmark off.
+        ram_limit_bytes: predicted memory beyond which no trial starts: the guard's first rung.
+        vram_limit_bytes: the same on the GPU; None on a CPU.
+        trial_s: seconds that the first trial may take at most, as a guess for the plan.
+    """
+
+    source: Setting
+    goal: Goal
+    scale_batch: bool
+    budget_s: float
+    on_gpu: bool
+    cores: float
+    most_workers: int
+    most_prefetch: int
+    remote: bool
+    most_requests: int
+    most_batch: int
+    levels: int
+    deterministic: bool
+    ram_limit_bytes: int
+    vram_limit_bytes: int | None
+    trial_s: float
+
+    def record(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Self:
+        """From `record()`, by way of JSON."""
+        return cls(**record | {"source": Setting.from_record(record["source"])})
+
+
+class Planner(Protocol):
+    """What a setting should take before it was tried.  Pure."""
+
+    def ram_bytes(self, setting: Setting) -> int:
+        """Host memory of a trial at its peak."""
+        ...
+
+    def vram_bytes(self, setting: Setting) -> int | None:
+        """GPU memory at its peak, with the reserve; None on a CPU."""
+        ...
+
+    def later_bytes(self, setting: Setting) -> int:
+        """Host memory that a long run takes beyond a trial: readers of two executions live while one hands over."""
+        ...

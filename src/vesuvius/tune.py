@@ -1,0 +1,89 @@
+"""Door: `vesuvius tune --config FILE [key.path=value ...]`, also `python -m vesuvius.tune`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from vesuvius.config_file import read_config
+from vesuvius.door import run_door, say
+from vesuvius.errors import EXIT_OK
+
+_STEPS_LEAST = 20
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and tune.  Returns the exit code."""
+    return run_door(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius tune",
+        description="Find out by short runs with which readers, prefetch and micro-batch a config trains fastest here, "
+        "without running out of memory on the way, and write FILE.tuned.yaml and a report.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    parser.add_argument(
+        "--budget", type=duration, metavar="TIME", help="for all trials together: 90s, 30m (default), 1h30m"
+    )
+    parser.add_argument(
+        "--goal",
+        choices=("samples_s", "cost"),
+        default="samples_s",
+        help="samples_s = the cheapest setting within 3 %% of the fastest (default); cost = within 10 %%",
+    )
+    parser.add_argument(
+        "--scale-batch", action="store_true", help="let the effective batch grow; it is another training then"
+    )
+    parser.add_argument(
+        "--steps", type=steps, default=100, metavar="N", help="measured steps of a trial at most (default: 100)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the trials with their predictions, write nothing")
+    parser.add_argument("--resume", action="store_true", help="go on with the ledger of an interrupted tune")
+    args = parser.parse_intermixed_args(argv)
+    config = read_config(args.config, args.overrides)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`, for the plans
+    from vesuvius.lab.tune.session import Request, plan, tune, typed  # imports torch
+
+    request = Request(
+        config=config,
+        source=args.config,
+        overrides=tuple(args.overrides),
+        command=typed(argv),
+        goal=args.goal,
+        scale_batch=args.scale_batch,
+        budget_s=args.budget,
+        resume=args.resume,
+        steps=args.steps,
+    )
+    if args.dry_run:
+        say("\n".join(plan(request)))
+        return EXIT_OK
+    return tune(request)
+
+
+def steps(text: str) -> int:
+    """A number of steps that says something; an argument of argparse."""
+    if not text.isdecimal() or int(text) < _STEPS_LEAST:
+        raise argparse.ArgumentTypeError(f"must be at least {_STEPS_LEAST}, for a confidence interval; got {text}")
+    return int(text)
+
+
+def duration(text: str) -> float:
+    """Seconds of `90s`, `30m`, `1h30m`; an argument of argparse."""
+    found = _DURATION.fullmatch(text)
+    hours, minutes, seconds = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
+    total_s = 3600 * hours + 60 * minutes + seconds
+    if total_s <= 0:
+        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 30m or 1h30m; got {text}")
+    return total_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

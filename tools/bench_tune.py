@@ -1,0 +1,187 @@
+"""Is what `vesuvius tune` recommends as fast as the best of a full grid, and how much sooner is it known?
+
+A synthetic scroll lies behind an HTTP server with latency; the config begins with workers 1, prefetch_factor 1 and
+train_batch_size 1.  First the tune; then every setting of the grid workers x prefetch_factor x train_batch_size (same
+effective batch) by trials of the very same kind; last the tuned setting and the grid's best one, in turns.
+
+    python tools/bench_tune.py [--only tune|grid|compare] [--latency-ms 100] [--repeats 3] [--tunes 1] [--folder DIR]
+
+With `--tunes 5` it also tells how often the recommendation is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` sets it
+
+from vesuvius.config import Config
+from vesuvius.config_file import read_config
+from vesuvius.lab.tune.ledger import Ledger
+from vesuvius.lab.tune.runner import RunnerOptions, SubprocessRunner
+from vesuvius.lab.tune.setting import Setting, in_words
+from vesuvius.lab.tune.trial import Measured, Prediction, Trial
+
+WORKERS = (1, 2, 4, 8)
+PREFETCH = (1, 2, 4)
+BATCHES = (1, 2, 4)
+_EFFECTIVE = 4
+_STEPS = 50
+_TRIALS = RunnerOptions(least_steps=_STEPS // 2, most_steps=_STEPS)
+_CONFIG = """
+name: bench_tune
+data:
+  volumes:
+    - path: {url}/scroll.zarr
+  patch_size: [16, 16, 16]
+  patches_per_region: 1
+  region_size: [32, 32, 32]
+  store: {{requests: 2}}
+training:
+  train_batch_size: 1
+  accumulate_steps: 4
+  workers: 1
+  prefetch_factor: 1
+  steps_per_epoch: 1000
+  epochs: 8
+  warmup_steps: 10
+model:
+  channels: [4, 8]
+  full_res_channels: 2
+  blocks_per_level: 1
+  attention_heads: 2
+  norm_groups: 2
+"""
+
+
+def main() -> None:
+    """Run what was asked for and print it; figures go to FOLDER/*.json."""
+    arguments = _parser().parse_args()
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    with _served(folder, arguments.latency_ms) as url:
+        os.chdir(folder)
+        Path("bench.yaml").write_text(_CONFIG.format(url=url), encoding="utf-8")
+        config = read_config(Path("bench.yaml"))
+        if arguments.only in (None, "tune"):
+            _tune(arguments.tunes)
+        if arguments.only in (None, "grid"):
+            _grid(config)
+        if arguments.only in (None, "compare"):
+            _compare(config, arguments.repeats)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", choices=("tune", "grid", "compare"), help="one part; the others must have been run")
+    parser.add_argument("--latency-ms", type=float, default=100.0, help="of each answer of the server")
+    parser.add_argument("--repeats", type=int, default=3, help="of tuned against best, in turns")
+    parser.add_argument("--tunes", type=int, default=1, help="how many tunes, one after the other")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench_tune"), help="where everything is kept")
+    return parser
+
+
+@contextmanager
+def _served(folder: Path, latency_ms: float) -> Iterator[str]:
+    volume = folder / "scroll.zarr"
+    if not volume.exists():
+        command = [sys.executable, "-m", "vesuvius.volume", "synth", str(volume), "--shape", "256,256,256"]
+        subprocess.run([*command, "--chunk", "32"], check=True)
+    server = Path(__file__).with_name("chunk_server.py")
+    command = [sys.executable, str(server), str(folder), "--latency-ms", str(latency_ms), "--with-parent"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+def _tune(count: int) -> None:
+    found: list[dict[str, object]] = []
+    for _ in range(count):
+        began = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "vesuvius.tune", "--config", "bench.yaml", "--steps", str(_STEPS)], check=True
+        )
+        report = json.loads(Path("runs/bench_tune/tune/report.json").read_text(encoding="utf-8"))
+        overrides = " ".join(report["options"][1]["overrides"])
+        rate, trials = report["options"][1]["samples_s"], len(report["trials"])
+        found.append({"overrides": overrides, "samples_s": rate, "seconds": time.monotonic() - began, "trials": trials})
+        print(f"tune: {found[-1]['seconds']:.0f} s, {trials} trials, {rate:.3g} samples/s: {overrides or 'unchanged'}")
+    _write("tunes", found)
+    overrides, times = Counter(str(tune["overrides"]) for tune in found).most_common(1)[0]
+    print(f"the same recommendation in {times} of {count}: {overrides}")
+
+
+def _grid(config: Config) -> None:
+    """Every setting, in an order that has nothing to do with its knobs' values."""
+    settings = _settings(config)
+    runner = SubprocessRunner(config, Path("runs/bench_tune/grid"), _TRIALS)
+    began, rows = time.monotonic(), []
+    for number in sorted(range(len(settings)), key=lambda n: n * 25 % len(settings)):
+        measured = _measure(runner, number, settings[number])
+        rows.append({"setting": settings[number].record(), "samples_s": measured.samples_s})
+        print(f"grid {number}: {in_words(settings[number], Setting.of(config))}: {measured.samples_s:.3g} samples/s")
+    _write("grid", {"seconds": time.monotonic() - began, "rows": rows})
+
+
+def _settings(config: Config) -> list[Setting]:
+    source = Setting.of(config)
+    return [
+        replace(source, workers=w, prefetch_factor=p, train_batch_size=b, accumulate_steps=_EFFECTIVE // b)
+        for w, p, b in itertools.product(WORKERS, PREFETCH, BATCHES)
+    ]
+
+
+def _measure(runner: SubprocessRunner, number: int, setting: Setting) -> Measured:
+    trial = Trial(number, setting, "check", "", "a setting of the grid", Prediction(None, 0, None, 0.0, "low", 0))
+    outcome = runner.run(trial)
+    if outcome.measured is None:
+        raise SystemExit(f"a trial of the grid must end well; got {outcome.ended}: {outcome.cause}")
+    return outcome.measured
+
+
+def _compare(config: Config, repeats: int) -> None:
+    """The tuned setting against the grid's best, in turns: a figure of the grid alone is one draw of many."""
+    grid = json.loads(Path("grid.json").read_text(encoding="utf-8"))
+    tunes = json.loads(Path("tunes.json").read_text(encoding="utf-8"))
+    best = Setting.from_record(max(grid["rows"], key=lambda row: row["samples_s"])["setting"])
+    tuned = Setting.of(read_config(Path("bench.yaml"), str(tunes[-1]["overrides"]).split()))
+    runner = SubprocessRunner(config, Path("runs/bench_tune/compare"), _TRIALS)
+    rates: dict[Setting, list[float]] = {tuned: [], best: []}
+    for number in range(repeats):
+        for place, setting in enumerate(rates):
+            rates[setting].append(_measure(runner, 2 * number + place, setting).samples_s)
+    ratio = statistics.median(rates[tuned]) / statistics.median(rates[best])
+    share = statistics.median(tune["seconds"] for tune in tunes) / grid["seconds"]
+    source = Setting.of(config)
+    print(f"tuned  {in_words(tuned, source)}: {_spread(rates[tuned])} samples/s")
+    print(f"best   {in_words(best, source)}: {_spread(rates[best])} samples/s")
+    print(f"tuned over best {ratio:.2f}; tune over grid {share:.2f} of {grid['seconds']:.0f} s")
+    entries = Ledger.read(Path("runs/bench_tune/tune/ledger.jsonl")).entries
+    _write("compare", {"ratio": ratio, "time_share": share, "trials": len(entries), "rates": list(rates.values())})
+
+
+def _spread(rates: list[float]) -> str:
+    return f"median {statistics.median(rates):.3g} ({min(rates):.3g} to {max(rates):.3g})"
+
+
+def _write(name: str, figures: object) -> None:
+    Path(f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
