@@ -16,12 +16,12 @@ from vesuvius.config_file import read_config
 from vesuvius.data.prepare import prepare_data
 from vesuvius.data.reader_figures import ReaderFigures
 from vesuvius.data.stream_options import StreamOptions, batches_ahead, store_need_bytes
-from vesuvius.engine.autotune import Autotuner, left_bytes
+from vesuvius.engine.autotune import Autotuner
 from vesuvius.engine.progress import Progress
 from vesuvius.errors import ConfigError
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.records import read_records
-from vesuvius.observe.risk.killers import RAY_NAME, Killer, Limits
+from vesuvius.observe.risk.killers import RAY_NAME, Killer, Limits, left_bytes
 from vesuvius.observe.verdict import Verdict
 
 WriteConfig = Callable[..., Path]
@@ -282,7 +282,7 @@ def test_what_is_left_is_counted_by_the_tightest_killer_as_the_guard_does() -> N
     early = Killer(RAY_NAME, 30 * GIB, 64 * GIB, 32 * GIB)  # kills at half of it
 
     def left(*killers: Killer) -> int:
-        return left_bytes(SimpleNamespace(risk=SimpleNamespace(killers=killers)), Limits())  # type: ignore[arg-type]
+        return left_bytes(killers, Limits())
 
     assert left(machine) == pytest.approx(0.84 * 64 * GIB - 30 * GIB, abs=1)
     assert left(machine, cgroup) == pytest.approx(0.84 * 16 * GIB - 2 * GIB, abs=1)

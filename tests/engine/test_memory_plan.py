@@ -17,6 +17,7 @@ from vesuvius.config_file import read_config
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.engine import memory_plan
 from vesuvius.engine.memory_plan import largest_batch, plan_memory
 from vesuvius.engine.network import build_network, lay_out_network
 from vesuvius.engine.step import AmpMode, TrainStep
@@ -205,14 +206,25 @@ def test_float16_is_planned_as_bfloat16_is() -> None:
 
 def test_planning_draws_from_no_global_generator() -> None:
     before = torch.get_rng_state()
-    plan_memory.__wrapped__(make_config())  # the function itself: the cache may know the answer
+    memory_plan._trace.cache_clear()  # it may know the answer
+    plan_memory(make_config())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_nothing_to_a_step_is_not_traced_again() -> None:
+    plan_memory(make_config())
+    misses = memory_plan._trace.cache_info().misses
+    plan_memory(with_training(make_config(), workers=7, prefetch_factor=5))
+    assert memory_plan._trace.cache_info().misses == misses
+    plan_memory(with_training(make_config(), accumulate_steps=7))
+    assert memory_plan._trace.cache_info().misses == misses + 1
 
 
 def test_a_plan_allocates_no_tensors() -> None:
     config = read_config(EXP001, [])
+    memory_plan._trace.cache_clear()  # it may know the answer
     with record_memory() as record:
-        plan = plan_memory.__wrapped__(config)  # the function itself: the cache may know the answer
+        plan = plan_memory(config)
     assert plan.peak_bytes > 4 * GIB
     assert allocated_bytes(record).max() < 2**20, "schedule tables, and no more"
 

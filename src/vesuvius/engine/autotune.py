@@ -20,7 +20,7 @@ from vesuvius.engine.progress import Progress
 from vesuvius.errors import ConfigError
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.monitor import Monitor
-from vesuvius.observe.risk.killers import Limits, used_share
+from vesuvius.observe.risk.killers import Limits, left_bytes
 from vesuvius.observe.steering import Decision, Learned, Means, Supply, carried_out, decide
 from vesuvius.observe.units import size_text
 from vesuvius.observe.verdict import Verdict
@@ -83,7 +83,7 @@ class Autotuner:
 
     def _means(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> Means:
         return Means(
-            left_bytes=left_bytes(monitor, self._limits),
+            left_bytes=left_bytes(monitor.risk.killers, self._limits),
             batch_bytes=feed.memory_of_batch,
             reader_bytes=self._reader_bytes(stream),
             most_ahead=self._most_ahead,
@@ -165,10 +165,3 @@ class Autotuner:
         if decision.action in ("more_workers", "fewer_workers"):
             return supply.workers
         return supply.ahead * self._batch_bytes
-
-
-def left_bytes(monitor: Monitor, limits: Limits) -> int:
-    """Memory that the run may take more before the first rung of the guard, as the tightest killer counts."""
-    killers = monitor.risk.killers
-    full = [(killer, used_share(replace(killer, used_bytes=killer.limit_bytes), limits)) for killer in killers]
-    return min(int(limits.prefetch_at * killer.limit_bytes / share) - killer.used_bytes for killer, share in full)

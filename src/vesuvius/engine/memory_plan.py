@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vesuvius.config import Config
+from vesuvius.config import Config, StoreConfig
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.unet import INT32_LIMIT, UNet, largest_activation_elements
@@ -84,7 +84,6 @@ class MemoryPlan:
         return CONTEXT_BYTES + int((1 + FRAGMENTATION) * (self.peak_bytes + self.workspace_bytes))
 
 
-@lru_cache(maxsize=64)  # a trace takes a second, and a dry run asks for the same batch more than once
 def plan_memory(config: Config, batch: int | None = None, amp: AmpMode = "bf16") -> MemoryPlan:
     """Trace one training step of `config`.
 
@@ -100,8 +99,18 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode = "bf16")
         ConfigError: a tensor would reach 2^31 elements.
     """
     batch = batch or config.training.train_batch_size
-    training = config.training.model_copy(update={"train_batch_size": batch, "amp": amp, "compile": False})
-    config = config.model_copy(update={"training": training})
+    step = {"train_batch_size": batch, "amp": amp, "compile": False}
+    same = {"workers": 0, "prefetch_factor": 1, "prefetch_mib": None, "max_steps": None}  # nothing to a step
+    training = config.training.model_copy(update=step | same)
+    data = config.data.model_copy(update={"store": StoreConfig()})
+    return _trace(config.model_copy(update={"name": "any", "seed": 0, "training": training, "data": data}))
+
+
+@lru_cache(maxsize=64)  # a trace takes a second, and a dry run or a tune asks for the same batch again and again
+def _trace(config: Config) -> MemoryPlan:
+    """Of the step that a config has, in the autocast dtype that it names."""
+    training = config.training
+    amp: AmpMode = training.amp  # type: ignore[assignment]  # never auto here
     # Schedule tables and timesteps are real tensors among fake ones.
     with FakeTensorMode(allow_non_fake_inputs=True), Footprint() as footprint:
         step = _step_with_state(config)
@@ -115,7 +124,7 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode = "bf16")
         step.apply(training.lr)
         weight_bytes = sum(weight.nbytes for weight in weights)
         return MemoryPlan(
-            batch=batch,
+            batch=training.train_batch_size,
             amp=amp,
             parameters=parameter_count(step.network),
             flops_per_step=footprint.flops * training.accumulate_steps,

@@ -289,9 +289,9 @@ class Run:
                     self._one_step(feed, stream, clock, reporter)
                     self._record_events(stream, deaths)
                     with clock.pausing():
+                        self._acts.obey(stream, monitor, reporter.longest_step_s)
                         if not self._stop.wanted():
                             tuner.act(stream, feed, monitor)
-                        self._acts.obey(stream, monitor, reporter.longest_step_s)
                     milestones.record_failures()
                     milestones.prepare()
                     if milestones.due():

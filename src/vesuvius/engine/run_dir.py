@@ -49,9 +49,12 @@ class RunDir:
 
     def exists(self) -> bool:
         """Whether a run has begun here; what a tune has written is none."""
-        if not self.path.is_dir():
-            return self.path.exists()
-        return any(entry.name not in (TUNE, _LOCK) for entry in self.path.iterdir())
+        try:
+            return any(entry.name not in (TUNE, _LOCK) for entry in self.path.iterdir())
+        except FileNotFoundError:
+            return False
+        except OSError:  # a file, or a directory that may not be read
+            return True
 
     @property
     def log(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vesuvius.observe.system.look import Look
 
@@ -101,6 +101,12 @@ def limit_of(look: Look, limits: Limits) -> int:
     """Bytes that a run may use: the smallest of the machine's memory, the limits of the cgroup and its ancestors, and
     `limits.configured_bytes`."""
     return tightest(look, limits).limit_bytes
+
+
+def left_bytes(killers: Iterable[Killer], limits: Limits) -> int:
+    """Memory that may be taken more before the guard's first rung, as the tightest of all killers counts it."""
+    full = [(killer, used_share(replace(killer, used_bytes=killer.limit_bytes), limits)) for killer in killers]
+    return min(int(limits.prefetch_at * killer.limit_bytes / share) - killer.used_bytes for killer, share in full)
 
 
 def used_share(killer: Killer, limits: Limits) -> float:
