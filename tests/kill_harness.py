@@ -25,14 +25,21 @@ _HANG_S = 300
 
 
 class Session:
-    """One process of a run.  A context manager that leaves no process behind."""
+    """One process of a run, or of another door.  A context manager that leaves no process behind."""
 
-    def __init__(self, config: Path, cwd: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: Path,
+        cwd: Path,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        module: str = "vesuvius.train",
+    ) -> None:
         self._output = cwd / f"{config.stem}.session.txt"
         self._started = time.monotonic()
         with self._output.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "vesuvius.train", "--config", str(config), *arguments],
+                [sys.executable, "-m", module, "--config", str(config), *arguments],
                 cwd=cwd,
                 env=os.environ | (environment or {}),
                 stdout=out,

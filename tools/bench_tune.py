@@ -30,9 +30,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` sets it
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
 from vesuvius.lab.tune.ledger import Ledger
-from vesuvius.lab.tune.runner import RunnerOptions, SubprocessRunner
-from vesuvius.lab.tune.setting import Setting, in_words
-from vesuvius.lab.tune.trial import Measured, Prediction, Trial
+from vesuvius.lab.tune.terms.setting import Setting, in_words
+from vesuvius.lab.tune.terms.trial import Measured, Prediction, Trial
+from vesuvius.lab.tune.trials.runner import RunnerOptions, SubprocessRunner
 
 WORKERS = (1, 2, 4, 8)
 PREFETCH = (1, 2, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from vesuvius.door import run_door, say
 from vesuvius.errors import EXIT_OK
 
 _STEPS_LEAST = 20
+_LEAST_S = 60.0
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
@@ -35,27 +37,26 @@ def _main(argv: list[str]) -> int:
     parser.add_argument(
         "--goal",
         choices=("samples_s", "cost"),
-        default="samples_s",
         help="samples_s = the cheapest setting within 3 %% of the fastest (default); cost = within 10 %%",
     )
     parser.add_argument(
         "--scale-batch", action="store_true", help="let the effective batch grow; it is another training then"
     )
-    parser.add_argument(
-        "--steps", type=steps, default=100, metavar="N", help="measured steps of a trial at most (default: 100)"
-    )
+    parser.add_argument("--steps", type=steps, metavar="N", help="measured steps of a trial at most (default: 100)")
     parser.add_argument("--dry-run", action="store_true", help="print the trials with their predictions, write nothing")
     parser.add_argument("--resume", action="store_true", help="go on with the ledger of an interrupted tune")
     args = parser.parse_intermixed_args(argv)
     config = read_config(args.config, args.overrides)
+    text = args.config.read_bytes().decode("utf-8")  # what was just read well
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`, for the plans
-    from vesuvius.lab.tune.session import Request, plan, tune, typed  # imports torch
+    from vesuvius.lab.tune.session import Request, plan, tune  # imports torch
 
     request = Request(
         config=config,
         source=args.config,
+        text=text,
         overrides=tuple(args.overrides),
-        command=typed(argv),
+        command=shlex.join(["vesuvius", "tune", *argv]),
         goal=args.goal,
         scale_batch=args.scale_batch,
         budget_s=args.budget,
@@ -80,8 +81,8 @@ def duration(text: str) -> float:
     found = _DURATION.fullmatch(text)
     hours, minutes, seconds = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
     total_s = 3600 * hours + 60 * minutes + seconds
-    if total_s <= 0:
-        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 30m or 1h30m; got {text}")
+    if total_s < _LEAST_S:
+        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 30m or 1h30m, a minute at least; got {text}")
     return total_s
 
 

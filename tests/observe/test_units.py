@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from vesuvius.observe.units import DATE_FORMAT, GIB, format_duration, format_time, gib, size_text
+from vesuvius.observe.units import DATE_FORMAT, GIB, format_duration, format_percent, format_time, gib, size_text
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,11 @@ from vesuvius.observe.units import DATE_FORMAT, GIB, format_duration, format_tim
 )
 def test_durations_read_at_a_glance(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.15, "15 %"), (0.0126, "1.3 %"), (1.0, "100 %"), (-0.5, "-50 %")])
+def test_shares_are_told_in_percent_with_a_decimal_where_there_is_one(share: float, text: str) -> None:
+    assert format_percent(share) == text
 
 
 def test_a_size_that_is_not_known_is_no_zero() -> None:

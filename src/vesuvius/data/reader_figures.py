@@ -9,8 +9,14 @@ from vesuvius.data.reader import BlockReport
 
 @dataclass
 class ReaderTotals:
-    """What readers have done, added up over their blocks; attributes as in `BlockReport`."""
+    """What readers have done, added up over their blocks.
 
+    Attributes:
+        blocks: how many; all of a task are counted before the first of its samples is cut.
+        others: as in `BlockReport`.
+    """
+
+    blocks: int = 0
     read_s: float | None = None
     decode_s: float = 0.0
     bytes_read: int = 0
@@ -22,6 +28,7 @@ class ReaderTotals:
 
     def add(self, report: BlockReport) -> None:
         """Take one block's report in."""
+        self.blocks += 1
         if report.read_s is not None:
             self.read_s = (self.read_s or 0.0) + report.read_s
         for name in _SUMMED:

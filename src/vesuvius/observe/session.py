@@ -18,6 +18,7 @@ from vesuvius.observe.system.cgroup import read_cgroup
 from vesuvius.observe.system.machine import read_machine
 from vesuvius.observe.system.processes import read_process
 from vesuvius.observe.system.roots import Roots
+from vesuvius.observe.whole_file import write_whole
 
 # The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.
 _SAME_START_S = 0.005
@@ -159,13 +160,7 @@ def _pids_inside(pid: int, roots: Roots) -> Iterator[int]:
 
 
 def _write(path: Path, record: SessionRecord) -> None:
-    """Through a file beside it, so that who reads at any moment finds one of the two whole."""
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(record), indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    write_whole(path, (json.dumps(asdict(record), indent=1) + "\n").encode())
 
 
 def _from_json(data: dict[str, Any]) -> SessionRecord:

@@ -20,6 +20,11 @@ def size_text(size_bytes: float) -> str:
     return f"{gib(size_bytes)} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / _MIB:.3g} MiB"
 
 
+def format_percent(share: float) -> str:
+    """'15 %', '1.3 %'."""
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
 def format_duration(seconds: float) -> str:
     """'45s', '12m30s', '3h05m', '4d07h'."""
     whole = round(seconds)

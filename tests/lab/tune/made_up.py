@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
-from vesuvius.lab.tune.options import Horizon, Option, options
-from vesuvius.lab.tune.report import Report, build_report
-from vesuvius.lab.tune.setting import Setting, in_words
-from vesuvius.lab.tune.space import Space
-from vesuvius.lab.tune.trial import Bound, Ended, Entry, Measured, Outcome, Prediction, Stage, Stop, Trial
+from vesuvius.lab.tune.report.options import Horizon, Option, options
+from vesuvius.lab.tune.report.report import Report, build_report
+from vesuvius.lab.tune.terms.known import Known
+from vesuvius.lab.tune.terms.setting import Setting, in_words
+from vesuvius.lab.tune.terms.space import Space
+from vesuvius.lab.tune.terms.trial import Bound, Ended, Entry, Measured, Outcome, Prediction, Stage, Stop, Trial
 from vesuvius.observe.units import GIB
 
 SOURCE = Setting(
@@ -36,13 +38,13 @@ SPACE = Space(
     remote=False,
     most_requests=256,
     most_batch=8,
-    levels=4,
+    levels=(0, 1, 2, 3),
     deterministic=False,
     ram_limit_bytes=140 * GIB,
     vram_limit_bytes=73 * GIB,
     trial_s=90,
 )
-HORIZON = Horizon(steps_per_epoch=4000, epochs=32, global_batch=8)
+HORIZON = Horizon(steps_per_epoch=4000, epochs=32, global_batch=8, max_steps=None)
 FOUR = replace(SOURCE, workers=4)
 SIX = replace(SOURCE, workers=6)
 BIG = replace(SIX, train_batch_size=4, accumulate_steps=2)
@@ -162,8 +164,13 @@ def predict(setting: Setting) -> Prediction:
     return Prediction(rate, int(ram * GIB), int((7 + 8.5 * setting.train_batch_size) * GIB), 95, "low", 3)
 
 
+def obstacle(setting: Setting) -> str | None:
+    """What the made-up machine has no room for."""
+    return "too many readers" if setting.workers > 12 else None
+
+
 def make_options() -> tuple[Option, Option, Option]:
-    return options(LEDGER, STOP, SPACE, predict, HORIZON)
+    return options(Known(LEDGER), STOP, SPACE, predict, obstacle, HORIZON)
 
 
 def make_report(name: str = "exp001_full", source: str = "configs/exp001_full.yaml") -> Report:
@@ -172,11 +179,12 @@ def make_report(name: str = "exp001_full", source: str = "configs/exp001_full.ya
         source=source,
         tuned=source.replace(".yaml", ".tuned.yaml"),
         command=f"vesuvius tune --config {source} --budget 30m",
+        train_command="vesuvius train --config " + shlex.quote(source.replace(".yaml", ".tuned.yaml")),
         date="2026-11-22 09:01:02",
         versions={"vesuvius": "0.1.0", "torch": "2.13.0"},
         machine=["box: 12 cores, 170 GiB of RAM, NVIDIA A100-SXM4-80GB (80 GiB)"],
         space=SPACE,
-        ledger=LEDGER,
+        known=Known(LEDGER),
         stop=STOP,
         options=make_options(),
         horizon=HORIZON,

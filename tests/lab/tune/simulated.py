@@ -10,14 +10,16 @@ from functools import cache
 
 import numpy as np
 
-from vesuvius.lab.tune.policy import propose
-from vesuvius.lab.tune.setting import Setting
-from vesuvius.lab.tune.space import Space
-from vesuvius.lab.tune.trial import Entry, Measured, Outcome, Stop, Trial
+from vesuvius.lab.tune.policy.policy import propose
+from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.space import Space
+from vesuvius.lab.tune.terms.trial import Entry, Measured, Outcome, Stop, Trial
 
 GIB = 2**30
 RUNG = 0.84  # of the limit: where the guard begins, and no trial should come
 STEPS = 75
+WARMUP_STEPS = 5
+LEAST_STEPS = 3  # a trial with fewer has measured nothing
 START_S = 20.0
 SOURCE = Setting(
     workers=2,
@@ -52,7 +54,8 @@ class Machine:
         bias: the planner's bytes for each of these parts, for one true byte.
         unplanned_gib: of RAM and VRAM that the planner does not know.
         dies_at_workers: a kill that nobody could foresee.
-        noise: standard deviation of a trial's rate, of which its interval knows.
+        noise: standard deviation of a trial's rate with all its steps, of which its interval knows; more with fewer.
+        most_ahead: as in `Space`.
         ram_noise: standard deviation of a trial's measured memory.
     """
 
@@ -79,6 +82,7 @@ class Machine:
     unplanned_gib: float = 0.5
     dies_at_workers: int | None = None
     noise: float = 0.005
+    most_ahead: int | None = None
     ram_noise: float = 0.005
 
     def __hash__(self) -> int:
@@ -98,11 +102,13 @@ class Machine:
             remote=self.remote,
             most_requests=64,
             most_batch=64,
-            levels=3,
+            levels=(0, 1, 2),
             deterministic=False,
             ram_limit_bytes=int(RUNG * self.ram_limit_gib * GIB),
             vram_limit_bytes=int(RUNG * self.vram_limit_gib * GIB) if self.on_gpu else None,
             trial_s=120.0,
+            trial_limit_s=min(max(budget_s / 6, 60.0), 600.0),
+            most_ahead=self.most_ahead,
         )
 
     def ram_bytes(self, setting: Setting, bias: tuple[float, ...] = (1.0,) * 4) -> int:
@@ -112,7 +118,7 @@ class Machine:
             (
                 1.0,
                 setting.workers,
-                max(setting.workers, 1) * setting.prefetch_factor * setting.train_batch_size,
+                self.ahead(setting) * setting.train_batch_size,
                 setting.train_batch_size,
             ),
             bias,
@@ -156,7 +162,12 @@ class Machine:
         return smooth * (1 - self._bursts(setting))
 
     def _bursts(self, setting: Setting) -> float:
-        return self.burst / (self.burst + max(setting.workers, 1) * setting.prefetch_factor)
+        return self.burst / (self.burst + self.ahead(setting))
+
+    def ahead(self, setting: Setting) -> int:
+        """Batches put together ahead; `most_ahead` is of the source's size."""
+        most = math.inf if self.most_ahead is None else self.most_ahead * self.source.train_batch_size
+        return int(min(max(setting.workers, 1) * setting.prefetch_factor, most // setting.train_batch_size))
 
     def _readers_rate(self, setting: Setting) -> float:
         crowd = max(setting.workers - self.cores, 0.0)
@@ -173,24 +184,28 @@ class Machine:
             return Outcome("gpu_memory", "CUDA out of memory", 15.0, None)
         return None
 
-    def run(self, setting: Setting, rng: np.random.Generator) -> Outcome:
-        """A trial, with its noise."""
+    def run(self, setting: Setting, rng: np.random.Generator, limit_s: float = 3600.0) -> Outcome:
+        """A trial, with its noise, cut at its limit."""
         death = self.death(setting)
         if death is not None:
             return death
         truth, trainer_s = self.rate(setting), self.trainer_s(setting)
-        rate = truth * float(np.exp(self.noise * rng.standard_normal()))
+        steps = min(STEPS, math.floor((limit_s - START_S) * truth / setting.global_batch) - WARMUP_STEPS)
+        if steps < LEAST_STEPS:
+            return Outcome("timeout", f"got {max(steps, 0)} steps in {limit_s:g} s", limit_s, None)
+        noise = self.noise * math.sqrt(STEPS / steps)
+        rate = truth * float(np.exp(noise * rng.standard_normal()))
         wait = 1 - truth * trainer_s
         bursts = self._bursts(setting)
         reader_s, decode_s = self.reader_s(setting)
         too_many = max(setting.workers / reader_s * (decode_s + self.trainer_cores_s) / self.cores, 1.0)
         readers = self._readers_rate(setting)
         measured = Measured(
-            steps=STEPS,
+            steps=steps,
             samples_s=rate,
-            low=rate * (1 - 1.96 * self.noise),
-            high=rate * (1 + 1.96 * self.noise),
-            narrow=self.noise < 0.02,
+            low=rate * (1 - 1.96 * noise),
+            high=rate * (1 + 1.96 * noise),
+            narrow=1.96 * noise < 0.02,
             step_p50_s=setting.global_batch / rate,
             data_share=wait,
             h2d_share=0.0,
@@ -209,7 +224,8 @@ class Machine:
             ram_bytes=int(self.ram_bytes(setting) * (1 + self.ram_noise * rng.standard_normal())),
             vram_bytes=self.vram_bytes(setting),
         )
-        return Outcome("ok", "", START_S + STEPS * setting.global_batch / rate, measured)
+        seconds = START_S + (steps + WARMUP_STEPS) * setting.global_batch / rate
+        return Outcome("ok", "", seconds if steps == STEPS else limit_s, measured)
 
     def _cause(self, setting: Setting, wait: float, bursts: float) -> str | None:
         if wait <= 0.15:
@@ -281,7 +297,8 @@ def tune(machine: Machine, seed: int, space: Space | None = None) -> tuple[list[
     space, planner = space or machine.space(), BiasedPlanner(machine)
     ledger: list[Entry] = []
     while isinstance(step := propose(ledger, space, planner), Trial):
-        ledger.append(Entry(step, machine.run(step.setting, rng)))
+        limit_s = space.trial_limit_s * (2 if step.stage == "baseline" else 1)
+        ledger.append(Entry(step, machine.run(step.setting, rng, limit_s)))
     return ledger, step
 
 
@@ -332,4 +349,16 @@ MACHINES = [
     ),
     Machine("larger batches", scale_batch=True, source=GROWING, sample_s=0.02, launch_s=0.06, vram=(6.0, 1.4)),
 ]
+SLOW = Machine(
+    "18 s a step",
+    source=replace(SOURCE, workers=1, accumulate_steps=1),
+    cores=12,
+    most_workers=12,
+    decode_s=18.0,
+    sample_s=1.5,
+    trainer_cores_s=0.0,
+    noise=0.02,
+    vram=(8.0, 50.0),
+)
+"""Each step waits for one reader.  A trial is cut after a few steps, and half an hour holds a handful of them."""
 BY_NAME = {machine.name: machine for machine in MACHINES}

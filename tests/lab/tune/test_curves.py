@@ -12,8 +12,8 @@ from PIL import Image
 
 from tests.lab.tune.made_up import FOUR, LEDGER, SOURCE, SPACE, entry, measured
 from tests.lab.tune.test_report import ON_CPU
-from vesuvius.lab.tune.curves import draw_curves
-from vesuvius.lab.tune.trial import Entry
+from vesuvius.lab.tune.report.curves import draw_curves
+from vesuvius.lab.tune.terms.trial import Entry
 
 MEASURED, BAD, LIMIT, PAPER = (0x1D, 0x5F, 0xD1), (0xC6, 0x28, 0x28), (0xB2, 0x6A, 0x00), (255, 255, 255)
 LEGEND = 40  # pixel rows at the top, in which every mark is explained

@@ -10,19 +10,17 @@ from hypothesis import strategies as st
 
 from tests.lab.tune.trials import step_record, trial_of
 from vesuvius.config_file import parse_config
-from vesuvius.lab.tune.measure import (
+from vesuvius.lab.tune.terms.trial import Measured
+from vesuvius.lab.tune.trials.config import Course
+from vesuvius.lab.tune.trials.measure import (
+    TaskSize,
     cores_used,
-    half_width_s,
     measure,
     outruns_readers,
-    rate_of,
     reader_seconds,
-    stretches_of,
-    student_t,
     vram_peak_bytes,
 )
-from vesuvius.lab.tune.trial import Measured
-from vesuvius.lab.tune.trial_config import Course
+from vesuvius.lab.tune.trials.rate import half_width_s, rate_of, stretches_of, student_t
 from vesuvius.observe.recent import Moment
 
 SOURCE = parse_config("name: exp\ndata: {volumes: [{path: s.zarr}]}\ntraining: {train_batch_size: 2, workers: 2}\n")
@@ -85,6 +83,45 @@ def test_no_block_reaches_over_a_gap() -> None:
     )
 
 
+def bursts(period: int, steps: int, noise: float = 0.01) -> list[float]:
+    """Steps of which the last of each period waits for what the others did not."""
+    rng = np.random.default_rng(0)
+    return [1 + 10 * (step % period >= period - 1) + float(noise * rng.normal()) for step in range(steps)]
+
+
+@pytest.mark.parametrize("period", [3, 6, 10, 16, 20])
+def test_blocks_of_whole_periods_are_not_widened_by_bursts(period: int) -> None:
+    series = bursts(period, steps=100)
+    assert half_width_s([series], period) < 0.01 * half_width_s([series])
+
+
+@pytest.mark.parametrize("period", [6.4, 12.8, 64 / 3])
+def test_a_step_that_two_periods_share_has_a_part_in_both(period: float) -> None:
+    series = [1.0 + 3 * (step % period >= period / 2) for step in range(100)]
+    assert half_width_s([series], period) < 0.5 * half_width_s([series])
+
+
+@pytest.mark.parametrize("period", [5, 8, 16])
+def test_the_interval_of_bursts_of_a_known_period_is_that_of_their_noise(period: int) -> None:
+    series = bursts(period, steps=8 * period, noise=0.1)
+    # 0.1 / sqrt(40) at least, times Student's t; the widest of some lengths is up to twice as wide.
+    assert 0.1 / math.sqrt(len(series)) < half_width_s([series], period) < 5 * 0.1 / math.sqrt(len(series))
+
+
+def test_three_periods_are_enough_and_two_are_not() -> None:
+    drift = [1 + number / 100 for number in range(30)]
+    means = [np.mean(drift[begin : begin + 10]) for begin in (0, 10, 20)]
+    assert half_width_s([drift], 10) == pytest.approx(student_t(2) * np.std(means, ddof=1) / math.sqrt(3))
+    assert half_width_s([drift], 11) == half_width_s([drift])
+
+
+def test_no_interval_is_wider_than_tenfold() -> None:
+    steps = [step_record(step, step_s=0.001 if step % 20 else 100.0) for step in range(60)]
+    rate = rate_of([steps], 4)
+    assert rate is not None
+    assert rate.high == pytest.approx(10 * rate.samples_s)
+
+
 @given(st.lists(st.floats(0.01, 100), min_size=3, max_size=80))
 def test_the_rate_is_samples_by_the_mean_step_and_lies_in_its_interval(work_s: list[float]) -> None:
     stretch = [step_record(number, step_s=each + 1, pause_s=1.0) for number, each in enumerate(work_s)]
@@ -121,42 +158,68 @@ def test_slow_computing_behind_the_warm_up_is_left_out_and_waiting_for_data_is_n
     assert numbers_of(few) == [[6, 7, 8]], "three are left, whatever they are like"
 
 
-def tasks(steps: int, samples: int, batch: int, decode_s: float, first: int = 1) -> list[Any]:
-    """Steps of one batch each, read by tasks of `samples` that take `decode_s`, each counted with its first sample."""
+def tasks(steps: int, samples: int, batch: int, decode_s: float, first: int = 1, ahead: int = 1) -> list[Any]:
+    """Steps of one batch each, from tasks of `samples`, read in four blocks that take `decode_s` together.
+
+    Each is counted with its first sample, or `ahead` - 1 tasks before that.
+    """
+
+    def readers(step: int) -> dict[str, Any]:
+        counted = math.ceil(step * batch / samples) + ahead - 1
+        return {"blocks": 4 * counted, "decode_s": decode_s * counted, "read_s": None}
+
     return [
-        step_record(
-            step,
-            readers={"decode_s": decode_s * math.ceil(step * batch / samples), "read_s": None},
-            feeder={"full_s": 0.0, "batches": step, "ran_empty": 0},
-        )
+        step_record(step, readers=readers(step), feeder={"full_s": 0.0, "batches": step, "ran_empty": 0})
         for step in range(first, first + steps)
     ]
+
+
+def four_blocks(samples: int) -> TaskSize:
+    return TaskSize(samples, 4)
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 30))
 def test_a_sample_costs_its_share_of_a_task_wherever_the_window_lies(steps_a_task: int, batch: int, first: int) -> None:
     samples = steps_a_task * batch
     window = tasks(100, samples, batch, decode_s=0.5 * samples, first=first)
-    found = reader_seconds(window, window, batch)
+    found = reader_seconds(window, window, four_blocks(samples))
     assert found is not None
     assert found == pytest.approx((0.5, 0.5))
 
 
-def test_tasks_are_counted_from_the_beginning_where_the_window_has_too_few() -> None:
-    steps = tasks(60, samples=100, batch=2, decode_s=50.0)
-    assert reader_seconds(steps, steps[10:40], 2) == pytest.approx((0.5, 0.5))
+@given(st.integers(1, 200), st.integers(3, 60), st.integers(1, 4))
+def test_what_was_read_ahead_changes_nothing(samples: int, steps: int, ahead: int) -> None:
+    found = tasks(steps, samples, 2, decode_s=0.5 * samples, ahead=ahead)
+    assert reader_seconds(found, found[2:], four_blocks(samples)) == pytest.approx((0.5, 0.5))
 
 
-def test_one_task_for_the_whole_trial_says_nothing() -> None:
+def test_one_task_for_the_whole_trial_says_how_long_a_sample_takes() -> None:
     steps = tasks(40, samples=100, batch=2, decode_s=50.0)
-    assert reader_seconds(steps, steps[5:], 2) is None
+    assert reader_seconds(steps, steps[5:], four_blocks(100)) == pytest.approx((0.5, 0.5))
+
+
+def test_a_part_of_a_task_counts_as_a_part() -> None:
+    steps = [step_record(step, readers={"blocks": 3, "decode_s": 30.0, "read_s": None}) for step in range(1, 9)]
+    assert reader_seconds(steps, steps, four_blocks(100)) == pytest.approx((0.4, 0.4)), "30 s for 75 samples"
+    assert reader_seconds([step_record(1)], [step_record(1)], four_blocks(100)) is None
+
+
+def test_the_first_task_is_cold_and_counts_only_where_it_is_alone() -> None:
+    def cold(steps: int) -> list[Any]:
+        records = tasks(steps, samples=100, batch=2, decode_s=50.0)
+        for record in records:
+            record["readers"]["decode_s"] += 200.0
+        return records
+
+    assert reader_seconds(cold(60), cold(60)[20:40], four_blocks(100)) == pytest.approx((0.5, 0.5))
+    assert reader_seconds(cold(40), cold(40)[20:], four_blocks(100)) == pytest.approx((2.5, 2.5))
 
 
 def test_waiting_for_a_remote_store_takes_a_reader_but_no_processor() -> None:
     steps = tasks(50, samples=10, batch=2, decode_s=2.0)
     for step in steps:
         step["readers"]["read_s"] = 3 * step["readers"]["decode_s"]
-    assert reader_seconds(steps, steps, 2) == pytest.approx((0.8, 0.2))
+    assert reader_seconds(steps, steps, four_blocks(10)) == pytest.approx((0.8, 0.2))
 
 
 def test_samples_that_come_faster_than_readers_read_were_read_before() -> None:
@@ -166,8 +229,13 @@ def test_samples_that_come_faster_than_readers_read_were_read_before() -> None:
     assert not outruns_readers(10.0, reader_s=0.5, workers=0), "the trainer reads by itself"
 
 
-def measured(records: list[Any], system: list[Any] | None = None, moments: list[Any] | None = None) -> Measured | None:
-    return measure(records, system or [], moments or [], SETTING, ENDLESS, 0.02)
+def measured(
+    records: list[Any],
+    system: list[Any] | None = None,
+    moments: list[Any] | None = None,
+    task: TaskSize | None = None,
+) -> Measured | None:
+    return measure(records, system or [], moments or [], SETTING, ENDLESS, 0.02, task)
 
 
 def test_the_figures_of_a_trial_are_those_of_its_measured_steps() -> None:
@@ -195,16 +263,35 @@ def test_the_figures_of_a_trial_are_those_of_its_measured_steps() -> None:
 
 
 def test_a_rate_that_the_readers_cannot_keep_up_is_taken_for_theirs() -> None:
-    steps = [step | {"readers": each["readers"]} for step, each in zip(
-        [step_record(step) for step in range(1, 101)], tasks(100, samples=20, batch=2, decode_s=60.0), strict=True
-    )]  # fmt: skip
-    figures = measured([*steps, VERDICT])
+    figures = measured([*tasks(100, samples=20, batch=2, decode_s=60.0), VERDICT], task=four_blocks(20))
     assert figures is not None
     assert figures.reader_s == pytest.approx(3.0), "two readers give 0.67 samples a second"
     assert figures.samples_s == pytest.approx(2 / 3), "though 2 were consumed, of those read ahead"
-    assert figures.data_share == pytest.approx(1 - 0.35 * 2 / 3), "of the time, once nothing is left of them"
-    assert figures.bound == "data-bound"
+    assert figures.trainer_s == pytest.approx(0.35)
     assert not figures.narrow
+
+
+def test_a_task_larger_than_the_trial_does_not_hide_slow_readers() -> None:
+    says = VERDICT | {"bound": "compute-bound", "cause": None, "text": "compute-bound: 99 %", "overrides": ["a.b=1"]}
+    steps = tasks(60, samples=128, batch=2, decode_s=384.0)
+    assert len({step["readers"]["blocks"] for step in steps}) == 1, "one task for all of it"
+    figures = measured([*steps, says], task=TaskSize(128, 4))
+    assert figures is not None
+    assert figures.samples_s == pytest.approx(2 / 3)
+    assert (figures.bound, figures.cause, figures.overrides) == ("data-bound", None, ())
+    assert figures.verdict == (
+        "data-bound: lived on what readers had read ahead: they give 0.667 samples/s, it consumed 2"
+    )
+
+
+def test_the_shares_of_a_rate_that_is_the_readers_are_those_of_its_longer_steps() -> None:
+    figures = measured([*tasks(100, samples=20, batch=2, decode_s=60.0), VERDICT], task=four_blocks(20))
+    assert figures is not None
+    shares = (figures.data_share, figures.h2d_share, figures.compute_share, figures.host_share)
+    assert shares == pytest.approx((1 - 0.7 / 3, 0.1 / 3, 0.5 / 3, 0.1 / 3)), "a step of 1 s takes 3"
+    assert figures.cause == "workers too few"
+    assert figures.overrides == ("training.workers=4",)
+    assert figures.verdict.startswith("data-bound (workers too few): lived on what")
 
 
 def test_without_a_verdict_or_with_two_measured_steps_there_are_no_figures() -> None:

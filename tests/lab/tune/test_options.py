@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -22,19 +23,27 @@ from tests.lab.tune.made_up import (
     measured,
     predict,
 )
-from vesuvius.lab.tune.options import Option, options, pool
-from vesuvius.lab.tune.setting import Setting
-from vesuvius.lab.tune.space import Space
-from vesuvius.lab.tune.trial import Entry, Prediction, Stop
+from vesuvius.lab.tune.report.options import Option, options
+from vesuvius.lab.tune.terms.known import Known
+from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.space import Space
+from vesuvius.lab.tune.terms.trial import Ended, Entry, Prediction, Stop
 from vesuvius.observe.units import GIB
 
 SAME = replace(STOP, best=SIX, fastest=SIX)
 
 
 def choose(
-    ledger: list[Entry], stop: Stop = SAME, space: Space = SPACE, expected: Prediction | None = None
+    ledger: list[Entry],
+    stop: Stop = SAME,
+    space: Space = SPACE,
+    expected: Prediction | None = None,
+    forbidden: Collection[Setting] = (),
 ) -> tuple[Option, Option, Option]:
-    return options(ledger, stop, space, lambda setting: expected or predict(setting), HORIZON)
+    def obstacle(setting: Setting) -> str | None:
+        return "no room" if setting in forbidden else None
+
+    return options(Known(ledger), stop, space, lambda setting: expected or predict(setting), obstacle, HORIZON)
 
 
 def ledger_of(**rates: float) -> list[Entry]:
@@ -113,24 +122,68 @@ def test_c_of_a_run_that_computes_takes_a_larger_micro_batch_of_the_same_effecti
 @pytest.mark.parametrize(
     "expected",
     [
-        Prediction(60.0, 141 * GIB, 24 * GIB, 95, "high", 3),
-        Prediction(60.0, 40 * GIB, 74 * GIB, 95, "high", 3),
         Prediction(20.1, 40 * GIB, 24 * GIB, 95, "low", 3),
         Prediction(None, 40 * GIB, 24 * GIB, 95, "low", 0),
     ],
-    ids=["ram", "vram", "no gain", "unknown"],
+    ids=["no gain", "unknown"],
 )
-def test_c_is_b_where_a_step_beyond_does_not_fit_or_promises_nothing(expected: Prediction) -> None:
+def test_c_is_b_where_a_step_beyond_promises_nothing(expected: Prediction) -> None:
     c = choose(ledger_of(six=20.0), expected=expected)[2]
     assert c.setting == SIX
     assert c.measured
     assert c.words.startswith("the same as B")
 
 
+def test_c_passes_the_same_admission_as_a_trial() -> None:
+    fast = Prediction(60.0, 40 * GIB, 24 * GIB, 95, "low", 3)
+    twelve, ahead = replace(SIX, workers=12), replace(SIX, prefetch_factor=4)
+    assert choose(ledger_of(six=20.0), expected=fast)[2].setting == twelve
+    assert choose(ledger_of(six=20.0), expected=fast, forbidden={twelve})[2].setting == ahead
+    assert choose(ledger_of(six=20.0), expected=fast, forbidden={twelve, ahead})[2].setting == SIX
+
+
+def test_c_goes_no_further_than_a_trial_would() -> None:
+    """`training.prefetch_mib` allows no more batches ahead; one reader is as many as none."""
+    fast = Prediction(60.0, 40 * GIB, 24 * GIB, 95, "low", 3)
+    full = replace(SPACE, most_workers=6, most_ahead=12)
+    assert choose(ledger_of(six=20.0), space=full, expected=fast)[2].setting == SIX
+    alone = replace(SIX, workers=0)
+    ledger = [entry(0, alone, "baseline", measured(3.0, 20.0, 24.0), (None, 20, 24))]
+    assert choose(ledger, replace(STOP, best=alone, fastest=alone))[2].setting == replace(SIX, workers=2)
+
+
+def test_c_asks_for_requests_only_of_a_remote_store() -> None:
+    fast = Prediction(60.0, 40 * GIB, 24 * GIB, 95, "low", 3)
+    remote = replace(SPACE, most_workers=6, remote=True)
+    assert choose(ledger_of(six=20.0), space=remote, expected=fast)[2].setting == replace(SIX, requests=32)
+
+
 def test_c_never_names_what_was_tried_and_failed() -> None:
     dead = entry(1, replace(SIX, workers=12), "workers", ("guard", "RAM"), (40.0, 60, 24))
     c = choose([*ledger_of(six=20.0), dead])[2]
     assert c.setting == replace(SIX, prefetch_factor=4)
+
+
+@pytest.mark.parametrize("ended", ["guard", "gpu_memory", "killed"])
+def test_a_setting_that_died_in_any_of_its_trials_is_neither_a_nor_c(ended: Ended) -> None:
+    lucky = ledger_of(four=36.0, six=40.0)
+    assert choose(lucky)[0].setting == FOUR
+    assert choose([*lucky, entry(2, FOUR, "check", (ended, ""), (36.0, 28, 24))])[0].setting == SIX
+    eight = replace(SIX, workers=8)
+    fastest = replace(STOP, best=SIX, fastest=eight)
+    fast = [*ledger_of(six=40.0), entry(1, eight, "workers", measured(41.0, 41.0, 24.0), (40.0, 41, 24))]
+    assert choose(fast, fastest)[2].setting == eight
+    died = [*fast, entry(2, eight, "check", (ended, ""), (41.0, 41, 24))]
+    assert choose(died, fastest)[2].setting not in (eight,)
+
+
+def test_a_run_that_ends_before_its_epochs_is_counted_to_its_end() -> None:
+    short = replace(HORIZON, max_steps=1000)
+    made = options(Known(LEDGER), STOP, SPACE, predict, lambda _: None, short)[1]
+    assert made.step_s is not None
+    assert made.total_s == pytest.approx(1000 * made.step_s)
+    assert made.epoch_s == pytest.approx(4000 * made.step_s)
+    assert replace(HORIZON, max_steps=10**9).steps == HORIZON.steps == 128_000
 
 
 def test_where_nothing_was_measured_all_three_are_the_source_as_predicted() -> None:
@@ -148,31 +201,7 @@ def test_a_grown_batch_keeps_the_number_of_steps_and_says_what_a_step_holds() ->
     grown = replace(SOURCE, train_batch_size=4)
     ledger = [entry(0, grown, "batch", measured(32.0, 34.0, 24.0), (None, 30, 24))]
     ranks = replace(HORIZON, global_batch=16)  # two ranks of 8
-    b = options(ledger, replace(STOP, best=grown, fastest=grown), SPACE, predict, ranks)[1]
+    b = options(Known(ledger), replace(STOP, best=grown, fastest=grown), SPACE, predict, lambda _: None, ranks)[1]
     assert b.epoch_s == pytest.approx(4000 * 32 / 32.0)
-    assert b.words.endswith("a step holds 32 samples instead of 16, and the number of steps stays")
-
-
-def test_a_surer_trial_weighs_more_and_the_interval_covers_all_trials() -> None:
-    ledger = [
-        entry(0, SIX, "workers", measured(40.0, 30, 24, spread=0.01), (None, 30, 24)),
-        entry(1, SIX, "check", measured(44.0, 31, 24, spread=0.04), (None, 30, 24)),
-    ]
-    pooled = pool(ledger)[SIX]
-    assert 40.0 < pooled.samples_s < 40.5
-    assert pooled.high >= 44.0
-    assert pooled.trials == (0, 1)
-    assert pooled.steps == 120
-
-
-def test_an_interval_of_no_width_does_not_divide_by_zero() -> None:
-    exact = entry(0, SIX, "workers", measured(40.0, 30, 24, spread=0.0), (None, 30, 24))
-    assert pool([exact])[SIX].samples_s == pytest.approx(40.0)
-
-
-def test_settings_keep_the_order_of_their_first_trials() -> None:
-    expected: list[Setting] = []
-    for done in LEDGER:
-        if done.outcome.ended == "ok" and done.trial.setting not in expected:
-            expected.append(done.trial.setting)
-    assert list(pool(LEDGER)) == expected
+    assert b.global_batch == 32
+    assert "a step holds 32 samples instead of 16, and the number of steps stays; training.lr was chosen for" in b.words

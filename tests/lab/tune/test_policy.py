@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from tests.lab.tune.simulated import (
     GIB,
     MACHINES,
     RUNG,
+    SLOW,
     SOURCE,
     BiasedPlanner,
     Machine,
@@ -24,12 +28,17 @@ from tests.lab.tune.simulated import (
     tune,
 )
 from vesuvius.errors import ConfigError
-from vesuvius.lab.tune.policy import expected_trials, propose
-from vesuvius.lab.tune.search import search
-from vesuvius.lab.tune.setting import Setting
-from vesuvius.lab.tune.state import MOST_TRIALS
-from vesuvius.lab.tune.trial import Entry, Outcome, Stop, Trial
+from vesuvius.lab.tune.policy.choice import choose, cost, rival
+from vesuvius.lab.tune.policy.choice import stop as stop_of
+from vesuvius.lab.tune.policy.policy import expected_trials, propose
+from vesuvius.lab.tune.policy.search import check, search
+from vesuvius.lab.tune.policy.state import MOST_TRIALS, Asking, State
+from vesuvius.lab.tune.terms.known import Known
+from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.space import Space
+from vesuvius.lab.tune.terms.trial import Entry, Outcome, Stop, Trial
 
+T = TypeVar("T")
 SEEDS = range(5)
 DIES = BY_NAME["dies above a threshold"]
 
@@ -287,6 +296,251 @@ def test_the_plan_goes_on_from_the_ledger_with_predictions() -> None:
     assert expected_trials(ledger, machine.space(), BiasedPlanner(machine)) == []
 
 
+def checked_with(machine: Machine, change: dict[int, Callable[[Outcome], Outcome]]) -> tuple[list[Entry], Stop]:
+    """A tune in which some trials of the check, by number from 1 on, end otherwise than they would."""
+    rng, ledger, checks = np.random.default_rng(0), list[Entry](), 0
+    while isinstance(step := propose(ledger, machine.space(), BiasedPlanner(machine)), Trial):
+        checks += step.stage == "check"
+        outcome = machine.run(step.setting, rng)
+        hit = step.stage == "check" and checks in change
+        ledger.append(Entry(step, change[checks](outcome) if hit else outcome))
+    return ledger, step
+
+
+def faster(times: float) -> Callable[[Outcome], Outcome]:
+    def change(outcome: Outcome) -> Outcome:
+        was = outcome.measured
+        assert was is not None
+        rates = {key: times * getattr(was, key) for key in ("samples_s", "low", "high")}
+        return replace(outcome, measured=replace(was, **rates))
+
+    return change
+
+
+def pair_of(ledger: list[Entry]) -> tuple[Setting, Setting]:
+    first, second = [entry.trial.setting for entry in ledger if entry.trial.stage == "check"][:2]
+    return first, second
+
+
+GUARD = Outcome("guard", "the memory guard ended it at 84 %", 30.0, None)
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_winner_that_dies_in_the_check_is_not_taken_and_that_is_said(nth: int) -> None:
+    ledger, stop = checked_with(BY_NAME["data-bound on cores"], {nth: lambda _: GUARD})
+    winner = next(entry.trial.setting for entry in ledger if entry.trial.stage == "check")
+    assert stop.best != winner
+    assert stop.best.workers < winner.workers  # what is larger than what died is no better
+    assert not stop.checked
+    assert f"was ended by the memory guard with workers {winner.workers}" in stop.ended["check"]
+    assert f"; so another is taken: workers {winner.workers} -> {stop.best.workers}" in stop.ended["check"]
+
+
+def test_a_check_that_was_cut_short_leaves_the_winner_unchecked() -> None:
+    slow = Outcome("timeout", "got 2 steps", 600.0, None)
+    ledger, stop = checked_with(BY_NAME["data-bound on cores"], {2: lambda _: slow})
+    assert stop.best == pair_of(ledger)[0]
+    assert not stop.checked
+
+
+@pytest.mark.parametrize("name", ["noisy", "compute-bound", "switches matter", "CPU", "knee"])
+def test_a_rival_that_is_faster_in_the_check_is_taken_though_it_was_not_accepted(name: str) -> None:
+    ledger, stop = checked_with(BY_NAME[name], {n: faster(1.2 if n % 2 == 0 else 1 / 1.2) for n in (1, 2, 3, 4)})
+    assert stop.best == pair_of(ledger)[1]
+    assert stop.checked
+
+
+def test_after_a_check_no_third_is_taken_though_the_winner_was_slower_in_it() -> None:
+    """Both are: the machine has drifted, and what was measured before would win by that alone."""
+    ledger, stop = checked_with(BY_NAME["data-bound on cores"], dict.fromkeys((1, 2, 3, 4), faster(0.1)))
+    assert stop.best in pair_of(ledger)
+    assert stop.checked
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_nothing_that_died_is_taken_where_other_settings_were_measured(name: str) -> None:
+    ledger, stop = checked_with(BY_NAME[name], {1: lambda _: GUARD})
+    winner = next(entry.trial.setting for entry in ledger if entry.trial.stage == "check")
+    assert stop.best != winner
+    assert stop.fastest != winner
+    assert Known(ledger).good(stop.best)
+
+
+def test_where_all_that_ran_has_died_as_well_the_source_stays_and_that_is_said() -> None:
+    machine = replace(DIES, name="dies at once and later", source=replace(SOURCE, workers=12))
+    ledger, _ = tune(machine, 0)
+    died = [Entry(e.trial, GUARD) for e in ledger if e.outcome.ended == "ok"]
+    state = State(machine.space(), BiasedPlanner(machine))
+    for entry in [*ledger, *died]:
+        state.known.add(entry)
+    end = stop_of(state, "enough", choose(state), True)
+    assert end.best == end.fastest == machine.source
+    assert not end.checked
+    assert "every setting that was measured died in another trial" in end.reason
+
+
+def test_what_is_larger_than_what_died_is_no_rival() -> None:
+    machine = MACHINES[0]
+    state = State(machine.space(), BiasedPlanner(machine))
+    for workers in (2, 4):
+        driven(state.attempt(replace(SOURCE, workers=workers), "workers", ""), machine)
+    assert rival(state, SOURCE) == replace(SOURCE, workers=4)
+    driven(state.attempt(replace(SOURCE, workers=3), "workers", ""), machine, GUARD)
+    assert rival(state, SOURCE) is None
+    state.accept(replace(SOURCE, workers=4))
+    assert choose(state) == SOURCE  # slower, but nothing speaks against it
+
+
+def test_a_check_has_both_or_none() -> None:
+    """With too little left for the pair, none of it is tried; with room for one pair, one is."""
+    machine, (whole, _) = BY_NAME["data-bound on cores"], tuned("data-bound on cores")
+    first = next(n for n, entry in enumerate(whole) if entry.trial.stage == "check")
+    spent = sum(entry.outcome.seconds for entry in whole[:first])
+    a, b = (entry.trial.prediction.seconds for entry in whole[first : first + 2])
+    for room, count in ((a + 0.5 * b, 0), (1.2 * (a + b), 2)):
+        space = replace(machine.space(), budget_s=spent + room)
+        state = State(space, BiasedPlanner(machine))
+        for entry in whole[:first]:
+            state.known.add(entry)
+            if entry.outcome.measured is not None:
+                state.accept(entry.trial.setting)
+        ran, (_, checked) = driven(check(state), machine)
+        assert len(ran) == count
+        assert checked == (count > 0)
+        assert state.ended["check"].startswith("measured 2 times more" if count else "budget: ")
+
+
+def driven(asking: Asking[T], machine: Machine, *outcomes: Outcome) -> tuple[list[Trial], T]:
+    """Answer what is asked for: with these outcomes, then as the machine does."""
+    rng, trials = np.random.default_rng(0), list[Trial]()
+    try:
+        trial = next(asking)
+        while True:
+            outcome = outcomes[len(trials)] if len(trials) < len(outcomes) else machine.run(trial.setting, rng)
+            trials.append(trial)
+            trial = asking.send(Entry(trial, outcome))
+    except StopIteration as end:
+        return trials, end.value
+
+
+def test_a_second_trial_that_dies_leaves_nothing_to_compare() -> None:
+    machine = BY_NAME["noisy"]
+    state = State(machine.space(), BiasedPlanner(machine))
+    _, first = driven(state.attempt(machine.source, "baseline", ""), machine)
+    assert first is not None
+    good = machine.run(machine.source, np.random.default_rng(0))
+    assert good.measured is not None
+    rate = first.samples_s * 1.06  # a gain within the noise
+    doubtful = replace(good, measured=replace(good.measured, samples_s=rate, low=0.9 * rate, high=1.1 * rate))
+    more = replace(machine.source, workers=4)
+    trials, compared = driven(state.compare(more, "workers", ""), machine, doubtful, GUARD)
+    assert [trial.setting for trial in trials] == [more, more]
+    assert compared is None
+    assert driven(state.attempt(more, "workers", ""), machine) == ([], None)
+
+
+def test_a_baseline_too_slow_to_measure_is_tried_with_twice_the_readers() -> None:
+    """Five minutes hold too few steps with two readers and with four, but not with eight."""
+    machine = replace(SLOW, name="slower", decode_s=160.0, source=replace(SLOW.source, workers=2))
+    ledger, stop = tune(machine, 0, replace(machine.space(budget_s=3600.0), trial_limit_s=150.0))
+    assert [entry.trial.setting.workers for entry in ledger[:3]] == [2, 4, 8]
+    assert [entry.outcome.ended for entry in ledger[:3]] == ["timeout", "timeout", "ok"]
+    assert stop.best.workers >= 8
+    assert "trial 1 was ended by its time limit" in ledger[2].trial.why
+
+
+@pytest.mark.parametrize(("workers", "tried"), [(1, [1, 2, 4]), (5, [5, 10, 12]), (12, [12]), (0, [0])])
+def test_where_more_readers_are_too_slow_as_well_the_budget_is_named(workers: int, tried: list[int]) -> None:
+    machine = replace(SLOW, name="too slow", decode_s=1e5, source=replace(SLOW.source, workers=workers))
+    ledger, stop = tune(machine, 0, replace(machine.space(budget_s=3 * 3600.0), trial_limit_s=300.0))
+    assert [entry.trial.setting.workers for entry in ledger] == tried
+    assert stop.best == machine.source
+    assert stop.reason.endswith("; a larger --budget gives each trial more time")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_half_an_hour_feeds_a_run_of_18_s_a_step(seed: int) -> None:
+    """Trials end at five minutes, with a few dozen steps and wide intervals."""
+    space = SLOW.space(budget_s=1800.0)
+    ledger, stop = tune(SLOW, seed, space)
+    fed = [replace(SLOW.source, workers=w, prefetch_factor=p) for w in range(1, 13) for p in (1, 2, 4, 8, 16)]
+    assert SLOW.rate(stop.best) >= 0.9 * max(map(SLOW.rate, fed))
+    assert {entry.outcome.ended for entry in ledger} == {"ok"}
+    assert sum(entry.outcome.seconds for entry in ledger) <= 1800.0
+    assert all(entry.outcome.seconds <= space.trial_limit_s for entry in ledger[1:])
+    for entry in ledger:
+        assert SLOW.ram_bytes(entry.trial.setting) <= space.ram_limit_bytes
+        assert (SLOW.vram_bytes(entry.trial.setting) or 0) <= (space.vram_limit_bytes or 0)
+
+
+def test_a_batch_of_one_says_how_larger_ones_can_be_tried() -> None:
+    _, stop = tune(SLOW, 0)
+    assert stop.ended["batch"] == (
+        "cap: the effective batch is 1: `--scale-batch`, or a larger training.accumulate_steps in the config, lets "
+        "larger micro-batches be tried"
+    )
+
+
+@every_machine
+def test_the_default_budget_never_ends_worse_than_it_began(name: str) -> None:
+    machine = BY_NAME[name]
+    ledger, stop = tune(machine, 0, machine.space(budget_s=1800.0))
+    assert machine.rate(stop.best) >= 0.97 * machine.rate(machine.source)
+    assert sum(entry.outcome.seconds for entry in ledger) <= 1.1 * 1800.0
+    assert {entry.outcome.ended for entry in ledger} <= ({"ok", "killed"} if machine is DIES else {"ok"})
+
+
+def test_levels_are_named_from_those_that_the_network_has() -> None:
+    """Two samples do not fit unless levels are computed twice, and there are no blocks at full resolution."""
+    machine = Machine("one fits", sample_s=0.05, launch_s=0.4, vram=(8.0, 36.0), bias=(1.0,) * 4)
+    for levels in ((0, 1, 2), (1, 2), (2,)):
+        ledger, stop = tune(machine, 0, replace(machine.space(), levels=levels))
+        named = {entry.trial.setting.checkpoint_levels for entry in ledger} - {()}
+        assert named == {levels[:1]}
+        assert stop.best.checkpoint_levels == levels[:1]
+    ledger, _ = tune(machine, 0, replace(machine.space(), levels=()))
+    assert {entry.trial.setting.checkpoint_levels for entry in ledger} == {()}
+
+
+def test_a_space_survives_its_record() -> None:
+    space = replace(SLOW.space(), levels=(1, 2), trial_steps=(10, 20), most_ahead=3)
+    assert Space.from_record(json.loads(json.dumps(space.record()))) == space
+
+
+@pytest.mark.parametrize(("source_amp", "tried"), [("off", True), ("auto", False), ("bf16", False), ("fp16", False)])
+def test_a_number_format_that_the_config_names_stays(source_amp: str, tried: bool) -> None:
+    machine = replace(BY_NAME["switches matter"], name=f"amp {source_amp}", source=replace(SOURCE, amp=source_amp))
+    ledger, _ = tune(machine, 0)
+    whys = [entry.trial.why for entry in ledger if entry.trial.changed.startswith("amp")]
+    assert {entry.trial.setting.amp for entry in ledger} == ({"off", "auto"} if tried else {source_amp})
+    assert all("numerics change" in why for why in whys if why.startswith("amp"))
+
+
+def test_a_switch_that_was_not_tried_stays_named_when_the_next_one_was() -> None:
+    """Without autocast two thirds of the room is taken, and computing nothing twice would need more than all."""
+    machine = Machine("tight", sample_s=0.4, vram=(6.0, 20.0), source=replace(SOURCE, checkpoint_levels=(0,)))
+    _, stop = tune(replace(machine, source=replace(machine.source, train_batch_size=4, accumulate_steps=2)), 0)
+    refused = stop.ended["switches"].index("checkpoint_levels not tried: up to ")
+    assert stop.ended["switches"].index("cuda_allocator") > refused
+    assert "each was tried once" not in stop.ended["switches"]
+
+
+def test_batches_ahead_end_where_their_memory_does() -> None:
+    """`training.prefetch_mib` holds 6 batches: 2 workers have them with a factor of 3, and more changes nothing."""
+    machine = replace(BY_NAME["bursts"], name="bursts, few places", most_workers=2, most_ahead=6)
+    ledger, stop = tune(machine, 0)
+    assert {entry.trial.setting.prefetch_factor for entry in ledger} == {1, 2, 3}
+    assert stop.ended["prefetch"] == "cap: training.prefetch_mib allows no more"
+
+
+def test_places_that_are_never_filled_cost_nothing() -> None:
+    space = replace(MACHINES[0].space(), most_ahead=4)
+    costs = [cost(replace(SOURCE, prefetch_factor=factor), space, "default") for factor in (1, 2, 4)]
+    assert costs[0] < costs[1] == costs[2]
+    larger = replace(SOURCE, prefetch_factor=4, train_batch_size=2, accumulate_steps=4)
+    assert space.batches_ahead(larger) == 2  # places are counted in batches of the source's size
+
+
 def machines() -> st.SearchStrategy[Machine]:
     """Of any kind, with planners that have two thirds to one and a half of the truth of each part."""
     share = st.floats(0.67, 1.5)
@@ -338,7 +592,10 @@ def test_no_proposal_is_beyond_a_limit_however_wrong_the_planner(machine: Machin
         return
 
 
-@given(st.lists(st.sampled_from(["ok", "guard", "gpu_memory", "killed", "timeout", "failed"]), max_size=30))
+BAD = ["guard", "gpu_memory", "killed", "timeout", "failed"]
+
+
+@given(st.lists(st.sampled_from([*["ok"] * 3 * len(BAD), *BAD]), max_size=30))
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_it_ends_and_tries_nothing_as_large_as_what_died(fates: list[str]) -> None:
     machine = BY_NAME["switches matter"]
@@ -351,5 +608,12 @@ def test_whatever_happens_it_ends_and_tries_nothing_as_large_as_what_died(fates:
         outcome = machine.run(trial.setting, rng)
         ledger.append(Entry(trial, outcome if fate == "ok" else Outcome(fate, "made up", 10.0, None)))  # type: ignore[arg-type]
     assert len(ledger) <= MOST_TRIALS
-    if not any(entry.outcome.ended == "ok" for entry in ledger):
+    known = Known(ledger)
+    if not any(not known.died(setting) for setting in known.settings):
         assert trial.best == machine.source
+    else:
+        assert known.good(trial.best)
+        assert not known.died(trial.best)
+        assert not known.died(trial.fastest)
+    if trial.checked:
+        assert trial.best in [entry.trial.setting for entry in ledger if entry.trial.stage == "check"]

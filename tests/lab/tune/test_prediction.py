@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lab.tune.simulated import BY_NAME, GIB, RUNG, SOURCE, BiasedPlanner, tune
-from vesuvius.lab.tune.known import Known
-from vesuvius.lab.tune.memory_line import Point, Size, predict_size
-from vesuvius.lab.tune.prediction import Forecast
-from vesuvius.lab.tune.setting import Setting
-from vesuvius.lab.tune.trial import Entry, Measured, Outcome, Trial
+from vesuvius.lab.tune.policy.memory_line import Point, Size, predict_size
+from vesuvius.lab.tune.policy.prediction import Forecast
+from vesuvius.lab.tune.terms.known import Known
+from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.trial import Entry, Measured, Outcome, Trial
 
 MACHINE = BY_NAME["data-bound on cores"]
 
@@ -110,6 +110,15 @@ def test_three_sizes_give_a_line_with_the_largest_residual_on_top() -> None:
     assert size.sizes == 3
 
 
+def test_beyond_three_sizes_the_bound_leaves_a_tenth_of_the_growth_and_beyond_four_none() -> None:
+    three = predict_size(with_workers(8), 8000, points(*((n, 1000 * n, 1000 * n) for n in (1, 2, 3))))
+    four = predict_size(with_workers(8), 8000, points(*((n, 1000 * n, 1000 * n) for n in (1, 2, 3, 4))))
+    within = predict_size(with_workers(2), 2000, points(*((n, 1000 * n, 1000 * n) for n in (1, 3, 4))))
+    assert (three.expected_bytes, three.most_bytes) == (8000, int(1.01 * (8000 + 500)))
+    assert (four.expected_bytes, four.most_bytes) == (8000, int(1.01 * 8000))
+    assert within.most_bytes == int(1.01 * 2000)
+
+
 def test_a_larger_plan_never_is_predicted_below_what_a_smaller_one_took() -> None:
     falling = points((1, 1000, 3000), (2, 2000, 2500), (3, 3000, 2000))
     assert predict_size(with_workers(4), 4000, falling).expected_bytes >= 3000
@@ -181,14 +190,50 @@ def test_larger_micro_batches_follow_the_two_that_were_measured() -> None:
 
 def test_seconds_are_the_start_and_the_steps() -> None:
     found = forecast((SOURCE, ok(measured(20.0), seconds=50 * 8 / 20.0 + 15.0)))
-    assert found.predict(with_workers(4)).seconds == pytest.approx(15.0 + 50 * 8 / 40.0)
+    assert found.predict(with_workers(4)).seconds == pytest.approx(15.0 + 100 * 8 / 40.0)
     assert forecast().predict(SOURCE).seconds == MACHINE.space().trial_s
 
 
-@pytest.mark.parametrize(("share", "risk"), [(0.59, "low"), (0.61, "medium"), (0.76, "high")])
-def test_risk_is_the_share_of_the_whole_memory(share: float, risk: str) -> None:
-    found = forecast((SOURCE, ok(measured(ram_bytes=int(share * MACHINE.ram_limit_gib * GIB)))))
-    assert found.predict(SOURCE).risk == risk
+def test_slow_steps_are_as_many_as_a_trial_has_room_for_and_no_longer_than_its_limit() -> None:
+    """Of 600 s: 15 s, then steps of 8 samples; 78 fit with four readers, 29 with two, though 50 are wanted."""
+    found = forecast((with_workers(2), ok(measured(0.5495, steps=5, reader_s=3.64), seconds=15.0 + 5 * 8 / 0.5495)))
+    assert found.predict(with_workers(4)).seconds == pytest.approx(15.0 + 80 * 8 / 1.099, rel=0.01)
+    assert found.predict(with_workers(2)).seconds == MACHINE.space().trial_limit_s == 600.0
+
+
+def test_the_first_compiled_trial_starts_later() -> None:
+    compiled = replace(SOURCE, compile=True)
+    before = forecast((SOURCE, ok(measured(20.0)))).predict(SOURCE).seconds
+    found = forecast((SOURCE, ok(measured(20.0))))
+    again = forecast((SOURCE, ok(measured(20.0))), (compiled, ok(measured(20.0), seconds=100.0)))
+    assert found.predict(compiled).seconds == pytest.approx(before + 90.0)
+    slow = forecast((SOURCE, ok(measured(0.8))))
+    assert slow.predict(SOURCE).seconds == MACHINE.space().trial_limit_s
+    assert slow.predict(compiled).seconds == pytest.approx(90.0 + 100 * 8 / 0.8)
+    assert again.predict(replace(compiled, workers=3)).seconds < 100.0 + 20.0
+
+
+@pytest.mark.parametrize(("share", "risk"), [(0.69, "low"), (0.71, "medium"), (0.89, "medium"), (0.91, "high")])
+def test_risk_is_the_share_of_the_limit_at_which_trials_end(share: float, risk: str) -> None:
+    space = MACHINE.space()
+    ram = forecast((SOURCE, ok(measured(ram_bytes=int(share * space.ram_limit_bytes)))))
+    vram = forecast((SOURCE, ok(measured(vram_bytes=int(share * (space.vram_limit_bytes or 0))))))
+    assert ram.predict(SOURCE).risk == risk
+    assert vram.predict(SOURCE).risk == risk
+
+
+@pytest.mark.parametrize("ended", ["failed", "timeout"])
+def test_an_error_or_slowness_bars_its_own_setting_only(ended: str) -> None:
+    found = forecast((SOURCE, ok(measured())), (with_workers(8), Outcome(ended, "made up", 30.0, None)))  # type: ignore[arg-type]
+    assert found.obstacle(with_workers(8)) is not None
+    assert found.obstacle(with_workers(9)) is None
+
+
+def test_a_trainer_that_takes_no_time_breaks_no_prediction() -> None:
+    two = replace(SOURCE, train_batch_size=2, accumulate_steps=4)
+    four = replace(SOURCE, train_batch_size=4, accumulate_steps=2)
+    found = forecast((SOURCE, ok(measured(20.0, trainer_s=0.0))), (two, ok(measured(22.0, trainer_s=0.0))))
+    assert found.predict(four).samples_s == pytest.approx(22.0)
 
 
 def test_a_death_by_memory_is_predicted_beyond_the_limit_and_bars_what_is_larger() -> None:
@@ -214,15 +259,35 @@ def test_a_death_on_the_gpu_bars_the_gpu_only() -> None:
     assert found.obstacle(with_workers(4)) is None
 
 
-def test_pooled_trials_count_by_the_inverse_of_their_variance_and_keep_their_spread() -> None:
-    known = Known()
-    found = Forecast(MACHINE.space(), BiasedPlanner(MACHINE), known)
-    for samples_s, half_width in ((20.0, 0.01), (22.0, 0.03)):
-        trial = Trial(0, SOURCE, "workers", "", "", found.predict(SOURCE))
-        known.add(Entry(trial, ok(measured(samples_s, half_width))))
-    rate = known.rate(SOURCE)
-    assert rate.samples_s == pytest.approx((9 * 20.0 + 22.0) / 10, rel=1e-3)
-    assert rate.half_width >= 1.0 / rate.samples_s / 2**0.5
+def pooled(*rates: tuple[float, float]) -> Known:
+    """Trials of the source, of (samples_s, half width in samples a second)."""
+    tried = [(SOURCE, ok(measured(rate, half / rate))) for rate, half in rates]
+    trials = [Trial(n, SOURCE, "workers", "", "", forecast().predict(SOURCE)) for n in range(len(tried))]
+    return Known(Entry(trial, outcome) for trial, (_, outcome) in zip(trials, tried, strict=True))
+
+
+def test_trials_that_agree_are_pooled_by_the_inverse_of_their_variance() -> None:
+    rate = pooled((20.0, 0.2), (20.1, 0.6)).rate(SOURCE)
+    assert rate.samples_s == pytest.approx((9 * 20.0 + 20.1) / 10)
+    assert (rate.high - rate.low) / 2 == pytest.approx((1 / 0.2**2 + 1 / 0.6**2) ** -0.5)
+
+
+def test_trials_that_differ_widen_the_interval_until_it_holds_them() -> None:
+    rate = pooled((10.0, 0.1), (12.0, 0.1)).rate(SOURCE)
+    assert rate.samples_s == pytest.approx(11.0)
+    assert rate.low == pytest.approx(11.0 - 1.96)
+    assert rate.high == pytest.approx(11.0 + 1.96)
+    assert pooled((1.0, 0.1), (21.0, 0.1)).rate(SOURCE).low == 0.0
+
+
+def test_what_died_once_died_and_is_not_the_fastest() -> None:
+    four = with_workers(4)
+    entries = pooled((20.0, 0.1)).entries
+    trial = replace(entries[0].trial, setting=four)
+    known = Known([*entries, Entry(trial, ok(measured(40.0))), Entry(trial, Outcome("guard", "at 84 %", 9.0, None))])
+    assert known.died(four)
+    assert not known.died(SOURCE)
+    assert known.fastest() == SOURCE
 
 
 # Where nothing happens that nobody could foresee: a knob is moved whose effect the roofline knows.

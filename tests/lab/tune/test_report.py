@@ -20,42 +20,40 @@ from tests.lab.tune.made_up import (
     entry,
     make_report,
     measured,
+    obstacle,
     predict,
 )
 from vesuvius.errors import StorageError
-from vesuvius.lab.tune.options import options
-from vesuvius.lab.tune.report import Report, build_report
-from vesuvius.lab.tune.report_files import write_report
-from vesuvius.lab.tune.report_text import (
-    number,
-    option_line,
-    options_table,
-    render_markdown,
-    summary,
-    trials_table,
-    yaml_header,
-)
-from vesuvius.lab.tune.space import Space
-from vesuvius.lab.tune.trial import Entry, Stop
+from vesuvius.lab.tune.report.files import write_report
+from vesuvius.lab.tune.report.options import Horizon, options
+from vesuvius.lab.tune.report.report import Report, build_report
+from vesuvius.lab.tune.report.tables import number, options_table, quality_table, trials_table
+from vesuvius.lab.tune.report.text import option_line, render_markdown, summary, times_note, yaml_header
+from vesuvius.lab.tune.terms.known import Known
+from vesuvius.lab.tune.terms.space import Space
+from vesuvius.lab.tune.terms.trial import Entry, Stop
 
 ON_CPU = replace(SPACE, on_gpu=False, vram_limit_bytes=None)
 ALL_FILES = {"report.json", "report.md", "report.html", "curves.png"}
 
 
-def report_of(ledger: list[Entry], stop: Stop, space: Space = SPACE, tuned: str | None = None) -> Report:
+def report_of(
+    ledger: list[Entry], stop: Stop, space: Space = SPACE, tuned: str | None = None, horizon: Horizon = HORIZON
+) -> Report:
     return build_report(
         name="x",
         source="x.yaml",
         tuned=tuned,
         command="vesuvius tune --config x.yaml",
+        train_command=f"vesuvius train --config {tuned or 'x.yaml'} --resume",
         date="2026-11-22 09:01:02",
         versions={"vesuvius": "0.1.0"},
         machine=["box"],
         space=space,
-        ledger=ledger,
+        known=Known(ledger),
         stop=stop,
-        options=options(ledger, stop, space, predict, HORIZON),
-        horizon=HORIZON,
+        options=options(Known(ledger), stop, space, predict, obstacle, horizon),
+        horizon=horizon,
     )
 
 
@@ -71,17 +69,18 @@ def markdown_tables(text: str) -> dict[str, list[list[str]]]:
 def test_it_begins_with_cause_command_gain_and_sureness() -> None:
     lines = render_markdown(make_report()).splitlines()
     assert lines[2] == "**B: 3.10 times the baseline's samples/s.**"
-    assert [re.sub(r"\*\*(.*?):\*\*.*", r"\1", line) for line in lines[4:8]] == [
+    assert [re.sub(r"\*\*(.*?):\*\*.*", r"\1", line) for line in lines[4:9]] == [
         "- What held it up",
         "- What to run now",
         "- What it gives",
         "- How sure",
+        "- What limits it now",
     ]
-    assert lines[10] == "vesuvius train --config configs/exp001_full.tuned.yaml"
+    assert lines[11] == "vesuvius train --config configs/exp001_full.tuned.yaml"
 
 
 def test_the_summary_gives_figures_as_people_say_them() -> None:
-    held, run, gives, sure = (sentence for _, sentence in summary(make_report()))
+    held, run, gives, sure, limits = (sentence for _, sentence in summary(make_report()))
     assert held == "data-bound (workers too few): the baseline waited for data 62.0 % of the time (good: below 15 %)"
     assert run.startswith("configs/exp001_full.tuned.yaml: workers 2 -> 6, ")
     assert gives == (
@@ -89,7 +88,12 @@ def test_the_summary_gives_figures_as_people_say_them() -> None:
         "instead of 21h22m"
     )
     assert "known to ±1.1 % (95 %), from 120 steps in 2 trials; measured again beside its runner-up" in sure
-    assert "predictions of RAM were within 15 % in 10 of 10 trials" in sure
+    within = (
+        "predictions were within 15 % in 7 of 7 (samples/s), 8 of 8 (RAM), 8 of 8 (VRAM) trials that were the first"
+    )
+    assert within in sure
+    assert sure.endswith("settings whose gain was within the noise were not taken")
+    assert limits == "batch: trial 5 ran out of GPU memory"
 
 
 def test_every_table_of_the_markdown_has_as_many_cells_in_each_row() -> None:
@@ -143,9 +147,21 @@ def test_predicted_options_are_marked() -> None:
 
 def test_how_good_predictions_were_counts_only_trials_that_ended_well_and_were_predicted() -> None:
     samples, ram, vram = make_report().quality
-    assert (samples.trials, samples.within, samples.share) == (9, 9, 1.0)  # 12 without two deaths and the baseline
-    assert (ram.trials, vram.trials) == (10, 10)
-    assert ram.median_error == pytest.approx((0.2 / 34.4 + 0.3 / 42.3) / 2, rel=0.01)  # the middle two of ten
+    assert (samples.trials, samples.within, samples.share) == (7, 7, 1.0)  # 12 less 2 deaths, baseline, 2 repeats
+    assert (ram.trials, vram.trials) == (8, 8)
+    assert quality_table(make_report()).columns[1] == "first trials of a setting"
+    assert quality_table(make_report()).rows[1][1:3] == ("8", "8 of 8")
+
+
+def test_a_trial_that_was_predicted_by_its_own_measurement_says_nothing_about_predictions() -> None:
+    ledger = [
+        entry(0, SOURCE, "baseline", measured(10.0, 20.0, 24.0), (None, 10.0, 24.0)),
+        *(entry(i, SOURCE, "check", measured(10.0, 20.0, 24.0), (10.0, 20.0, 24.0)) for i in range(1, 9)),
+    ]
+    report = report_of(ledger, replace(STOP, best=SOURCE, fastest=SOURCE))
+    samples, ram, _ = report.quality
+    assert (samples.trials, ram.trials, ram.within) == (0, 1, 0)
+    assert [row.first for row in report.trials] == [True] + [False] * 8
 
 
 def test_a_prediction_that_is_off_by_more_than_15_percent_is_counted_as_such() -> None:
@@ -163,7 +179,7 @@ def test_where_nothing_is_worth_a_change_it_says_so_and_runs_the_source() -> Non
     report = report_of(ledger, replace(STOP, best=SOURCE, fastest=SOURCE, reasons={}, checked=False))
     text = render_markdown(report)
     assert "the config is as it should be" in text
-    assert "```\nvesuvius train --config x.yaml\n```" in text
+    assert "```\nvesuvius train --config x.yaml --resume\n```" in text
     assert "13.0 samples/s, a step in 0.615 s, 21h52m for the whole run" in text
     assert "Why each value" not in text
 
@@ -188,6 +204,62 @@ def test_a_baseline_that_had_to_be_made_smaller_is_called_so() -> None:
     report = report_of(ledger, replace(STOP, best=smaller, fastest=smaller), tuned="y")
     assert report.gain == pytest.approx(1.0)
     assert "the baseline (the config made smaller until it fitted) waited for data" in summary(report)[0][1]
+
+
+def held_up(verdict: str, **changes: Any) -> str:
+    figures = replace(measured(13.0, 20.0, 24.0), verdict=verdict, **changes)
+    ledger = [entry(0, SOURCE, "baseline", figures, (None, 20.0, 24.0))]
+    return summary(report_of(ledger, replace(STOP, best=SOURCE, fastest=SOURCE)))[0][1]
+
+
+def test_any_text_may_stand_for_the_verdict_of_the_baseline() -> None:
+    lived = "lived on what readers had read ahead: they give 3 samples/s, it consumed 9"
+    assert held_up(f"data-bound: {lived}", cause=None) == f"data-bound: the baseline {lived}"
+    assert held_up(f"data-bound: {lived}") == f"data-bound (workers too few): the baseline {lived}"
+    assert held_up(lived) == f"data-bound (workers too few), says the baseline: {lived}"
+    assert held_up("", cause=None) == "data-bound, says the baseline"
+
+
+def test_overrides_without_changes_are_what_to_run() -> None:
+    ledger = [entry(0, SOURCE, "baseline", measured(13.0, 20.0, 24.0), (None, 20.0, 24.0))]
+    report = report_of(ledger, replace(STOP, best=SOURCE, fastest=SOURCE, reasons={}), tuned="x.tuned.yaml")
+    assert dict(summary(report))["What to run now"] == (
+        "x.tuned.yaml: x.yaml with the overrides of the tune's command line, and nothing else changed"
+    )
+
+
+def test_a_grown_batch_is_told_with_the_learning_rate() -> None:
+    grown = replace(SOURCE, train_batch_size=4)
+    ledger = [
+        entry(0, SOURCE, "baseline", measured(13.0, 20.0, 24.0), (None, 20.0, 24.0)),
+        entry(1, grown, "batch", measured(32.0, 34.0, 24.0), (None, 30, 24)),
+    ]
+    report = report_of(ledger, replace(STOP, best=grown, fastest=grown), replace(SPACE, scale_batch=True), tuned="y")
+    words = dict(summary(report))["What to mind"]
+    assert words.startswith("a step holds 16 samples instead of 8, and the number of steps stays; training.lr was")
+    assert yaml_header(report)[-1] == f"What to mind: {words}"
+    assert "What to mind" not in dict(summary(make_report()))
+
+
+def test_what_a_stage_asks_of_the_user_is_told_in_the_summary() -> None:
+    asked = "the effective batch is 1: `--scale-batch` lets larger micro-batches be tried"
+    ended = {"workers": "knee: 8 gave +0.9 %", "batch": f"cap: {asked}"}
+    stages = "; ".join(f"{stage}: {why}" for stage, why in ended.items())
+    spent = "budget: 12s of 30m00s are left, the next trial would take 90s"
+    report = report_of(LEDGER, replace(STOP, ended=ended, reason=f"{spent}: {stages}"), tuned="y")
+    assert dict(summary(report))["What limits it now"] == f"batch: {asked}; {spent}; a larger --budget tries more"
+    assert f"The tune ended: {spent}.\n" in render_markdown(report)
+    free = replace(STOP, ended={"workers": "knee: 8 gave +0.9 %"})
+    assert "What limits it now" not in dict(summary(report_of(LEDGER, free, tuned="y")))
+
+
+def test_a_run_with_a_last_step_is_counted_to_it() -> None:
+    short = replace(HORIZON, max_steps=1000)
+    report = report_of(LEDGER, STOP, tuned="y", horizon=short)
+    assert report.baseline is not None
+    assert report.baseline.total_s == pytest.approx(1000 * 8 / 13.31)
+    assert "the whole run 1000 steps, where training.max_steps ends it" in times_note(report)
+    assert "the whole run 32 of them" in times_note(make_report())
 
 
 def test_the_json_holds_unrounded_figures_and_null_for_what_is_not_known(tmp_path: Path) -> None:

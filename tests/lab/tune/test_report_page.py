@@ -17,9 +17,9 @@ from urllib.parse import unquote
 import pytest
 
 from tests.lab.tune.made_up import LEDGER, SPACE, make_report
-from vesuvius.lab.tune.curves import draw_curves
-from vesuvius.lab.tune.report import Report
-from vesuvius.lab.tune.report_html import render_html
+from vesuvius.lab.tune.report.curves import draw_curves
+from vesuvius.lab.tune.report.html import render_html
+from vesuvius.lab.tune.report.report import Report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: the Debian package chromium")

@@ -17,16 +17,20 @@ from statistics import fmean
 
 import pytest
 
+from tests.chunk_server import ChunkServer
 from tests.conftest import TINY_MODEL, textured, write_array
 from tests.kill_harness import processes_with
-from tests.lab.tune.trials import trial_of
+from tests.lab.tune.trials import step_record, trial_of
 from vesuvius.config import Config
 from vesuvius.config_file import parse_config, read_config
-from vesuvius.errors import EXIT_GPU_MEMORY, EXIT_STOPPED
-from vesuvius.lab.tune.runner import RunnerOptions, SubprocessRunner, TuneInterrupted
-from vesuvius.lab.tune.trial import Outcome
-from vesuvius.lab.tune.trial_config import Course
-from vesuvius.lab.tune.trial_watch import TrialFiles, TrialWatch
+from vesuvius.errors import EXIT_DATA, EXIT_GPU_MEMORY, EXIT_STOPPED, StorageError
+from vesuvius.lab.tune import trial_process
+from vesuvius.lab.tune.terms.trial import Outcome, Stage
+from vesuvius.lab.tune.trials import runner as runner_module
+from vesuvius.lab.tune.trials.config import Course
+from vesuvius.lab.tune.trials.measure import TaskSize
+from vesuvius.lab.tune.trials.runner import RunnerOptions, SubprocessRunner, TuneInterrupted
+from vesuvius.lab.tune.trials.watch import TrialFiles, TrialWatch
 from vesuvius.observe.death.death import read_deaths
 from vesuvius.observe.records import read_records
 from vesuvius.observe.session import read_session
@@ -95,15 +99,16 @@ def no_process_of(trials: Path) -> bool:
 
 
 def test_a_trial_measures_what_its_records_say_and_leaves_no_checkpoint(config: Config, trials: Path) -> None:
-    options = RunnerOptions(least_steps=20, most_steps=24, half_width=1e-9)
+    options = RunnerOptions(least_steps=20, most_steps=24, half_width=1e-9, task_samples=16)
     outcome = SubprocessRunner(config, trials, options).run(trial_of(config))
     assert (outcome.ended, outcome.cause) == ("ok", "")
     figures = outcome.measured
     assert figures is not None
     records = read_records(trials / "000" / "metrics.jsonl")
     work_s = {r["step"]: r["step_s"] - r["pause_s"] for r in records if r["kind"] == "step"}
-    # Behind step 25 it validates and saves; of one batch ahead, two steps are left out.
-    window = [work_s[step] for step in [*range(6, 26), *range(28, max(work_s) + 1)]][-figures.steps :]
+    # Behind each eighth step it validates and saves; of one batch ahead, two steps are left out.
+    measured = [step for step in work_s if step in range(6, 9) or (step > 8 and (step - 1) % 8 >= 2)]
+    window = [work_s[step] for step in measured][-figures.steps :]
     assert figures.steps >= 24
     assert figures.samples_s == pytest.approx(4 / fmean(window))
     assert figures.low < figures.samples_s < figures.high
@@ -112,7 +117,7 @@ def test_a_trial_measures_what_its_records_say_and_leaves_no_checkpoint(config: 
     assert figures.ram_bytes > 100 * 2**20, "torch alone is larger"
     assert figures.reader_s is not None
     assert 0 < figures.reader_s < 1
-    assert [r["step"] for r in records if r["kind"] == "validation"] == [25]
+    assert [r["step"] for r in records if r["kind"] == "validation"][:3] == [8, 16, 24]
     assert not (trials / "000" / "checkpoints").exists()
     assert "saved" in (trials / "000.log").read_text(), "but one was written"
     assert Outcome.from_record(json.loads(json.dumps(outcome.record()))) == outcome
@@ -129,7 +134,7 @@ def test_a_narrow_interval_ends_a_trial_that_has_validated(config: Config, trial
 
 
 def test_readers_of_ray_are_measured_and_end_with_the_trial(config: Config, trials: Path) -> None:
-    options = RunnerOptions(least_steps=20, most_steps=24, half_width=0.5)
+    options = RunnerOptions(least_steps=20, most_steps=24, half_width=0.5, task_samples=16)
     outcome = SubprocessRunner(config, trials, options).run(trial_of(config, 1, workers=1))
     assert outcome.ended == "ok", outcome.cause
     assert outcome.measured is not None
@@ -158,7 +163,49 @@ def watched(finished: tuple[Config, Path], tmp_path: Path) -> TrialWatch:
     shutil.copytree(trials, tmp_path / "trials")
     files = TrialFiles(*(tmp_path / "trials" / f"000{suffix}" for suffix in ("", ".yaml", ".log")))
     course = Course(warmup_steps=5, pause_every=25, drain_steps=2, last_step=10_000)
-    return TrialWatch(files, trial_of(config).setting, course, LONG, validates=True)
+    return TrialWatch(files, trial_of(config).setting, course, LONG, validates=True, task=TaskSize(16, 4))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "steps", "expected"), [(0, 30, None), (4, 30, "enough"), (0, 45, "enough"), (0, 4, None)]
+)
+def test_a_narrow_interval_is_not_enough_while_nothing_is_known_of_the_readers(
+    config: Config, tmp_path: Path, blocks: int, steps: int, expected: str | None
+) -> None:
+    (tmp_path / "000").mkdir()
+    figures = {"blocks": blocks, "decode_s": 0.1 * blocks, "read_s": None}
+    with (tmp_path / "000" / "metrics.jsonl").open("w") as metrics:
+        for step in range(1, steps + 1):
+            metrics.write(json.dumps(step_record(step, readers=figures)) + "\n")
+    files = TrialFiles(*(tmp_path / f"000{suffix}" for suffix in ("", ".yaml", ".log")))
+    course = Course(warmup_steps=5, pause_every=1000, drain_steps=2, last_step=10_000)
+    options = RunnerOptions(least_steps=20, most_steps=40, half_width=0.1)
+    setting = trial_of(config, workers=2).setting
+    assert TrialWatch(files, setting, course, options, False, TaskSize(16, 4)).look(1.0) == expected
+
+
+def test_a_trial_that_lives_on_its_first_task_is_as_fast_as_its_reader(
+    tiny_config: Callable[..., Path], tmp_path: Path, volume: Path, trials: Path
+) -> None:
+    """A task of 24 samples needs a dozen chunks, which take 0.2 s each: 0.1 s a sample, which the tiny network computes
+    in some 0.02 s.  All steps are cut from the first task."""
+    training = ENDLESS | {"train_batch_size": 1, "accumulate_steps": 1, "workers": 1, "warmup_steps": 0}
+    with ChunkServer(tmp_path) as server:
+        volumes = [{"path": server.url_of(volume)}]
+        data = {"volumes": volumes, "store": {"requests": 1}, "patches_per_region": 6, "regions_per_task": 4}
+        config = read_config(tiny_config(data=data, training=training))
+        server.set_faults([{"path": r"\.zarr/\d", "kind": "delay", "delay_s": 0.2}])
+        options = RunnerOptions(least_steps=6, most_steps=8, half_width=0.5, warmup_steps=3, task_samples=24)
+        outcome = SubprocessRunner(config, trials, options).run(trial_of(config))
+    assert outcome.ended == "ok", outcome.cause
+    figures = outcome.measured
+    assert figures is not None
+    assert figures.reader_s is not None
+    assert figures.samples_s == pytest.approx(1 / figures.reader_s)
+    assert figures.bound == "data-bound"
+    assert "lived on what readers had read ahead" in figures.verdict
+    records = read_records(trials / "000" / "metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "step"][-1] < 24
 
 
 def test_the_time_limit_ends_a_trial_and_what_it_has_measured_counts(watched: TrialWatch) -> None:
@@ -189,6 +236,55 @@ def test_a_trial_that_does_not_end_when_asked_has_failed(watched: TrialWatch) ->
     assert "had to be killed 60 s after" in cause
 
 
+def test_one_that_waits_in_the_kernel_has_failed_though_it_lives(watched: TrialWatch) -> None:
+    ended, cause, _ = watched.outcome(None, "enough", killed=True)
+    assert ended == "failed"
+    assert cause == "it could not even be killed 60 s after it was asked to end: it waits for a disk or a driver"
+
+
+def test_slow_steps_have_longer_to_end(watched: TrialWatch, tmp_path: Path) -> None:
+    assert watched.grace_s == 60.0
+    with (tmp_path / "trials" / "000" / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps(step_record(60, step_s=50.0)) + "\n")
+    watched.look(1.0)
+    assert watched.grace_s == 180.0
+
+
+def test_a_signal_without_a_name_is_a_number(watched: TrialWatch) -> None:
+    ended, cause, _ = watched.outcome(-40, None, killed=False)
+    assert ended == "killed"
+    assert cause.startswith("killed by signal 40")
+
+
+def test_steps_without_a_verdict_are_not_called_too_few(watched: TrialWatch, tmp_path: Path) -> None:
+    metrics = tmp_path / "trials" / "000" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if json.loads(line)["kind"] != "verdict"))
+    ended, cause, _ = watched.outcome(-signal.SIGTERM, "enough", killed=False)
+    assert ended == "failed"
+    assert cause.startswith("a trial must end with its own verdict; got none behind ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "one checkpoint must fit on the disk; got 9.00 GiB needed and 1.00 GiB free for runs; free some space",
+        "the run directory must be writable; got [Errno 28] No space left on device; free some space",
+    ],
+)
+def test_a_full_disk_is_no_fault_of_a_setting(watched: TrialWatch, tmp_path: Path, text: str) -> None:
+    with (tmp_path / "trials" / "000.log").open("a") as log:
+        log.write(f"2026-11-22 00:00:00 ERROR {text}\n")
+    with pytest.raises(StorageError, match=r"000\.log.*go on with --resume"):
+        watched.outcome(EXIT_DATA, None, killed=False)
+
+
+def test_data_that_cannot_be_read_are_no_full_disk(watched: TrialWatch, tmp_path: Path) -> None:
+    with (tmp_path / "trials" / "000.log").open("a") as log:
+        log.write("2026-11-22 00:00:00 ERROR a volume must be readable; got nothing at x\n")
+    assert watched.outcome(EXIT_DATA, None, killed=False)[0] == "failed"
+
+
 def test_a_gpu_that_is_full_is_named_by_the_trials_own_words(watched: TrialWatch, tmp_path: Path) -> None:
     with (tmp_path / "trials" / "000.log").open("a") as log:
         log.write(
@@ -202,10 +298,59 @@ def test_a_gpu_that_is_full_is_named_by_the_trials_own_words(watched: TrialWatch
 
 
 def test_a_trial_that_has_no_time_for_its_steps_is_a_timeout(config: Config, trials: Path) -> None:
-    outcome = SubprocessRunner(config, trials, RunnerOptions(seconds=0.6)).run(trial_of(config))
+    outcome = SubprocessRunner(config, trials, RunnerOptions(seconds=0.3)).run(trial_of(config))
     assert outcome.ended == "timeout"
-    assert "at least 8 steps are needed; got 0 in 0.6 s" in outcome.cause
+    assert "at least 8 steps are needed; got 0 in 0.6 s" in outcome.cause, "the baseline has twice as long"
+    assert outcome.cause.endswith("a larger --budget gives each trial more")
     assert no_process_of(trials)
+
+
+def test_the_baseline_and_the_first_that_compiles_have_twice_as_long(config: Config, trials: Path) -> None:
+    trials.parent.mkdir(parents=True)
+    runner = SubprocessRunner(config, trials, RunnerOptions(seconds=0.3))
+    kinds_of_trial: list[tuple[Stage, bool]] = [
+        ("baseline", False), ("workers", False), ("switches", True), ("switches", True), ("baseline", False)
+    ]  # fmt: skip
+    causes = [
+        runner.run(replace(trial_of(config, number, compile=compiles), stage=stage)).cause
+        for number, (stage, compiles) in enumerate(kinds_of_trial)
+    ]
+    assert [cause.partition(" in ")[2].partition(" s;")[0] for cause in causes] == ["0.6", "0.3", "0.6", "0.3", "0.6"]
+
+
+def test_a_setting_that_no_config_can_have_is_a_failed_trial(config: Config, trials: Path) -> None:
+    outcome = SubprocessRunner(config, trials, LONG).run(trial_of(config, train_batch_size=0))
+    assert outcome.ended == "failed"
+    assert "training.train_batch_size: Input should be greater than or equal to 1" in outcome.cause
+    assert "\n" not in outcome.cause
+
+
+def test_a_disk_that_is_full_ends_the_tune_and_not_a_setting(tiny_config: Callable[..., Path], trials: Path) -> None:
+    config = read_config(tiny_config(training=ENDLESS))
+    (trials / "000.yaml").parent.mkdir(parents=True)
+    (trials / "000").symlink_to("/proc/no-such-place")
+    with pytest.raises(StorageError, match="go on with --resume"):
+        SubprocessRunner(config, trials, LONG).run(trial_of(config))
+
+
+def test_one_that_cannot_be_killed_is_given_up(
+    config: Config, trials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = tmp_path / "deaf"
+    deaf.write_text("#!/bin/sh\ntrap '' TERM\necho $$ > {}\nexec sleep 600\n".format(tmp_path / "pid"))
+    deaf.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(deaf))
+    # As if it were in the kernel, where no signal is taken.
+    monkeypatch.setattr(trial_process, "_living_in_session", lambda session: [])
+    monkeypatch.setattr(trial_process, "GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr(runner_module, "GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr(TrialWatch, "grace_s", 0.1)
+    try:
+        outcome = SubprocessRunner(config, trials, RunnerOptions(seconds=0.2)).run(trial_of(config))
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert outcome.ended == "timeout"
+    assert "could not even be killed" in outcome.cause
 
 
 def test_a_run_that_is_too_short_to_measure_says_so(tiny_config: Callable[..., Path], trials: Path) -> None:

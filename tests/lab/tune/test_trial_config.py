@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.lab.tune.trials import trial_of
 from vesuvius.config import Config
 from vesuvius.config_file import dump_config, parse_config, read_config
-from vesuvius.lab.tune.setting import Setting
-from vesuvius.lab.tune.trial_config import Course, course_of, drain_steps, trial_config, validates
+from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.trials.config import Course, course_of, drain_steps, trial_config, validates
 
 SOURCE = parse_config("name: exp\nseed: 7\ndata: {volumes: [{path: scroll.zarr}]}\ntraining: {accumulate_steps: 4}\n")
 LENGTH = {"warmup_steps": 5, "least_steps": 50, "most_steps": 100}
@@ -63,10 +63,18 @@ def test_an_orphan_ends_by_itself_but_not_before_the_runner_ends_a_trial() -> No
 
 
 def test_the_pause_comes_once_behind_the_least_steps() -> None:
-    found = course()
+    found = course(samples_s=1000.0)
     assert found.pause_every == 55
     assert sum(step % found.pause_every == 0 for step in range(1, found.last_step + 1)) == 1
     assert all(found.is_measured(step) for step in range(6, 56))
+
+
+def test_the_pause_comes_soon_where_nothing_is_known_of_the_pace() -> None:
+    assert course().pause_every == 16, "a third of the least steps"
+    assert course(prefetch_factor=40, workers=1).pause_every == 2 * course(prefetch_factor=40, workers=1).drain_steps
+    assert (
+        course_of(SOURCE, trial_of(SOURCE), warmup_steps=5, least_steps=6, most_steps=9, seconds=300).pause_every == 8
+    )
 
 
 def test_the_pause_comes_within_half_of_the_time_where_steps_are_slow() -> None:

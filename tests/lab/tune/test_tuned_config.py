@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,18 @@ from hypothesis import strategies as st
 from vesuvius.config_file import parse_config
 from vesuvius.config_words import to_yaml
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.lab.tune.setting import Setting
-from vesuvius.lab.tune.tuned_config import MARK, TunedValue, tuned_path, tuned_values, tuned_yaml, write_tuned
+from vesuvius.lab.tune.report.tuned_config import (
+    MARK,
+    TunedValue,
+    check_replaceable,
+    remove_tuned,
+    tuned_path,
+    tuned_values,
+    tuned_yaml,
+    value_at,
+    write_tuned,
+)
+from vesuvius.lab.tune.terms.setting import Setting
 
 TOP = "name: tiny\ndata:\n  volumes:\n    - path: scroll.zarr\n"
 SHORT = "1.9 times the samples/s"
@@ -46,6 +57,59 @@ def test_a_comment_of_the_user_stays_and_ours_goes_above_it() -> None:
     assert tune(source, workers=6) == TOP + (
         "training:\n  # tuned: workers was 2; 1.9 times the samples/s\n  workers: 6   # raise\tme: €\n"
     )
+
+
+def notes(text: str) -> list[str]:
+    """First lines of all notes."""
+    return re.findall(r"# (tuned: .*)", text)
+
+
+def test_a_note_of_an_earlier_tune_above_a_key_is_replaced() -> None:
+    source = TOP + "training:\n  # mine\n  #   and more\n  workers: 2  # raise me\n  amp: auto\n"
+    once = tune(source, LONG, workers=6)
+    assert once.count("tuned: ") == 1
+    assert tune(once, workers=8) == source.replace(
+        "  workers: 2", "  # tuned: workers was 6; 1.9 times the samples/s\n  workers: 8"
+    )
+
+
+def test_a_long_note_replaces_one_that_stood_behind_the_value_and_the_other_way_round() -> None:
+    behind = tune(TOP + "training:\n  workers: 2\n", workers=6)
+    above = tune(behind, LONG, workers=8)
+    assert above.endswith("\n  workers: 8\n")
+    assert above.count("tuned: ") == 1
+    assert tune(above, workers=6) == behind.replace("was 2", "was 8")
+
+
+def test_notes_on_keys_that_are_not_tuned_again_and_users_comments_between_them_stay() -> None:
+    source = TOP + "training: {workers: 2, prefetch_factor: 2}\n"
+    once = tune(source, LONG, workers=6, prefetch_factor=4).replace("training:", "# mine\ntraining:")
+    again = tune(once, prefetch_factor=8)
+    assert notes(again)[0] == notes(once)[0]
+    assert notes(again)[1] == "tuned: prefetch_factor was 4; 1.9 times the samples/s"
+    assert len(notes(again)) == 2
+    assert "\n# mine\n# tuned: prefetch_factor" in again
+
+
+def test_two_keys_of_one_name_on_one_line_keep_both_their_notes() -> None:
+    source = "name: tiny\ndata: {volumes: [{path: a.zarr, level: 0}, {path: b.zarr, level: 0}]}\n"
+    changes = {f"data.volumes.{i}.level": TunedValue(1, f"of {i}") for i in (0, 1)}
+    assert notes(tune_keys(source, changes)) == ["tuned: level was 0; of 0", "tuned: level was 0; of 1"]
+
+
+def test_the_header_of_an_earlier_tune_is_replaced() -> None:
+    change = {"training.workers": TunedValue(6, SHORT)}
+    once = tuned_yaml("# mine\n" + TOP, "x.yaml", change, ["first"])
+    again = tuned_yaml(once, "x.tuned.yaml", {"training.workers": TunedValue(8, SHORT)}, ["second"])
+    assert again.startswith(f"# {MARK} from x.tuned.yaml; ")
+    assert again.count(MARK) == 1
+    assert "\n# second\n\n# mine\nname: tiny\n" in again
+    assert "first" not in again
+
+
+def test_one_empty_line_stands_below_the_header() -> None:
+    for source in (TOP, "\n" + TOP):
+        assert re.search(r"# x\n\nname: tiny\n", tuned_yaml(source, "x.yaml", {}, ["x"]))
 
 
 def test_a_long_reason_goes_above_in_lines_that_can_be_read() -> None:
@@ -211,6 +275,45 @@ def test_the_real_experiment_keeps_every_line_that_was_not_tuned() -> None:
     assert changed == ["  train_batch_size: 1", "  workers: 2", "  prefetch_factor: 2"]
 
 
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_knob_of_a_real_config_can_be_tuned_at_once_and_again(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for more in (1, 2):
+        source = Setting.of(parse_config(text))
+        changed = replace(
+            source,
+            workers=source.workers + more,
+            requests=source.requests + more,
+            prefetch_factor=source.prefetch_factor + more,
+            train_batch_size=source.train_batch_size + more,
+            accumulate_steps=source.accumulate_steps + more,
+            amp="off" if source.amp == "auto" else "auto",
+            compile=not source.compile,
+            channels_last=not source.channels_last,
+            checkpoint_levels=() if source.checkpoint_levels else (1,),
+            cudnn_benchmark=not source.cudnn_benchmark,
+            cuda_allocator="default" if source.cuda_allocator == "expandable" else "expandable",
+        )
+        text = tuned_yaml(text, "x.yaml", tuned_values(changed, source, {"workers": LONG}), [])
+        assert Setting.of(parse_config(text)) == changed
+        assert len(notes(text)) == len(changed.changes(source)) == 11
+        assert text.count(MARK) == 1
+
+
+def test_a_value_is_found_by_its_key_as_overrides_write_it() -> None:
+    dump = parse_config(TOP + "  patch_size: [8, 16, 16]\n").model_dump(mode="json")
+    assert value_at(dump, "data.patch_size.0") == 8
+    assert value_at(dump, " data . volumes . 0 . path ") == "scroll.zarr"
+    assert value_at({"a": None}, "a.b") is None
+    with pytest.raises(KeyError):
+        value_at(dump, "data.nothing")
+
+
+def test_a_key_with_spaces_is_the_same_key() -> None:
+    spaced = tune_keys(TOP, {" training . workers ": TunedValue(6, SHORT)})
+    assert spaced == tune(TOP, workers=6)
+
+
 def test_tuned_values_are_the_changes_with_their_reasons() -> None:
     source = Setting.of(parse_config(TOP))
     best = Setting.from_record(source.record() | {"workers": 6, "requests": 32})
@@ -233,7 +336,7 @@ def test_only_a_file_that_a_tune_has_written_is_replaced(tmp_path: Path) -> None
     write_tuned(path, again)
     assert path.read_bytes() == again.encode()
     path.write_text(TOP)
-    with pytest.raises(ConfigError, match="which does not begin with"):
+    with pytest.raises(ConfigError, match="which is not a file that begins with"):
         write_tuned(path, again)
     assert path.read_text() == TOP
     assert [file.name for file in tmp_path.iterdir()] == ["x.tuned.yaml"]
@@ -242,6 +345,59 @@ def test_only_a_file_that_a_tune_has_written_is_replaced(tmp_path: Path) -> None
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"must be writable; got .*; make room"):
         write_tuned(tmp_path / "missing" / "x.yaml", TOP)
+
+
+def test_a_place_that_cannot_be_written_is_known_before_the_first_trial(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"must be writable; got No such file or directory"):
+        check_replaceable(tmp_path / "missing" / "x.yaml")
+    (tmp_path / "file").write_text(TOP)
+    with pytest.raises(StorageError, match=r"must be writable; got"):
+        check_replaceable(tmp_path / "file" / "x.yaml")
+    check_replaceable(tmp_path / "x.yaml")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_known_before_the_first_trial(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(StorageError, match=r"must be writable; got Permission denied"):
+            check_replaceable(tmp_path / "x.yaml")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_directory_and_a_loop_of_links_are_refused_in_our_words(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("directory", "loop"):
+        for act in (check_replaceable, lambda path: write_tuned(path, TOP)):
+            with pytest.raises(ConfigError, match=r"which is not a file that begins with"):
+                act(tmp_path / name)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_symbolic_link_stays_one(tmp_path: Path, there: bool) -> None:
+    target, link = tmp_path / "elsewhere.yaml", tmp_path / "x.tuned.yaml"
+    link.symlink_to(target)
+    text = tuned_yaml(TOP, "x.yaml", {}, [])
+    if there:
+        target.write_text(text)
+    write_tuned(link, text + "seed: 3\n")
+    assert link.is_symlink()
+    assert target.read_text() == text + "seed: 3\n"
+
+
+def test_only_what_a_tune_has_written_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "x.tuned.yaml"
+    assert not remove_tuned(path)
+    path.write_text(TOP)
+    assert not remove_tuned(path)
+    assert path.read_text() == TOP
+    path.unlink()
+    write_tuned(path, tuned_yaml(TOP, "x.yaml", {}, []))
+    assert remove_tuned(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 VALUES = {
@@ -327,3 +483,16 @@ def test_any_layout_reads_as_the_source_with_the_changes_and_keeps_its_other_lin
     assert parse_config(text) == parse_config(layout.text, overrides)
     lines = iter(text.splitlines())
     assert [line for line in layout.kept if line not in lines] == []  # `in` consumes: the order is compared too
+
+
+@settings(deadline=None, max_examples=100)
+@given(layout=layouts(), reason=st.sampled_from([SHORT, LONG]))
+def test_tuned_twice_says_the_last_reason_of_each_key_once(layout: Layout, reason: str) -> None:
+    once = tune(layout.text, reason, **layout.changes)
+    source = Setting.of(parse_config(once))
+    other = source.record() | {"workers": source.workers + 1, "compile": not source.compile}
+    changed = Setting.from_record(other)
+    again = tuned_yaml(once, "x.yaml", tuned_values(changed, source, {"workers": SHORT, "compile": LONG}), [])
+    assert Setting.of(parse_config(again)) == changed
+    kept = source.changes(Setting.of(parse_config(layout.text))).keys() - {"workers", "compile"}
+    assert len(notes(again)) == len(kept) + 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vesuvius.config import Config
-from vesuvius.lab.tune.setting import Setting
-from vesuvius.lab.tune.trial import Prediction, Trial
+from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.trial import Prediction, Trial
 
 
 def trial_of(config: Config, number: int = 0, samples_s: float | None = None, **knobs: Any) -> Trial:
@@ -28,7 +28,7 @@ def step_record(step: int, **figures: Any) -> dict[str, Any]:
         "pause_s": 0.0,
         "ram_used_bytes": 10**9,
         "vram_used_bytes": None,
-        "readers": {"decode_s": 0.0, "read_s": None},
+        "readers": {"blocks": 0, "decode_s": 0.0, "read_s": None},
         "feeder": {"full_s": 0.0, "batches": step, "ran_empty": 0},
     }
     return record | figures

@@ -10,8 +10,8 @@ from typing import Any, Self
 from vesuvius import __version__
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
-from vesuvius.lab.tune.space import Space
-from vesuvius.lab.tune.trial import Entry, Outcome, Trial, trial_from_record, trial_record
+from vesuvius.lab.tune.terms.space import Space
+from vesuvius.lab.tune.terms.trial import Entry, Outcome, Trial, trial_from_record, trial_record
 from vesuvius.observe.records import JsonLines, read_records
 
 _KILLED_TWICE = "the tune was killed twice during this trial; whatever did it strikes again with the same setting"
@@ -19,7 +19,7 @@ _KILLED_TWICE = "the tune was killed twice during this trial; whatever did it st
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a tune runs: its figures hold there only."""
+    """Where a tune runs: its figures hold there only.  A container that is started anew has another host name."""
 
     host: str
     cores: float
@@ -61,7 +61,7 @@ class Ledger:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            path.rename(_free_name(path))
+            _put_aside(path, path.with_name("trials"))
         ledger = cls.sketch(path, config, space, machine)
         ledger._write("tune", version=__version__, config=ledger.config, space=space.record(), machine=asdict(machine))
         return ledger
@@ -104,6 +104,8 @@ class Ledger:
             self._begun.append(trial_from_record(fields))
         elif record["kind"] == "outcome":
             self._end(Outcome.from_record(fields))
+        elif record["kind"] == "interrupted":
+            self._begun.clear()
 
     def _end(self, outcome: Outcome) -> None:
         self.entries.append(Entry(self._begun[-1], outcome))
@@ -114,9 +116,6 @@ class Ledger:
 
         Returns:
             What to take for its end, without running it: None, unless the tune itself has died in it twice.
-
-        Raises:
-            OSError: the ledger cannot be written.
         """
         died = sum(begun.setting == trial.setting for begun in self._begun)
         self._begun.append(trial)
@@ -129,7 +128,7 @@ class Ledger:
         self._write("outcome", **outcome.record())
 
     def interrupted(self) -> None:
-        """The trial in hand was broken off by the operator, which says nothing against it."""
+        """The trial in hand was broken off by the operator or a full disk, which says nothing against it."""
         self._begun.clear()
         self._write("interrupted")
 
@@ -154,7 +153,7 @@ def check_same(ledger: Ledger, config: Config, machine: Machine, asked: Sequence
     now = _flat(config.model_dump(mode="json"))
     before = _flat(ledger.config)
     differing = [(key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
-    machines = [(key, value, getattr(machine, key)) for key, value in asdict(ledger.machine).items()]
+    machines = [(key, value, getattr(machine, key)) for key, value in asdict(ledger.machine).items() if key != "host"]
     for name, was, becomes in (*asked, *differing, *machines):
         if was != becomes:
             raise ConfigError(
@@ -170,8 +169,15 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _free_name(path: Path) -> Path:
+def _put_aside(*paths: Path) -> None:
+    """Rename what an earlier tune has left: `ledger.jsonl` becomes `ledger-1.jsonl`, `trials` becomes `trials-1`."""
     number = 1
-    while (free := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+    while any(_numbered(path, number).exists() for path in paths):
         number += 1
-    return free
+    for path in paths:
+        if path.exists():
+            path.rename(_numbered(path, number))
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from vesuvius.config import Config
-from vesuvius.data.prepare import PreparedData, prepare_data
+from vesuvius.data.prepare import PreparedData
 from vesuvius.data.stream_options import StreamOptions, check_store, check_store_need
 from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, indexable_batch, plan_memory
 from vesuvius.engine.ram_plan import plan_ram
@@ -17,10 +17,11 @@ from vesuvius.engine.step import choose_device, resolve_amp
 from vesuvius.engine.watching import memory_limits
 from vesuvius.errors import ConfigError
 from vesuvius.lab.tune.ledger import Machine
-from vesuvius.lab.tune.setting import Setting
-from vesuvius.lab.tune.space import Goal, Space
-from vesuvius.observe.risk.killers import killers_of, used_share
+from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.space import Goal, Space
+from vesuvius.observe.risk.killers import killers_of, left_bytes
 from vesuvius.observe.system.cores import usable_cores
+from vesuvius.observe.system.gpus import Gpus
 from vesuvius.observe.system.look import look_around
 from vesuvius.observe.units import GIB
 
@@ -30,14 +31,19 @@ _MOST_REQUESTS = 256
 _READERS_PER_CORE_REMOTE = 4
 _VRAM_SHARE = 0.92
 _FIRST_TRIAL_S = 90.0
-_TRIAL_STEPS = 100
+_SHORTEST_LIMIT_S = 30.0
+_PLANNED_STEPS = 100  # of a trial, at most: few tasks, so that no execution of Ray hands over to another
 
 
-def survey(config: Config, data: PreparedData, goal: Goal, scale_batch: bool, budget_s: float) -> Space:
-    """What may be tried with a config on this machine.  Does I/O; starts nothing on a GPU."""
-    source, device = Setting.of(config), choose_device()
-    on_gpu = device.type == "cuda"
+def survey(config: Config, data: PreparedData, *, goal: Goal, scale_batch: bool, budget_s: float, steps: int) -> Space:
+    """What may be tried with a config on this machine.  Does I/O; starts nothing on a GPU.
+
+    Args:
+        steps: measured in a trial at most; half as many where they agree well.
+    """
+    source, on_gpu = Setting.of(config), choose_device().type == "cuda"
     cores = usable_cores(os.getpid())
+    limit_s = max(budget_s / 6, _SHORTEST_LIMIT_S)
     remote = any(volume.source.remote for volume in (*data.volumes, *data.conditions))
     return Space(
         source=source,
@@ -51,11 +57,14 @@ def survey(config: Config, data: PreparedData, goal: Goal, scale_batch: bool, bu
         remote=remote,
         most_requests=max(_MOST_REQUESTS, source.requests),
         most_batch=_most_batch(config, scale_batch),
-        levels=len(config.model.channels) + 1,
+        levels=tuple(range(0 if config.model.full_res_channels else 1, len(config.model.channels) + 1)),
         deterministic=config.training.deterministic,
         ram_limit_bytes=ram_left(config),
-        vram_limit_bytes=int(_VRAM_SHARE * torch.cuda.get_device_properties(device).total_memory) if on_gpu else None,
-        trial_s=_FIRST_TRIAL_S,
+        vram_limit_bytes=vram_left() if on_gpu else None,
+        trial_s=min(_FIRST_TRIAL_S, limit_s),
+        trial_steps=(steps // 2, steps),
+        trial_limit_s=limit_s,
+        most_ahead=_most_ahead(config, data),
     )
 
 
@@ -77,12 +86,17 @@ def ram_left(config: Config) -> int:
 
     The smallest over all killers: the machine, control groups, Ray's monitor, `monitor.ram_limit_gib`.
     """
-    limits = memory_limits(config)
-    left = []
-    for killer in killers_of(look_around(os.getpid()), limits):
-        strictness = used_share(replace(killer, used_bytes=killer.limit_bytes), limits)
-        left.append(int(limits.prefetch_at / strictness * killer.limit_bytes) - killer.used_bytes)
-    return min(left)
+    training = config.training.model_copy(update={"workers": max(config.training.workers, 1)})  # Ray's monitor counts
+    limits = memory_limits(config.model_copy(update={"training": training}))
+    return left_bytes(killers_of(look_around(os.getpid()), limits), limits)
+
+
+def vram_left() -> int:
+    """Bytes of the GPU that a run may take beside what other processes hold on it now."""
+    gpu = torch.cuda.get_device_properties(choose_device())
+    with Gpus() as gpus:
+        used_bytes = sum(use.used_bytes for use in gpus.look() if str(getattr(gpu, "uuid", None)) in use.uuid)
+    return int(_VRAM_SHARE * gpu.total_memory) - used_bytes
 
 
 def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool) -> int:
@@ -105,16 +119,26 @@ def _most_batch(config: Config, scale_batch: bool) -> int:
     return min(most, max(indexable_batch(config), config.training.train_batch_size))
 
 
+def _most_ahead(config: Config, data: PreparedData) -> int | None:
+    """Batches ahead that `training.prefetch_mib` allows."""
+    mib, batch_bytes = config.training.prefetch_mib, config.training.train_batch_size * data.job.patch_bytes
+    return None if mib is None else max(mib * 2**20 // batch_bytes, 1)
+
+
 class ConfigPlanner:
     """What the plans of memory (`ram_plan.py`, `memory_plan.py`) say of each setting of a config.
 
     Remembers its answers, each of which takes up to seconds.
+
+    Attributes:
+        task_samples: that a reader reads at once.
     """
 
     def __init__(self, config: Config, data: PreparedData, on_gpu: bool) -> None:
         self._config = config
         self._data = data
         self._on_gpu = on_gpu
+        self.task_samples = data.plan.samples_per_task
         self._ram: dict[Setting, tuple[int, int]] = {}
         self._vram: dict[Setting, int] = {}
 
@@ -131,7 +155,7 @@ class ConfigPlanner:
         """Of a trial, and of the whole run."""
         if setting not in self._ram:
             run = setting.applied_to(self._config)
-            short = run.training.model_copy(update={"max_steps": _TRIAL_STEPS})
+            short = run.training.model_copy(update={"max_steps": _PLANNED_STEPS})
             trial = run.model_copy(update={"training": short})
             both = [plan_ram(config, self._data, self._on_gpu).total_bytes for config in (trial, run)]
             self._ram[setting] = both[0], both[1]
@@ -146,8 +170,3 @@ class ConfigPlanner:
             amp = resolve_amp(config.training.amp, choose_device())
             self._vram[setting] = plan_memory(config, amp=amp).vram_bytes
         return self._vram[setting]
-
-
-def open_data(config: Config) -> PreparedData:
-    """The volumes and the plan.  Raises DataError where they cannot be used."""
-    return prepare_data(config.seed, config.data)

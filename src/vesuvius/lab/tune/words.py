@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vesuvius.lab.tune.ledger import Ledger
-from vesuvius.lab.tune.trial import Measured, Outcome, Prediction, Trial
+from vesuvius.lab.tune.terms.trial import Measured, Outcome, Prediction, Trial
 from vesuvius.observe.units import format_duration, size_text
 
 

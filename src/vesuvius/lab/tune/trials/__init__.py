@@ -1,0 +1,1 @@
+"""A trial: the real trainer as a process of its own, measured by what it writes."""
