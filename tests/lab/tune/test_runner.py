@@ -24,8 +24,8 @@ from tests.lab.tune.trials import step_record, trial_of
 from vesuvius.config import Config
 from vesuvius.config_file import parse_config, read_config
 from vesuvius.errors import EXIT_DATA, EXIT_GPU_MEMORY, EXIT_STOPPED, StorageError
-from vesuvius.lab.tune import trial_process
 from vesuvius.lab.tune.terms.trial import Outcome, Stage
+from vesuvius.lab.tune.trials import process as trial_process
 from vesuvius.lab.tune.trials import runner as runner_module
 from vesuvius.lab.tune.trials.config import Course
 from vesuvius.lab.tune.trials.measure import TaskSize
