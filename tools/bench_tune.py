@@ -2,7 +2,8 @@
 
 A synthetic scroll lies behind an HTTP server with latency; the config begins with workers 1, prefetch_factor 1 and
 train_batch_size 1.  First the tune; then every setting of the grid workers x prefetch_factor x train_batch_size (same
-effective batch) by trials of the very same kind; last the tuned setting and the grid's best one, in turns.
+effective batch) by trials of the very same kind; last the tuned setting and the grid's best one, in turns.  The tune
+may also turn what the grid leaves alone: requests, compile, channels_last.
 
     python tools/bench_tune.py [--only tune|grid|compare] [--latency-ms 100] [--repeats 3] [--tunes 1] [--folder DIR]
 
@@ -29,6 +30,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` sets it
 
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
+from vesuvius.data.prepare import prepare_data
 from vesuvius.lab.tune.ledger import Ledger
 from vesuvius.lab.tune.terms.setting import Setting, in_words
 from vesuvius.lab.tune.terms.trial import Measured, Prediction, Trial
@@ -39,7 +41,6 @@ PREFETCH = (1, 2, 4)
 BATCHES = (1, 2, 4)
 _EFFECTIVE = 4
 _STEPS = 50
-_TRIALS = RunnerOptions(least_steps=_STEPS // 2, most_steps=_STEPS)
 _CONFIG = """
 name: bench_tune
 data:
@@ -129,13 +130,20 @@ def _tune(count: int) -> None:
 def _grid(config: Config) -> None:
     """Every setting, in an order that has nothing to do with its knobs' values."""
     settings = _settings(config)
-    runner = SubprocessRunner(config, Path("runs/bench_tune/grid"), _TRIALS)
+    runner = _runner(config, "grid")
     began, rows = time.monotonic(), []
     for number in sorted(range(len(settings)), key=lambda n: n * 25 % len(settings)):
         measured = _measure(runner, number, settings[number])
         rows.append({"setting": settings[number].record(), "samples_s": measured.samples_s})
         print(f"grid {number}: {in_words(settings[number], Setting.of(config))}: {measured.samples_s:.3g} samples/s")
     _write("grid", {"seconds": time.monotonic() - began, "rows": rows})
+
+
+def _runner(config: Config, name: str) -> SubprocessRunner:
+    """Of trials as the tune's are."""
+    task_samples = prepare_data(config.seed, config.data).plan.samples_per_task
+    trials = RunnerOptions(least_steps=_STEPS // 2, most_steps=_STEPS, task_samples=task_samples)
+    return SubprocessRunner(config, Path("runs/bench_tune") / name, trials)
 
 
 def _settings(config: Config) -> list[Setting]:
@@ -159,8 +167,9 @@ def _compare(config: Config, repeats: int) -> None:
     grid = json.loads(Path("grid.json").read_text(encoding="utf-8"))
     tunes = json.loads(Path("tunes.json").read_text(encoding="utf-8"))
     best = Setting.from_record(max(grid["rows"], key=lambda row: row["samples_s"])["setting"])
-    tuned = Setting.of(read_config(Path("bench.yaml"), str(tunes[-1]["overrides"]).split()))
-    runner = SubprocessRunner(config, Path("runs/bench_tune/compare"), _TRIALS)
+    usual = Counter(str(tune["overrides"]) for tune in tunes).most_common(1)[0][0]
+    tuned = Setting.of(read_config(Path("bench.yaml"), usual.split()))
+    runner = _runner(config, "compare")
     rates: dict[Setting, list[float]] = {tuned: [], best: []}
     for number in range(repeats):
         for place, setting in enumerate(rates):

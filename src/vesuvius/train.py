@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from vesuvius.config_file import dump_config, read_config
 from vesuvius.door import positive_number, run_door, say
 from vesuvius.errors import EXIT_OK
 from vesuvius.observe.logfile import terminal_lines_through
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +58,7 @@ def _main(argv: list[str]) -> int:
     # docs/performance.md has the figures.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if config.training.cuda_allocator == "expandable":
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        _let_segments_grow()
     # torch takes seconds to import: not needed for what came before
     if args.dry_run:
         from vesuvius.engine.dry_run import dry_run
@@ -66,6 +69,19 @@ def _main(argv: list[str]) -> int:
 
     with _progress_bar(config.stop_step) as on_step:
         return train(config, args.config, resume, args.allow_drift, on_step)
+
+
+def _let_segments_grow() -> None:
+    """Before torch begins to use a GPU; whoever has set the variable knows better."""
+    wanted = "expandable_segments:True"
+    present = os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", wanted)
+    if wanted not in present:
+        log.warning(
+            "training.cuda_allocator=expandable must not be set otherwise by the environment; got "
+            "PYTORCH_CUDA_ALLOC_CONF=%s, which is kept; add %s to it or unset it",
+            present,
+            wanted,
+        )
 
 
 def _replay(path: Path, overrides: list[str]) -> int:
