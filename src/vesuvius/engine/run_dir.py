@@ -51,10 +51,8 @@ class RunDir:
         """Whether a run has begun here; what a tune has written is none."""
         try:
             return any(entry.name not in (TUNE, _LOCK) for entry in self.path.iterdir())
-        except FileNotFoundError:
-            return False
-        except OSError:  # a file, or a directory that may not be read
-            return True
+        except OSError:  # it is not there, is a file, or may not be read
+            return self.path.exists()
 
     @property
     def log(self) -> Path:

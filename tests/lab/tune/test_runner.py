@@ -184,6 +184,7 @@ def test_a_narrow_interval_is_not_enough_while_nothing_is_known_of_the_readers(
     assert TrialWatch(files, setting, course, options, False, TaskSize(16, 4)).look(1.0) == expected
 
 
+@pytest.mark.long
 def test_a_trial_that_lives_on_its_first_task_is_as_fast_as_its_reader(
     tiny_config: Callable[..., Path], tmp_path: Path, volume: Path, trials: Path
 ) -> None:
