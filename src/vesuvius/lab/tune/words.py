@@ -37,30 +37,33 @@ def plan_lines(ledger: Ledger, coming: Sequence[Trial]) -> list[str]:
         "trials",
     ]
     if not measured:
-        lines.append("samples/s is predicted once the baseline was measured; this is the longest way it may go:")
+        lines.append(
+            "samples/s is predicted once the baseline was measured; the way it goes if nearly each change gains:"
+        )
     lines += [
         f"trial {trial.number:<3}{trial.stage:9} {trial.changed}; {_expected(trial.prediction)}" for trial in coming
     ]
     total_s = sum(trial.prediction.seconds for trial in coming)
-    return [*lines, f"dry run: at most {len(coming)} trials, about {format_duration(total_s)}; nothing was written"]
+    return [*lines, f"dry run: about {len(coming)} trials, {format_duration(total_s)}; nothing was written"]
 
 
 def _expected(prediction: Prediction) -> str:
     rate = "" if prediction.samples_s is None else f"{prediction.samples_s:.3g} samples/s, "
-    vram = "" if prediction.vram_bytes is None else f", VRAM {size_text(prediction.vram_bytes)}"
-    return (
-        f"{rate}RAM {size_text(prediction.ram_bytes)}{vram}, risk {prediction.risk}, "
-        f"{format_duration(prediction.seconds)}"
-    )
+    memory = _memory(prediction.ram_bytes, prediction.vram_bytes)
+    return f"{rate}{memory}, risk {prediction.risk}, {format_duration(prediction.seconds)}"
 
 
 def _figures(measured: Measured) -> str:
-    vram = "" if measured.vram_bytes is None else f", VRAM {size_text(measured.vram_bytes)}"
     narrow = "" if measured.narrow else ", its interval still wide"
     cause = "" if measured.cause is None else f" ({measured.cause})"
     interval = f"{measured.low:.3g} to {measured.high:.3g}, {measured.steps} steps{narrow}"
     return (
         f"{measured.samples_s:.3g} samples/s ({interval}), "
         f"waited for data {100 * measured.data_share:.1f} %, {measured.bound}{cause}, "
-        f"RAM {size_text(measured.ram_bytes)}{vram}"
+        f"{_memory(measured.ram_bytes, measured.vram_bytes)}"
     )
+
+
+def _memory(ram_bytes: int, vram_bytes: int | None) -> str:
+    vram = "" if vram_bytes is None else f", VRAM {size_text(vram_bytes)}"
+    return f"RAM {size_text(ram_bytes)}{vram}"

@@ -29,7 +29,7 @@ class Forecast:
 
     Args:
         space: limits.
-        planner: asked once for a setting.
+        planner: asked for the same settings again and again.
         known: grows while trials are added to it.
     """
 
@@ -37,7 +37,6 @@ class Forecast:
         self._space = space
         self._planner = planner
         self._known = known
-        self._planned: dict[Setting, tuple[int, int | None]] = {}
 
     def predict(self, setting: Setting) -> Prediction:
         """What is expected of a setting."""
@@ -73,24 +72,25 @@ class Forecast:
 
     def ram(self, setting: Setting) -> Size:
         """Host memory."""
-        planned = self._plan(setting)[0]
+        planned = self.planned(setting)[0]
         points = [
-            Point(other, self._plan(other)[0], self._known.measured(other).ram_bytes) for other in self._known.settings
+            Point(other, self.planned(other)[0], self._known.measured(other).ram_bytes)
+            for other in self._known.settings
         ]
-        dead = [self._plan(d.trial.setting)[0] for d in self._known.deaths if d.outcome.ended in _RAM_DEATHS]
+        dead = [self.planned(d.trial.setting)[0] for d in self._known.deaths if d.outcome.ended in _RAM_DEATHS]
         return _floored(predict_size(setting, planned, points), planned, dead, self._space.ram_limit_bytes)
 
     def vram(self, setting: Setting) -> Size | None:
         """GPU memory; None on a CPU."""
-        planned = self._plan(setting)[1]
+        planned = self.planned(setting)[1]
         if planned is None:
             return None
         points = []
         for other in self._known.settings:
-            measured, its_plan = self._known.measured(other).vram_bytes, self._plan(other)[1]
+            measured, its_plan = self._known.measured(other).vram_bytes, self.planned(other)[1]
             if measured is not None and its_plan is not None:
                 points.append(Point(other, its_plan, measured))
-        deaths = [self._plan(d.trial.setting)[1] for d in self._known.deaths if d.outcome.ended in _VRAM_DEATHS]
+        deaths = [self.planned(d.trial.setting)[1] for d in self._known.deaths if d.outcome.ended in _VRAM_DEATHS]
         dead = [died for died in deaths if died is not None]
         size = predict_size(setting, planned, points)
         limit_bytes = self._space.vram_limit_bytes
@@ -98,12 +98,7 @@ class Forecast:
 
     def planned(self, setting: Setting) -> tuple[int, int | None]:
         """RAM and VRAM as the planner has them."""
-        return self._plan(setting)
-
-    def _plan(self, setting: Setting) -> tuple[int, int | None]:
-        if setting not in self._planned:
-            self._planned[setting] = self._planner.ram_bytes(setting), self._planner.vram_bytes(setting)
-        return self._planned[setting]
+        return self._planner.ram_bytes(setting), self._planner.vram_bytes(setting)
 
     def _barred_by(self, setting: Setting) -> Entry | None:
         """A trial that ended badly bars its setting; by memory, all with as much of every number and its switches."""
