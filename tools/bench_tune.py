@@ -32,12 +32,14 @@ from vesuvius.config import Config
 from vesuvius.config_file import read_config
 from vesuvius.data.prepare import prepare_data
 from vesuvius.lab.tune.ledger import Ledger
+from vesuvius.lab.tune.policy.throughput import predict_rate
+from vesuvius.lab.tune.terms.known import Known
 from vesuvius.lab.tune.terms.setting import Setting, in_words
-from vesuvius.lab.tune.terms.trial import Measured, Prediction, Trial
+from vesuvius.lab.tune.terms.trial import Entry, Measured, Prediction, Trial
 from vesuvius.lab.tune.trials.runner import RunnerOptions, SubprocessRunner
 
 WORKERS = (1, 2, 4, 8)
-PREFETCH = (1, 2, 4)
+PREFETCH = (1, 2, 4, 8)
 BATCHES = (1, 2, 4)
 _EFFECTIVE = 4
 _STEPS = 50
@@ -130,10 +132,10 @@ def _tune(count: int) -> None:
 def _grid(config: Config) -> None:
     """Every setting, in an order that has nothing to do with its knobs' values."""
     settings = _settings(config)
-    runner = _runner(config, "grid")
+    runner, known = _runner(config, "grid"), Known()
     began, rows = time.monotonic(), []
     for number in sorted(range(len(settings)), key=lambda n: n * 25 % len(settings)):
-        measured = _measure(runner, number, settings[number])
+        measured = _measure(runner, number, settings[number], known)
         rows.append({"setting": settings[number].record(), "samples_s": measured.samples_s})
         print(f"grid {number}: {in_words(settings[number], Setting.of(config))}: {measured.samples_s:.3g} samples/s")
     _write("grid", {"seconds": time.monotonic() - began, "rows": rows})
@@ -154,11 +156,14 @@ def _settings(config: Config) -> list[Setting]:
     ]
 
 
-def _measure(runner: SubprocessRunner, number: int, setting: Setting) -> Measured:
-    trial = Trial(number, setting, "check", "", "a setting of the grid", Prediction(None, 0, None, 0.0, "low", 0))
+def _measure(runner: SubprocessRunner, number: int, setting: Setting, known: Known) -> Measured:
+    """A trial as the tune's are, which last by the rate that is expected after those before it."""
+    expected = predict_rate(setting, known, len(os.sched_getaffinity(0)))
+    trial = Trial(number, setting, "check", "", "a setting of the grid", Prediction(expected, 0, None, 0.0, "low", 0))
     outcome = runner.run(trial)
     if outcome.measured is None:
         raise SystemExit(f"a trial of the grid must end well; got {outcome.ended}: {outcome.cause}")
+    known.add(Entry(trial, outcome))
     return outcome.measured
 
 
@@ -169,11 +174,11 @@ def _compare(config: Config, repeats: int) -> None:
     best = Setting.from_record(max(grid["rows"], key=lambda row: row["samples_s"])["setting"])
     usual = Counter(str(tune["overrides"]) for tune in tunes).most_common(1)[0][0]
     tuned = Setting.of(read_config(Path("bench.yaml"), usual.split()))
-    runner = _runner(config, "compare")
+    runner, known = _runner(config, "compare"), Known()
     rates: dict[Setting, list[float]] = {tuned: [], best: []}
     for number in range(repeats):
         for place, setting in enumerate(rates):
-            rates[setting].append(_measure(runner, 2 * number + place, setting).samples_s)
+            rates[setting].append(_measure(runner, 2 * number + place, setting, known).samples_s)
     ratio = statistics.median(rates[tuned]) / statistics.median(rates[best])
     share = statistics.median(tune["seconds"] for tune in tunes) / grid["seconds"]
     source = Setting.of(config)

@@ -117,15 +117,16 @@ def test_the_winner_is_measured_again_in_turn_with_its_rival(name: str) -> None:
     ledger, stop = tuned(name)
     check = [entry.trial.setting for entry in ledger if entry.trial.stage == "check"]
     assert stop.checked
-    assert check == check[:2] * 2
-    assert check[0] != check[1]
+    assert len(check) in (2, 4)
+    assert all(a != b for a, b in zip(check[::2], check[1::2], strict=True))
+    assert stop.best in check[-2:]
 
 
 def test_the_knee_is_named_with_what_the_next_step_gave() -> None:
     _, stop = tuned("data-bound on cores")
     assert stop.ended["workers"].startswith("knee: ")
     assert stop.reasons["workers"].startswith("2 -> 6: 2.4 times the samples/s (")
-    assert re.search(r"; 8 gave [+-]0\.\d %, below 3%$", stop.reasons["workers"])
+    assert re.search(r"; 8 gave [+-][01]\.\d %, below 3%$", stop.reasons["workers"])
 
 
 def test_a_memory_cap_is_named_with_its_figures() -> None:
@@ -325,9 +326,11 @@ def pair_of(ledger: list[Entry]) -> tuple[Setting, Setting]:
 GUARD = Outcome("guard", "the memory guard ended it at 84 %", 30.0, None)
 
 
-@pytest.mark.parametrize("nth", [1, 3])
-def test_a_winner_that_dies_in_the_check_is_not_taken_and_that_is_said(nth: int) -> None:
-    ledger, stop = checked_with(BY_NAME["data-bound on cores"], {nth: lambda _: GUARD})
+@pytest.mark.parametrize("change", [{1: lambda _: GUARD}, {1: faster(0.9), 3: lambda _: GUARD}])
+def test_a_winner_that_dies_in_the_check_is_not_taken_and_that_is_said(
+    change: dict[int, Callable[[Outcome], Outcome]],
+) -> None:
+    ledger, stop = checked_with(BY_NAME["data-bound on cores"], change)
     winner = next(entry.trial.setting for entry in ledger if entry.trial.stage == "check")
     assert stop.best != winner
     assert stop.best.workers < winner.workers  # what is larger than what died is no better
@@ -347,6 +350,30 @@ def test_a_check_that_was_cut_short_leaves_the_winner_unchecked() -> None:
 def test_a_rival_that_is_faster_in_the_check_is_taken_though_it_was_not_accepted(name: str) -> None:
     ledger, stop = checked_with(BY_NAME[name], {n: faster(1.2 if n % 2 == 0 else 1 / 1.2) for n in (1, 2, 3, 4)})
     assert stop.best == pair_of(ledger)[1]
+    assert stop.checked
+
+
+def test_one_pair_does_where_the_winner_holds() -> None:
+    ledger, stop = checked_with(BY_NAME["data-bound on cores"], {})
+    checked = [entry.trial.setting.workers for entry in ledger if entry.trial.stage == "check"]
+    assert checked == [6, 8]
+    assert stop.best.workers == 6
+
+
+def test_a_winner_that_loses_within_the_noise_is_checked_once_more() -> None:
+    ledger, stop = checked_with(BY_NAME["data-bound on cores"], {1: faster(0.9)})
+    checked = [entry.trial.setting.workers for entry in ledger if entry.trial.stage == "check"]
+    assert checked == [6, 8, 6, 8]
+    assert stop.best.workers == 8
+    assert stop.checked
+
+
+def test_a_winner_that_loses_gives_way_to_the_next_that_has_to_hold_as_well() -> None:
+    """5 workers were luckily measured within 3 % of the best; the check says otherwise."""
+    ledger, stop = tuned("data-bound on cores", seed=4)
+    checked = [entry.trial.setting for entry in ledger if entry.trial.stage == "check"]
+    assert [setting.workers for setting in checked] == [5, 8, 6, 8]
+    assert stop.best == checked[2]
     assert stop.checked
 
 

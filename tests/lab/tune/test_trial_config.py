@@ -11,6 +11,7 @@ from tests.lab.tune.trials import trial_of
 from vesuvius.config import Config
 from vesuvius.config_file import dump_config, parse_config, read_config
 from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.trial import steps_worth_a_start
 from vesuvius.lab.tune.trials.config import Course, course_of, drain_steps, trial_config, validates
 
 SOURCE = parse_config("name: exp\nseed: 7\ndata: {volumes: [{path: scroll.zarr}]}\ntraining: {accumulate_steps: 4}\n")
@@ -63,10 +64,22 @@ def test_an_orphan_ends_by_itself_but_not_before_the_runner_ends_a_trial() -> No
 
 
 def test_the_pause_comes_once_behind_the_least_steps() -> None:
-    found = course(samples_s=1000.0)
+    found = course(samples_s=10.0)
     assert found.pause_every == 55
     assert sum(step % found.pause_every == 0 for step in range(1, found.last_step + 1)) == 1
     assert all(found.is_measured(step) for step in range(6, 56))
+
+
+def test_more_short_steps_are_measured_and_the_pause_comes_in_their_middle() -> None:
+    # 4 samples a step and 40 samples a second: as long as 100 steps of 0.2 s takes twice as many.
+    found = course(samples_s=40.0)
+    assert found.pause_every == 105
+    assert sum(found.is_measured(step) for step in range(1, found.last_step + 1)) == 200
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(18.0, 50), (0.2, 50), (0.1, 100), (0.05, 200), (1e-6, 1000)])
+def test_short_steps_get_the_time_of_steps_of_a_fifth_of_a_second(step_s: float, steps: int) -> None:
+    assert steps_worth_a_start(50, step_s) == steps
 
 
 def test_the_pause_comes_soon_where_nothing_is_known_of_the_pace() -> None:

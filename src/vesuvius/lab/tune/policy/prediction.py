@@ -8,7 +8,7 @@ from vesuvius.lab.tune.policy.throughput import nearest, predict_rate
 from vesuvius.lab.tune.terms.known import DEADLY, Known
 from vesuvius.lab.tune.terms.setting import Setting
 from vesuvius.lab.tune.terms.space import Planner, Space
-from vesuvius.lab.tune.terms.trial import Entry, Prediction, Risk
+from vesuvius.lab.tune.terms.trial import Entry, Prediction, Risk, steps_worth_a_start
 from vesuvius.observe.units import size_text
 
 _LOW_BELOW, _MEDIUM_BELOW = 0.70, 0.90  # of the limits at which trials end
@@ -119,10 +119,10 @@ class Forecast:
         base = nearest(setting, self._known.settings)
         if base is None or not samples_s:
             return self._space.trial_s
-        start_s, most_steps, limit_s = self._start_s(base), self._space.trial_steps[1], self._space.trial_limit_s
+        start_s, limit_s, step_s = self._start_s(base), self._space.trial_limit_s, setting.global_batch / samples_s
         if setting.compile and not any(other.compile for other in self._known.settings):
             start_s, limit_s = start_s + _COMPILE_S, 2 * limit_s  # as the runner has it
-        return min(start_s + most_steps * setting.global_batch / samples_s, limit_s)
+        return min(start_s + steps_worth_a_start(self._space.trial_steps[1], step_s) * step_s, limit_s)
 
     def _start_s(self, base: Setting) -> float:
         """What the last trial of a setting took beside its measured steps."""

@@ -15,7 +15,7 @@ from vesuvius.lab.tune.policy.prediction import death_text
 from vesuvius.lab.tune.policy.state import CHECK_TRIALS, Asking, EnoughError, State
 from vesuvius.lab.tune.policy.switches import raise_batch, recompute_for_batch, switches
 from vesuvius.lab.tune.terms.setting import Setting, in_words
-from vesuvius.lab.tune.terms.space import Planner, Space
+from vesuvius.lab.tune.terms.space import WITHIN, Planner, Space
 from vesuvius.lab.tune.terms.trial import Entry, Stop, Trial
 
 _OFTEN = 0.05  # share of the time, or of the batches, from which on the buffer counts as full, or as empty
@@ -99,37 +99,45 @@ def _prefetch(state: State) -> Asking[None]:
 def check(state: State) -> Asking[tuple[Setting, bool]]:
     """The winner and its rival once more, in turn, so that a drift of the machine meets both.
 
+    One pair does where the winner holds: is still within the goal of its rival, by all trials of the two.  One that
+    loses within the noise is tried once more; one that loses beyond it gives way to what is now the cheapest within
+    the goal, which has to hold as well.
+
     Returns:
-        What to take, and whether both ran again; then it is one of the two.
+        What to take, and whether it ran again, in turn with another.
     """
-    winner = choose(state)
-    other = rival(state, winner)
-    if other is None:
-        state.ended["check"] = "not entered: no other setting was measured that may be tried again"
-        return winner, False
-    pair, ran, end = (winner, other), 0, ""
-    for _ in range(CHECK_TRIALS // len(pair)):
-        end = next(filter(None, map(state.forecast.obstacle, pair)), None) or state.no_room(pair) or ""
-        if end:
+    first = winner = choose(state)
+    tried: list[Setting] = []
+    words: list[str] = []
+    while len(tried) < CHECK_TRIALS:
+        other = rival(state, winner)
+        if other is None:
+            words.append("no other setting was measured that may be tried again")
+            break
+        pair = (winner, other)
+        obstacle = next(filter(None, map(state.forecast.obstacle, pair)), None) or state.no_room(pair)
+        if obstacle:
+            words.append(obstacle)
             break
         try:
             both = yield from _once_more(state, winner, other)
-        except EnoughError as enough:
-            end = str(enough)
+        except EnoughError as enough:  # the first of the two took longer than was thought
+            words.append(str(enough))
             break
         if not both:
-            end = death_text(state.known.deaths[-1])
+            words.append(death_text(state.known.deaths[-1]))
             break
-        ran += len(pair)
-    fair = ran > 0 and not any(map(state.known.died, pair))
-    if fair and state.known.is_gain(other, winner):
-        state.accept(other)
-    best = choose(state, pair if fair else ())
-    checked = fair and best in pair
-    words = f"measured {ran} times more, in turn: {_verdict(state, winner, other)}" if fair else end
-    instead = f"; so another is taken: {in_words(best, winner)}" if best != winner and not checked else ""
-    state.ended["check"] = words + instead
-    return best, checked
+        tried += pair
+        words.append(f"measured {len(pair)} times more, in turn: {_verdict(state, winner, other)}")
+        if state.known.gain(other, winner) <= WITHIN[state.space.goal]:
+            break
+        if state.known.is_gain(other, winner):
+            state.accept(other)
+            winner = choose(state)
+    best = choose(state, tried)
+    instead = f"; so another is taken: {in_words(best, first)}" if best != first else ""
+    state.ended["check"] = "; ".join(words) + instead
+    return best, best in tried
 
 
 def _once_more(state: State, winner: Setting, other: Setting) -> Asking[bool]:

@@ -35,7 +35,7 @@ class Space:
         ram_limit_bytes: predicted memory beyond which no trial starts: the guard's first rung.
         vram_limit_bytes: the same on the GPU; None on a CPU.
         trial_s: seconds that the first trial may take at most, as a guess for the plan.
-        trial_steps: measured steps of a trial: at least, and at most.
+        trial_steps: measured steps of a trial: at least, and at most unless they are short.
         trial_limit_s: at which a trial ends, however few its steps; baseline and first compiled one have twice as long.
         most_ahead: batches of the source's size beyond which `training.prefetch_mib` lets no more be put together
             ahead; None = it sets no limit.

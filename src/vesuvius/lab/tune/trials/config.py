@@ -10,7 +10,7 @@ import numpy as np
 
 from vesuvius.config import Config
 from vesuvius.lab.tune.terms.setting import Setting
-from vesuvius.lab.tune.terms.trial import Trial
+from vesuvius.lab.tune.terms.trial import Trial, steps_worth_a_start
 
 # Steps behind a pause that are left out at most: a ring of hundreds of batches would leave nothing.
 _DRAINED_MOST = 20
@@ -49,22 +49,24 @@ def course_of(
 ) -> Course:
     """The course of a trial of a config.  Pure.
 
-    Validation and checkpoint belong to a trial, because a run's memory peaks there.  They come as soon as the least
-    steps are measured, so that these are free of them: in a pause readers go on, and what they have read by its end
-    makes the steps behind it faster than the readers can keep up.  Where so many steps are expected to take more than
-    half of the time, the pause comes earlier; and where nothing is predicted, after a third of the least steps, as
-    each may take half a minute.
+    Validation and checkpoint belong to a trial, because a run's memory peaks there.  They come as soon as half of the
+    steps are measured, the least ones at least, so that these are free of them: in a pause readers go on, and what
+    they have read by its end makes the steps behind it faster than the readers can keep up.  Where so many steps are
+    expected to take more than half of the time, the pause comes earlier; and where nothing is predicted, after a third
+    of the least steps, as each may take half a minute.
 
     Args:
         config: of the tune.
         warmup_steps: that are left out.
-        least_steps, most_steps: to be measured.
+        least_steps, most_steps: to be measured; more where they are expected to be short.
         seconds: that the trial may take.
     """
     drain = drain_steps(trial.setting)
     if trial.prediction.samples_s:
-        in_half_s = int(seconds / 2 * trial.prediction.samples_s / trial.setting.global_batch)
-        pause = min(warmup_steps + least_steps, in_half_s)
+        step_s = trial.setting.global_batch / trial.prediction.samples_s
+        most_steps = steps_worth_a_start(most_steps, step_s)
+        in_half_s = int(seconds / 2 / step_s)
+        pause = min(warmup_steps + max(least_steps, most_steps // 2), in_half_s)
     else:
         pause = least_steps // 3
     pause = max(pause, warmup_steps + LEAST_SAID, 2 * drain)  # half of the steps, at least, are not behind a pause

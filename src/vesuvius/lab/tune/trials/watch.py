@@ -21,7 +21,7 @@ from vesuvius.errors import (
     one_line,
 )
 from vesuvius.lab.tune.terms.setting import Setting
-from vesuvius.lab.tune.terms.trial import Ended, Measured
+from vesuvius.lab.tune.terms.trial import Ended, Measured, steps_worth_a_start
 from vesuvius.lab.tune.trials.config import LEAST_SAID, Course
 from vesuvius.lab.tune.trials.measure import TaskSize, measure, pace_of
 from vesuvius.observe.death.death import headline
@@ -55,7 +55,7 @@ class RunnerOptions:
         seconds: at most, from its start; then what was measured so far counts.  Twice as many for the baseline, of
             which nothing is known, and for the first trial that compiles.
         least_steps: measured ones, before it may end because the interval is narrow.
-        most_steps: measured ones, at which it ends.
+        most_steps: measured ones, at which it ends; more where steps are short: see `steps_worth_a_start`.
         half_width: of the 95 % interval of samples a second, relative: what is called narrow.
         warmup_steps: left out at the start.
         grace_s: from SIGTERM to SIGKILL, or three of the slowest steps and half a minute where that is more; the
@@ -211,7 +211,8 @@ class TrialWatch:
             return False  # behind the last step it ends by itself
         if self._awaits_validation and not any(record["kind"] == "validation" for record in self._records):
             return False
-        if pace.rate.steps >= options.most_steps:
+        step_s = self._setting.global_batch / pace.rate.samples_s
+        if pace.rate.steps >= steps_worth_a_start(options.most_steps, step_s):
             return True
         unknown = self._task is not None and self._setting.workers > 0 and pace.reader_s is None
         return pace.rate.is_narrow(options.half_width) and not pace.outrun and not unknown
