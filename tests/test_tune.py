@@ -87,6 +87,7 @@ def test_an_interrupted_tune_goes_on_where_it_was(tiny_config: WriteConfig, tmp_
     assert after[:1] == before
     assert len(after) > 1
     assert vesuvius_tune(config, "--resume", "--goal", "cost") == EXIT_CONFIG, "another tune"
+    assert vesuvius_tune(config, "--resume", "--keep", "workers") == EXIT_CONFIG, "another tune"
 
 
 def test_a_second_tune_is_kept_out_also_by_a_trial_that_outlived_its_tune(
@@ -139,7 +140,22 @@ def test_a_budget_is_a_time(text: str, seconds: float) -> None:
     assert tune.duration(text) == seconds
 
 
-@pytest.mark.parametrize("arguments", [["--budget", "30"], ["--budget", "59s"], ["--steps", "3"], ["--goal", "speed"]])
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("compile", ("compile",)),
+        ("training.workers, data.store.requests", ("workers", "requests")),
+        ("channels_last,compile,compile", ("compile", "channels_last")),
+    ],
+)
+def test_knobs_to_keep_are_named_as_in_the_config(text: str, kept: tuple[str, ...]) -> None:
+    assert tune.knobs(text) == kept
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--budget", "30"], ["--budget", "59s"], ["--steps", "3"], ["--goal", "speed"], ["--keep", "workers,speed"]],
+)
 def test_what_cannot_be_meant_is_refused(tiny_config: WriteConfig, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         vesuvius_tune(tiny_config(), *arguments)

@@ -3,7 +3,7 @@
 A synthetic scroll lies behind an HTTP server with latency; the config begins with workers 1, prefetch_factor 1 and
 train_batch_size 1.  First the tune; then every setting of the grid workers x prefetch_factor x train_batch_size (same
 effective batch) by trials of the very same kind; last the tuned setting and the grid's best one, in turns.  The tune
-may also turn what the grid leaves alone: requests, compile, channels_last.
+turns what the grid turns, and no more: requests, compile and channels_last are kept.
 
     python tools/bench_tune.py [--only tune|grid|compare] [--latency-ms 100] [--repeats 3] [--tunes 1] [--folder DIR]
 
@@ -39,10 +39,11 @@ from vesuvius.lab.tune.terms.trial import Entry, Measured, Prediction, Trial
 from vesuvius.lab.tune.trials.runner import RunnerOptions, SubprocessRunner
 
 WORKERS = (1, 2, 4, 8)
-PREFETCH = (1, 2, 4, 8)
+PREFETCH = (1, 2, 4)
 BATCHES = (1, 2, 4)
 _EFFECTIVE = 4
 _STEPS = 50
+_TUNE_LIKE_THE_GRID = ("--steps", str(_STEPS), "--keep", "requests,compile,channels_last")
 _CONFIG = """
 name: bench_tune
 data:
@@ -117,14 +118,17 @@ def _tune(count: int) -> None:
     for _ in range(count):
         began = time.monotonic()
         subprocess.run(
-            [sys.executable, "-m", "vesuvius.tune", "--config", "bench.yaml", "--steps", str(_STEPS)], check=True
+            [sys.executable, "-m", "vesuvius.tune", "--config", "bench.yaml", *_TUNE_LIKE_THE_GRID], check=True
         )
         report = json.loads(Path("runs/bench_tune/tune/report.json").read_text(encoding="utf-8"))
         overrides = " ".join(report["options"][1]["overrides"])
         rate, trials = report["options"][1]["samples_s"], len(report["trials"])
         found.append({"overrides": overrides, "samples_s": rate, "seconds": time.monotonic() - began, "trials": trials})
-        print(f"tune: {found[-1]['seconds']:.0f} s, {trials} trials, {rate:.3g} samples/s: {overrides or 'unchanged'}")
-    _write("tunes", found)
+        print(
+            f"tune: {found[-1]['seconds']:.0f} s, {trials} trials, {rate:.3g} samples/s: {overrides or 'unchanged'}",
+            flush=True,
+        )
+        _write("tunes", found)
     overrides, times = Counter(str(tune["overrides"]) for tune in found).most_common(1)[0]
     print(f"the same recommendation in {times} of {count}: {overrides}")
 
@@ -137,7 +141,10 @@ def _grid(config: Config) -> None:
     for number in sorted(range(len(settings)), key=lambda n: n * 25 % len(settings)):
         measured = _measure(runner, number, settings[number], known)
         rows.append({"setting": settings[number].record(), "samples_s": measured.samples_s})
-        print(f"grid {number}: {in_words(settings[number], Setting.of(config))}: {measured.samples_s:.3g} samples/s")
+        print(
+            f"grid {number}: {in_words(settings[number], Setting.of(config))}: {measured.samples_s:.3g} samples/s",
+            flush=True,
+        )
     _write("grid", {"seconds": time.monotonic() - began, "rows": rows})
 
 

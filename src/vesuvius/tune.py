@@ -8,11 +8,14 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import get_args
 
 from vesuvius.config_file import read_config
 from vesuvius.door import run_door, say
 from vesuvius.errors import EXIT_OK
+from vesuvius.lab.tune.terms.setting import Knob
 
+KEPT = tuple(knob for knob in get_args(Knob) if knob != "accumulate_steps")  # which goes with the micro-batch
 _STEPS_LEAST = 20
 _LEAST_S = 60.0
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -42,6 +45,13 @@ def _main(argv: list[str]) -> int:
     parser.add_argument(
         "--scale-batch", action="store_true", help="let the effective batch grow; it is another training then"
     )
+    parser.add_argument(
+        "--keep",
+        type=knobs,
+        default=(),
+        metavar="KNOB,...",
+        help=f"leave these as the config has them; any of {', '.join(KEPT)}",
+    )
     parser.add_argument("--steps", type=steps, metavar="N", help="measured steps of a trial at most (default: 100)")
     parser.add_argument("--dry-run", action="store_true", help="print the trials with their predictions, write nothing")
     parser.add_argument("--resume", action="store_true", help="go on with the ledger of an interrupted tune")
@@ -59,6 +69,7 @@ def _main(argv: list[str]) -> int:
         command=shlex.join(["vesuvius", "tune", *argv]),
         goal=args.goal,
         scale_batch=args.scale_batch,
+        keep=args.keep,
         budget_s=args.budget,
         resume=args.resume,
         steps=args.steps,
@@ -74,6 +85,15 @@ def steps(text: str) -> int:
     if not text.isdecimal() or int(text) < _STEPS_LEAST:
         raise argparse.ArgumentTypeError(f"must be at least {_STEPS_LEAST}, for a confidence interval; got {text}")
     return int(text)
+
+
+def knobs(text: str) -> tuple[Knob, ...]:
+    """Knobs of `compile,channels_last`; an argument of argparse."""
+    names = [name.strip().rpartition(".")[2] for name in text.split(",")]
+    unknown = [name for name in names if name not in KEPT]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"must be knobs of {', '.join(KEPT)}; got {unknown[0]!r}")
+    return tuple(knob for knob in KEPT if knob in names)
 
 
 def duration(text: str) -> float:

@@ -34,7 +34,7 @@ from vesuvius.lab.tune.policy.policy import expected_trials, propose
 from vesuvius.lab.tune.policy.search import check, search
 from vesuvius.lab.tune.policy.state import MOST_TRIALS, Asking, State
 from vesuvius.lab.tune.terms.known import Known
-from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.setting import Knob, Setting
 from vesuvius.lab.tune.terms.space import Space
 from vesuvius.lab.tune.terms.trial import Entry, Outcome, Stop, Trial
 
@@ -268,6 +268,31 @@ def test_a_baseline_that_dies_is_followed_by_a_smaller_one() -> None:
     assert ledger[1].trial.stage == "baseline"
     assert stop.best.workers == 6
     assert "trial 0 was ended by a kill" in stop.reasons["prefetch_factor"]
+
+
+@pytest.mark.parametrize(("kept", "next_one"), [("workers", (12, 1)), ("prefetch_factor", (6, 2))])
+def test_a_baseline_that_dies_is_made_smaller_by_the_knobs_that_may_be_turned(
+    kept: Knob, next_one: tuple[int, int]
+) -> None:
+    machine = replace(DIES, name="dies at once", source=replace(SOURCE, workers=12), dies_at_workers=1)
+    ledger, _ = tune(machine, 0, replace(machine.space(), kept=(kept,)))
+    assert (ledger[1].trial.setting.workers, ledger[1].trial.setting.prefetch_factor) == next_one
+
+
+@pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "VRAM-capped", "CPU", "bursts"])
+@pytest.mark.parametrize("kept", [("workers",), ("prefetch_factor", "compile"), ("train_batch_size",)])
+def test_knobs_that_are_to_be_kept_are_turned_by_no_trial(name: str, kept: tuple[Knob, ...]) -> None:
+    machine = BY_NAME[name]
+    ledger, stop = tune(machine, 0, replace(machine.space(), kept=kept))
+    for setting in (stop.best, *(entry.trial.setting for entry in ledger)):
+        assert not set(kept) & setting.changes(machine.source).keys()
+    assert len(ledger) > 1, "the others are turned"
+
+
+def test_a_stage_whose_knob_is_kept_says_so() -> None:
+    machine = BY_NAME["data-bound on cores"]
+    _, stop = tune(machine, 0, replace(machine.space(), kept=("workers",)))
+    assert stop.ended["workers"] == "cap: workers 3: --keep workers"
 
 
 def test_where_nothing_runs_the_source_stays() -> None:

@@ -37,7 +37,7 @@ from vesuvius.lab.tune.report.tuned_config import (
 )
 from vesuvius.lab.tune.survey import ConfigPlanner, describe_machine, survey
 from vesuvius.lab.tune.terms.known import Known
-from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.setting import Knob, Setting
 from vesuvius.lab.tune.terms.space import Goal
 from vesuvius.lab.tune.terms.trial import Stop, Trial
 from vesuvius.lab.tune.trials.runner import RunnerOptions, SubprocessRunner, TuneInterrupted
@@ -62,7 +62,7 @@ class Request:
         source: the YAML file; `text` is what it said when the tune began.
         overrides: of the command line.
         command: as it was typed.
-        goal, scale_batch, budget_s, steps: as in `Space`; None = as the ledger has it, or the default.
+        goal, scale_batch, keep, budget_s, steps: as in `Space`; None = as the ledger has it, or the default.
         resume: go on with the ledger that is there.
     """
 
@@ -73,6 +73,7 @@ class Request:
     command: str = "vesuvius tune"
     goal: Goal | None = None
     scale_batch: bool = False
+    keep: tuple[Knob, ...] = ()
     budget_s: float | None = None
     steps: int | None = None
     resume: bool = False
@@ -140,6 +141,7 @@ def _open(request: Request, data: PreparedData, write: bool = True) -> tuple[Led
         asked = [
             ("--goal", space.goal, request.goal or space.goal),
             ("--scale-batch", space.scale_batch, request.scale_batch or space.scale_batch),
+            ("--keep", ",".join(space.kept), ",".join(request.keep or space.kept)),
             ("--budget in seconds", space.budget_s, request.budget_s or space.budget_s),
             ("--steps", space.trial_steps[1], request.steps or space.trial_steps[1]),
         ]
@@ -152,6 +154,7 @@ def _open(request: Request, data: PreparedData, write: bool = True) -> tuple[Led
             scale_batch=request.scale_batch,
             budget_s=request.budget_s or _BUDGET_S,
             steps=request.steps or _STEPS,
+            keep=request.keep,
         )
         make = Ledger.new if write else Ledger.sketch
         ledger = make(path, config, space, machine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from vesuvius.engine.step import choose_device, resolve_amp
 from vesuvius.engine.watching import memory_limits
 from vesuvius.errors import ConfigError
 from vesuvius.lab.tune.ledger import Machine
-from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.setting import Knob, Setting
 from vesuvius.lab.tune.terms.space import Goal, Space
 from vesuvius.observe.risk.killers import killers_of, left_bytes
 from vesuvius.observe.system.cores import usable_cores
@@ -35,11 +36,21 @@ _SHORTEST_LIMIT_S = 30.0
 _PLANNED_STEPS = 100  # of a trial, at most: few tasks, so that no execution of Ray hands over to another
 
 
-def survey(config: Config, data: PreparedData, *, goal: Goal, scale_batch: bool, budget_s: float, steps: int) -> Space:
+def survey(
+    config: Config,
+    data: PreparedData,
+    *,
+    goal: Goal,
+    scale_batch: bool,
+    budget_s: float,
+    steps: int,
+    keep: Sequence[Knob] = (),
+) -> Space:
     """What may be tried with a config on this machine.  Does I/O; starts nothing on a GPU.
 
     Args:
         steps: measured in a trial at most; half as many where they agree well.
+        keep: knobs that no trial turns.
     """
     source, on_gpu = Setting.of(config), choose_device().type == "cuda"
     cores = usable_cores(os.getpid())
@@ -65,6 +76,7 @@ def survey(config: Config, data: PreparedData, *, goal: Goal, scale_batch: bool,
         trial_steps=(steps // 2, steps),
         trial_limit_s=limit_s,
         most_ahead=_most_ahead(config, data),
+        kept=tuple(keep),
     )
 
 

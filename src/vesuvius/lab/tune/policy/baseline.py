@@ -49,9 +49,9 @@ def baseline(state: State) -> Asking[None]:
 
 def _smaller(state: State, setting: Setting, words: str, on_gpu: bool) -> Setting:
     """What to try after a death: the nearest of the halved settings that may be tried."""
-    smaller = next(_halved(setting, on_gpu), None)
+    smaller = next(filter(state.space.allows, _halved(setting, on_gpu)), None)
     while smaller is not None and state.forecast.obstacle(smaller) is not None:
-        smaller = next(_halved(smaller, on_gpu), None)
+        smaller = next(filter(state.space.allows, _halved(smaller, on_gpu)), None)
     if smaller is None:
         raise HopelessError(f"{words}; nothing smaller is left")
     return smaller
@@ -100,12 +100,13 @@ def _step_down(state: State, setting: Setting) -> Setting | None:
     short_of_vram = (
         vram is not None and state.space.vram_limit_bytes is not None and vram > state.space.vram_limit_bytes
     )
-    for smaller in _lowered(setting):
+    lowered = list(filter(state.space.allows, _lowered(setting)))
+    for smaller in lowered:
         its_ram, its_vram = state.forecast.planned(smaller)
         saves = (its_vram or 0) < (vram or 0) if short_of_vram else its_ram < ram
         if saves:
             return smaller
-    return next(_lowered(setting), None)
+    return next(iter(lowered), None)
 
 
 def _lowered(setting: Setting) -> Iterator[Setting]:
@@ -118,10 +119,13 @@ def _lowered(setting: Setting) -> Iterator[Setting]:
 
 
 def _halved(setting: Setting, on_gpu: bool) -> Iterator[Setting]:
-    """After a death larger steps, in both knobs that take the host's memory."""
+    """After a death larger steps, in both knobs that take the host's memory, or in one where the other is kept."""
     if not on_gpu and max(setting.prefetch_factor, setting.workers) > 1:
         workers = max(setting.workers // 2, min(setting.workers, 1))
-        yield replace(setting, prefetch_factor=max(setting.prefetch_factor // 2, 1), workers=workers)
+        fewer = replace(setting, workers=workers)
+        shorter = replace(setting, prefetch_factor=max(setting.prefetch_factor // 2, 1))
+        yield replace(shorter, workers=workers)
+        yield from (one for one in (shorter, fewer) if one != setting)
     yield from _smaller_batch(setting)
 
 

@@ -59,6 +59,8 @@ class Forecast:
 
     def obstacle(self, setting: Setting) -> str | None:
         """Why a setting may not be tried, in words; None where it may."""
+        if not self._space.allows(setting):
+            return f"--keep {','.join(self._space.kept)}"
         death = self._barred_by(setting)
         if death is not None:
             return death_text(death)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, Self
 
-from vesuvius.lab.tune.terms.setting import Setting
+from vesuvius.lab.tune.terms.setting import Knob, Setting
 
 Goal = Literal["samples_s", "cost"]
 
@@ -37,6 +37,7 @@ class Space:
         trial_s: seconds that the first trial may take at most, as a guess for the plan.
         trial_steps: measured steps of a trial: at least, and at most unless they are short.
         trial_limit_s: at which a trial ends, however few its steps; baseline and first compiled one have twice as long.
+        kept: knobs that stay as the source has them.
         most_ahead: batches of the source's size beyond which `training.prefetch_mib` lets no more be put together
             ahead; None = it sets no limit.
     """
@@ -60,6 +61,11 @@ class Space:
     trial_steps: tuple[int, int] = (50, 100)
     trial_limit_s: float = 300.0
     most_ahead: int | None = None
+    kept: tuple[Knob, ...] = ()
+
+    def allows(self, setting: Setting) -> bool:
+        """Whether a setting leaves the knobs alone that are to be kept."""
+        return not set(self.kept) & setting.changes(self.source).keys()
 
     def batches_ahead(self, setting: Setting) -> int:
         """Batches that a setting puts together ahead of the trainer."""
@@ -75,7 +81,7 @@ class Space:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
         """From `record()`, by way of JSON."""
-        tuples = {key: tuple(record[key]) for key in ("levels", "trial_steps")}
+        tuples: dict[str, Any] = {key: tuple(record.get(key, ())) for key in ("levels", "trial_steps", "kept")}
         return cls(**record | tuples | {"source": Setting.from_record(record["source"])})
 
 
