@@ -5,9 +5,9 @@ train_batch_size 1.  First the tune; then every setting of the grid workers x pr
 effective batch) by trials of the very same kind; last the tuned setting and the grid's best one, in turns.  The tune
 turns what the grid turns, and no more: requests, compile and channels_last are kept.
 
-    python tools/bench_tune.py [--only tune|grid|compare] [--latency-ms 100] [--repeats 3] [--tunes 1] [--folder DIR]
+    python tools/bench_tune.py [--only tune|grid|compare] [--latency-ms 200] [--repeats 3] [--tunes 1] [--folder DIR]
 
-With `--tunes 5` it also tells how often the recommendation is the same.
+With `--tunes 5` it also tells how often the recommendation is the same; tunes are added to those in DIR.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` sets it
+# The trainer takes one core, as one that drives a GPU does, and leaves the others to readers and server.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
@@ -43,6 +45,7 @@ PREFETCH = (1, 2, 4)
 BATCHES = (1, 2, 4)
 _EFFECTIVE = 4
 _STEPS = 50
+_TUNES, _GRID = Path("tunes.json"), Path("grid.json")
 _TUNE_LIKE_THE_GRID = ("--steps", str(_STEPS), "--keep", "requests,compile,channels_last")
 _CONFIG = """
 name: bench_tune
@@ -90,7 +93,7 @@ def main() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=("tune", "grid", "compare"), help="one part; the others must have been run")
-    parser.add_argument("--latency-ms", type=float, default=100.0, help="of each answer of the server")
+    parser.add_argument("--latency-ms", type=float, default=200.0, help="of each answer of the server")
     parser.add_argument("--repeats", type=int, default=3, help="of tuned against best, in turns")
     parser.add_argument("--tunes", type=int, default=1, help="how many tunes, one after the other")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_tune"), help="where everything is kept")
@@ -114,7 +117,7 @@ def _served(folder: Path, latency_ms: float) -> Iterator[str]:
 
 
 def _tune(count: int) -> None:
-    found: list[dict[str, object]] = []
+    found: list[dict[str, object]] = json.loads(_TUNES.read_text(encoding="utf-8")) if _TUNES.exists() else []
     for _ in range(count):
         began = time.monotonic()
         subprocess.run(
@@ -128,9 +131,9 @@ def _tune(count: int) -> None:
             f"tune: {found[-1]['seconds']:.0f} s, {trials} trials, {rate:.3g} samples/s: {overrides or 'unchanged'}",
             flush=True,
         )
-        _write("tunes", found)
+        _write(_TUNES, found)
     overrides, times = Counter(str(tune["overrides"]) for tune in found).most_common(1)[0]
-    print(f"the same recommendation in {times} of {count}: {overrides}")
+    print(f"the same recommendation in {times} of {len(found)}: {overrides}")
 
 
 def _grid(config: Config) -> None:
@@ -145,7 +148,7 @@ def _grid(config: Config) -> None:
             f"grid {number}: {in_words(settings[number], Setting.of(config))}: {measured.samples_s:.3g} samples/s",
             flush=True,
         )
-    _write("grid", {"seconds": time.monotonic() - began, "rows": rows})
+    _write(_GRID, {"seconds": time.monotonic() - began, "rows": rows})
 
 
 def _runner(config: Config, name: str) -> SubprocessRunner:
@@ -176,8 +179,8 @@ def _measure(runner: SubprocessRunner, number: int, setting: Setting, known: Kno
 
 def _compare(config: Config, repeats: int) -> None:
     """The tuned setting against the grid's best, in turns: a figure of the grid alone is one draw of many."""
-    grid = json.loads(Path("grid.json").read_text(encoding="utf-8"))
-    tunes = json.loads(Path("tunes.json").read_text(encoding="utf-8"))
+    grid = json.loads(_GRID.read_text(encoding="utf-8"))
+    tunes = json.loads(_TUNES.read_text(encoding="utf-8"))
     best = Setting.from_record(max(grid["rows"], key=lambda row: row["samples_s"])["setting"])
     usual = Counter(str(tune["overrides"]) for tune in tunes).most_common(1)[0][0]
     tuned = Setting.of(read_config(Path("bench.yaml"), usual.split()))
@@ -193,15 +196,18 @@ def _compare(config: Config, repeats: int) -> None:
     print(f"best   {in_words(best, source)}: {_spread(rates[best])} samples/s")
     print(f"tuned over best {ratio:.2f}; tune over grid {share:.2f} of {grid['seconds']:.0f} s")
     entries = Ledger.read(Path("runs/bench_tune/tune/ledger.jsonl")).entries
-    _write("compare", {"ratio": ratio, "time_share": share, "trials": len(entries), "rates": list(rates.values())})
+    _write(
+        Path("compare.json"),
+        {"ratio": ratio, "time_share": share, "trials": len(entries), "rates": list(rates.values())},
+    )
 
 
 def _spread(rates: list[float]) -> str:
     return f"median {statistics.median(rates):.3g} ({min(rates):.3g} to {max(rates):.3g})"
 
 
-def _write(name: str, figures: object) -> None:
-    Path(f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+def _write(path: Path, figures: object) -> None:
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
