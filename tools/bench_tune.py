@@ -55,6 +55,7 @@ data:
   patch_size: [16, 16, 16]
   patches_per_region: 1
   region_size: [32, 32, 32]
+  regions_per_task: 4
   store: {{requests: 2}}
 training:
   train_batch_size: 1
