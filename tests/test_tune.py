@@ -146,6 +146,7 @@ def test_a_budget_is_a_time(text: str, seconds: float) -> None:
         ("compile", ("compile",)),
         ("training.workers, data.store.requests", ("workers", "requests")),
         ("channels_last,compile,compile", ("compile", "channels_last")),
+        ("training.compile", ("compile",)),
     ],
 )
 def test_knobs_to_keep_are_named_as_in_the_config(text: str, kept: tuple[str, ...]) -> None:
@@ -154,7 +155,14 @@ def test_knobs_to_keep_are_named_as_in_the_config(text: str, kept: tuple[str, ..
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--budget", "30"], ["--budget", "59s"], ["--steps", "3"], ["--goal", "speed"], ["--keep", "workers,speed"]],
+    [
+        ["--budget", "30"],
+        ["--budget", "59s"],
+        ["--steps", "3"],
+        ["--goal", "speed"],
+        ["--keep", "workers,speed"],
+        ["--keep", "data.workers"],
+    ],
 )
 def test_what_cannot_be_meant_is_refused(tiny_config: WriteConfig, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:

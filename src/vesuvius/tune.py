@@ -13,9 +13,9 @@ from typing import get_args
 from vesuvius.config_file import read_config
 from vesuvius.door import run_door, say
 from vesuvius.errors import EXIT_OK
-from vesuvius.lab.tune.terms.setting import Knob
+from vesuvius.lab.tune.terms.setting import Knob, key_of
 
-KEPT = tuple(knob for knob in get_args(Knob) if knob != "accumulate_steps")  # which goes with the micro-batch
+KEEPABLE = tuple(knob for knob in get_args(Knob) if knob != "accumulate_steps")  # which goes with the micro-batch
 _STEPS_LEAST = 20
 _LEAST_S = 60.0
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -48,11 +48,14 @@ def _main(argv: list[str]) -> int:
     parser.add_argument(
         "--keep",
         type=knobs,
-        default=(),
+        action="extend",
+        default=[],
         metavar="KNOB,...",
-        help=f"leave these as the config has them; any of {', '.join(KEPT)}",
+        help=f"leave these as the config has them; any of {', '.join(KEEPABLE)}",
     )
-    parser.add_argument("--steps", type=steps, metavar="N", help="measured steps of a trial at most (default: 100)")
+    parser.add_argument(
+        "--steps", type=steps, metavar="N", help="measured steps of a trial at most, more of short ones (default: 100)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the trials with their predictions, write nothing")
     parser.add_argument("--resume", action="store_true", help="go on with the ledger of an interrupted tune")
     args = parser.parse_intermixed_args(argv)
@@ -69,7 +72,7 @@ def _main(argv: list[str]) -> int:
         command=shlex.join(["vesuvius", "tune", *argv]),
         goal=args.goal,
         scale_batch=args.scale_batch,
-        keep=args.keep,
+        keep=tuple(knob for knob in KEEPABLE if knob in args.keep),
         budget_s=args.budget,
         resume=args.resume,
         steps=args.steps,
@@ -89,11 +92,11 @@ def steps(text: str) -> int:
 
 def knobs(text: str) -> tuple[Knob, ...]:
     """Knobs of `compile,channels_last`; an argument of argparse."""
-    names = [name.strip().rpartition(".")[2] for name in text.split(",")]
-    unknown = [name for name in names if name not in KEPT]
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if not any(name in (knob, key_of(knob)) for knob in KEEPABLE)]
     if unknown:
-        raise argparse.ArgumentTypeError(f"must be knobs of {', '.join(KEPT)}; got {unknown[0]!r}")
-    return tuple(knob for knob in KEPT if knob in names)
+        raise argparse.ArgumentTypeError(f"must be knobs of {', '.join(KEEPABLE)}; got {unknown[0]!r}")
+    return tuple(knob for knob in KEEPABLE if knob in names or key_of(knob) in names)
 
 
 def duration(text: str) -> float:

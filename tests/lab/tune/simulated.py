@@ -333,6 +333,19 @@ MACHINES = [
         source=replace(SOURCE, amp="off"),
     ),
     Machine("bursts", burst=1.5, sample_s=0.1, decode_s=0.05, source=replace(SOURCE, prefetch_factor=1)),
+    # more readers alone gain little, larger pieces alone nothing, both together double
+    Machine(
+        "coupled",
+        on_gpu=False,
+        cores=16,
+        most_workers=8,
+        noise=0.01,
+        read_s=0.3,
+        decode_s=0.01,
+        sample_s=0.042,
+        launch_s=0.034,
+        source=replace(SOURCE, workers=1, accumulate_steps=4),
+    ),
     # full resolution is computed twice, and memory would do without
     Machine("checkpointed", sample_s=0.2, vram=(6.0, 5.0), source=replace(SOURCE, checkpoint_levels=(0,))),
     Machine(

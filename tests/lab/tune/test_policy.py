@@ -33,6 +33,7 @@ from vesuvius.lab.tune.policy.choice import stop as stop_of
 from vesuvius.lab.tune.policy.policy import expected_trials, propose
 from vesuvius.lab.tune.policy.search import check, search
 from vesuvius.lab.tune.policy.state import MOST_TRIALS, Asking, State
+from vesuvius.lab.tune.policy.switches import raise_compute
 from vesuvius.lab.tune.terms.known import Known
 from vesuvius.lab.tune.terms.setting import Knob, Setting
 from vesuvius.lab.tune.terms.space import Space
@@ -459,7 +460,7 @@ def test_a_check_has_both_or_none() -> None:
         ran, (_, checked) = driven(check(state), machine)
         assert len(ran) == count
         assert checked == (count > 0)
-        assert state.ended["check"].startswith("measured 2 times more" if count else "budget: ")
+        assert state.ended["check"].startswith("measured once more each" if count else "budget: ")
 
 
 def driven(asking: Asking[T], machine: Machine, *outcomes: Outcome) -> tuple[list[Trial], T]:
@@ -473,6 +474,26 @@ def driven(asking: Asking[T], machine: Machine, *outcomes: Outcome) -> tuple[lis
             trial = asking.send(Entry(trial, outcome))
     except StopIteration as end:
         return trials, end.value
+
+
+def wide(outcome: Outcome, half: float = 0.3) -> Outcome:
+    """With an interval of a machine that is disturbed."""
+    was = outcome.measured
+    assert was is not None
+    return replace(outcome, measured=replace(was, low=(1 - half) * was.samples_s, high=(1 + half) * was.samples_s))
+
+
+def test_a_faster_step_that_waits_for_data_is_fed_however_wide_the_interval_of_its_rate() -> None:
+    """Four readers feed 13 samples a second, and so does a trainer with single samples: neither alone gains."""
+    machine, rng = BY_NAME["coupled"], np.random.default_rng(0)
+    state = State(machine.space(), BiasedPlanner(machine))
+    base = replace(machine.source, workers=4)
+    larger = replace(base, train_batch_size=2, accumulate_steps=2)
+    driven(state.attempt(base, "workers", ""), machine, wide(machine.run(base, rng)))
+    state.accept(base)
+    ran, kept = driven(raise_compute(state, larger, "batch", ""), machine, wide(machine.run(larger, rng)))
+    assert replace(larger, workers=8) in [trial.setting for trial in ran]
+    assert state.best.train_batch_size == (2 if kept else 1)
 
 
 def test_a_second_trial_that_dies_leaves_nothing_to_compare() -> None:
@@ -555,7 +576,7 @@ def test_levels_are_named_from_those_that_the_network_has() -> None:
 
 
 def test_a_space_survives_its_record() -> None:
-    space = replace(SLOW.space(), levels=(1, 2), trial_steps=(10, 20), most_ahead=3)
+    space = replace(SLOW.space(), levels=(1, 2), trial_steps=(10, 20), most_ahead=3, kept=("workers",))
     assert Space.from_record(json.loads(json.dumps(space.record()))) == space
 
 

@@ -62,7 +62,8 @@ class Request:
         source: the YAML file; `text` is what it said when the tune began.
         overrides: of the command line.
         command: as it was typed.
-        goal, scale_batch, keep, budget_s, steps: as in `Space`; None = as the ledger has it, or the default.
+        goal, scale_batch, budget_s, steps: as in `Space`; None = as the ledger has it, or the default.
+        keep: knobs that no trial turns; empty = as the ledger has it, or none.
         resume: go on with the ledger that is there.
     """
 

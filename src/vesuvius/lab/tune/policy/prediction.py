@@ -60,7 +60,8 @@ class Forecast:
     def obstacle(self, setting: Setting) -> str | None:
         """Why a setting may not be tried, in words; None where it may."""
         if not self._space.allows(setting):
-            return f"--keep {','.join(self._space.kept)}"
+            changed = setting.changes(self._space.source)
+            return f"--keep {','.join(knob for knob in self._space.kept if knob in changed)}"
         death = self._barred_by(setting)
         if death is not None:
             return death_text(death)

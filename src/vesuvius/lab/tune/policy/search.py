@@ -107,12 +107,12 @@ def check(state: State) -> Asking[tuple[Setting, bool]]:
         What to take, and whether it ran again, in turn with another.
     """
     first = winner = choose(state)
+    other = rival(state, winner)
     tried: list[Setting] = []
     words: list[str] = []
     while len(tried) < CHECK_TRIALS:
-        other = rival(state, winner)
         if other is None:
-            words.append("no other setting was measured that may be tried again")
+            words.append("not entered: no other setting was measured that may be tried again")
             break
         pair = (winner, other)
         obstacle = next(filter(None, map(state.forecast.obstacle, pair)), None) or state.no_room(pair)
@@ -128,12 +128,13 @@ def check(state: State) -> Asking[tuple[Setting, bool]]:
             words.append(death_text(state.known.deaths[-1]))
             break
         tried += pair
-        words.append(f"measured {len(pair)} times more, in turn: {_verdict(state, winner, other)}")
+        words.append(f"measured once more each, in turn: {_verdict(state, winner, other)}")
         if state.known.gain(other, winner) <= WITHIN[state.space.goal]:
             break
         if state.known.is_gain(other, winner):
             state.accept(other)
-            winner = choose(state)
+            loser, winner = winner, choose(state)
+            other = loser if winner == other else other
     best = choose(state, tried)
     instead = f"; so another is taken: {in_words(best, first)}" if best != first else ""
     state.ended["check"] = "; ".join(words) + instead

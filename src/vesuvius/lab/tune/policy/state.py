@@ -17,7 +17,7 @@ Asking = Generator[Trial, Entry, T]
 """Asks for trials, is sent what came of them, and returns a T."""
 
 MOST_TRIALS = 25
-CHECK_TRIALS = 4  # two pairs of the winner and its rival
+CHECK_TRIALS = 4  # two pairs of a winner and its rival, at most
 _WORTH_A_CHECK = 3  # trials from which on room is kept to compare the best two once more
 _HUNGRY = 0.05  # share of the time that is waited for data
 _MOST_DEATHS = 2  # in a stage; each costs a start, and may hurt others on the machine

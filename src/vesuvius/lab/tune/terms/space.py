@@ -81,7 +81,8 @@ class Space:
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Self:
         """From `record()`, by way of JSON."""
-        tuples: dict[str, Any] = {key: tuple(record.get(key, ())) for key in ("levels", "trial_steps", "kept")}
+        tuples: dict[str, Any] = {key: tuple(record[key]) for key in ("levels", "trial_steps")}
+        tuples["kept"] = tuple(record.get("kept", ()))  # ledgers of before have none
         return cls(**record | tuples | {"source": Setting.from_record(record["source"])})
 
 

@@ -14,6 +14,8 @@ from vesuvius.lab.tune.terms.trial import Trial, steps_worth_a_start
 
 # Steps behind a pause that are left out at most: a ring of hundreds of batches would leave nothing.
 _DRAINED_MOST = 20
+# Times the least steps, behind which the first pause comes at the latest.
+_LATEST = 4
 # Measured steps without which nothing can be said.
 LEAST_SAID = 3
 # More steps than a trial has: the run then judges once, at its end, over all of them but the first.
@@ -66,7 +68,8 @@ def course_of(
         step_s = trial.setting.global_batch / trial.prediction.samples_s
         most_steps = steps_worth_a_start(most_steps, step_s)
         in_half_s = int(seconds / 2 / step_s)
-        pause = min(warmup_steps + max(least_steps, most_steps // 2), in_half_s)
+        half = min(most_steps // 2, _LATEST * least_steps)  # a prediction may be far off
+        pause = min(warmup_steps + max(least_steps, half), in_half_s)
     else:
         pause = least_steps // 3
     pause = max(pause, warmup_steps + LEAST_SAID, 2 * drain)  # half of the steps, at least, are not behind a pause
