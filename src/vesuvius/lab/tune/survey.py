@@ -33,7 +33,7 @@ _READERS_PER_CORE_REMOTE = 4
 _VRAM_SHARE = 0.92
 _FIRST_TRIAL_S = 90.0
 _SHORTEST_LIMIT_S = 30.0
-_PLANNED_STEPS = 100  # of a trial, at most: few tasks, so that no execution of Ray hands over to another
+_PLANNED_STEPS = 100  # of a trial, mostly: few tasks, so that no execution of Ray hands over to another
 
 
 def survey(

@@ -11,7 +11,7 @@ from vesuvius.lab.tune.policy.search import search
 from vesuvius.lab.tune.terms.known import Known
 from vesuvius.lab.tune.terms.setting import in_words
 from vesuvius.lab.tune.terms.space import Planner, Space
-from vesuvius.lab.tune.terms.trial import Entry, Measured, Outcome, Stop, Trial
+from vesuvius.lab.tune.terms.trial import Entry, Measured, Outcome, Stop, Trial, steps_worth_a_start
 
 Plan = Generator[Trial, Entry, Stop]
 
@@ -87,7 +87,7 @@ def _hoped(trial: Trial, known: Known, space: Space) -> Outcome:
     latency = space.remote and trial.stage == "workers"
     waits = trial.stage == "baseline" or latency
     measured = Measured(
-        steps=_ASSUMED_STEPS,
+        steps=steps_worth_a_start(_ASSUMED_STEPS, setting.global_batch / rate),
         samples_s=rate,
         low=rate,
         high=rate,
