@@ -87,7 +87,9 @@ def raise_compute(state: State, setting: Setting, stage: Stage, why: str) -> Ask
         yield from feed(state)
         return True
     measured, before = state.known.measured(setting), state.known.measured(base)
-    if not is_hungry(measured) or measured.trainer_s > before.trainer_s / (1 + _FASTER):
+    # Larger pieces that wait for data are fed unless they are surely slower: more readers are what they lack.
+    most_s = before.trainer_s * (1 + _FASTER if stage == "batch" else 1 / (1 + _FASTER))
+    if not is_hungry(measured) or measured.trainer_s > most_s:
         return False
     accepted = list(state.accepted)
     state.accept(setting)
