@@ -3,7 +3,7 @@
 A synthetic scroll lies behind an HTTP server with latency; the config begins with workers 1, prefetch_factor 1 and
 train_batch_size 1.  First the tune; then every setting of the grid workers x prefetch_factor x train_batch_size (same
 effective batch) by trials of the very same kind; last the tuned setting and the grid's best one, in turns.  The tune
-turns what the grid turns, and no more: requests, compile and channels_last are kept.
+keeps requests, compile and channels_last, so that on a CPU it turns what the grid turns and no more.
 
     python tools/bench_tune.py [--only tune|grid|compare] [--latency-ms 200] [--repeats 3] [--tunes 1] [--folder DIR]
 
