@@ -162,6 +162,7 @@ def test_knobs_to_keep_are_named_as_in_the_config(text: str, kept: tuple[str, ..
         ["--goal", "speed"],
         ["--keep", "workers,speed"],
         ["--keep", "data.workers"],
+        ["--keep", "train_batch_size", "--scale-batch"],
     ],
 )
 def test_what_cannot_be_meant_is_refused(tiny_config: WriteConfig, arguments: list[str]) -> None:

@@ -79,6 +79,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    _check_latency(folder / "latency_ms", arguments.latency_ms)
     with _served(folder, arguments.latency_ms) as url:
         os.chdir(folder)
         Path("bench.yaml").write_text(_CONFIG.format(url=url), encoding="utf-8")
@@ -99,6 +100,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tunes", type=int, default=1, help="how many tunes, one after the other")
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_tune"), help="where everything is kept")
     return parser
+
+
+def _check_latency(kept: Path, latency_ms: float) -> None:
+    """Figures of another latency would be added up with those of this one."""
+    if kept.exists() and float(kept.read_text()) != latency_ms:
+        raise SystemExit(
+            f"the figures of a folder must be of one latency; {kept.parent} has those of {kept.read_text()} ms, got "
+            f"--latency-ms {latency_ms:g}; take another --folder"
+        )
+    kept.write_text(f"{latency_ms:g}")
 
 
 @contextmanager
@@ -127,9 +138,10 @@ def _tune(count: int) -> None:
         report = json.loads(Path("runs/bench_tune/tune/report.json").read_text(encoding="utf-8"))
         overrides = " ".join(report["options"][1]["overrides"])
         rate, trials = report["options"][1]["samples_s"], len(report["trials"])
-        found.append({"overrides": overrides, "samples_s": rate, "seconds": time.monotonic() - began, "trials": trials})
+        seconds = time.monotonic() - began
+        found.append({"overrides": overrides, "samples_s": rate, "seconds": seconds, "trials": trials})
         print(
-            f"tune: {found[-1]['seconds']:.0f} s, {trials} trials, {rate:.3g} samples/s: {overrides or 'unchanged'}",
+            f"tune: {seconds:.0f} s, {trials} trials, {rate:.3g} samples/s: {overrides or 'unchanged'}",
             flush=True,
         )
         _write(_TUNES, found)
@@ -168,9 +180,11 @@ def _settings(config: Config) -> list[Setting]:
 
 
 def _measure(runner: SubprocessRunner, number: int, setting: Setting, known: Known) -> Measured:
-    """A trial as the tune's are, which last by the rate that is expected after those before it."""
+    """A trial as the tune's are, which last by the rate and the seconds that are expected after those before it."""
     expected = predict_rate(setting, known, len(os.sched_getaffinity(0)))
-    trial = Trial(number, setting, "check", "", "a setting of the grid", Prediction(expected, 0, None, 0.0, "low", 0))
+    seconds = known.entries[-1].outcome.seconds if known.entries else 0.0
+    prediction = Prediction(expected, 0, None, seconds, "low", 0)
+    trial = Trial(number, setting, "check", "", "a setting of the grid", prediction)
     outcome = runner.run(trial)
     if outcome.measured is None:
         raise SystemExit(f"a trial of the grid must end well; got {outcome.ended}: {outcome.cause}")

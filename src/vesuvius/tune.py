@@ -59,6 +59,8 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the trials with their predictions, write nothing")
     parser.add_argument("--resume", action="store_true", help="go on with the ledger of an interrupted tune")
     args = parser.parse_intermixed_args(argv)
+    if args.scale_batch and "train_batch_size" in args.keep:
+        parser.error("--scale-batch lets train_batch_size grow, which --keep leaves as it is; leave one of them away")
     config = read_config(args.config, args.overrides)
     text = args.config.read_bytes().decode("utf-8")  # what was just read well
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`, for the plans

@@ -184,13 +184,39 @@ def test_a_narrow_interval_is_not_enough_while_nothing_is_known_of_the_readers(
     assert TrialWatch(files, setting, course, options, False, TaskSize(16, 4)).look(1.0) == expected
 
 
+def test_short_steps_are_measured_for_as_long_as_the_start_took(config: Config, tmp_path: Path) -> None:
+    """10 s, and its first step compiles for 30 s.  The others take 0.1 or 0.15 s: no interval gets narrow."""
+    (tmp_path / "000").mkdir()
+    files = TrialFiles(*(tmp_path / f"000{suffix}" for suffix in ("", ".yaml", ".log")))
+    course = Course(warmup_steps=5, pause_every=1000, drain_steps=2, last_step=10_000)
+    options = RunnerOptions(least_steps=20, most_steps=40, half_width=0.001)
+    watch = TrialWatch(files, trial_of(config, workers=0).setting, course, options, False, None)
+    with (tmp_path / "000" / "metrics.jsonl").open("w") as metrics:
+        for step in range(1, 200):
+            figures = {"step_s": 0.1 + 0.05 * (step // 7 % 2), "data_s": 0.0, "gpu_s": 30.0 if step == 1 else 0.1}
+            metrics.write(json.dumps(step_record(step, **figures)) + "\n")
+            metrics.flush()
+            enough = watch.look(40.0 + 0.125 * step)
+            if enough:
+                break
+    assert enough == "enough"
+    assert 10.0 / 0.13 < step - course.warmup_steps < 10.0 / 0.12, "10 s of steps, though 40 steps take 5 s"
+
+
 @pytest.mark.long
 def test_a_trial_that_lives_on_its_first_task_is_as_fast_as_its_reader(
     tiny_config: Callable[..., Path], tmp_path: Path, volume: Path, trials: Path
 ) -> None:
     """A task of 24 samples needs a dozen chunks, which take 0.2 s each: 0.1 s a sample, which the tiny network computes
     in some 0.02 s.  All steps are cut from the first task."""
-    training = ENDLESS | {"train_batch_size": 1, "accumulate_steps": 1, "workers": 1, "warmup_steps": 0}
+    training = {
+        "steps_per_epoch": 20,
+        "epochs": 1,
+        "train_batch_size": 1,
+        "accumulate_steps": 1,
+        "workers": 1,
+        "warmup_steps": 0,
+    }
     with ChunkServer(tmp_path) as server:
         volumes = [{"path": server.url_of(volume)}]
         data = {"volumes": volumes, "store": {"requests": 1}, "patches_per_region": 6, "regions_per_task": 4}

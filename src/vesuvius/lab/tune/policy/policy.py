@@ -87,7 +87,7 @@ def _hoped(trial: Trial, known: Known, space: Space) -> Outcome:
     latency = space.remote and trial.stage == "workers"
     waits = trial.stage == "baseline" or latency
     measured = Measured(
-        steps=steps_worth_a_start(_ASSUMED_STEPS, setting.global_batch / rate),
+        steps=_hoped_steps(trial, rate, space),
         samples_s=rate,
         low=rate,
         high=rate,
@@ -111,3 +111,13 @@ def _hoped(trial: Trial, known: Known, space: Space) -> Outcome:
         vram_bytes=trial.prediction.vram_bytes,
     )
     return Outcome("ok", "", trial.prediction.seconds, measured)
+
+
+def _hoped_steps(trial: Trial, rate: float, space: Space) -> int:
+    """Measured in the time that is left beside the start, as it was predicted."""
+    expected = trial.prediction.samples_s
+    if expected is None:
+        return _ASSUMED_STEPS
+    step_s = trial.setting.global_batch / expected
+    steps = steps_worth_a_start(space.trial_steps[1], step_s, trial.prediction.seconds / 2)
+    return round(steps * rate / expected)

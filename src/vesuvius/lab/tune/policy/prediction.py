@@ -123,9 +123,11 @@ class Forecast:
         if base is None or not samples_s:
             return self._space.trial_s
         start_s, limit_s, step_s = self._start_s(base), self._space.trial_limit_s, setting.global_batch / samples_s
+        plain_s = min(map(self._start_s, self._known.settings))  # compiling is no reason to measure for longer
+        steps = steps_worth_a_start(self._space.trial_steps[1], step_s, plain_s)
         if setting.compile and not any(other.compile for other in self._known.settings):
             start_s, limit_s = start_s + _COMPILE_S, 2 * limit_s  # as the runner has it
-        return min(start_s + steps_worth_a_start(self._space.trial_steps[1], step_s) * step_s, limit_s)
+        return min(start_s + steps * step_s, limit_s)
 
     def _start_s(self, base: Setting) -> float:
         """What the last trial of a setting took beside its measured steps."""

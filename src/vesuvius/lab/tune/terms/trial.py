@@ -12,17 +12,17 @@ Risk = Literal["low", "medium", "high"]
 Ended = Literal["ok", "guard", "gpu_memory", "killed", "failed", "timeout"]
 Bound = Literal["data-bound", "transfer-bound", "host-bound", "compute-bound"]
 
-_SHORT_STEP_S = 0.2
-_MOST_TIMES = 20
+MOST_TIMES = 20
+"""As many times the steps that were asked for are measured at most."""
 
 
-def steps_worth_a_start(steps: int, step_s: float) -> int:
-    """How many steps to measure where so many were asked for: more of short ones.
+def steps_worth_a_start(steps: int, step_s: float, start_s: float) -> int:
+    """How many steps to measure where so many were asked for: of short ones as many as take the time of the start.
 
-    A hundred steps of 0.05 s take 5 s, and the start of a trial 20 s; its interval is then wide for no good reason.
-    So steps shorter than 0.2 s get the time of steps of 0.2 s, up to twenty times as many.
+    A hundred steps of 0.05 s take 5 s, and the start of a trial 20 s or more; its interval is then wide for no good
+    reason, and what slows a machine for some seconds is all that it saw.
     """
-    return round(steps * min(max(_SHORT_STEP_S / step_s, 1.0), _MOST_TIMES))
+    return round(min(max(steps, start_s / step_s), MOST_TIMES * steps))
 
 
 @dataclass(frozen=True)

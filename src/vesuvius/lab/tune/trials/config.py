@@ -10,7 +10,7 @@ import numpy as np
 
 from vesuvius.config import Config
 from vesuvius.lab.tune.terms.setting import Setting
-from vesuvius.lab.tune.terms.trial import Trial, steps_worth_a_start
+from vesuvius.lab.tune.terms.trial import MOST_TIMES, Trial, steps_worth_a_start
 
 # Steps behind a pause that are left out at most: a ring of hundreds of batches would leave nothing.
 _DRAINED_MOST = 20
@@ -60,17 +60,18 @@ def course_of(
     Args:
         config: of the tune.
         warmup_steps: that are left out.
-        least_steps, most_steps: to be measured; more where they are expected to be short.
+        least_steps, most_steps: to be measured; more where they are expected to be short, or nothing is predicted.
         seconds: that the trial may take.
     """
     drain = drain_steps(trial.setting)
     if trial.prediction.samples_s:
         step_s = trial.setting.global_batch / trial.prediction.samples_s
-        most_steps = steps_worth_a_start(most_steps, step_s)
+        most_steps = steps_worth_a_start(most_steps, step_s, trial.prediction.seconds / 2)
         in_half_s = int(seconds / 2 / step_s)
         half = min(most_steps // 2, _LATEST * least_steps)  # a prediction may be far off
         pause = min(warmup_steps + max(least_steps, half), in_half_s)
     else:
+        most_steps *= MOST_TIMES
         pause = least_steps // 3
     pause = max(pause, warmup_steps + LEAST_SAID, 2 * drain)  # half of the steps, at least, are not behind a pause
     behind_pauses = max(most_steps - (pause - warmup_steps), 0)

@@ -55,7 +55,8 @@ class RunnerOptions:
         seconds: at most, from its start; then what was measured so far counts.  Twice as many for the baseline, of
             which nothing is known, and for the first trial that compiles.
         least_steps: measured ones, before it may end because the interval is narrow.
-        most_steps: measured ones, at which it ends; more where steps are short: see `steps_worth_a_start`.
+        most_steps: measured ones, at which it ends; more where they took less time than the start: see
+            `steps_worth_a_start`.
         half_width: of the 95 % interval of samples a second, relative: what is called narrow.
         warmup_steps: left out at the start.
         grace_s: from SIGTERM to SIGKILL, or three of the slowest steps and half a minute where that is more; the
@@ -128,6 +129,7 @@ class TrialWatch:
         self._task = task
         self._tail = Tail(files.run / "metrics.jsonl", _WHOLE_FILE)
         self._records: list[dict[str, Any]] = []
+        self._start_s: float | None = None
 
     def look(self, seconds: float) -> Why | None:
         """Why it is to be ended now; None = it is not.
@@ -136,6 +138,8 @@ class TrialWatch:
             seconds: since its start.
         """
         self._records += self._tail.new()
+        if self._start_s is None and self._steps:
+            self._start_s = seconds - self._steps[0]["gpu_s"]  # compiling is no reason to measure for longer
         if self._guard_event() is not None:
             return "guard"
         if seconds >= self._options.seconds:
@@ -212,7 +216,7 @@ class TrialWatch:
         if self._awaits_validation and not any(record["kind"] == "validation" for record in self._records):
             return False
         step_s = self._setting.global_batch / pace.rate.samples_s
-        if pace.rate.steps >= steps_worth_a_start(options.most_steps, step_s):
+        if pace.rate.steps >= steps_worth_a_start(options.most_steps, step_s, self._start_s or 0.0):
             return True
         unknown = self._task is not None and self._setting.workers > 0 and pace.reader_s is None
         return pace.rate.is_narrow(options.half_width) and not pace.outrun and not unknown
