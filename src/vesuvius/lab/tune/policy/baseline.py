@@ -53,7 +53,7 @@ def _smaller(state: State, setting: Setting, words: str, on_gpu: bool) -> Settin
     while smaller is not None and state.forecast.obstacle(smaller) is not None:
         smaller = next(filter(state.space.allows, _halved(smaller, on_gpu)), None)
     if smaller is None:
-        raise HopelessError(f"{words}; nothing smaller is left")
+        raise HopelessError(f"{words}; nothing smaller is left{state.space.but_for_kept}")
     return smaller
 
 
@@ -83,7 +83,8 @@ def _fitting(state: State) -> tuple[Setting, str]:
         setting = _step_down(state, setting)
     setting = setting or fits
     if setting is None:
-        raise HopelessError(f"even the smallest setting does not fit: {obstacle} for the config as it is")
+        even = f"even the smallest setting does not fit{state.space.but_for_kept}"
+        raise HopelessError(f"{even}: {obstacle} for the config as it is")
     _note(state, source, setting, obstacle)
     return setting, f"{in_words(setting, source)}, because the config as it is does not fit: {obstacle}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -184,13 +184,17 @@ def _enough(state: State, fastest: Setting, fed: bool) -> Setting | None:
     wanted = rate * _RESERVE if state.space.goal == "samples_s" else least
     possible = [replace(fastest, workers=workers) for workers in range(max(lowest, 1), state.best.workers)]
     possible = [s for s in possible if s not in line and state.forecast.obstacle(s) is None]
+    # Each reads faster where fewer share processors and store, but hardly by a quarter.
+    possible = [s for s in possible if _RESERVE * _readers(state, line, s) >= least]
     if not fed:
         return possible[len(possible) // 2] if possible else None
-    for setting in possible:
-        base = min(line, key=lambda s: abs(math.log2(max(s.workers, 1) / setting.workers)))
-        if wanted <= readers_rate(setting, base, state.known.measured(base)) < math.inf:
-            return setting
-    return None
+    return next((setting for setting in possible if wanted <= _readers(state, line, setting) < math.inf), None)
+
+
+def _readers(state: State, line: Sequence[Setting], setting: Setting) -> float:
+    """Samples a second that its readers can give, by the nearest setting that differs in their number alone."""
+    base = min(line, key=lambda s: abs(math.log2(max(s.workers, 1) / setting.workers)))
+    return readers_rate(setting, base, state.known.measured(base))
 
 
 def _linear(slow: Setting, rate: float, least: float) -> int:

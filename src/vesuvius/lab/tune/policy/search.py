@@ -129,7 +129,7 @@ def check(state: State) -> Asking[tuple[Setting, bool]]:
             break
         tried += pair
         words.append(f"measured once more each, in turn: {_verdict(state, winner, other)}")
-        if state.known.gain(other, winner) <= WITHIN[state.space.goal]:
+        if state.known.gain(winner, other) >= -WITHIN[state.space.goal]:
             break
         if state.known.is_gain(other, winner):
             state.accept(other)

@@ -112,9 +112,12 @@ class State:
         return sum(death.trial.stage == stage for death in self.known.deaths) >= _MOST_DEATHS
 
     def _in_doubt(self, setting: Setting) -> bool:
-        """Up to twice the noise, because of many trials one is lucky, and where 3 % may be missed by it."""
+        """Up to twice the noise, because of many trials one is lucky, and where 3 % may be missed by it.
+
+        From half of the noise on: a second trial makes it a third smaller at most, which a lesser gain would not reach.
+        """
         gain, noise = self.known.gain(setting, self.best), self.known.noise(setting, self.best)
-        return SMALLEST_GAIN < gain <= max(2 * noise, SMALLEST_GAIN + noise)
+        return max(SMALLEST_GAIN, noise / 2) < gain <= max(2 * noise, SMALLEST_GAIN + noise)
 
     def no_room(self, settings: Sequence[Setting]) -> str | None:
         """Why not all of these can be tried in the end, in words; None where they can."""

@@ -122,12 +122,12 @@ def _one_switch(state: State, setting: Setting, knob: Knob, why: str) -> Asking[
     words = in_words(setting, base)
     kept = yield from raise_compute(state, setting, "switches", f"{words}: {why}")
     if len(state.known.deaths) > deaths and (state.known.died(setting) or not state.known.good(setting)):
-        return f"{words} not kept: {death_text(state.known.deaths[-1])}"
+        return f"{words} not taken: {death_text(state.known.deaths[-1])}"
     gain = state.known.gain(setting, base)
     if not kept and knob == "cuda_allocator" and _saves_vram(state, setting, base) and gain > -SMALLEST_GAIN:
         state.accept(setting)
-        return f"{words} kept ({percent(gain)}, less GPU memory)"
-    return f"{words} {'kept' if kept else 'not kept'} ({percent(gain)})"
+        return f"{words} taken ({percent(gain)}, less GPU memory)"
+    return f"{words} {'taken' if kept else 'not taken'} ({percent(gain)})"
 
 
 def _larger_may_gain(state: State, larger: Setting) -> bool:

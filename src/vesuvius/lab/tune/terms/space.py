@@ -67,6 +67,11 @@ class Space:
         """Whether a setting leaves the knobs alone that are to be kept."""
         return not set(self.kept) & setting.changes(self.source).keys()
 
+    @property
+    def but_for_kept(self) -> str:
+        """What has to be said where nothing is left to try; '' where no knob is to be kept."""
+        return f" with --keep {','.join(self.kept)}" if self.kept else ""
+
     def batches_ahead(self, setting: Setting) -> int:
         """Batches that a setting puts together ahead of the trainer."""
         wanted = max(setting.workers, 1) * setting.prefetch_factor
