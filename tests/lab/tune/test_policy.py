@@ -30,6 +30,7 @@ from tests.lab.tune.simulated import (
 from vesuvius.errors import ConfigError
 from vesuvius.lab.tune.policy.choice import choose, cost, rival
 from vesuvius.lab.tune.policy.choice import stop as stop_of
+from vesuvius.lab.tune.policy.climb import fewer_workers
 from vesuvius.lab.tune.policy.policy import expected_trials, propose
 from vesuvius.lab.tune.policy.search import check, search
 from vesuvius.lab.tune.policy.state import MOST_TRIALS, Asking, State
@@ -506,6 +507,49 @@ def test_a_faster_step_that_waits_for_data_is_fed_however_wide_the_interval_of_i
     ran, kept = driven(raise_compute(state, larger, "batch", ""), machine, wide(machine.run(larger, rng)))
     assert replace(larger, workers=8) in [trial.setting for trial in ran]
     assert state.best.train_batch_size == (2 if kept else 1)
+
+
+@pytest.mark.parametrize(("times", "trials"), [(1.02, 1), (1.06, 1), (1.09, 2), (1.27, 2), (1.3, 1)])
+def test_a_gain_is_measured_once_more_from_half_of_the_noise_to_twice_it(times: float, trials: int) -> None:
+    """The noise of two rates that are known to 10 % is 14 %; a gain of 6 % would be within it after a second trial."""
+    machine, rng = BY_NAME["noisy"], np.random.default_rng(0)
+    state = State(machine.space(), BiasedPlanner(machine))
+    first = wide(machine.run(machine.source, rng), 0.1)
+    driven(state.attempt(machine.source, "baseline", ""), machine, first)
+    tried, _ = driven(
+        state.compare(replace(machine.source, workers=4), "workers", ""), machine, faster(times)(first), GUARD
+    )
+    assert len(tried) == trials
+
+
+@pytest.mark.parametrize(("half", "again"), [(0.2, 0), (0.1, 1), (0.05, 1)])
+def test_whichever_is_less_well_known_is_measured_once_more(half: float, again: int) -> None:
+    """The rate of the source to 20, 10 or 5 %, that of four readers, which gain 15 %, to 10 %."""
+    machine, rng = BY_NAME["noisy"], np.random.default_rng(0)
+    state = State(machine.space(), BiasedPlanner(machine))
+    settings = machine.source, replace(machine.source, workers=4)
+    base = wide(machine.run(machine.source, rng), half)
+    driven(state.attempt(machine.source, "baseline", ""), machine, base)
+    more = wide(faster(1.15)(base), 0.1)
+    trials, rate = driven(state.compare(settings[1], "workers", ""), machine, more, (base, more)[again])
+    assert [trial.setting for trial in trials] == [settings[1], settings[again]]
+    assert rate == state.known.rate(settings[1])
+
+
+@pytest.mark.parametrize(("reader_s", "tried"), [(0.1, 7), (0.02, 5)])
+def test_fewer_readers_are_tried_only_where_they_may_keep_up(reader_s: float, tried: int) -> None:
+    """80 samples a second with 8 readers.  Where each takes 0.1 s, 7 may do; where 0.02 s, 2 to 7: their middle."""
+    machine, rng = BY_NAME["data-bound on cores"], np.random.default_rng(0)
+    state = State(machine.space(), BiasedPlanner(machine))
+    eight = replace(machine.source, workers=8)
+    was = machine.run(eight, rng).measured
+    assert was is not None
+    hungry = replace(was, samples_s=80.0, low=79.0, high=81.0, bound="data-bound", data_share=0.2, reader_s=reader_s)
+    driven(state.attempt(eight, "workers", ""), machine, Outcome("ok", "", 60.0, hungry))
+    state.accept(eight)
+    slower = Outcome("ok", "", 60.0, replace(hungry, samples_s=40.0, low=39.0, high=41.0))
+    trials, _ = driven(fewer_workers(state), machine, slower)
+    assert trials[0].setting.workers == tried
 
 
 def test_a_second_trial_that_dies_leaves_nothing_to_compare() -> None:

@@ -95,16 +95,19 @@ class State:
         return self.known.rate(setting) if len(self.known.deaths) == deaths else None
 
     def compare(self, setting: Setting, stage: Stage, why: str) -> Asking[Rate | None]:
-        """`attempt`, and once more where noise leaves it open whether it gains; None where either ended badly."""
+        """`attempt`; where noise leaves open whether it gains, it or the best once more, whichever is less well known.
+
+        Returns:
+            Its rate; None where a trial of it ended badly.
+        """
         rate = yield from self.attempt(setting, stage, why)
         if rate is not None and self._in_doubt(setting) and len(self.known.good(setting)) == 1:
             gain, noise = self.known.gain(setting, self.best), self.known.noise(setting, self.best)
-            rate = yield from self.attempt(
-                setting,
-                stage,
-                f"once more: its gain of {100 * gain:.1f} % is within the noise of {100 * noise:.1f} %",
-                True,
-            )
+            doubt = f"{100 * gain:.1f} % is within the noise of {100 * noise:.1f} %"
+            if self.known.rate(self.best).half_width <= rate.half_width:
+                return (yield from self.attempt(setting, stage, f"once more: its gain of {doubt}", True))
+            others = f"once more, because the gain of {in_words(setting, self.best)} of {doubt}"
+            yield from self.attempt(self.best, stage, others, True)
         return rate
 
     def too_many_deaths(self, stage: Stage) -> bool:
