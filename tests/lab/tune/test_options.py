@@ -68,6 +68,20 @@ def test_b_is_what_the_tune_recommends_with_all_its_trials_pooled() -> None:
     assert b.words == "what to run: the cheapest setting within 3 % of the most samples/s"
 
 
+@pytest.mark.parametrize(
+    ("rate", "spread", "said"), [(44.0, 0.1, True), (44.0, 0.01, False), (41.0, 0.1, False), (40.0, 0.1, False)]
+)
+def test_b_says_where_the_gain_of_c_may_be_noise(rate: float, spread: float, said: bool) -> None:
+    rates = {FOUR: 40.0, SIX: rate}
+    ledger = [
+        entry(i, setting, "workers", measured(samples_s, 30.0, 24.0, spread=spread), (40.0, 30.0, 24.0))
+        for i, (setting, samples_s) in enumerate(rates.items())
+    ]
+    words = choose(ledger, replace(STOP, best=FOUR, fastest=SIX))[1].words
+    doubt = "; the +10.0 % of C may be noise (±14.1 %)" if said else ""
+    assert words == f"what to run: the cheapest setting within 3 % of the most samples/s{doubt}"
+
+
 def test_a_takes_the_least_memory_of_those_that_reach_85_percent_of_b() -> None:
     assert choose(ledger_of(four=0.86 * 40, six=40.0))[0].setting == FOUR
     assert choose(ledger_of(four=0.84 * 40, six=40.0))[0].setting == SIX

@@ -96,11 +96,9 @@ def options(
 
     lean, lean_words = _leaner(known, stop.best, space)
     fast, fast_words = _faster(known, stop, space, predict, obstacle)
-    within = f"the cheapest setting within {format_percent(WITHIN[space.goal])} of the most samples/s"
-    balanced = f"what to run: {within if stop.best != space.source else 'the config as it is'}"
     return (
         option("A conservative", lean, lean_words),
-        option("B balanced", stop.best, balanced),
+        option("B balanced", stop.best, _balanced(known, stop, space)),
         option("C aggressive", fast, fast_words),
     )
 
@@ -137,6 +135,21 @@ def grown_words(batch: int, horizon: Horizon) -> str:
         f"a step holds {batch} samples instead of {horizon.global_batch}, and the number of steps stays; training.lr "
         "was chosen for the smaller batch and may want to be raised: watch the loss"
     )
+
+
+def _balanced(known: Known, stop: Stop, space: Space) -> str:
+    """Why the setting to take is taken, though another may have had more samples a second."""
+    within = WITHIN[space.goal]
+    words = "what to run: " + (
+        f"the cheapest setting within {format_percent(within)} of the most samples/s"
+        if stop.best != space.source
+        else "the config as it is"
+    )
+    if not known.good(stop.best) or not known.good(stop.fastest):
+        return words
+    gain, noise = known.gain(stop.fastest, stop.best), known.noise(stop.fastest, stop.best)
+    doubtful = within < gain <= noise
+    return f"{words}; the {percent(gain)} of C may be noise (±{format_percent(noise)})" if doubtful else words
 
 
 def _leaner(known: Known, best: Setting, space: Space) -> tuple[Setting, str]:
