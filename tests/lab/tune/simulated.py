@@ -13,7 +13,7 @@ import numpy as np
 from vesuvius.lab.tune.policy.policy import propose
 from vesuvius.lab.tune.terms.setting import Setting
 from vesuvius.lab.tune.terms.space import Space
-from vesuvius.lab.tune.terms.trial import Entry, Measured, Outcome, Stop, Trial
+from vesuvius.lab.tune.terms.trial import Entry, Measured, Outcome, Stop, Trial, steps_worth_a_start
 
 GIB = 2**30
 RUNG = 0.84  # of the limit: where the guard begins, and no trial should come
@@ -190,10 +190,11 @@ class Machine:
         if death is not None:
             return death
         truth, trainer_s = self.rate(setting), self.trainer_s(setting)
-        steps = min(STEPS, math.floor((limit_s - START_S) * truth / setting.global_batch) - WARMUP_STEPS)
+        wanted = steps_worth_a_start(STEPS, setting.global_batch / truth, START_S)
+        steps = min(wanted, math.floor((limit_s - START_S) * truth / setting.global_batch) - WARMUP_STEPS)
         if steps < LEAST_STEPS:
             return Outcome("timeout", f"got {max(steps, 0)} steps in {limit_s:g} s", limit_s, None)
-        noise = self.noise * math.sqrt(STEPS / steps)
+        noise = self.noise * math.sqrt(STEPS / min(steps, STEPS))
         rate = truth * float(np.exp(noise * rng.standard_normal()))
         wait = 1 - truth * trainer_s
         bursts = self._bursts(setting)
@@ -223,9 +224,10 @@ class Machine:
             cores_used=truth * (self.decode_s + self.trainer_cores_s),
             ram_bytes=int(self.ram_bytes(setting) * (1 + self.ram_noise * rng.standard_normal())),
             vram_bytes=self.vram_bytes(setting),
+            start_s=START_S,
         )
         seconds = START_S + (steps + WARMUP_STEPS) * setting.global_batch / rate
-        return Outcome("ok", "", seconds if steps == STEPS else limit_s, measured)
+        return Outcome("ok", "", seconds if steps == wanted else limit_s, measured)
 
     def _cause(self, setting: Setting, wait: float, bursts: float) -> str | None:
         if wait <= 0.15:

@@ -30,7 +30,7 @@ from tests.lab.tune.simulated import (
 from vesuvius.errors import ConfigError
 from vesuvius.lab.tune.policy.choice import choose, cost, rival
 from vesuvius.lab.tune.policy.choice import stop as stop_of
-from vesuvius.lab.tune.policy.climb import fewer_workers
+from vesuvius.lab.tune.policy.climb import climb, fewer_workers, workers_ladder
 from vesuvius.lab.tune.policy.policy import expected_trials, propose
 from vesuvius.lab.tune.policy.search import check, search
 from vesuvius.lab.tune.policy.state import MOST_TRIALS, Asking, State
@@ -534,17 +534,46 @@ def test_whichever_is_less_well_known_is_measured_once_more(half: float, again: 
     trials, rate = driven(state.compare(settings[1], "workers", ""), machine, more, (base, more)[again])
     assert [trial.setting for trial in trials] == [settings[1], settings[again]]
     assert rate == state.known.rate(settings[1])
+    assert driven(state.compare(settings[1], "batch", ""), machine)[0] == [], "once, whatever stage asks"
 
 
-@pytest.mark.parametrize(("reader_s", "tried"), [(0.1, 7), (0.02, 5)])
-def test_fewer_readers_are_tried_only_where_they_may_keep_up(reader_s: float, tried: int) -> None:
-    """80 samples a second with 8 readers.  Where each takes 0.1 s, 7 may do; where 0.02 s, 2 to 7: their middle."""
-    machine, rng = BY_NAME["data-bound on cores"], np.random.default_rng(0)
+def test_a_baseline_that_took_longer_than_other_trials_may_is_not_measured_again() -> None:
+    machine, rng = BY_NAME["noisy"], np.random.default_rng(0)
     state = State(machine.space(), BiasedPlanner(machine))
+    base, four = wide(machine.run(machine.source, rng), 0.2), replace(machine.source, workers=4)
+    long = replace(base, seconds=state.space.trial_limit_s + 1)
+    driven(state.attempt(machine.source, "baseline", ""), machine, long)
+    trials, _ = driven(state.compare(four, "workers", ""), machine, wide(faster(1.15)(base), 0.1))
+    assert [trial.setting for trial in trials] == [four, four]
+
+
+def test_a_second_trial_of_the_best_that_ends_badly_is_no_ceiling() -> None:
+    """The reason why a stage was left is another's then."""
+    machine, rng = BY_NAME["noisy"], np.random.default_rng(0)
+    state = State(machine.space(), BiasedPlanner(machine))
+    base = wide(machine.run(machine.source, rng), 0.2)
+    driven(state.attempt(machine.source, "baseline", ""), machine, base)
+    state.accept(machine.source)
+    more, slow = wide(faster(1.3)(base), 0.1), Outcome("timeout", "got 2 steps", 300.0, None)
+    trials, _ = driven(climb(state, workers_ladder(state), ""), machine, more, slow)
+    assert trials[1].setting == machine.source
+    assert "ended by its time limit" not in state.ended["workers"]
+
+
+@pytest.mark.parametrize(("reader_s", "cores", "tried"), [(0.1, 8, 7), (0.02, 8, 5), (0.1, 2, 5)])
+def test_fewer_readers_are_tried_only_where_they_may_keep_up(reader_s: float, cores: int, tried: int) -> None:
+    """80 samples a second with 8 readers.
+
+    Where each takes 0.1 s to decode, 7 may do; where 0.02 s, 2 to 7: their middle.  Eight on two processors may have
+    taken 0.1 s because of each other.
+    """
+    machine, rng = BY_NAME["data-bound on cores"], np.random.default_rng(0)
+    state = State(replace(machine.space(), cores=cores), BiasedPlanner(machine))
     eight = replace(machine.source, workers=8)
     was = machine.run(eight, rng).measured
     assert was is not None
-    hungry = replace(was, samples_s=80.0, low=79.0, high=81.0, bound="data-bound", data_share=0.2, reader_s=reader_s)
+    figures = {"samples_s": 80.0, "low": 79.0, "high": 81.0, "reader_s": reader_s, "decode_s": reader_s}
+    hungry = replace(was, bound="data-bound", data_share=0.2, **figures)
     driven(state.attempt(eight, "workers", ""), machine, Outcome("ok", "", 60.0, hungry))
     state.accept(eight)
     slower = Outcome("ok", "", 60.0, replace(hungry, samples_s=40.0, low=39.0, high=41.0))

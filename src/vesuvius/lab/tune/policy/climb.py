@@ -55,9 +55,9 @@ def climb(state: State, ladder: Ladder, why: str) -> Asking[None]:
             break
         base, deaths = state.best, len(state.known.deaths)
         rate = yield from state.compare(setting, ladder.stage, _why(state, ladder, why, ceiling))
-        if len(state.known.deaths) > deaths:
-            end = f"cap: {death_text(state.known.deaths[-1])}"
         if rate is None:
+            if len(state.known.deaths) > deaths:
+                end = f"cap: {death_text(state.known.deaths[-1])}"
             ceiling = setting
             continue
         if state.known.is_gain(setting, base):
@@ -184,17 +184,25 @@ def _enough(state: State, fastest: Setting, fed: bool) -> Setting | None:
     wanted = rate * _RESERVE if state.space.goal == "samples_s" else least
     possible = [replace(fastest, workers=workers) for workers in range(max(lowest, 1), state.best.workers)]
     possible = [s for s in possible if s not in line and state.forecast.obstacle(s) is None]
-    # Each reads faster where fewer share processors and store, but hardly by a quarter.
-    possible = [s for s in possible if _RESERVE * _readers(state, line, s) >= least]
+    possible = [s for s in possible if _RESERVE * _readers(state, line, s, alone=True) >= least]
     if not fed:
         return possible[len(possible) // 2] if possible else None
     return next((setting for setting in possible if wanted <= _readers(state, line, setting) < math.inf), None)
 
 
-def _readers(state: State, line: Sequence[Setting], setting: Setting) -> float:
-    """Samples a second that its readers can give, by the nearest setting that differs in their number alone."""
+def _readers(state: State, line: Sequence[Setting], setting: Setting, alone: bool = False) -> float:
+    """Samples a second that its readers can give, by the nearest setting that differs in their number alone.
+
+    Args:
+        alone: as if each had a processor for itself to decode, which those of that setting may have had to share.
+    """
     base = min(line, key=lambda s: abs(math.log2(max(s.workers, 1) / setting.workers)))
-    return readers_rate(setting, base, state.known.measured(base))
+    measured = state.known.measured(base)
+    if alone and measured.reader_s and measured.decode_s:
+        decode_s = min(measured.decode_s, measured.reader_s)
+        saved_s = decode_s * (1 - min(state.space.cores / max(base.workers, 1), 1.0))
+        measured = replace(measured, reader_s=measured.reader_s - saved_s, decode_s=decode_s - saved_s)
+    return readers_rate(setting, base, measured)
 
 
 def _linear(slow: Setting, rate: float, least: float) -> int:

@@ -84,10 +84,11 @@ def _hoped(trial: Trial, known: Known, space: Space) -> Outcome:
         rate = before.samples_s * setting.workers / max(fastest.workers, 1)
     else:
         rate = before.samples_s * (1.0 if setting.workers < fastest.workers else 1 + _HOPED)
+    start_s = trial.prediction.seconds / 2 if before is None or before.start_s is None else before.start_s
     latency = space.remote and trial.stage == "workers"
     waits = trial.stage == "baseline" or latency
     measured = Measured(
-        steps=_hoped_steps(trial, rate, space),
+        steps=_hoped_steps(trial, rate, space, start_s),
         samples_s=rate,
         low=rate,
         high=rate,
@@ -109,15 +110,16 @@ def _hoped(trial: Trial, known: Known, space: Space) -> Outcome:
         cores_used=None,
         ram_bytes=trial.prediction.ram_bytes,
         vram_bytes=trial.prediction.vram_bytes,
+        start_s=start_s,
     )
     return Outcome("ok", "", trial.prediction.seconds, measured)
 
 
-def _hoped_steps(trial: Trial, rate: float, space: Space) -> int:
-    """Measured in the time that is left beside the start, as it was predicted."""
+def _hoped_steps(trial: Trial, rate: float, space: Space, start_s: float) -> int:
+    """Measured in the time that was predicted for them."""
     expected = trial.prediction.samples_s
     if expected is None:
         return _ASSUMED_STEPS
     step_s = trial.setting.global_batch / expected
-    steps = steps_worth_a_start(space.trial_steps[1], step_s, trial.prediction.seconds / 2)
+    steps = steps_worth_a_start(space.trial_steps[1], step_s, start_s)
     return round(steps * rate / expected)

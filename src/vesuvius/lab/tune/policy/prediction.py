@@ -118,23 +118,26 @@ class Forecast:
         return None
 
     def _seconds(self, setting: Setting, samples_s: float | None) -> float:
-        """The start-up of the nearest trial, and as many steps at the rate that is expected as a trial has room for."""
+        """What the nearest trial took beside its steps, and as many steps at the expected rate as a trial has room for.
+
+        That one's pauses count in full, though a longer trial's are spent on measuring: rather too much.
+        """
         base = nearest(setting, self._known.settings)
         if base is None or not samples_s:
             return self._space.trial_s
-        start_s, limit_s, step_s = self._start_s(base), self._space.trial_limit_s, setting.global_batch / samples_s
-        plain_s = min(map(self._start_s, self._known.settings))  # compiling is no reason to measure for longer
-        steps = steps_worth_a_start(self._space.trial_steps[1], step_s, plain_s)
+        other_s, limit_s, step_s = self._other_s(base), self._space.trial_limit_s, setting.global_batch / samples_s
+        steps = steps_worth_a_start(self._space.trial_steps[1], step_s, self._known.measured(base).start_s or 0.0)
         if setting.compile and not any(other.compile for other in self._known.settings):
-            start_s, limit_s = start_s + _COMPILE_S, 2 * limit_s  # as the runner has it
-        return min(start_s + steps * step_s, limit_s)
+            other_s, limit_s = other_s + _COMPILE_S, 2 * limit_s  # as the runner has it
+        return min(other_s + steps * step_s, limit_s)
 
-    def _start_s(self, base: Setting) -> float:
+    def _other_s(self, base: Setting) -> float:
         """What the last trial of a setting took beside its measured steps."""
         outcome = self._known.good(base)[-1].outcome
         assert outcome.measured is not None  # it ended well
         work_s = outcome.measured.steps * base.global_batch / outcome.measured.samples_s
-        return max(outcome.seconds - work_s, 0.0)
+        # One that lived on what was read before was faster than its figures say.
+        return max(outcome.seconds - work_s, outcome.measured.start_s or 0.0)
 
     def _risk(self, ram_bytes: int, vram: Size | None) -> Risk:
         share = ram_bytes / self._space.ram_limit_bytes

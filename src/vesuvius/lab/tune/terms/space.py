@@ -13,6 +13,10 @@ WITHIN: dict[Goal, float] = {"samples_s": 0.03, "cost": 0.10}
 """The cheapest setting is taken whose samples a second are within this share of the best."""
 
 
+_LOWERED = ("workers", "prefetch_factor", "train_batch_size")
+"""Knobs that are turned down where memory is short."""
+
+
 @dataclass(frozen=True)
 class Space:
     """Caps of the knobs and limits of the machine; with a ledger, all that the policy knows.
@@ -69,8 +73,9 @@ class Space:
 
     @property
     def but_for_kept(self) -> str:
-        """What has to be said where nothing is left to try; '' where no knob is to be kept."""
-        return f" with --keep {','.join(self.kept)}" if self.kept else ""
+        """To be said where nothing smaller is left to try; '' where no knob that takes memory is to be kept."""
+        kept = [knob for knob in self.kept if knob in _LOWERED]
+        return f" with --keep {','.join(kept)}" if kept else ""
 
     def batches_ahead(self, setting: Setting) -> int:
         """Batches that a setting puts together ahead of the trainer."""

@@ -88,6 +88,8 @@ class Measured:
         cores_used: processors that trainer and readers kept busy, on average; None where not measured.
         ram_bytes: peak of the host memory that the run accounts for.
         vram_bytes: peak that was reserved on the GPU, with CUDA's own; None on a CPU.
+        start_s: seconds from its start until its first step began to compute: compiling is no part of it; None where
+            an older ledger does not say.
     """
 
     steps: int
@@ -112,6 +114,7 @@ class Measured:
     cores_used: float | None
     ram_bytes: int
     vram_bytes: int | None
+    start_s: float | None = None
 
     @property
     def half_width(self) -> float:

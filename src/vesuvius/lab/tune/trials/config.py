@@ -60,19 +60,19 @@ def course_of(
     Args:
         config: of the tune.
         warmup_steps: that are left out.
-        least_steps, most_steps: to be measured; more where they are expected to be short, or nothing is predicted.
+        least_steps, most_steps: to be measured; up to twenty times the most, where steps are short.
         seconds: that the trial may take.
     """
     drain = drain_steps(trial.setting)
     if trial.prediction.samples_s:
         step_s = trial.setting.global_batch / trial.prediction.samples_s
-        most_steps = steps_worth_a_start(most_steps, step_s, trial.prediction.seconds / 2)
+        expected_steps = steps_worth_a_start(most_steps, step_s, trial.prediction.seconds / 2)
         in_half_s = int(seconds / 2 / step_s)
-        half = min(most_steps // 2, _LATEST * least_steps)  # a prediction may be far off
+        half = min(expected_steps // 2, _LATEST * least_steps)  # a prediction may be far off
         pause = min(warmup_steps + max(least_steps, half), in_half_s)
     else:
-        most_steps *= MOST_TIMES
         pause = least_steps // 3
+    most_steps *= MOST_TIMES  # the runner ends it sooner, but for very short steps
     pause = max(pause, warmup_steps + LEAST_SAID, 2 * drain)  # half of the steps, at least, are not behind a pause
     behind_pauses = max(most_steps - (pause - warmup_steps), 0)
     last = warmup_steps + most_steps + drain * math.ceil(behind_pauses / (pause - drain))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from vesuvius.errors import (
     one_line,
 )
 from vesuvius.lab.tune.terms.setting import Setting
-from vesuvius.lab.tune.terms.trial import Ended, Measured, steps_worth_a_start
+from vesuvius.lab.tune.terms.trial import MOST_TIMES, Ended, Measured
 from vesuvius.lab.tune.trials.config import LEAST_SAID, Course
 from vesuvius.lab.tune.trials.measure import TaskSize, measure, pace_of
 from vesuvius.observe.death.death import headline
@@ -55,8 +55,8 @@ class RunnerOptions:
         seconds: at most, from its start; then what was measured so far counts.  Twice as many for the baseline, of
             which nothing is known, and for the first trial that compiles.
         least_steps: measured ones, before it may end because the interval is narrow.
-        most_steps: measured ones, at which it ends; more where they took less time than the start: see
-            `steps_worth_a_start`.
+        most_steps: measured ones, at which it ends once it has gone on for as long as its start took, or has measured
+            so many times as many as `steps_worth_a_start` says.
         half_width: of the 95 % interval of samples a second, relative: what is called narrow.
         warmup_steps: left out at the start.
         grace_s: from SIGTERM to SIGKILL, or three of the slowest steps and half a minute where that is more; the
@@ -129,7 +129,7 @@ class TrialWatch:
         self._task = task
         self._tail = Tail(files.run / "metrics.jsonl", _WHOLE_FILE)
         self._records: list[dict[str, Any]] = []
-        self._start_s: float | None = None
+        self._first_step_s: float | None = None
 
     def look(self, seconds: float) -> Why | None:
         """Why it is to be ended now; None = it is not.
@@ -138,13 +138,13 @@ class TrialWatch:
             seconds: since its start.
         """
         self._records += self._tail.new()
-        if self._start_s is None and self._steps:
-            self._start_s = seconds - self._steps[0]["gpu_s"]  # compiling is no reason to measure for longer
+        if self._first_step_s is None and self._steps:
+            self._first_step_s = seconds
         if self._guard_event() is not None:
             return "guard"
         if seconds >= self._options.seconds:
             return "seconds"
-        return "enough" if self._is_enough() else None
+        return "enough" if self._is_enough(seconds) else None
 
     @property
     def grace_s(self) -> float:
@@ -196,7 +196,9 @@ class TrialWatch:
             self._options.half_width,
             self._task,
         )
-        return self._too_short(why) if measured is None else ("ok", "", measured)
+        if measured is None:
+            return self._too_short(why)
+        return "ok", "", replace(measured, start_s=self._start_s)
 
     def _too_short(self, why: Why | None) -> End:
         steps, least = len(self._steps), self._course.warmup_steps + LEAST_SAID
@@ -207,19 +209,32 @@ class TrialWatch:
             return "timeout", f"{rule} in {self._options.seconds:g} s; a larger --budget gives each trial more", None
         return "failed", f"{rule}, and then it ended by itself", None
 
-    def _is_enough(self) -> bool:
-        """Whether further steps would say little more."""
+    def _is_enough(self, seconds: float) -> bool:
+        """Whether further steps would say little more.
+
+        Args:
+            seconds: since its start.
+        """
         options, steps = self._options, self._steps
         pace = pace_of(steps, self._setting, self._course, self._task)
         if pace is None or pace.rate.steps < options.least_steps or steps[-1]["step"] >= self._course.last_step:
             return False  # behind the last step it ends by itself
         if self._awaits_validation and not any(record["kind"] == "validation" for record in self._records):
             return False
-        step_s = self._setting.global_batch / pace.rate.samples_s
-        if pace.rate.steps >= steps_worth_a_start(options.most_steps, step_s, self._start_s or 0.0):
+        went_on_s = seconds - (self._first_step_s or 0.0)
+        if pace.rate.steps >= options.most_steps and went_on_s >= (self._start_s or 0.0):
+            return True
+        if pace.rate.steps >= MOST_TIMES * options.most_steps:
             return True
         unknown = self._task is not None and self._setting.workers > 0 and pace.reader_s is None
         return pace.rate.is_narrow(options.half_width) and not pace.outrun and not unknown
+
+    @property
+    def _start_s(self) -> float | None:
+        """Until its first step began to compute: compiling is no reason to go on for longer."""
+        if self._first_step_s is None:
+            return None
+        return max(self._first_step_s - float(self._steps[0]["gpu_s"]), 0.0)
 
     @property
     def _steps(self) -> list[dict[str, Any]]:
