@@ -128,7 +128,7 @@ def test_the_knee_is_named_with_what_the_next_step_gave() -> None:
     _, stop = tuned("data-bound on cores")
     assert stop.ended["workers"].startswith("knee: ")
     assert stop.reasons["workers"].startswith("2 -> 6: 2.4 times the samples/s (")
-    assert re.search(r"; 7 gave [+-][01]\.\d %, below 3%$", stop.reasons["workers"])
+    assert re.search(r"; 8 gave [+-][01]\.\d %, below 3%$", stop.reasons["workers"])
 
 
 def test_a_memory_cap_is_named_with_its_figures() -> None:
@@ -409,7 +409,7 @@ def test_a_winner_that_loses_within_the_noise_is_checked_once_more() -> None:
 
 def test_a_winner_that_loses_gives_way_to_the_next_that_has_to_hold_as_well() -> None:
     """5 workers were luckily measured within 3 % of the best; the check says otherwise."""
-    ledger, stop = tuned("data-bound on cores", seed=14)
+    ledger, stop = tuned("data-bound on cores", seed=4)
     checked = [entry.trial.setting for entry in ledger if entry.trial.stage == "check"]
     assert [setting.workers for setting in checked] == [5, 8, 6, 8]
     assert stop.best == checked[2]
