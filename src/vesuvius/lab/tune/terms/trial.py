@@ -13,7 +13,7 @@ Ended = Literal["ok", "guard", "gpu_memory", "killed", "failed", "timeout"]
 Bound = Literal["data-bound", "transfer-bound", "host-bound", "compute-bound"]
 
 MOST_TIMES = 20
-"""As many times the steps that were asked for are measured at most."""
+"""So many times the steps that were asked for are measured at most."""
 
 
 def steps_worth_a_start(steps: int, step_s: float, start_s: float) -> int:
