@@ -33,7 +33,7 @@ from vesuvius.lab.tune.policy.choice import stop as stop_of
 from vesuvius.lab.tune.policy.climb import climb, fewer_workers, workers_ladder
 from vesuvius.lab.tune.policy.policy import expected_trials, propose
 from vesuvius.lab.tune.policy.search import check, search
-from vesuvius.lab.tune.policy.state import MOST_TRIALS, Asking, State
+from vesuvius.lab.tune.policy.state import MOST_TRIALS, Asking, EnoughError, State
 from vesuvius.lab.tune.policy.switches import raise_compute
 from vesuvius.lab.tune.terms.known import Known
 from vesuvius.lab.tune.terms.setting import Knob, Setting
@@ -545,6 +545,24 @@ def test_a_baseline_that_took_longer_than_other_trials_may_is_not_measured_again
     driven(state.attempt(machine.source, "baseline", ""), machine, long)
     trials, _ = driven(state.compare(four, "workers", ""), machine, wide(faster(1.15)(base), 0.1))
     assert [trial.setting for trial in trials] == [four, four]
+
+
+@pytest.mark.parametrize(("times", "gains"), [(1.2, True), (1.1, False)])
+def test_a_gain_beyond_the_noise_counts_though_nothing_is_left_to_measure_it_once_more(
+    times: float, gains: bool
+) -> None:
+    """The noise is 14 %."""
+    machine, rng = BY_NAME["noisy"], np.random.default_rng(0)
+    state = State(replace(machine.space(), budget_s=400.0), BiasedPlanner(machine))
+    base, four = wide(machine.run(machine.source, rng), 0.1), replace(machine.source, workers=4)
+    driven(state.attempt(machine.source, "baseline", ""), machine, base)
+    last = replace(faster(times)(base), seconds=400.0 - base.seconds - 10.0)
+    if gains:
+        trials, rate = driven(state.compare(four, "workers", ""), machine, last)
+        assert (len(trials), rate) == (1, state.known.rate(four))
+    else:
+        with pytest.raises(EnoughError, match="of 6m40s are left"):
+            driven(state.compare(four, "workers", ""), machine, last)
 
 
 def test_a_second_trial_of_the_best_that_ends_badly_is_no_ceiling() -> None:
