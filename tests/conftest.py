@@ -16,6 +16,7 @@ import pytest
 import yaml
 import zarr
 
+from tests.servers import cache_home, s3, s3_server, server, session_server  # noqa: F401 - fixtures
 from vesuvius.observe.logfile import _TerminalHandler
 
 # Before a test imports torch.  Tiny networks gain nothing by a second thread and lose much where other work runs
@@ -122,7 +123,7 @@ def tiny_config(tmp_path: Path, volume: Path) -> Callable[..., Path]:
 def ray_cluster() -> Iterator[None]:
     """One private Ray for all tests: starting it takes seconds."""
     from vesuvius.config import ClusterConfig
-    from vesuvius.data import ray_session
+    from vesuvius.stream.ray import session as ray_session
 
     session = ray_session.Session(ClusterConfig(), workers=4, ranks=1, store_bytes=2**29)
     yield

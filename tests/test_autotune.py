@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.runs import WriteConfig, final_weights, records_of, steps_of, vesuvius_train
-from vesuvius.data.reader import Reader
 from vesuvius.engine.step import TrainStep
 from vesuvius.observe.steering import Action, Decision, Learned, Means, Supply
 from vesuvius.observe.verdict import Verdict
+from vesuvius.stream.reader import Reader
 
 
 @pytest.fixture(autouse=True)

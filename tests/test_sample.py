@@ -32,14 +32,14 @@ from tests.test_terminal import BAR, output_on_a_terminal
 from vesuvius import __version__, cli, sample
 from vesuvius.config import ArrayConfig
 from vesuvius.config_file import read_config
-from vesuvius.data.prepare import GreyRange
-from vesuvius.data.volume import open_volume
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.generate import Generated, generate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.unet import build_unet
 from vesuvius.engine import sampling
 from vesuvius.engine.sample_zarr import to_greys
+from vesuvius.stream.prepare import GreyRange
+from vesuvius.volumes.volume import open_volume
 
 PATCH = (8, 16, 16)
 

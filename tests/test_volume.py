@@ -19,8 +19,8 @@ from tests.chunk_server import ChunkServer
 from tests.conftest import run_vesuvius, textured, write_array
 from vesuvius import volume
 from vesuvius.config_file import read_config
-from vesuvius.data.phantom import Phantom
-from vesuvius.data.prepare import prepare_data
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.volume_tools.phantom import Phantom
 
 
 def test_the_command_writes_both_volumes_and_says_so_in_one_line(tmp_path, capsys):

@@ -204,7 +204,7 @@ def ensure_phantom(path: Path) -> None:
     """Write the phantom where there is none: about a minute, 400 MB."""
     if path.exists():
         return
-    from vesuvius.data.phantom_zarr import write_phantom
+    from vesuvius.volume_tools.phantom_zarr import write_phantom
 
     print(f"writing the phantom {path}, once ...", file=sys.stderr)
     write_phantom(path, PHANTOM_SHAPE_ZYX, seed=0, levels=1)

@@ -48,16 +48,16 @@ from torch import Tensor
 import vesuvius.engine.run
 from vesuvius.config import Config, Triple
 from vesuvius.config_file import dump_config
-from vesuvius.data.feeder import Batch, FeederFigures
-from vesuvius.data.prepare import PreparedData, prepare_data
-from vesuvius.data.reader_figures import ReaderTotals
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.network import build_network
 from vesuvius.engine.step import autocast, choose_device, parameter_count, resolve_amp
 from vesuvius.observe.logfile import close_logs, log_to_terminal
 from vesuvius.observe.system.look import Look, Watcher
+from vesuvius.stream.feeder import Batch, FeederFigures
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.prepare import PreparedData, prepare_data
+from vesuvius.stream.reader_figures import ReaderTotals
+from vesuvius.stream.stream import PatchStream
 
 _BATCHES = 8
 

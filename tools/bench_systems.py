@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 if TYPE_CHECKING:
-    from vesuvius.data.reader import BlockReport, ReaderJob
-    from vesuvius.data.stream import PatchStream
+    from vesuvius.stream.reader import BlockReport, ReaderJob
+    from vesuvius.stream.stream import PatchStream
 
 Triple = tuple[int, int, int]
 Library = Literal["zarr-python", "zarrs", "tensorstore"]
@@ -295,7 +295,7 @@ def uniform_feed(library: Library, setup: Setup) -> Feed:
 def our_job(volume: str, setup: Setup) -> ReaderJob:
     """Our plan with its defaults over the whole volume: nothing held out, as the others have it."""
     from vesuvius.config import AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
-    from vesuvius.data.prepare import prepare_data
+    from vesuvius.stream.prepare import prepare_data
 
     config = DataConfig(
         volumes=(VolumeConfig(path=volume, level=setup.level),),
@@ -318,8 +318,8 @@ class OurTasks(IterableDataset[tuple[torch.Tensor, int]]):
         self._job = job
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
-        from vesuvius.data.cutter import Cutter
-        from vesuvius.data.reader import Reader
+        from vesuvius.stream.cutter import Cutter
+        from vesuvius.stream.reader import Reader
 
         worker = get_worker_info()
         assert worker is not None
@@ -372,9 +372,9 @@ class OurFeed:
 
 def start_ray(job: ReaderJob, setup: Setup) -> Callable[[], PatchStream]:
     """Start Ray; returns what opens the stream.  The one place that knows how a stream is made."""
-    from vesuvius.data import ray_session
-    from vesuvius.data.stream import PatchStream
-    from vesuvius.data.stream_options import StreamOptions, store_bytes
+    from vesuvius.stream.options import StreamOptions, store_bytes
+    from vesuvius.stream.ray import session as ray_session
+    from vesuvius.stream.stream import PatchStream
 
     options = StreamOptions(setup.batch, setup.workers, PREFETCH)
     ray_session.Session(options.cluster, setup.workers, job.world, store_bytes(job, options))
@@ -431,7 +431,7 @@ def _set_barrier(barrier: Any) -> None:
 
 def _decode(job: ReaderJob, worker: int, setup: Setup) -> tuple[float, int]:
     """Decode this worker's boxes over and over for a while: bytes/s, private memory."""
-    from vesuvius.data.volume import open_volume
+    from vesuvius.volumes.volume import open_volume
 
     volume = open_volume(job.volumes[0])
     region_zyx = [axis[0][1] - axis[0][0] for axis in job.plan.volumes[0].intervals_zyx]

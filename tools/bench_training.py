@@ -29,9 +29,6 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vesuvius.config import Config, ModelConfig, Triple
-from vesuvius.data.prepare import GreyRanges, PreparedData, prepare_data
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.randomness import Purpose, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
@@ -41,6 +38,9 @@ from vesuvius.engine.device import DeviceFeed
 from vesuvius.engine.network import build_network
 from vesuvius.engine.step import TrainStep, choose_device, learning_rate, parameter_count
 from vesuvius.observe.clock import HostClock
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.prepare import GreyRanges, PreparedData, prepare_data
+from vesuvius.stream.stream import PatchStream
 
 _WIDTHS = range(4, 257, 4)
 _TURN_STEPS = 5

@@ -32,13 +32,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
-from vesuvius.data.prepare import prepare_data
 from vesuvius.lab.tune.ledger import Ledger
 from vesuvius.lab.tune.policy.throughput import predict_rate
 from vesuvius.lab.tune.terms.known import Known
 from vesuvius.lab.tune.terms.setting import Setting, in_words
 from vesuvius.lab.tune.terms.trial import Entry, Measured, Prediction, Trial
 from vesuvius.lab.tune.trials.runner import RunnerOptions, SubprocessRunner
+from vesuvius.stream.prepare import prepare_data
 
 WORKERS = (1, 2, 4, 8)
 PREFETCH = (1, 2, 4)

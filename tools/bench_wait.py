@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 from vesuvius.config import AugmentConfig, DataConfig, VolumeConfig
-from vesuvius.data.prepare import prepare_data
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def leak():
         time.sleep(0.05)
 
 def wait():
-    while "vesuvius.data.reader" not in sys.modules:
+    while "vesuvius.stream.reader" not in sys.modules:
         time.sleep(0.2)
     leak()
 

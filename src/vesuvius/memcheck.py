@@ -222,8 +222,8 @@ def _plan(config_path: Path, overrides: list[str], viewpoint: Viewpoint, as_line
     found = MachineInspector(viewpoint).inspect()
     try:
         from vesuvius.config_file import read_config
-        from vesuvius.data.prepare import prepare_data
         from vesuvius.engine.ram_plan import plan_ram, ram_limit, ram_warning
+        from vesuvius.stream.prepare import prepare_data
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--config needs the project's packages; got no module {error.name!r}; install them with `make install` "

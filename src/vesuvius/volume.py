@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
-from vesuvius.data.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
-from vesuvius.data.describe import describe_volume, make_sidecar
-from vesuvius.data.partial import partial_path
-from vesuvius.data.phantom_zarr import count_chunks, write_phantom
 from vesuvius.door import run_door, say
 from vesuvius.errors import EXIT_OK
 from vesuvius.observe.logfile import terminal_lines_through
 from vesuvius.volume_arguments import parser
+from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
+from vesuvius.volume_tools.info import describe_volume, make_sidecar
+from vesuvius.volume_tools.partial import partial_path
+from vesuvius.volume_tools.phantom_zarr import count_chunks, write_phantom
 from vesuvius.volume_words import (
     copy_rates,
     copy_text,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vesuvius.config import DataConfig, StoreConfig, Triple
-from vesuvius.data.phantom_zarr import MIN_SIZE_VOXELS
+from vesuvius.volume_tools.phantom_zarr import MIN_SIZE_VOXELS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # argparse has no public name for it

@@ -11,12 +11,12 @@ from pydantic import BaseModel
 
 from vesuvius.config import ModelConfig
 from vesuvius.config_words import to_yaml
-from vesuvius.data.box import format_box
-from vesuvius.data.copy import CopyFigures
-from vesuvius.data.describe import LevelFacts, Occupancy, SidecarFacts, VolumeFacts
-from vesuvius.data.geometry import Geometry
-from vesuvius.data.phantom_zarr import PhantomReport
-from vesuvius.data.places import PERCENTILES, GreyFacts
+from vesuvius.volume_tools.copy import CopyFigures
+from vesuvius.volume_tools.info import LevelFacts, Occupancy, SidecarFacts, VolumeFacts
+from vesuvius.volume_tools.phantom_zarr import PhantomReport
+from vesuvius.volume_tools.places import PERCENTILES, GreyFacts
+from vesuvius.volumes.box import format_box
+from vesuvius.volumes.geometry import Geometry
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 

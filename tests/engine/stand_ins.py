@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vesuvius.data.feeder import FeederFigures
-from vesuvius.data.reader_figures import ReaderFigures, ReaderTotals
-from vesuvius.data.stream_options import StreamOptions
 from vesuvius.observe.system.rates import Rates
+from vesuvius.stream.feeder import FeederFigures
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reader_figures import ReaderFigures, ReaderTotals
 
 
 @dataclass

@@ -13,9 +13,6 @@ import pytest
 
 from tests.observe.test_steering import FEW_WORKERS, FULL, TOO_SMALL
 from vesuvius.config_file import read_config
-from vesuvius.data.prepare import prepare_data
-from vesuvius.data.reader_figures import ReaderFigures
-from vesuvius.data.stream_options import StreamOptions, batches_ahead, store_need_bytes
 from vesuvius.engine.autotune import Autotuner
 from vesuvius.engine.progress import Progress
 from vesuvius.errors import ConfigError
@@ -23,6 +20,9 @@ from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.records import read_records
 from vesuvius.observe.risk.killers import RAY_NAME, Killer, Limits, left_bytes
 from vesuvius.observe.verdict import Verdict
+from vesuvius.stream.options import StreamOptions, batches_ahead, store_need_bytes
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.reader_figures import ReaderFigures
 
 WriteConfig = Callable[..., Path]
 MIB, GIB = 2**20, 2**30

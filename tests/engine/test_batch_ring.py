@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.conftest import textured, write_array
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
-from vesuvius.data.feeder import HELD, Batch
-from vesuvius.data.prepare import prepare_data
-from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions, batches_ahead
 from vesuvius.engine.batch_ring import BatchRing, exchange
 from vesuvius.errors import ConfigError
+from vesuvius.stream.feeder import HELD, Batch
+from vesuvius.stream.options import StreamOptions, batches_ahead
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.reader import ReaderJob
+from vesuvius.stream.stream import PatchStream
 
 OPTIONS = StreamOptions(4, workers=0, prefetch_factor=2)
 

@@ -12,13 +12,13 @@ import zarr
 
 from tests.conftest import textured, write_array
 from vesuvius.config import Config
-from vesuvius.data.prepare import GreyRange, prepare_data
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions
 from vesuvius.engine.conditioning import Conditioner, volume_scalars
 from vesuvius.engine.device import DeviceFeed
 from vesuvius.errors import DataError
 from vesuvius.observe.clock import HostClock
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.prepare import GreyRange, prepare_data
+from vesuvius.stream.stream import PatchStream
 
 CPU = torch.device("cpu")
 NO_SCALARS = np.zeros((2, 0), np.float32)

@@ -11,13 +11,13 @@ import torch
 
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
-from vesuvius.data.plan import Augmentation
-from vesuvius.data.prepare import GreyRange, PreparedData, prepare_data
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions, batches_ahead, changes_to
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import DeviceFeed, apply_symmetries
 from vesuvius.observe.clock import HostClock
+from vesuvius.plan.plan import Augmentation
+from vesuvius.stream.options import StreamOptions, batches_ahead, changes_to
+from vesuvius.stream.prepare import GreyRange, PreparedData, prepare_data
+from vesuvius.stream.stream import PatchStream
 
 CPU = torch.device("cpu")
 ALL = [

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 
 from vesuvius.config_file import read_config
-from vesuvius.data.prepare import prepare_data
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions
 from vesuvius.engine.memory_acts import MemoryActs
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.stop import StopRequest
@@ -27,6 +24,9 @@ from vesuvius.observe.risk import guard
 from vesuvius.observe.risk.guard import Order
 from vesuvius.observe.risk.killers import Limits
 from vesuvius.observe.system.look import Look, Watcher
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
 
 WriteConfig = Callable[..., Path]
 

@@ -17,8 +17,6 @@ from PIL import Image
 from torch import Tensor
 
 from vesuvius.config import Config
-from vesuvius.data.fixed_patches import FixedPatches
-from vesuvius.data.prepare import GreyRange, GreyRanges
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner
@@ -27,6 +25,8 @@ from vesuvius.engine.preview import make_preview
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.texture import measure_texture
 from vesuvius.observe.records import JsonLines, read_records
+from vesuvius.stream.fixed_patches import FixedPatches
+from vesuvius.stream.prepare import GreyRange, GreyRanges
 
 SHAPE = (8, 16, 16)
 ROW = 96 + GAP  # slices are enlarged to 96 pixels

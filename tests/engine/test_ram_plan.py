@@ -14,14 +14,14 @@ from tests.conftest import textured, write_array
 from tests.runs import WriteConfig
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
-from vesuvius.data import ray_stream
-from vesuvius.data.prepare import PreparedData, prepare_data
-from vesuvius.data.stream_options import StreamOptions, store_bytes, store_need_bytes
 from vesuvius.engine import ram_plan
 from vesuvius.engine.memory_plan import plan_memory
 from vesuvius.engine.ram_parts import RamPlan
 from vesuvius.engine.ram_plan import RamLimit, plan_ram, ram_limit, ram_warning
 from vesuvius.observe.units import GIB
+from vesuvius.stream.options import StreamOptions, store_bytes, store_need_bytes
+from vesuvius.stream.prepare import PreparedData, prepare_data
+from vesuvius.stream.ray import blocks as ray_stream
 
 MIB = 2**20
 Plan = Callable[..., tuple[Config, PreparedData, RamPlan]]

@@ -10,10 +10,10 @@ import torch
 from tests.conftest import textured, write_array
 from tests.engine.test_conditioning import make_config, write_group
 from vesuvius.config import Config
-from vesuvius.data.fixed_patches import FixedPatches, read_fixed_patches
-from vesuvius.data.prepare import prepare_data
 from vesuvius.engine.conditioning import Conditioner, scale_and_offset, volume_scalars
 from vesuvius.engine.reference import Reference
+from vesuvius.stream.fixed_patches import FixedPatches, read_fixed_patches
+from vesuvius.stream.prepare import prepare_data
 
 CPU = torch.device("cpu")
 SHAPE = (96, 128, 128)

@@ -21,9 +21,6 @@ from tests.small_disk import small_disk
 from vesuvius import train
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
-from vesuvius.data.prepare import PreparedData, prepare_data
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint
@@ -39,6 +36,9 @@ from vesuvius.errors import ConfigError, NonFiniteError, StorageError
 from vesuvius.observe.clock import HostClock, StepTimes
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.records import read_records
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.prepare import PreparedData, prepare_data
+from vesuvius.stream.stream import PatchStream
 
 CPU = torch.device("cpu")
 WriteConfig = Callable[..., Path]

@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig
-from vesuvius.data.prepare import GreyRange
 from vesuvius.engine.sample_conditions import ConditionPatches, random_start
+from vesuvius.stream.prepare import GreyRange
 
 PATCH = (8, 16, 16)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vesuvius.data.prepare import GreyRange
 from vesuvius.engine.conditioning import scale_and_offset
 from vesuvius.engine.sample_zarr import published_when_whole, to_greys
 from vesuvius.errors import StorageError
+from vesuvius.stream.prepare import GreyRange
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])

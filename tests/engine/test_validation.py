@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tests.engine.test_step import make_config, make_step, train
 from vesuvius.config import Config, DiffusionConfig
-from vesuvius.data.fixed_patches import FixedPatches
-from vesuvius.data.prepare import GreyRange, GreyRanges
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.validation import Losses, Validation, ValidationResult
+from vesuvius.stream.fixed_patches import FixedPatches
+from vesuvius.stream.prepare import GreyRange, GreyRanges
 
 CPU = torch.device("cpu")
 PATCHES, BINS = 3, 8

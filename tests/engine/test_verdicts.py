@@ -18,11 +18,6 @@ from tests.chunk_server import ChunkServer
 from tests.engine.stand_ins import FixedMachine, StillPath
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
-from vesuvius.data.feeder import FeederFigures
-from vesuvius.data.prepare import prepare_data
-from vesuvius.data.reader_figures import ReaderFigures
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner, volume_scalars
@@ -37,6 +32,11 @@ from vesuvius.observe.clock import HostClock, StepTimes
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.records import read_records
 from vesuvius.observe.system.rates import Rates
+from vesuvius.stream.feeder import FeederFigures
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.reader_figures import ReaderFigures
+from vesuvius.stream.stream import PatchStream
 
 CPU = torch.device("cpu")
 WriteConfig = Callable[..., Path]

@@ -12,9 +12,6 @@ from dataclasses import replace
 from typing import Literal
 
 from vesuvius.config import Config
-from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import batches_ahead, changes_to, check_store_need, store_need_bytes
 from vesuvius.engine.device import DeviceFeed
 from vesuvius.engine.progress import Progress
 from vesuvius.errors import ConfigError
@@ -24,6 +21,9 @@ from vesuvius.observe.risk.killers import Limits, left_bytes
 from vesuvius.observe.steering import Decision, Learned, Means, Supply, carried_out, decide
 from vesuvius.observe.units import size_text
 from vesuvius.observe.verdict import Verdict
+from vesuvius.stream.options import batches_ahead, changes_to, check_store_need, store_need_bytes
+from vesuvius.stream.reader import ReaderJob
+from vesuvius.stream.stream import PatchStream
 
 log = logging.getLogger(__name__)
 

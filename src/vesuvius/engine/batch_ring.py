@@ -8,10 +8,10 @@ from typing import Any, Protocol, Unpack
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.data.feeder import HELD
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamChanges
 from vesuvius.errors import ConfigError, one_line
+from vesuvius.stream.feeder import HELD
+from vesuvius.stream.options import StreamChanges
+from vesuvius.stream.stream import PatchStream
 
 
 class Copied(Protocol):

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.config import Config
-from vesuvius.data.geometry import FloatTriple
-from vesuvius.data.prepare import GreyRange, PreparedData
-from vesuvius.data.volume import Volume
 from vesuvius.diffusion.condition import Condition
 from vesuvius.engine.transfer import to_device
 from vesuvius.errors import DataError
+from vesuvius.stream.prepare import GreyRange, PreparedData
+from vesuvius.volumes.geometry import FloatTriple
+from vesuvius.volumes.volume import Volume
 
 
 class Conditioner:

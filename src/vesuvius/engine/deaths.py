@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from vesuvius.data.stream import StreamEvent
 from vesuvius.engine.memory_acts import MemoryActs
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.run_dir import RunDir
@@ -14,6 +13,7 @@ from vesuvius.observe.death.death import Death, append_death, death_lines
 from vesuvius.observe.death.post_mortem import ReaderEnd, ended_run, examine_reader, record_run_death
 from vesuvius.observe.monitor import Monitor
 from vesuvius.observe.session import SessionRecord
+from vesuvius.stream.stream import StreamEvent
 
 log = logging.getLogger(__name__)
 

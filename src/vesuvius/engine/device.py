@@ -16,17 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.data.feeder import HELD, Batch
-from vesuvius.data.plan import Augmentation
-from vesuvius.data.prepare import GreyRange
-from vesuvius.data.reader import ReaderJob
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamChanges, StreamOptions, batches_ahead
 from vesuvius.diffusion.condition import Condition
 from vesuvius.engine.batch_ring import BatchRing, exchange
 from vesuvius.engine.conditioning import Conditioner, scale_and_offset
 from vesuvius.engine.transfer import to_device
 from vesuvius.observe.clock import StepClock
+from vesuvius.plan.plan import Augmentation
+from vesuvius.stream.feeder import HELD, Batch
+from vesuvius.stream.options import StreamChanges, StreamOptions, batches_ahead
+from vesuvius.stream.prepare import GreyRange
+from vesuvius.stream.reader import ReaderJob
+from vesuvius.stream.stream import PatchStream
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from vesuvius.config import Config
-from vesuvius.data.box import format_box
-from vesuvius.data.prepare import PreparedData
 from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, MemoryPlan, indexable_batch, largest_batch, plan_memory
 from vesuvius.engine.preflight import Preflight, doubts, preflight
@@ -14,6 +12,8 @@ from vesuvius.engine.ram_plan import plan_ram, ram_limit, ram_warning
 from vesuvius.engine.run_dir import run_dir
 from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
 from vesuvius.observe.units import GIB, gib, size_text
+from vesuvius.stream.prepare import PreparedData
+from vesuvius.volumes.box import format_box
 
 ASSUMED_VRAM_GIB = 80  # of an A100 or H100
 

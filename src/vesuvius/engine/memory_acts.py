@@ -7,8 +7,6 @@ import time
 from dataclasses import replace
 
 from vesuvius.config import Config
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamChanges, StreamOptions, batches_ahead, with_less_prefetch
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.stop import StopRequest
 from vesuvius.errors import EXIT_GUARD
@@ -16,6 +14,8 @@ from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.monitor import Monitor, Told
 from vesuvius.observe.risk.guard import Order, Rung
 from vesuvius.observe.risk.killers import CONFIGURED_NAME
+from vesuvius.stream.options import StreamChanges, StreamOptions, batches_ahead, with_less_prefetch
+from vesuvius.stream.stream import PatchStream
 
 log = logging.getLogger(__name__)
 

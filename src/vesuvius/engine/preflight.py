@@ -11,10 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Config
-from vesuvius.data.fixed_patches import FixedPatches, read_fixed_patches
-from vesuvius.data.prepare import GreyRanges, PreparedData, prepare_data
-from vesuvius.data.store import check_cache
-from vesuvius.data.stream_options import StreamOptions, check_store, check_store_need
 from vesuvius.diffusion.unet import check_torch_version
 from vesuvius.engine.conditioning import volume_scalars
 from vesuvius.engine.network import lay_out_network
@@ -24,6 +20,10 @@ from vesuvius.engine.step import check_initial_weights, parameter_count
 from vesuvius.engine.trained import InitialWeights, read_initial_weights
 from vesuvius.errors import StorageError
 from vesuvius.observe.units import GIB
+from vesuvius.stream.fixed_patches import FixedPatches, read_fixed_patches
+from vesuvius.stream.options import StreamOptions, check_store, check_store_need
+from vesuvius.stream.prepare import GreyRanges, PreparedData, prepare_data
+from vesuvius.volumes.source import check_cache
 
 # float32: weights, two moments of AdamW; each average once more.
 _FLOATS_PER_PARAMETER = 3

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vesuvius.config import Config
-from vesuvius.data.feeder import HELD
-from vesuvius.data.prepare import PreparedData, prepare_data
-from vesuvius.data.reader import STAGED_BYTES_MAX
-from vesuvius.data.stream_options import StreamOptions, batches_ahead, store_bytes, store_need_bytes
 from vesuvius.engine.ram_parts import RamPlan
 from vesuvius.observe.risk.killers import Limits, tightest
 from vesuvius.observe.system.look import look_around
 from vesuvius.observe.system.roots import Roots
 from vesuvius.observe.units import GIB, size_text
+from vesuvius.stream.feeder import HELD
+from vesuvius.stream.options import StreamOptions, batches_ahead, store_bytes, store_need_bytes
+from vesuvius.stream.prepare import PreparedData, prepare_data
+from vesuvius.stream.reader import STAGED_BYTES_MAX
 
 if TYPE_CHECKING:
     from vesuvius.engine.memory_plan import MemoryPlan

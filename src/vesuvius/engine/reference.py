@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.data.fixed_patches import FixedPatches
-from vesuvius.data.plan import Augmentation
-from vesuvius.data.prepare import GreyRanges
 from vesuvius.diffusion.condition import Condition
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import grey_scales, model_values
 from vesuvius.engine.transfer import to_device
+from vesuvius.plan.plan import Augmentation
+from vesuvius.stream.fixed_patches import FixedPatches
+from vesuvius.stream.prepare import GreyRanges
 
 
 class Reference:

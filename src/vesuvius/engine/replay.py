@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from vesuvius.config import Config
 from vesuvius.config_file import parse_stored
-from vesuvius.data.prepare import GreyRange
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import grey_scales, make_condition, model_values
@@ -25,6 +24,7 @@ from vesuvius.engine.outcome import StepOutcome
 from vesuvius.engine.replay_file import StoredStep, read_stored_step
 from vesuvius.engine.step import AmpMode, TrainStep, choose_device, choose_kernels, weight_problems
 from vesuvius.errors import EXIT_NONFINITE, EXIT_OK, ConfigError, GpuMemoryError
+from vesuvius.stream.prepare import GreyRange
 
 _NAMES_SHOWN = 5
 

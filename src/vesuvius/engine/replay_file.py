@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.config import Config
-from vesuvius.data.feeder import Batch
-from vesuvius.data.plan import Augmentation
-from vesuvius.data.prepare import GreyRanges, PreparedData
 from vesuvius.engine.checkpoint_files import sync, write_state
 from vesuvius.engine.step import TrainStep
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.observe.units import GIB
+from vesuvius.plan.plan import Augmentation
+from vesuvius.stream.feeder import Batch
+from vesuvius.stream.prepare import GreyRanges, PreparedData
 
 log = logging.getLogger(__name__)
 

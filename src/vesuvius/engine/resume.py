@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Config
 from vesuvius.config_file import parse_stored
-from vesuvius.data.plan import plan_difference
-from vesuvius.data.prepare import GreyRange, GreyRanges, PreparedData
 from vesuvius.engine.checkpoint import STATE, load_checkpoint, step_of
 from vesuvius.engine.network import lay_out_network
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.step import TrainStep, weight_problems
 from vesuvius.errors import ConfigError
+from vesuvius.plan.plan import plan_difference
+from vesuvius.stream.prepare import GreyRange, GreyRanges, PreparedData
 
 # A change here makes it another experiment: the weights would not fit or would not mean the same.
 _FIXED = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")

@@ -12,8 +12,6 @@ import numpy as np
 
 from vesuvius.config import Config
 from vesuvius.config_file import dump_config
-from vesuvius.data.stream import PatchStream
-from vesuvius.data.stream_options import StreamOptions
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.autotune import Autotuner
@@ -45,6 +43,8 @@ from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.monitor import Monitor
 from vesuvius.observe.records import JsonLines
 from vesuvius.observe.session import SessionRecord
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.stream import PatchStream
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
-from vesuvius.data.box import Box
-from vesuvius.data.prepare import GreyRange
-from vesuvius.data.split import split_volume
-from vesuvius.data.volume import open_volume
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.engine.conditioning import scale_and_offset
+from vesuvius.plan.split import split_volume
+from vesuvius.stream.prepare import GreyRange
+from vesuvius.volumes.box import Box
+from vesuvius.volumes.volume import open_volume
 
 
 class ConditionPatches(AbstractContextManager["ConditionPatches"]):

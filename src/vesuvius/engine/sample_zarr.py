@@ -17,9 +17,9 @@ from numcodecs import Blosc
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.data.geometry import FloatTriple
-from vesuvius.data.prepare import GreyRange
 from vesuvius.errors import ConfigError, StorageError
+from vesuvius.stream.prepare import GreyRange
+from vesuvius.volumes.geometry import FloatTriple
 
 SAMPLES, CONDITIONS, MONTAGE = "samples.zarr", "conditions.zarr", "montage.png"
 RECORD = "vesuvius_sample"

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from vesuvius.config import Config
 from vesuvius.config_file import parse_stored
-from vesuvius.data.geometry import FloatTriple
-from vesuvius.data.prepare import GreyRanges
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.engine.checkpoint import MANIFEST, STATE, readable, stored_averages, weights_file
 from vesuvius.engine.found_checkpoint import FoundCheckpoint, find_checkpoint, unreadable
@@ -29,6 +27,8 @@ from vesuvius.engine.network import build_network
 from vesuvius.engine.resume import stored_greys, stored_scalars
 from vesuvius.engine.step import AmpMode, autocast, parameter_count, resolve_amp
 from vesuvius.errors import ConfigError, StorageError, one_line
+from vesuvius.stream.prepare import GreyRanges
+from vesuvius.volumes.geometry import FloatTriple
 
 _LAST_WEIGHTS = "model"
 

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import torch
 
 from vesuvius.config import Config
-from vesuvius.data.feeder import FeederFigures
-from vesuvius.data.reader_figures import ReaderFigures, ReaderTotals
-from vesuvius.data.stream_options import StreamOptions, batches_ahead
 from vesuvius.observe.clock import StepTimes
 from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.quantile import quantile
 from vesuvius.observe.system.cores import usable_cores
 from vesuvius.observe.system.rates import Rates
 from vesuvius.observe.verdict import Knobs, Thresholds, Verdict, Window, judge
+from vesuvius.stream.feeder import FeederFigures
+from vesuvius.stream.options import StreamOptions, batches_ahead
+from vesuvius.stream.reader_figures import ReaderFigures, ReaderTotals
 
 log = logging.getLogger(__name__)
 

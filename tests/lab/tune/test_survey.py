@@ -9,12 +9,12 @@ from pathlib import Path
 
 from vesuvius.config import Config
 from vesuvius.config_file import read_config
-from vesuvius.data.prepare import prepare_data
 from vesuvius.lab.tune.survey import ConfigPlanner, describe_machine, ram_left, survey
 from vesuvius.lab.tune.terms.setting import Setting, in_words
 from vesuvius.lab.tune.terms.space import Space
 from vesuvius.observe.system.cores import usable_cores
 from vesuvius.observe.units import GIB
+from vesuvius.stream.prepare import prepare_data
 
 WriteConfig = Callable[..., Path]
 

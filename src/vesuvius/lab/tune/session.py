@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 
 from vesuvius.config import Config
-from vesuvius.data.prepare import PreparedData, prepare_data
 from vesuvius.engine.run_dir import TUNE, describe_environment, run_dir
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError, StorageError
 from vesuvius.lab.tune.ledger import Ledger, check_same
@@ -44,6 +43,7 @@ from vesuvius.lab.tune.trials.runner import RunnerOptions, SubprocessRunner, Tun
 from vesuvius.lab.tune.words import outcome_line, plan_lines, trial_line
 from vesuvius.observe.logfile import open_log
 from vesuvius.observe.session import is_alive, read_session
+from vesuvius.stream.prepare import PreparedData, prepare_data
 
 log = logging.getLogger(__name__)
 

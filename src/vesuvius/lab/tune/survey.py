@@ -10,8 +10,6 @@ from dataclasses import replace
 import torch
 
 from vesuvius.config import Config
-from vesuvius.data.prepare import PreparedData
-from vesuvius.data.stream_options import StreamOptions, check_store, check_store_need
 from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, indexable_batch, plan_memory
 from vesuvius.engine.ram_plan import plan_ram
 from vesuvius.engine.step import choose_device, resolve_amp
@@ -25,6 +23,8 @@ from vesuvius.observe.system.cores import usable_cores
 from vesuvius.observe.system.gpus import Gpus
 from vesuvius.observe.system.look import look_around
 from vesuvius.observe.units import GIB
+from vesuvius.stream.options import StreamOptions, check_store, check_store_need
+from vesuvius.stream.prepare import PreparedData
 
 _MOST_PREFETCH = 16
 _MOST_REQUESTS = 256

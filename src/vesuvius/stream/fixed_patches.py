@@ -1,0 +1,135 @@
+"""The patches that validation and previews look at: from the held-out slabs, the same in every run on the same data.
+
+A plan of its own over the validation boxes, with a constant seed, says where they lie.  They are read once, at the
+start of a session.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import DataConfig, Triple
+from vesuvius.errors import DataError
+from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
+from vesuvius.plan.split import Split
+from vesuvius.stream.prepare import PreparedData
+from vesuvius.volumes.volume import UnreadableChunkError
+
+log = logging.getLogger(__name__)
+
+# Not those of the config: two runs that differ in seed, mixing or reading show the same patches, so that they compare.
+_SEED = 0
+_LAYOUT: dict[str, Any] = {"patches_per_region": 1, "regions_per_task": 8, "region_size": None, "reader_mib": 256}
+
+
+@dataclass(frozen=True, eq=False)
+class FixedPatches:
+    """N patches and where they come from.
+
+    Attributes:
+        held_out: whether they lie in the validation boxes; else (`data.validation.fraction` 0) training sees them too.
+        volumes: the number of the volume of each.
+        starts_zyx: where each starts in its volume.
+        patches: [N, Z, Y, X] in the stored dtype, not augmented.
+        conditions: [N, Z, Y, X] in the stored dtype, cut at the same places; None where volumes have no conditions.
+    """
+
+    held_out: bool
+    volumes: tuple[int, ...]
+    starts_zyx: tuple[Triple, ...]
+    patches: NDArray[Any]
+    conditions: NDArray[Any] | None
+
+
+def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> FixedPatches:
+    """Read the first `count` fixed patches; the first 16 of 32 are those that 16 would give.
+
+    Held-out ones depend on the volumes, their weights, the patch size, the split and the foreground, not on the run's
+    seed, batch, workers or regions.  Without a split they come from the regions that training reads.  One that cannot
+    be read is replaced by another of its volume, with a warning, up to `data.max_quarantined` times.
+
+    Raises:
+        DataError: no held-out slab holds enough foreground, or too many patches cannot be read.
+    """
+    plan, numbers = _fixed_plan(data, config)
+    arrays = [
+        np.empty((count, *config.patch_size), source[0].dtype) for source in (data.volumes, data.conditions) if source
+    ]
+    places = []
+    for index in range(count):
+        out = [array[index] for array in arrays]
+        places.append(_read_patch(data, plan, numbers, index, config.max_quarantined, out))
+    return FixedPatches(
+        held_out=config.validation.fraction > 0,
+        volumes=tuple(number for number, _ in places),
+        starts_zyx=tuple(start_zyx for _, start_zyx in places),
+        patches=arrays[0],
+        conditions=arrays[1] if data.conditions else None,
+    )
+
+
+def _fixed_plan(data: PreparedData, config: DataConfig) -> tuple[Plan, list[int]]:
+    """The plan whose first samples are the patches, and the number in `data` of each of its volumes."""
+    layout = config.model_copy(update=_LAYOUT)
+    if config.validation.fraction == 0:
+        return make_plan(_SEED, layout, data.plan.volumes), list(range(len(data.volumes)))
+    slabs = [(number, _plan_slab(data, number, layout)) for number in range(len(data.volumes))]
+    planned = {number: slab for number, slab in slabs if slab is not None}
+    if not planned:
+        raise DataError(
+            f"the held-out slab of some volume must hold a patch with data.min_foreground={config.min_foreground:g} of "
+            f"foreground; got none in {len(data.volumes)} volumes; raise data.validation.fraction, or do without "
+            "validation and previews: training.validate_every=0 and training.preview_every=0"
+        )
+    return make_plan(_SEED, layout, list(planned.values())), list(planned)
+
+
+def _plan_slab(data: PreparedData, number: int, layout: DataConfig) -> PlanVolume | None:
+    """Regions over the validation box of a volume; None, with a warning, where it has too little foreground."""
+    volume, box = data.volumes[number], data.splits[number].validation
+    assert box is not None, "every volume has a validation box where data.validation.fraction is above 0"
+    try:
+        return plan_volume(
+            volume.name,
+            Split(train=box, validation=None),
+            volume.shape_zyx,
+            volume.chunk_zyx,
+            volume.dtype.name,
+            layout.volumes[number].weight,
+            layout,
+            foreground=data.plan.volumes[number].foreground,
+        )
+    except DataError as error:  # a slab holds a patch, and so does each of its regions: what it lacks is foreground
+        log.warning("volume %s has no part in validation, as its held-out end looks like air: %s", volume.name, error)
+        return None
+
+
+def _read_patch(
+    data: PreparedData, plan: Plan, numbers: Sequence[int], index: int, replacements: int, out: Sequence[NDArray[Any]]
+) -> tuple[int, Triple]:
+    """Read sample `index` of the plan, or the first attempt that can be read; returns its volume and its start.
+
+    Args:
+        numbers: the number in `data` of each volume of the plan.
+        out: where the patch goes to, and its condition if there are conditions.
+    """
+    for attempt in range(replacements + 1):
+        sample = plan.sample(index, attempt)
+        number, start_zyx = numbers[sample.volume], sample.start_zyx
+        z, y, x = (start + size for start, size in zip(start_zyx, plan.patch_zyx, strict=True))
+        try:
+            for source, voxels in zip((data.volumes, data.conditions), out, strict=False):
+                source[number].read((start_zyx, (z, y, x)), voxels)
+            return number, start_zyx
+        except UnreadableChunkError as error:
+            log.warning("fixed patch %d is passed over at %s, for another of its volume: %s", index, start_zyx, error)
+    raise DataError(
+        f"a fixed patch may be replaced data.max_quarantined={replacements} times; got no readable one for patch "
+        f"{index} of {data.volumes[number].name}; restore the volume or raise the limit"
+    )

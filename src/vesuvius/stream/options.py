@@ -1,0 +1,123 @@
+"""How a stream is run, and the memory that follows from it: nothing here changes what it delivers."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self, TypedDict
+
+from vesuvius.config import ClusterConfig, TrainingConfig
+from vesuvius.errors import ConfigError
+from vesuvius.stream.reader import ReaderJob
+
+# Dispatched to a reader at once, so that it never waits for the next one; it may finish them before they are wanted.
+TASKS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How a stream delivers; nothing here changes what it delivers, but for the size of batches.
+
+    Attributes:
+        batch_size: samples per batch of this rank.
+        workers: Ray reader processes; 0 reads in this process, without Ray.
+        prefetch_factor: batches put together ahead per worker (or for this process with `workers: 0`).
+        prefetch_bytes: upper limit on all of them; None = none.
+        cluster: where Ray runs.
+    """
+
+    batch_size: int
+    workers: int = 2
+    prefetch_factor: int = 2
+    prefetch_bytes: int | None = None
+    cluster: ClusterConfig = ClusterConfig()
+
+    @classmethod
+    def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
+        """The options that a config names."""
+        mib = training.prefetch_mib
+        return cls(
+            training.train_batch_size,
+            training.workers,
+            training.prefetch_factor,
+            None if mib is None else mib * 2**20,
+            cluster,
+        )
+
+
+class StreamChanges(TypedDict, total=False):
+    """What of the options a running stream can change."""
+
+    workers: int
+    prefetch_factor: int
+    prefetch_bytes: int
+
+
+def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
+    """Bytes of the object store that can be in use at once.  0 with `workers: 0`.  Pure.
+
+    The tasks that each worker may finish ahead and the block it works on, the task being cut, and the one after it.
+    """
+    if options.workers == 0:
+        return 0
+    per_worker = TASKS_IN_FLIGHT * job.blocks_per_task + 1
+    return (options.workers * per_worker + 2 * job.blocks_per_task) * job.block_bytes
+
+
+def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:
+    """Batches that are put together ahead of the trainer, at least one.  Pure."""
+    wanted = max(options.workers, 1) * options.prefetch_factor
+    if options.prefetch_bytes is not None:
+        wanted = min(wanted, options.prefetch_bytes // (options.batch_size * patch_bytes))
+    return max(wanted, 1)
+
+
+def changes_to(patch_bytes: int, batch_size: int, workers: int, ahead: int) -> StreamChanges:
+    """What makes a stream have so many readers and so many batches ahead, which bytes then limit.  Pure."""
+    factor = max(-(-ahead // max(workers, 1)), 1)
+    return {"workers": workers, "prefetch_factor": factor, "prefetch_bytes": ahead * batch_size * patch_bytes}
+
+
+def with_less_prefetch(patch_bytes: int, options: StreamOptions) -> StreamOptions:
+    """The options with half as many batches ahead for each reader, at least one; also where bytes limit them.  Pure."""
+    per_reader = min(options.prefetch_factor, batches_ahead(patch_bytes, options) // max(options.workers, 1))
+    return replace(options, prefetch_factor=max(per_reader // 2, 1))
+
+
+def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
+    """Size of a private Ray's object store; 0 with `workers: 0`.  Pure.
+
+    Twice the need, because one execution of readers hands over to the next, and a quarter of it more, because Ray's
+    limit is soft (0.25 GiB configured, 0.64 GiB seen in use).  The plan's maps lie there too, once for all readers.
+    """
+    if options.workers == 0:
+        return 0
+    if options.cluster.object_store_gib is not None:
+        return int(options.cluster.object_store_gib * 2**30)
+    return max(9 * store_need_bytes(job, options) // 4, 2**28) + job.plan.map_bytes
+
+
+def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
+    """Raises ConfigError where the configured object store is below the need: it would spill to the disk all along."""
+    need, configured = store_need_bytes(job, options), options.cluster.object_store_gib
+    if configured is not None and configured * 2**30 < need:
+        raise ConfigError(
+            f"cluster.object_store_gib must hold what the readers have in flight; got {configured:g} GiB and "
+            f"{need / 2**30:.2f} GiB needed; raise it or set it to null, or lower training.workers or data.reader_mib"
+        )
+
+
+def check_store(job: ReaderJob, options: StreamOptions) -> None:
+    """Raises ConfigError where /dev/shm cannot hold the object store of a private Ray: it would silently use /tmp."""
+    shared = Path("/dev/shm")
+    if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
+        return
+    size = store_bytes(job, options)
+    free = shutil.disk_usage(shared).free
+    if size > free:
+        raise ConfigError(
+            f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "
+            "free; start the container with a larger --shm-size, or lower training.workers, data.reader_mib "
+            "or cluster.object_store_gib"
+        )

@@ -1,0 +1,1 @@
+"""Readers as Ray actors."""

@@ -1,0 +1,358 @@
+"""Third stop of a patch: read each region of a task once and hand it over.
+
+The same code runs in a Ray worker and in the trainer (`workers: 0`), so both deliver the same bytes.  Patches are cut
+in the trainer (`cutter.py`), straight out of the regions in shared memory: that saves a copy of each patch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import StoreConfig, Triple, VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.plan.plan import Plan, Task
+from vesuvius.volumes.box import Box, format_box, shape_of
+from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
+
+Block = NDArray[np.uint8]
+"""One region as it travels from a reader to the trainer: a head of `HEAD_BYTES` (a `BlockHead` as JSON, padded with
+spaces), then the voxels of the region, then those of its condition.  All blocks of a job have the same length."""
+
+HEAD_BYTES = 2**16
+_ALIGNED = 64
+# Compressed chunks that are fetched ahead of the region being decoded, in bytes once decoded.
+STAGED_BYTES_MAX = 64 * 2**20
+_SUBSTITUTES_TRIED = 100
+
+RegionKey = tuple[int, Box]
+"""Volume number and box."""
+
+
+@dataclass(frozen=True)
+class ReaderJob:
+    """What a reader needs to know.  Picklable.
+
+    Attributes:
+        dtype, condition_dtype: of the patches; the latter None without conditions.
+        quarantined: regions that are known to be unreadable and are replaced without a try.
+    """
+
+    plan: Plan
+    volumes: tuple[VolumeConfig, ...]
+    dtype: str
+    condition_dtype: str | None = None
+    store: StoreConfig = StoreConfig()
+    missing_chunk: Literal["air", "error"] = "air"
+    max_quarantined: int = 0
+    quarantined: frozenset[RegionKey] = frozenset()
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """Of the volume, and of the condition where there is one."""
+        return [np.dtype(name) for name in (self.dtype, self.condition_dtype) if name]
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of one patch, with its condition."""
+        return math.prod(self.plan.patch_zyx) * sum(dtype.itemsize for dtype in self.dtypes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of every block."""
+        return HEAD_BYTES + sum(_aligned(self.plan.region_voxels_max * dtype.itemsize) for dtype in self.dtypes)
+
+    @property
+    def blocks_per_task(self) -> int:
+        """At most; a task that is cut, or shared with other ranks, may need fewer regions."""
+        return self.plan.regions_per_task
+
+    def slots(self, task: Task) -> list[int]:
+        """The region slots that this rank's samples of a task come from, in the order of their first sample."""
+        indices = (i for i in range(task.first, task.stop) if i % self.world == self.rank)
+        return list(dict.fromkeys(map(self.plan.slot_of, indices)))
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """What a reader says of itself with each block; seconds and counts since its last block.
+
+    Attributes:
+        pid, node, actor: the process, its machine, and the Ray actor that it is an incarnation of ('' without Ray).
+        rss_anon_bytes: private memory of the process; None where the system does not tell (not Linux).
+        read_s: waiting for bytes from a remote store; None on disk, where zarrs reads and decodes in one call.
+        decode_s: decoding regions (on disk with reading them).
+        bytes_read: bytes decoded, whole chunks.
+        bytes_fetched: bytes that came over the network.
+        requests, retries, cache_hits, cache_misses: as `SourceFigures`.
+        quarantined: regions found unreadable.
+    """
+
+    pid: int
+    node: str
+    actor: str
+    rss_anon_bytes: int | None
+    read_s: float | None
+    decode_s: float
+    bytes_read: int
+    bytes_fetched: int
+    requests: int
+    retries: int
+    cache_hits: int
+    cache_misses: int
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BlockHead:
+    """What a block holds.
+
+    Attributes:
+        task: first and stop of the task that it was read for.
+        slot: region slot of the plan.
+        attempt: 0, or which substitute stands in for an unreadable region.
+        box: (start_zyx, stop_zyx) of the region.
+        report: what the reader says of itself.
+    """
+
+    task: tuple[int, int]
+    slot: int
+    attempt: int
+    box: Box
+    report: BlockReport
+
+
+def head_of(block: Block) -> BlockHead:
+    """The head of a block."""
+    fields = json.loads(block[:HEAD_BYTES].tobytes())
+    first, stop = fields["task"]
+    (z0, y0, x0), (z1, y1, x1) = fields["box"]
+    box = (z0, y0, x0), (z1, y1, x1)
+    return BlockHead((first, stop), fields["slot"], fields["attempt"], box, BlockReport(**fields["report"]))
+
+
+def regions_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
+    """Views of a block: the region (Z, Y, X), and that of the condition where there is one."""
+    views, offset = [], HEAD_BYTES
+    for dtype in job.dtypes:
+        size = math.prod(shape_zyx) * dtype.itemsize
+        views.append(block[offset : offset + size].view(dtype).reshape(shape_zyx))
+        offset += _aligned(job.plan.region_voxels_max * dtype.itemsize)
+    return views
+
+
+class Reader:
+    """Opens the volumes once, then turns tasks into blocks.
+
+    Args:
+        ring: blocks are delivered in so many buffers in turn: decoding into fresh memory costs twice as much.
+        node, actor: for the report.
+    """
+
+    def __init__(self, job: ReaderJob, ring: int, node: str = "", actor: str = "") -> None:
+        self._job = job
+        self._ring = itertools.cycle([np.empty(job.block_bytes, np.uint8) for _ in range(ring)])
+        self._node, self._actor = node, actor
+        self._volumes = [open_volume(spec, job.store, job.missing_chunk) for spec in job.volumes]
+        self._conditions = [
+            open_volume(spec.condition, job.store, job.missing_chunk) if spec.condition else None
+            for spec in job.volumes
+        ]
+        self._bad = set(job.quarantined)
+        self._staged: list[RegionKey] = []
+        self._since = _Tally(self._opened)
+
+    def blocks(self, task: Task, ahead: Task | None = None) -> Iterator[Block]:
+        """Yield the regions that the rank's samples of a task come from, each once; valid for one round of the ring.
+
+        The number of blocks and their voxels depend on the task alone, so a task that is run again after its worker
+        died gives the same.
+
+        Args:
+            ahead: the task that this reader will probably get next.  From remote stores its first chunks are fetched
+                while this one is decoded.
+
+        Raises:
+            DataError: a chunk is absent and must not be, or no region can be read in place of an unreadable one.
+        """
+        plan = self._job.plan
+        slots = self._job.slots(task)
+        queue = [plan.region_of_slot(slot) for slot in slots]
+        if any(key not in queue for key in self._staged):  # another task came than was foreseen
+            for volume in self._opened:
+                volume.unstage()
+            self._staged.clear()
+        queue += [plan.region_of_slot(slot) for slot in self._job.slots(ahead)] if ahead else []
+        for number, slot in enumerate(slots):
+            self._stage(queue[number:])
+            block = next(self._ring)
+            attempt = self._fill(block, slot)
+            self._write_head(block, task, slot, attempt)
+            yield block
+        self._stage(queue[len(slots) :])
+
+    def close(self) -> None:
+        """End the threads that fetch."""
+        for volume in self._opened:
+            volume.close()
+
+    @property
+    def _opened(self) -> list[Volume]:
+        return self._volumes + [volume for volume in self._conditions if volume is not None]
+
+    def _arrays(self, number: int) -> list[Volume]:
+        """The volume of this number, and its condition if it has one."""
+        condition = self._conditions[number]
+        return [self._volumes[number], condition] if condition else [self._volumes[number]]
+
+    def _stage(self, queue: list[RegionKey]) -> None:
+        """Have the chunks of the next regions fetched, as many as are to be held at once."""
+        held = 0
+        for key in queue:
+            held += math.prod(shape_of(key[1])) * np.dtype(self._job.dtype).itemsize
+            if held > STAGED_BYTES_MAX and key is not queue[0]:
+                return
+            if key not in self._staged and key not in self._bad:
+                self._staged.append(key)
+                for volume in self._arrays(key[0]):
+                    volume.stage(key[1])
+
+    def _fill(self, block: Block, slot: int) -> int:
+        """Read the region of a slot into a block, or another in its place; returns the attempt that it is."""
+        if self._try_region(block, self._job.plan.region_of_slot(slot)):
+            return 0
+        return self._fill_with_substitute(block, slot)
+
+    def _try_region(self, block: Block, key: RegionKey) -> bool:
+        """Decode a region into a block, or put it into quarantine and return False."""
+        if key in self._staged:
+            self._staged.remove(key)
+        if key in self._bad:
+            return False
+        number, box = key
+        started = time.perf_counter()
+        try:
+            for volume, out in zip(self._arrays(number), regions_in(block, self._job, shape_of(box)), strict=True):
+                volume.read(box, out)
+                self._since.bytes_read += _decoded_bytes(volume, box)
+        except UnreadableChunkError as error:
+            self._bad.add(key)
+            record = {
+                "volume": error.volume,
+                "number": number,
+                "region": [list(box[0]), list(box[1])],
+                "chunk": list(error.chunk),
+                "cause": error.cause,
+            }
+            self._since.quarantined.append(record)
+            check_quarantine(len(self._bad), self._job.max_quarantined, record)
+            return False
+        finally:
+            self._since.decode_s += time.perf_counter() - started
+        return True
+
+    def _fill_with_substitute(self, block: Block, slot: int) -> int:
+        """The first attempt whose region can be read; one that is not of the task anyway, if there is such a one.
+
+        What is of the task says the plan: a rank, or a resume in the middle of a task, reads a part of it only.
+        """
+        plan = self._job.plan
+        first = slot - slot % plan.regions_per_task
+        of_task = {plan.region_of_slot(other) for other in range(first, first + plan.regions_per_task)}
+        drawn = {attempt: plan.region_of_slot(slot, attempt) for attempt in range(1, _SUBSTITUTES_TRIED + 1)}
+        for attempt, key in sorted(drawn.items(), key=lambda item: item[1] in of_task):
+            if self._try_region(block, key):
+                return attempt
+        volume, box = plan.region_of_slot(slot)
+        raise DataError(
+            f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
+            f"volume {self._volumes[volume].name}, region {format_box(box)}; restore the volume"
+        )
+
+    def _write_head(self, block: Block, task: Task, slot: int, attempt: int) -> None:
+        box = self._job.plan.region_of_slot(slot, attempt)[1]
+        report = self._since.report(self._node, self._actor)
+        head = json.dumps(asdict(BlockHead((task.first, task.stop), slot, attempt, box, report))).encode()
+        assert len(head) <= HEAD_BYTES, f"a head must fit into {HEAD_BYTES} bytes; got {len(head)}"
+        block[:HEAD_BYTES] = np.frombuffer(head.ljust(HEAD_BYTES), np.uint8)
+
+
+def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:
+    """Raises DataError where more regions are unreadable than `data.max_quarantined`; `last` is the record of one."""
+    if count > limit:
+        raise DataError(
+            f"at most data.max_quarantined={limit} regions may be unreadable; got {count}, the last: volume "
+            f"{last['volume']}, region {last['region']}, chunk {last['chunk']}: {last['cause']}; restore the volume or "
+            "raise the limit"
+        )
+
+
+class _Tally:
+    """What happened since the last block."""
+
+    def __init__(self, volumes: list[Volume]) -> None:
+        self._volumes = volumes
+        self._fetched = _fetched(volumes)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.decode_s = 0.0
+        self.bytes_read = 0
+        self.quarantined: list[dict[str, Any]] = []
+
+    def report(self, node: str, actor: str) -> BlockReport:
+        """The figures, which start again from zero."""
+        now = _fetched(self._volumes)
+        since = {name: value - self._fetched[name] for name, value in now.items()}
+        self._fetched = now
+        waited_s = since.pop("wait_s")
+        remote = any(volume.source.remote for volume in self._volumes)
+        report = BlockReport(
+            pid=os.getpid(),
+            node=node,
+            actor=actor,
+            rss_anon_bytes=rss_anon_bytes(),
+            read_s=waited_s if remote else None,
+            decode_s=max(self.decode_s - waited_s, 0.0),
+            bytes_read=self.bytes_read,
+            quarantined=self.quarantined,
+            **since,
+        )
+        self._clear()
+        return report
+
+
+def _fetched(volumes: list[Volume]) -> dict[str, Any]:
+    """The sources' figures and the seconds spent waiting for them, added up."""
+    totals = [asdict(volume.figures) | {"wait_s": volume.wait_s} for volume in volumes]
+    return {name: sum(total[name] for total in totals) for name in totals[0]}
+
+
+def _decoded_bytes(volume: Volume, box: Box) -> int:
+    """Bytes of the whole chunks that a box touches."""
+    chunks = math.prod(-(-hi // c) - lo // c for lo, hi, c in zip(*box, volume.chunk_zyx, strict=True))
+    return chunks * math.prod(volume.chunk_zyx) * volume.dtype.itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def rss_anon_bytes() -> int | None:
+    """Private memory of this process: what it alone would give back.  None where the system does not tell."""
+    try:
+        with open("/proc/self/status") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon")), None)
+    except OSError:
+        return None

@@ -1,0 +1,55 @@
+"""What readers say of themselves with each block, added up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vesuvius.stream.reader import BlockReport
+
+
+@dataclass
+class ReaderTotals:
+    """What readers have done, added up over their blocks.
+
+    Attributes:
+        blocks: how many; all of a task are counted before the first of its samples is cut.
+        others: as in `BlockReport`.
+    """
+
+    blocks: int = 0
+    read_s: float | None = None
+    decode_s: float = 0.0
+    bytes_read: int = 0
+    bytes_fetched: int = 0
+    requests: int = 0
+    retries: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+    def add(self, report: BlockReport) -> None:
+        """Take one block's report in."""
+        self.blocks += 1
+        if report.read_s is not None:
+            self.read_s = (self.read_s or 0.0) + report.read_s
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+
+
+_SUMMED = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries", "cache_hits", "cache_misses")
+
+
+@dataclass
+class ReaderFigures(ReaderTotals):
+    """What one reader process said of itself: what it has done, and as which process."""
+
+    node: str = ""
+    rss_anon_bytes: int | None = None
+    rss_anon_peak_bytes: int | None = None
+
+    def add(self, report: BlockReport) -> None:
+        """Take one block's report in."""
+        super().add(report)
+        self.node = report.node
+        self.rss_anon_bytes = report.rss_anon_bytes
+        if report.rss_anon_bytes is not None:
+            self.rss_anon_peak_bytes = max(self.rss_anon_peak_bytes or 0, report.rss_anon_bytes)

@@ -1,0 +1,395 @@
+"""The whole data path as an endless, ordered iterator of batches, read by Ray workers or in this process.
+
+The content of batch n depends on the plan alone: not on the number of workers, the prefetch or the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypedDict
+
+from numpy.typing import NDArray
+
+from vesuvius.errors import ConfigError
+from vesuvius.plan.plan import Task
+from vesuvius.stream.cutter import Cutter
+from vesuvius.stream.feeder import Batch, Feeder, FeederFigures, check_rings
+from vesuvius.stream.options import (
+    TASKS_IN_FLIGHT,
+    StreamOptions,
+    batches_ahead,
+    check_store,
+    store_bytes,
+    store_need_bytes,
+)
+from vesuvius.stream.reader import Block, BlockReport, Reader, ReaderJob, RegionKey, check_quarantine
+from vesuvius.stream.reader_figures import ReaderFigures, ReaderTotals
+
+log = logging.getLogger(__name__)
+
+_ENDLESS = 2**62
+_EVENTS_KEPT = 10_000
+
+
+EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured"]
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """Something that the operator must learn of, though the batches go on unchanged.
+
+    Attributes:
+        kind: what happened.
+        text: one line for the log.
+        fields: the same as data.
+    """
+
+    kind: EventKind
+    text: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class StreamState(TypedDict):
+    """Where a stream is: enough to go on with other workers, prefetch or cache."""
+
+    seed: int
+    sample_index: int
+    plan_hash: str
+    quarantined: list[dict[str, Any]]
+
+
+class BlockSource(Iterator[Block], Protocol):
+    """Blocks of consecutive tasks, from wherever they are read.
+
+    Iterated on one thread; the rest is called from another.
+    """
+
+    def interrupt(self) -> None:
+        """Have a `next` that is waiting end soon, with whatever error."""
+
+    def close(self) -> None:
+        """End what reads, once nobody iterates any more."""
+
+
+class PatchStream(Iterator[Batch]):
+    """Batches from sample `first` on.  A context manager; closing it ends the readers, and Ray where it started it.
+
+    Args:
+        job: plan, volumes and rank; `prepare_data(...).job`.
+        options: batch size and readers.
+        first: sample index to start at; a multiple of the number of ranks.
+        stop: sample index to end before, or None for an endless stream.  A last short batch is delivered.
+        buffers: a ring of at least 3 arrays (batch_size, Z, Y, X) of the job's dtype, e.g. of pinned memory; batches
+            are delivered in them in turn, each valid until the second `next` after it.  New arrays by default.
+        condition_buffers: the same for conditions.
+        quarantined: `quarantined` of an earlier stream over the same plan; those regions are not tried again.
+
+    Attributes:
+        readers: figures of each living reader process by pid.
+        reader_deaths: readers that died and were replaced.
+        events: what happened so far, the last 10,000; whoever takes them out may.
+        quarantined: a record for each unreadable region, which others replace.
+        store_peak_bytes: most bytes seen in Ray's object store; None without Ray.
+
+    Raises:
+        DataError: on opening or iterating, where a volume cannot be read or too many regions cannot.
+        ConfigError: on opening, where /dev/shm is too small or the Ray cluster does not answer.
+    """
+
+    def __init__(
+        self,
+        job: ReaderJob,
+        options: StreamOptions,
+        *,
+        first: int = 0,
+        stop: int | None = None,
+        buffers: Sequence[NDArray[Any]] = (),
+        condition_buffers: Sequence[NDArray[Any]] = (),
+        quarantined: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        assert first % job.world == 0, "a stream starts between two global rounds of samples"
+        self._job = with_quarantined(job, quarantined)
+        self._options = options
+        self._next_sample = first
+        self._stop = _ENDLESS if stop is None else stop
+        self._buffers = (buffers, condition_buffers)
+        self._pids: dict[str, int] = {}
+        self.readers: dict[int, ReaderFigures] = {}
+        self._totals = ReaderTotals()
+        self.reader_deaths = 0
+        self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
+        self.quarantined = list(quarantined)
+        self._session: Any = None  # a ray_session.Session, whose module is not imported without workers
+        self._source: BlockSource | None = None
+        self._feeder: Feeder | None = None
+        self._fed = FeederFigures()
+        self._delivered = 0  # into the present ring
+        self._held: list[Batch] = []
+        try:
+            self._open_readers()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __next__(self) -> Batch:
+        if self._feeder is None:
+            raise StopIteration
+        batch = self._feeder.next_batch()
+        if batch is None:
+            raise StopIteration
+        self._next_sample += self._job.world * len(batch.indices)
+        self._delivered += 1
+        return batch
+
+    def close(self) -> None:
+        """End the readers.  Safe to call again."""
+        try:
+            self._close_readers()
+        finally:
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+
+    def state_dict(self) -> StreamState:
+        """Where the stream is, as plain data.  Call it between two batches."""
+        return {
+            "seed": self._job.plan.seed,
+            "sample_index": self._next_sample,
+            "plan_hash": self._job.plan.hash,
+            "quarantined": list(self.quarantined),
+        }
+
+    def load_state_dict(self, state: StreamState) -> None:
+        """Go on where another stream over the same plan was; no region is read again but those of the current task.
+
+        Raises:
+            ConfigError: the state belongs to another plan.
+        """
+        if state["plan_hash"] != self._job.plan.hash:
+            raise ConfigError(
+                f"a stream goes on with the plan it began with; got plan {state['plan_hash']} for "
+                f"{self._job.plan.hash}; use the same seed, data section and volumes"
+            )
+        self._job = with_quarantined(self._job, state["quarantined"])
+        self.quarantined = list(state["quarantined"])
+        self._reopen(state["sample_index"])
+
+    def reconfigure(
+        self,
+        *,
+        workers: int | None = None,
+        prefetch_factor: int | None = None,
+        prefetch_bytes: int | None = None,
+        buffers: Sequence[NDArray[Any]] | None = None,
+        condition_buffers: Sequence[NDArray[Any]] = (),
+    ) -> None:
+        """Change readers or prefetch: closes and opens again at the next sample, so no batch changes.
+
+        Costs the seconds in which new readers start.  No more batches are put together ahead than a ring of buffers has
+        places for, so a larger prefetch wants larger rings.
+
+        Args:
+            buffers, condition_buffers: rings to take the place of both old ones, filled from their first buffers on;
+                None = they stay.  Old buffers may be among them once nobody uses the batches delivered in them.
+
+        Raises:
+            ConfigError: /dev/shm is too small for that, or a ring has fewer than 3 buffers; the stream goes on as it
+                was.
+        """
+        check_rings((buffers or (), condition_buffers))
+        changes = {"workers": workers, "prefetch_factor": prefetch_factor, "prefetch_bytes": prefetch_bytes}
+        changes = {key: value for key, value in changes.items() if value is not None}
+        options = replace(self._options, **changes)  # type: ignore[arg-type]
+        need = (options.workers, self._job.world, store_bytes(self._job, options))
+        if self._session is None or not self._session.fits(*need):
+            check_store(self._job, options)
+        self._options = options
+        self._close_readers()
+        if buffers is not None:
+            self._buffers, self._delivered, self._held = (buffers, condition_buffers), 0, []
+        self._open_readers()
+        text = ", ".join(f"{key} {value}" for key, value in changes.items())
+        self._event("reconfigured", f"readers changed at sample {self._next_sample}: {text}", changes)
+
+    def reader_memory(self) -> dict[int, int]:
+        """Bytes of private memory of each reader process, by pid, as it last said."""
+        memory = {pid: figures.rss_anon_bytes for pid, figures in self.readers.copy().items()}
+        return {pid: value for pid, value in memory.items() if value is not None}
+
+    @property
+    def options(self) -> StreamOptions:
+        """As they are now; `reconfigure` changes them."""
+        return self._options
+
+    @property
+    def reader_totals(self) -> ReaderTotals:
+        """What all readers have done since the stream was opened, those that have ended included.  Never falls."""
+        return replace(self._totals)
+
+    @property
+    def feeder_figures(self) -> FeederFigures:
+        """What has become of it in this process since the stream was opened.  Never falls."""
+        feeder, fed = self._feeder, self._fed
+        return fed if feeder is None else fed.plus(feeder.figures)
+
+    @property
+    def store_peak_bytes(self) -> int | None:
+        """Most bytes seen in use in Ray's object store since the stream was opened; None without Ray."""
+        return getattr(self._source, "store_peak_bytes", None)
+
+    def _reopen(self, sample: int) -> None:
+        self._close_readers()
+        self._next_sample = sample
+        self._open_readers()
+
+    def _open_readers(self) -> None:
+        self._pids.clear()
+        self.readers.clear()
+        self._job = with_quarantined(self._job, self.quarantined)
+        self._source = self._open_source()
+        cutter = Cutter(self._job, self._source, self._take_report)
+        first = self._next_sample + self._job.rank
+        ahead = batches_ahead(self._job.patch_bytes, self._options)
+        rings = [_rotated(ring, self._delivered) for ring in self._buffers]
+        self._feeder = Feeder(self._job, cutter, self._options.batch_size, ahead, first, rings, self._held)
+
+    def _close_readers(self) -> None:
+        if self._feeder is not None:
+            self._feeder.stop()
+        if self._source is not None:
+            self._source.interrupt()
+        if self._feeder is not None:
+            self._feeder.join()
+        if self._source is not None:
+            self._source.close()
+        if self._feeder is not None:
+            self._held = list(self._feeder.held)
+            feeder, self._feeder = self._feeder, None
+            self._fed = self._fed.plus(feeder.figures)
+        self._source = None
+
+    def _open_source(self) -> BlockSource:
+        job, options = self._job, self._options
+        if options.workers == 0:
+            return _LocalBlocks(job, self._next_sample, self._stop)
+        # Ray takes a second to import and is not needed with workers: 0
+        from vesuvius.stream.ray import blocks, session
+
+        need = (options.workers, job.world, store_bytes(job, options))
+        if self._session is not None and not self._session.fits(*need):
+            self._session.close()
+            self._session = None
+        if self._session is None:
+            check_store(job, options)
+            self._session = session.Session(options.cluster, *need)
+        return blocks.RayBlocks(
+            job,
+            self._next_sample,
+            self._stop,
+            options.workers,
+            TASKS_IN_FLIGHT,
+            store_need_bytes(job, options),
+            lambda text, fields: self._event("spill", text, fields),
+        )
+
+    def _take_report(self, report: BlockReport) -> None:
+        """On the feeder's thread."""
+        before = self._pids.get(report.actor)
+        self._pids[report.actor] = report.pid
+        if before is not None and before != report.pid:
+            self._reader_died(before, report)
+        while len(self._pids) > 2 * max(self._options.workers, 1):  # readers of executions that are over
+            self.readers.pop(self._pids.pop(next(iter(self._pids))), None)
+        self.readers.setdefault(report.pid, ReaderFigures()).add(report)
+        self._totals.add(report)
+        for record in report.quarantined:
+            self._quarantine(record)
+
+    def _reader_died(self, pid: int, report: BlockReport) -> None:
+        from vesuvius.stream.ray.deaths import reader_death_cause  # only readers of Ray are replaced
+
+        self.reader_deaths += 1
+        figures = self.readers.pop(pid, None)
+        node = figures.node if figures else report.node
+        cause = reader_death_cause(pid, node)
+        self._event(
+            "reader_died",
+            f"reader {pid} on {node} was killed or died ({cause or 'Ray does not say why'}); reader {report.pid} read "
+            "its task again",
+            {
+                "pid": pid,
+                "node": node,
+                "new_pid": report.pid,
+                "exit_type": cause.exit_type if cause else None,
+                "exit_detail": cause.detail if cause else "",
+                "exit_time": cause.time if cause else None,
+            },
+        )
+
+    def _quarantine(self, record: dict[str, Any]) -> None:
+        if region_key(record) in {region_key(known) for known in self.quarantined}:
+            return
+        self.quarantined.append(record)
+        text = (
+            f"region {record['region']} of {record['volume']} cannot be read and is replaced by others: chunk "
+            f"{record['chunk']}: {record['cause']}"
+        )
+        self._event("quarantine", text, record)
+        check_quarantine(len(self.quarantined), self._job.max_quarantined, record)
+
+    def _event(self, kind: EventKind, text: str, fields: Any) -> None:
+        self.events.append(StreamEvent(kind, text, dict(fields)))
+        log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
+
+
+def _rotated(ring: Sequence[NDArray[Any]], count: int) -> list[NDArray[Any]]:
+    """The ring from where it is after so many batches."""
+    first = count % len(ring) if ring else 0
+    return [*ring[first:], *ring[:first]]
+
+
+class _LocalBlocks(Iterator[Block]):
+    """Blocks that are read in this process."""
+
+    def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
+        self._reader = Reader(job, ring=job.blocks_per_task + 1)  # the cutter holds those of a task
+        self._blocks = self._read(job.plan.tasks(first, stop))
+
+    def _read(self, tasks: Iterator[Task]) -> Iterator[Block]:
+        task = next(tasks, None)
+        while task is not None:
+            ahead = next(tasks, None)
+            yield from self._reader.blocks(task, ahead)
+            task = ahead
+
+    def __next__(self) -> Block:
+        return next(self._blocks)
+
+    def interrupt(self) -> None:
+        self._reader.close()
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def region_key(record: dict[str, Any]) -> RegionKey:
+    """The region that a record of the quarantine is about."""
+    (z0, y0, x0), (z1, y1, x1) = record["region"]
+    return int(record["number"]), ((z0, y0, x0), (z1, y1, x1))
+
+
+def with_quarantined(job: ReaderJob, records: Sequence[dict[str, Any]]) -> ReaderJob:
+    """The job, with regions that are replaced without a try."""
+    return replace(job, quarantined=frozenset(map(region_key, records)))

@@ -1,0 +1,1 @@
+"""What the `vesuvius volume` commands do: info, copy, occupancy, the synthetic scroll."""

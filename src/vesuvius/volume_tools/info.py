@@ -1,0 +1,357 @@
+"""What a volume is, before anything is trained on it: levels, codec, stored chunks, grey values, and how to read it.
+
+`describe_volume` reads metadata, a sidecar or a listing, and the voxels of a few places; what could not be found out is
+None and comes with the reason, never 0.  The rest is pure.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import zarr
+from obstore.store import HTTPStore
+
+from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, StoreConfig, Triple, VolumeConfig
+from vesuvius.errors import ConfigError, DataError, StorageError, one_line
+from vesuvius.plan.occupancy import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
+from vesuvius.plan.plan import make_plan, plan_volume
+from vesuvius.plan.split import split_volume
+from vesuvius.volume_tools.places import GreyFacts, grey_facts
+from vesuvius.volumes.geometry import Geometry, Multiscale, level_geometry, read_multiscale
+from vesuvius.volumes.source import open_store
+from vesuvius.volumes.volume import Volume, open_volume
+
+log = logging.getLogger(__name__)
+
+# Chunks or shards on a disk that are listed without being asked to: a few seconds.
+_LISTED_UNASKED = 500_000
+_SHUFFLES = {0: "no shuffle", 1: "byte shuffle", 2: "bit shuffle", -1: "shuffle by size of voxel"}
+_SHUFFLES_V3 = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
+
+
+@dataclass(frozen=True)
+class LevelFacts:
+    """One level.
+
+    Attributes:
+        path: of the array within the group; '' for a bare array.
+        shape: all axes, also those before z, y, x.
+        geometry: None for a bare array, or where the metadata give no scale.
+        decoder: 'zarrs' or 'zarr-python'.
+    """
+
+    level: int
+    path: str
+    shape: tuple[int, ...]
+    chunk_zyx: Triple
+    shard_zyx: Triple | None
+    dtype: str
+    raw_bytes: int
+    zarr_format: int
+    codec: str
+    decoder: str
+    geometry: Geometry | None
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """How many chunks are stored.
+
+    Attributes:
+        present: None where unknown.
+        unit: what is counted; shards where the index of a shard cannot be read.
+        source: where that is known from.
+        unknown: why it is not known.
+    """
+
+    present: int | None
+    total: int
+    unit: Literal["chunks", "shards"]
+    source: Literal["sidecar", "listing"] | None
+    unknown: str | None = None
+
+
+@dataclass(frozen=True)
+class UniformFacts:
+    """What patches from anywhere, each read on its own, cost: averages over all positions of a patch."""
+
+    chunks_per_patch: float
+    amplification: float
+
+
+@dataclass(frozen=True)
+class RegionFacts:
+    """How `data.*` would read the level with these patches.
+
+    Attributes:
+        region_zyx: the largest region.
+        regions: in the training part.
+        amplification: bytes decoded per byte of patch.
+        regions_bytes: R decoded regions: what a task of a reader takes.
+        repeats: whether there are fewer regions than R, so that a run of samples repeats some.
+    """
+
+    region_zyx: Triple
+    regions: int
+    patches_per_region: int
+    regions_per_task: int
+    amplification: float
+    regions_bytes: int
+    repeats: bool
+
+
+@dataclass(frozen=True)
+class VolumeFacts:
+    """Everything that `vesuvius volume info` says.
+
+    Attributes:
+        ome_version, title: None for a bare array.
+        axes: names of all axes; None where the metadata do not name them.
+        broken: path of each level that cannot be opened, and why.
+        chosen: the level that the rest is about.
+        region, no_region: the one or the other: why these patches cannot be drawn from this level.
+    """
+
+    spec: ArrayConfig
+    patch_zyx: Triple
+    ome_version: str | None
+    title: str | None
+    axes: tuple[str, ...] | None
+    levels: tuple[LevelFacts, ...]
+    broken: tuple[tuple[str, str], ...]
+    chosen: LevelFacts
+    occupancy: Occupancy
+    grey: GreyFacts | None
+    uniform: UniformFacts | None
+    region: RegionFacts | None
+    no_region: str | None
+
+
+@dataclass(frozen=True)
+class SidecarFacts:
+    """A sidecar that was written."""
+
+    path: Path
+    grid_zyx: tuple[int, ...]
+    occupancy: Occupancy
+
+
+def describe_volume(
+    spec: ArrayConfig, patch_zyx: Triple, store: StoreConfig = StoreConfig(), *, listing: bool = False, places: int = 16
+) -> VolumeFacts:
+    """Look at a volume.  Reads.
+
+    Args:
+        spec: the level to look at closely.
+        listing: count chunks by a listing, also where there is a sidecar or a listing may take long.
+        places: boxes whose grey values are looked at; 0 = none.
+
+    Raises:
+        DataError: the level cannot be opened.
+    """
+    volume = open_volume(spec, store)
+    try:
+        multiscale = read_multiscale(volume)
+        chosen = _level_facts(volume, spec.level, multiscale)
+        levels, broken = _all_levels(spec, chosen, volume.level_paths, store, multiscale)
+        occupancy, stored = _occupancy(volume, listing)
+        grey = grey_facts(volume, stored, patch_zyx, places) if places else None
+        region, no_region = _region_facts(volume, spec, patch_zyx)
+    finally:
+        volume.close()
+    fits = all(p <= size for p, size in zip(patch_zyx, volume.shape_zyx, strict=True))
+    return VolumeFacts(
+        spec=spec,
+        patch_zyx=patch_zyx,
+        ome_version=multiscale.version if multiscale else None,
+        title=multiscale.title if multiscale else None,
+        axes=multiscale.axes if multiscale else None,
+        levels=levels,
+        broken=broken,
+        chosen=chosen,
+        occupancy=occupancy,
+        grey=grey,
+        uniform=uniform_facts(volume.shape_zyx, volume.chunk_zyx, patch_zyx) if fits else None,
+        region=region,
+        no_region=no_region,
+    )
+
+
+def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = StoreConfig()) -> SidecarFacts:
+    """List the chunks of a level and write down which are stored.
+
+    Args:
+        out: where to; None = beside the level, which must then be on a disk.
+
+    Raises:
+        ConfigError: the place must be given and is not.
+        DataError: the volume cannot be opened or listed.
+        StorageError: the file cannot be written.
+    """
+    volume = open_volume(spec, store)
+    try:
+        path = out or _beside(volume)
+        occupancy = list_chunks(volume)
+    finally:
+        volume.close()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_sidecar(path, occupancy, sidecar_signature(volume))
+    except OSError as error:
+        raise StorageError(
+            f"a sidecar needs a folder that can be written; got {error} for {path}; choose another with --out"
+        ) from error
+    return SidecarFacts(path, occupancy.shape, _counted(volume, occupancy, "listing"))
+
+
+def uniform_facts(shape_zyx: Triple, chunk_zyx: Triple, patch_zyx: Triple) -> UniformFacts:
+    """The cost of uniform random patches, over all positions where a patch fits.  Pure."""
+    chunks, decoded = 1.0, 1.0
+    for size, chunk, patch in zip(shape_zyx, chunk_zyx, patch_zyx, strict=True):
+        first = np.arange(size - patch + 1)
+        touched = float(np.mean((first + patch - 1) // chunk - first // chunk + 1))
+        chunks *= touched
+        decoded *= touched * chunk
+    return UniformFacts(chunks, decoded / math.prod(patch_zyx))
+
+
+def codec_words(array: zarr.Array[Any]) -> str:
+    """How chunks are encoded, in words.  Pure."""
+    if array.metadata.zarr_format == 2:
+        configs = [codec.get_config() for codec in (*array.filters, *array.compressors)]
+        steps = [(str(config["id"]), config) for config in configs]
+    else:
+        dicts = [codec.to_dict() for codec in (*array.filters, *array.compressors)]
+        steps = [(str(step["name"]), step.get("configuration") or {}) for step in dicts]
+    return ", then ".join(_step_words(name, config) for name, config in steps) or "none: raw bytes"
+
+
+def _step_words(name: str, config: Any) -> str:
+    if name == "blosc":
+        shuffle = config.get("shuffle")
+        shuffle_words = _SHUFFLES.get(_SHUFFLES_V3.get(shuffle, shuffle), f"shuffle {shuffle}")
+        return f"blosc {config.get('cname')} level {config.get('clevel')}, {shuffle_words}"
+    level = config.get("level")
+    return name if level is None else f"{name} level {level}"
+
+
+def _level_facts(volume: Volume, level: int, multiscale: Multiscale | None) -> LevelFacts:
+    array = volume.array
+    return LevelFacts(
+        level=level,
+        path=array.path,
+        shape=array.shape,
+        chunk_zyx=volume.chunk_zyx,
+        shard_zyx=volume.grid.shard_zyx,
+        dtype=volume.dtype.name,
+        raw_bytes=math.prod(array.shape) * volume.dtype.itemsize,
+        zarr_format=array.metadata.zarr_format,
+        codec=codec_words(array),
+        decoder=volume.codec_pipeline,
+        geometry=level_geometry(multiscale.entry, array.path) if multiscale else None,
+    )
+
+
+def _all_levels(
+    spec: ArrayConfig, chosen: LevelFacts, paths: tuple[str, ...], store: StoreConfig, multiscale: Multiscale | None
+) -> tuple[tuple[LevelFacts, ...], tuple[tuple[str, str], ...]]:
+    """The facts of the levels that can be opened, and what is wrong with the others."""
+    levels, broken = [], []
+    for level, path in enumerate(paths or ("",)):
+        if level == spec.level:
+            levels.append(chosen)
+            continue
+        try:
+            volume = open_volume(spec.model_copy(update={"level": level}), store)
+        except DataError as error:
+            broken.append((path, one_line(error)))
+            continue
+        levels.append(_level_facts(volume, level, multiscale))
+        volume.close()
+    return tuple(levels), tuple(broken)
+
+
+def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
+    """How many chunks are stored, and which."""
+    if not listing:
+        try:
+            sidecar = read_sidecar(volume)
+        except DataError as error:
+            log.warning("%s", error)
+        else:
+            if sidecar is not None:
+                return _counted(volume, sidecar, "sidecar"), sidecar
+    reason = _why_not_listed(volume, listing)
+    if reason is None:
+        try:
+            occupancy = list_chunks(volume)
+            return _counted(volume, occupancy, "listing"), occupancy
+        except DataError as error:
+            reason = one_line(error)
+    return Occupancy(None, math.prod(volume.grid.counts_zyx), "chunks", None, reason), None
+
+
+def _why_not_listed(volume: Volume, listing: bool) -> str | None:
+    """The reason why chunks are not counted by a listing; None where they are."""
+    source, grid = volume.source, volume.grid
+    if source.remote and isinstance(open_store(source.address, source.config), HTTPStore):
+        return "a web server cannot list"
+    if listing:
+        return None
+    if source.remote:
+        return "a listing of a remote store can take long; --list asks for it"
+    objects = math.prod(-(-n // e) for n, e in zip(volume.shape_zyx, grid.shard_zyx or grid.chunk_zyx, strict=True))
+    return f"a listing of {objects} files can take long; --list asks for it" if objects > _LISTED_UNASKED else None
+
+
+def _counted(volume: Volume, occupancy: Bools, source: Literal["sidecar", "listing"]) -> Occupancy:
+    unit: Literal["chunks", "shards"] = "chunks" if occupancy.shape == volume.grid.counts_zyx else "shards"
+    return Occupancy(int(np.count_nonzero(occupancy)), occupancy.size, unit, source)
+
+
+def _region_facts(volume: Volume, spec: ArrayConfig, patch_zyx: Triple) -> tuple[RegionFacts, None] | tuple[None, str]:
+    """The plan that `data.*` defaults lay for these patches, or why they lay none.  Pure."""
+    config = DataConfig(
+        volumes=(VolumeConfig(path=spec.path, level=spec.level, select=spec.select),),
+        patch_size=patch_zyx,
+        augment=AugmentConfig(turn=patch_zyx[1] == patch_zyx[2]),
+    )
+    shape, chunk, dtype = volume.shape_zyx, volume.chunk_zyx, volume.dtype.name
+    try:
+        split = split_volume(volume.name, shape, patch_zyx, config.validation)
+        planned = plan_volume(volume.name, split, shape, chunk, dtype, 1.0, config)
+    except DataError as error:
+        return None, str(error)
+    plan = make_plan(0, config, [planned])
+    z, y, x = (max(hi - lo for lo, hi in axis) for axis in planned.intervals_zyx)
+    return (
+        RegionFacts(
+            region_zyx=(z, y, x),
+            regions=planned.region_count,
+            patches_per_region=plan.patches_per_region,
+            regions_per_task=plan.regions_per_task,
+            amplification=plan.read_amplification(0),
+            regions_bytes=plan.regions_per_task * z * y * x * volume.dtype.itemsize,
+            repeats=plan.repeats_within_a_run,
+        ),
+        None,
+    )
+
+
+def _beside(volume: Volume) -> Path:
+    """Where readers look for the sidecar of a volume."""
+    if volume.source.remote:
+        raise ConfigError(
+            f"a sidecar is written to a disk; got the address {volume.source.address} and no place; add --out FILE"
+        )
+    if math.prod(volume.array.shape[: len(volume.select)]) > 1:
+        raise ConfigError(
+            "a sidecar beside an array holds for all that `select` can choose; got an array of shape "
+            f"{list(volume.array.shape)}; add --out FILE"
+        )
+    return Path(volume.source.address) / volume.array.path / SIDECAR

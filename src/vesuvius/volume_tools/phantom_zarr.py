@@ -1,0 +1,210 @@
+"""Puts a phantom and its sheet labels on disk as two OME-Zarr groups, laid out like the published scrolls, whole or not
+at all.  The voxels come from `phantom`; a reader then meets a volume like any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numcodecs import Blosc
+
+from vesuvius.config import Triple
+from vesuvius.errors import ConfigError, DataError
+from vesuvius.volume_tools.phantom import Phantom, UInt8
+from vesuvius.volume_tools.pyramid import halve, level_shapes
+
+VOXEL_UM = 7.91
+MIN_SIZE_VOXELS = 16
+
+
+@dataclass(frozen=True)
+class PhantomReport:
+    """What was written.
+
+    Attributes:
+        path, labels_path: the two OME-Zarr groups.
+        stored_bytes: chunks of both, all levels.
+        ratio: raw / stored bytes over the level-0 grey chunks without masked air; None where there is no such chunk.
+    """
+
+    path: Path
+    labels_path: Path
+    shape_zyx: Triple
+    levels: int
+    stored_bytes: int
+    ratio: float | None
+    seconds: float
+
+
+def labels_path_of(path: Path) -> Path:
+    """`OUT.labels.zarr` for `OUT.zarr`."""
+    return path.with_suffix(".labels.zarr")
+
+
+def count_chunks(shape_zyx: Triple, chunk: int, levels: int) -> int:
+    """How often `write_phantom` will call `on_chunk`: once per chunk of every level, grey and label together."""
+    return sum(math.prod(-(-size // chunk) for size in shape) for shape in level_shapes(shape_zyx, levels))
+
+
+def write_phantom(
+    path: Path,
+    shape_zyx: Triple,
+    seed: int,
+    *,
+    chunk: int = 128,
+    levels: int = 3,
+    overwrite: bool = False,
+    on_chunk: Callable[[], None] | None = None,
+) -> PhantomReport:
+    """Write a phantom and its sheet labels as two OME-Zarr 0.4 groups laid out like the published scrolls.
+
+    Chunk by chunk: memory is the texture tables and about 40 chunks, whatever the shape.  Level k + 1 is made from
+    level k as stored: grey values by the rounded mean of 2x2x2 voxels, labels by their majority (a tie is papyrus).
+    Both groups are written under a hidden name beside `path` and renamed when whole.
+
+    Raises:
+        ConfigError: the arguments are wrong, or something is at `path` and `overwrite` is not set.
+        DataError: the disk refuses.
+    """
+    started = time.monotonic()
+    targets = (path, labels_path_of(path))
+    _check_arguments(shape_zyx, seed, chunk, levels)
+    _check_targets(targets, overwrite)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as scratch:
+            staged = tuple(Path(scratch) / target.name for target in targets)
+            sizes = _write_groups(
+                staged, Phantom(seed, shape_zyx), shape_zyx, chunk, levels, on_chunk or (lambda: None)
+            )
+            _publish(staged, targets, Path(scratch))
+    except OSError as error:
+        raise DataError(
+            f"a phantom needs a writable place with enough room; got {error} while writing {path}; free space or "
+            "choose another path"
+        ) from error
+    return PhantomReport(*targets, shape_zyx, levels, *sizes, time.monotonic() - started)
+
+
+def _check_arguments(shape_zyx: Triple, seed: int, chunk: int, levels: int) -> None:
+    if min(shape_zyx) < MIN_SIZE_VOXELS:
+        raise ConfigError(
+            f"a phantom's sizes z, y, x must be at least {MIN_SIZE_VOXELS} voxels; got {shape_zyx}; enlarge the shape"
+        )
+    if chunk < 8 or chunk % 2:
+        raise ConfigError(
+            f"chunk must be an even number of at least 8 voxels; got {chunk}; use 128 as the real scrolls do"
+        )
+    if levels < 1 or seed < 0:
+        raise ConfigError(f"levels must be at least 1 and seed at least 0; got {levels} and {seed}; change them")
+
+
+def _check_targets(targets: tuple[Path, Path], overwrite: bool) -> None:
+    if targets[0].suffix != ".zarr":
+        raise ConfigError(f"the name of a volume must end in .zarr; got {targets[0]}; add the ending")
+    for target in filter(os.path.lexists, targets):
+        if not overwrite:
+            raise ConfigError(
+                f"a phantom does not replace what exists; got {target}, which is there; choose another path or add "
+                "--overwrite"
+            )
+        if not any((target / name).is_file() for name in (".zgroup", ".zarray", "zarr.json")):
+            raise ConfigError(f"--overwrite replaces zarr groups and arrays only; got {target}; choose another path")
+
+
+def _publish(staged: tuple[Path, ...], targets: tuple[Path, ...], scratch: Path) -> None:
+    """Rename what was there into the scratch directory and the new into place; undo all of it if one step fails."""
+    moves = [(target, scratch / f"old-{target.name}") for target in targets if os.path.lexists(target)]
+    moves += zip(staged[::-1], targets[::-1], strict=True)  # the volume last: where its name is, all is there
+    done: list[tuple[Path, Path]] = []
+    try:
+        for source, target in moves:
+            source.rename(target)
+            done.append((source, target))
+    except BaseException:
+        for source, target in reversed(done):
+            target.rename(source)
+        raise
+
+
+def _write_groups(
+    roots: tuple[Path, ...], phantom: Phantom, shape_zyx: Triple, chunk: int, levels: int, on_chunk: Callable[[], None]
+) -> tuple[int, float | None]:
+    """Write all levels of the grey and the label group; stored bytes and ratio as in `PhantomReport`."""
+    shapes = level_shapes(shape_zyx, levels)
+    groups = [_create_group(root, shapes, chunk) for root in roots]
+    stored_bytes = inner_raw_bytes = inner_stored_bytes = 0
+    for level, shape in enumerate(shapes):
+        for start, stop in _chunk_boxes(shape, chunk):
+            if level == 0:
+                blocks = phantom.box(start, stop)
+            else:
+                grey, label = (halve(_read(arrays[level - 1], start, stop)) for arrays in groups)
+                blocks = grey, label
+            sizes = [
+                _store(root, arrays[level], start, stop, block)
+                for root, arrays, block in zip(roots, groups, blocks, strict=True)
+            ]
+            stored_bytes += sum(sizes)
+            if level == 0 and blocks[0].all():
+                inner_raw_bytes += blocks[0].nbytes
+                inner_stored_bytes += sizes[0]
+            on_chunk()
+    return stored_bytes, inner_raw_bytes / inner_stored_bytes if inner_stored_bytes else None
+
+
+def _create_group(root: Path, shapes: list[Triple], chunk: int) -> list[zarr.Array[Any]]:
+    """An OME-Zarr 0.4 group without voxels yet; its arrays, finest first."""
+    datasets = [
+        {"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": [VOXEL_UM * 2**k] * 3}]}
+        for k in range(len(shapes))
+    ]
+    axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
+    multiscale = {"version": "0.4", "name": root.name.removesuffix(".zarr"), "axes": axes, "datasets": datasets}
+    group = zarr.create_group(root, zarr_format=2, attributes={"multiscales": [multiscale]})
+    return [
+        group.create_array(
+            str(k),
+            shape=shape,
+            dtype="uint8",
+            chunks=(chunk, chunk, chunk),
+            compressors=Blosc(cname="zstd", clevel=3, shuffle=Blosc.NOSHUFFLE),
+            fill_value=0,
+            order="C",
+            chunk_key_encoding={"name": "v2", "separator": "/"},
+            config={"write_empty_chunks": False},
+        )
+        for k, shape in enumerate(shapes)
+    ]
+
+
+def _store(root: Path, array: zarr.Array[Any], start: Triple, stop: Triple, block: UInt8) -> int:
+    """Write one whole chunk; its bytes on disk, 0 where it is all air and therefore absent."""
+    z, y, x = (slice(lo, hi) for lo, hi in zip(start, stop, strict=True))
+    array[z, y, x] = block
+    index = (str(lo // size) for lo, size in zip(start, array.chunks, strict=True))
+    file = root.joinpath(array.path, *index)
+    return file.stat().st_size if file.exists() else 0
+
+
+def _read(array: zarr.Array[Any], start: Triple, stop: Triple) -> UInt8:
+    """What a box of the next level covers in this one: twice the coordinates, cut at the end of the array."""
+    z, y, x = (slice(2 * lo, 2 * hi) for lo, hi in zip(start, stop, strict=True))
+    return np.asarray(array[z, y, x], np.uint8)
+
+
+def _chunk_boxes(shape_zyx: Triple, chunk: int) -> Iterator[tuple[Triple, Triple]]:
+    """(start_zyx, stop_zyx) of every chunk, cut at the end of the array, in C order."""
+    for z, y, x in itertools.product(*(range(0, size, chunk) for size in shape_zyx)):
+        nz, ny, nx = shape_zyx
+        yield (z, y, x), (min(z + chunk, nz), min(y + chunk, ny), min(x + chunk, nx))

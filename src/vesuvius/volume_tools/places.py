@@ -1,0 +1,160 @@
+"""Grey values of a volume from a few random places where something is stored, always the same ones."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import Triple
+from vesuvius.errors import DataError, one_line
+from vesuvius.plan.occupancy import Bools
+from vesuvius.volumes.box import Box
+from vesuvius.volumes.source import FetchError
+from vesuvius.volumes.volume import UnreadableChunkError, Volume
+
+log = logging.getLogger(__name__)
+
+PERCENTILES = (0.5, 50.0, 99.5)
+_DRAWS_PER_PLACE = 16
+_PLACES_AHEAD = 4
+
+
+@dataclass(frozen=True)
+class GreyFacts:
+    """Grey values at random stored places; None where nothing but air was met.
+
+    Attributes:
+        places: boxes that were read.
+        unreadable: boxes that could not be.
+        tried, found: chunks that were asked for at random, and those of them that are stored; None where it was known
+            which are.
+        voxels: voxels read.
+        air_share: share of them that equal the fill value; the other figures are of the rest.
+        percentiles: at `PERCENTILES`.
+    """
+
+    places: int
+    unreadable: int
+    tried: int | None
+    found: int | None
+    voxels: int
+    air_share: float | None
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    percentiles: tuple[float, ...] | None
+
+
+def grey_facts(volume: Volume, stored: Bools | None, patch_zyx: Triple, places: int) -> GreyFacts:
+    """Read some boxes of about a patch at stored places and look at their grey values.
+
+    Args:
+        stored: which chunks (or shards) are stored; None where unknown: then chunks are asked for at random.
+        places: how many boxes.
+
+    Raises:
+        DataError: the store does not say whether a chunk is there.
+    """
+    chunks, tried = _stored_chunks(volume, stored, places)
+    rng = np.random.default_rng((0, 1))
+    boxes = [_place(volume, chunk, patch_zyx, rng) for chunk in chunks]
+    material: list[NDArray[Any]] = []
+    voxels = unreadable = 0
+    for number, box in enumerate(boxes):
+        for ahead in boxes[number : number + _PLACES_AHEAD]:
+            volume.stage(ahead)
+        try:
+            read = volume.read(box)
+        except UnreadableChunkError as error:
+            log.warning("%s", error)
+            unreadable += 1
+            continue
+        voxels += read.size
+        material.append(read[read != volume.fill_value])
+    values: NDArray[Any] = np.concatenate(material) if material else np.empty(0, volume.dtype)
+    some = len(values) > 0
+    return GreyFacts(
+        places=len(boxes) - unreadable,
+        unreadable=unreadable,
+        tried=tried,
+        found=None if tried is None else len(chunks),
+        voxels=voxels,
+        air_share=1 - len(values) / voxels if voxels else None,
+        minimum=float(values.min()) if some else None,
+        maximum=float(values.max()) if some else None,
+        mean=float(values.mean(dtype=np.float64)) if some else None,
+        std=float(values.std(dtype=np.float64)) if some else None,
+        percentiles=tuple(float(value) for value in np.percentile(values, PERCENTILES)) if some else None,
+    )
+
+
+def _stored_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[list[Triple], int | None]:
+    """Up to `count` random chunks that are stored; and where that was unknown, how many were asked for."""
+    grid, rng = volume.grid, np.random.default_rng((0, 0))
+    if stored is not None:
+        numbers = np.flatnonzero(stored)
+        drawn = rng.choice(numbers, min(count, len(numbers)), replace=False)
+        factors = [-(-n // m) for n, m in zip(grid.counts_zyx, stored.shape, strict=True)]  # chunks in a shard
+        return [_scaled(cell, factors) for cell in zip(*np.unravel_index(drawn, stored.shape), strict=True)], None
+    total = math.prod(grid.counts_zyx)
+    tried, found = 0, []
+    for number in _distinct(rng, total, min(count * _DRAWS_PER_PLACE, total)):
+        z, y, x = (int(i) for i in np.unravel_index(number, grid.counts_zyx))
+        tried += 1
+        try:
+            stored_there = _is_stored(volume, (z, y, x))
+        except (FetchError, ValueError) as error:
+            raise DataError(
+                f"a volume's store must say whether a chunk is there; got {one_line(error)} for chunk {[z, y, x]} of "
+                f"{volume.name}; check the address, the network and the credentials"
+            ) from error
+        if stored_there:
+            found.append((z, y, x))
+        if len(found) == count:
+            break
+    return found, tried
+
+
+def _is_stored(volume: Volume, chunk: Triple) -> bool:
+    """Whether a chunk is stored; where the index of its shard cannot be read, whether the shard is."""
+    grid = volume.grid
+    if grid.shard_zyx is not None and not grid.indexed:
+        return volume.source.exists(grid.key_of(chunk))
+    return not grid.absent(grid.box_of(chunk))
+
+
+def _distinct(rng: np.random.Generator, total: int, count: int) -> Iterator[int]:
+    """Random numbers below `total`, none twice, without a table of all."""
+    seen: set[int] = set()
+    while len(seen) < count:
+        number = int(rng.integers(total))
+        if number not in seen:
+            seen.add(number)
+            yield number
+
+
+def _scaled(cell: tuple[Any, ...], factors: list[int]) -> Triple:
+    z, y, x = (int(i) * factor for i, factor in zip(cell, factors, strict=True))
+    return z, y, x
+
+
+def _place(volume: Volume, chunk: Triple, patch_zyx: Triple, rng: np.random.Generator) -> Box:
+    """A box of about a patch that makes little else be decoded: a part of a chunk, or whole chunks from it on."""
+    starts, stops = [], []
+    for i, edge, size, patch in zip(chunk, volume.chunk_zyx, volume.shape_zyx, patch_zyx, strict=True):
+        lo, hi = i * edge, min((i + 1) * edge, size)
+        if patch < hi - lo:
+            lo = int(rng.integers(lo, hi - patch + 1))
+            hi = lo + patch
+        else:
+            hi = min(lo + max(patch // edge, 1) * edge, size)
+        starts.append(lo)
+        stops.append(hi)
+    return (starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2])

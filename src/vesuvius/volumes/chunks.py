@@ -1,0 +1,261 @@
+"""Which objects, and which bytes of them, hold the chunks of a box.
+
+Knows how zarr names chunks and how a shard's index is written (zarr v3, sharding codec 1.0), so that all bytes of a
+region can be asked for at once; zarr-python itself reads the chunks of a shard one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
+
+from vesuvius.config import Triple
+from vesuvius.volumes.box import Box
+from vesuvius.volumes.source import ByteRange, Source
+
+Coords = tuple[int, ...]
+Request = tuple[str, ByteRange | None]
+
+_ABSENT = 2**64 - 1
+_INDEX_BYTES_KEPT = 32 * 2**20
+
+
+@dataclass
+class ChunkGrid:
+    """The chunks of one array and where their bytes are.
+
+    Attributes:
+        array: the array; sharded or not.
+        select: indices that fix the axes before z, y, x.
+        source: where its objects are.
+    """
+
+    array: zarr.Array[Any]
+    select: tuple[int, ...]
+    source: Source
+    _indices: OrderedDict[str, bytes | None] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def chunk_zyx(self) -> Triple:
+        z, y, x = self.array.chunks[-3:]
+        return z, y, x
+
+    @property
+    def counts_zyx(self) -> Triple:
+        """Chunks along each axis."""
+        z, y, x = (-(-size // chunk) for size, chunk in zip(self.array.shape[-3:], self.chunk_zyx, strict=True))
+        return z, y, x
+
+    @property
+    def shard_zyx(self) -> Triple | None:
+        """Voxels of a shard; None where chunks are objects of their own."""
+        if self.array.shards is None:
+            return None
+        z, y, x = self.array.shards[-3:]
+        return z, y, x
+
+    def chunks_of(self, box: Box) -> Iterator[Triple]:
+        """Coordinates of the chunks that a box touches."""
+        ranges = [range(lo // c, -(-hi // c)) for lo, hi, c in zip(*box, self.chunk_zyx, strict=True)]
+        z_range, y_range, x_range = ranges
+        yield from itertools.product(z_range, y_range, x_range)
+
+    def box_of(self, chunk: Triple) -> Box:
+        """The voxels of a chunk, cut at the end of the array."""
+        start = tuple(i * c for i, c in zip(chunk, self.chunk_zyx, strict=True))
+        stop = (min(lo + c, size) for lo, c, size in zip(start, self.chunk_zyx, self.array.shape[-3:], strict=True))
+        (z0, y0, x0), (z1, y1, x1) = start, stop
+        return (z0, y0, x0), (z1, y1, x1)
+
+    def key_of(self, chunk: Triple) -> str:
+        """The object that holds a chunk: its own, or its shard's."""
+        outer = self.array.shards or self.array.chunks
+        place = [i * c // o for i, c, o in zip(chunk, self.chunk_zyx, outer[-3:], strict=True)]
+        return self._folder + self._name(place)
+
+    def place_of(self, key: str) -> Triple | None:
+        """Where the object with this key stands among the chunks, or shards; None where it is none of them."""
+        match = self._key_pattern.fullmatch(key)
+        return (int(match["z"]), int(match["y"]), int(match["x"])) if match else None
+
+    def requests(self, box: Box) -> list[Request]:
+        """What zarr will ask the store for when it reads a box, in the same form.
+
+        A shard that the box covers is one object; of any other, its index and its chunks are byte ranges.  Reads the
+        indices of those shards (kept for later).
+
+        Raises:
+            FetchError, ValueError: as `shard_index`.
+        """
+        if self.shard_zyx is not None and not self.indexed:
+            return []  # zarr finds its own way, one chunk after the other
+        if self.shard_zyx is None:
+            return [(self.key_of(chunk), None) for chunk in self.chunks_of(box)]
+        found: list[Request] = []
+        for key, chunks in self._by_shard(box).items():
+            if len(chunks) == math.prod(self._chunks_per_shard):
+                found.append((key, None))
+                continue
+            index = self.shard_index(key)
+            found.append((key, self.index_range))
+            ranges = [self._range_in(index, chunk) for chunk in chunks] if index is not None else []
+            found += [(key, byte_range) for byte_range in ranges if byte_range]
+        return found
+
+    def submit(self, key: str, byte_range: ByteRange | None) -> Future[bytes | None]:
+        """`Source.submit`, answered at once where it asks for the index of a shard that is known already."""
+        if byte_range is not None and byte_range == self.index_range:
+            with self._lock:
+                if key in self._indices:
+                    known: Future[bytes | None] = Future()
+                    known.set_result(self._indices[key])
+                    return known
+        return self.source.submit(key, byte_range)
+
+    def forget(self, box: Box) -> None:
+        """Have the chunks of a box, and the indices that lead to them, fetched anew next time: some are damaged."""
+        for key, chunks in self._by_shard(box).items():
+            self.source.forget(key)
+            with self._lock:
+                data = self._indices.pop(key, None)
+            index = None if data is None else self._parse_index(data)
+            if index is not None:
+                for chunk in chunks:
+                    self.source.forget(key, self._range_in(index, chunk))
+            if self.indexed:
+                self.source.forget(key, self.index_range)
+
+    def absent(self, box: Box) -> list[Triple]:
+        """The chunks of a box that are not stored.  Asks the store once per chunk or shard.
+
+        Raises:
+            FetchError, ValueError: as `shard_index`.
+        """
+        if self.shard_zyx is None:
+            chunk_of = {self.key_of(chunk): chunk for chunk in self.chunks_of(box)}
+            return [chunk_of[key] for key in self.source.absent(list(chunk_of))]
+        missing = []
+        for key, chunks in self._by_shard(box).items():
+            index = self.shard_index(key)
+            missing += [c for c in chunks if index is None or self._range_in(index, c) is None]
+        return missing
+
+    def present_in_shard(self, chunk: Triple) -> NDArray[np.bool_]:
+        """Which chunks of the shard that starts at a chunk are stored: bool over its (z, y, x).  Errors as below."""
+        index = self.shard_index(self.key_of(chunk))
+        if index is None:
+            return np.zeros(self._chunks_per_shard[-3:], bool)
+        for lead in self._within_shard(chunk)[: len(self.select)]:
+            index = index[lead]
+        present: NDArray[np.bool_] = index[..., 0] != np.uint64(_ABSENT)
+        return present
+
+    def shard_index(self, key: str) -> NDArray[np.uint64] | None:
+        """Offset and length of each chunk of a shard, (..., 2), 2^64 - 1 where absent; None for an absent shard.
+
+        Raises:
+            FetchError: the store does not answer.
+            ValueError: the index is not of the form that the metadata promise.
+        """
+        with self._lock:
+            known = key in self._indices
+            data = self._indices.get(key)
+        if not known:
+            data = self.source.get(key, self.index_range)
+        index = None if data is None else self._parse_index(data)
+        with self._lock:
+            self._indices[key] = data
+            self._indices.move_to_end(key)
+            while len(self._indices) > max(_INDEX_BYTES_KEPT // self._index_bytes, 8):
+                self._indices.popitem(last=False)
+        return index
+
+    @cached_property
+    def index_range(self) -> ByteRange | None:
+        """The bytes of a shard that hold its index; None without shards, or with an index that is not `indexed`."""
+        if not self.indexed:
+            return None
+        if str(self._codec.index_location.value) == "start":
+            return ByteRange(0, self._index_bytes)
+        return ByteRange(-self._index_bytes)
+
+    @cached_property
+    def indexed(self) -> bool:
+        """Whether the shards' index can be read here: bytes in little order, with or without a checksum."""
+        if self.array.shards is None:
+            return False
+        match list(self._codec.index_codecs):
+            case [BytesCodec() as order] | [BytesCodec() as order, Crc32cCodec()]:
+                return order.endian is not None and order.endian.value == "little"
+        return False
+
+    @property
+    def _folder(self) -> str:
+        return f"{self.array.path}/" if self.array.path else ""
+
+    def _name(self, place: Sequence[Any]) -> str:
+        outer = self.array.shards or self.array.chunks
+        lead = [i // o for i, o in zip(self.select, outer, strict=False)]
+        name: str = self.array.metadata.encode_chunk_key((*lead, *place))
+        return name
+
+    @cached_property
+    def _key_pattern(self) -> re.Pattern[str]:
+        pattern = re.escape(self._name("ZYX"))  # letters, which no name holds, in place of the numbers
+        for axis in "zyx":
+            pattern = pattern.replace(axis.upper(), rf"(?P<{axis}>\d+)")
+        return re.compile(re.escape(self._folder) + pattern)
+
+    @property
+    def _codec(self) -> ShardingCodec:
+        codecs: tuple[Any, ...] = getattr(self.array.metadata, "codecs", ())
+        (codec,) = (codec for codec in codecs if isinstance(codec, ShardingCodec))
+        return codec
+
+    @property
+    def _chunks_per_shard(self) -> Coords:
+        assert self.array.shards is not None
+        return tuple(s // c for s, c in zip(self.array.shards, self.array.chunks, strict=True))
+
+    @property
+    def _index_bytes(self) -> int:
+        return 16 * math.prod(self._chunks_per_shard) + 4 * (len(list(self._codec.index_codecs)) - 1)
+
+    def _parse_index(self, data: bytes) -> NDArray[np.uint64]:
+        count = math.prod(self._chunks_per_shard)
+        if len(data) != self._index_bytes:
+            raise ValueError(f"a shard's index has {self._index_bytes} bytes; got {len(data)}")
+        if len(data) % 16 and google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
+            raise ValueError("a shard's index must match its checksum")
+        return np.frombuffer(data, "<u8", 2 * count).reshape(*self._chunks_per_shard, 2)
+
+    def _range_in(self, index: NDArray[np.uint64], chunk: Triple) -> ByteRange | None:
+        """The bytes of a shard that hold a chunk; None where it is absent."""
+        offset, size = (int(v) for v in index[self._within_shard(chunk)])
+        return None if offset == _ABSENT else ByteRange(offset, offset + size)
+
+    def _by_shard(self, box: Box) -> dict[str, list[Triple]]:
+        grouped: dict[str, list[Triple]] = {}
+        for chunk in self.chunks_of(box):
+            grouped.setdefault(self.key_of(chunk), []).append(chunk)
+        return grouped
+
+    def _within_shard(self, chunk: Triple) -> Coords:
+        """Position of a chunk in its shard's index."""
+        lead = (i // c for i, c in zip(self.select, self.array.chunks, strict=False))
+        return tuple(i % n for i, n in zip((*lead, *chunk), self._chunks_per_shard, strict=True))

@@ -1,0 +1,381 @@
+"""First stop of a patch: open one level of a zarr volume and read boxes of it.
+
+Reads zarr v2 and v3, sharded or not, OME-Zarr groups (levels looked up in their metadata) and bare arrays, from disk
+and from remote stores.  On disk chunks are decoded by the zarrs codec pipeline where it supports the array, by
+zarr-python otherwise; remote chunks are fetched ahead, many at once, and decoded by zarr-python.  One codec thread per
+reader.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import time
+import warnings
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import zarr
+from numcodecs import blosc
+from numpy.typing import NDArray
+from zarr.core.buffer import default_buffer_prototype
+from zarr.storage import LocalStore
+
+from vesuvius.config import ArrayConfig, StoreConfig, Triple
+from vesuvius.errors import DataError, one_line
+from vesuvius.volumes.box import Box, format_box, intersection, shape_of, slices
+from vesuvius.volumes.chunks import ChunkGrid
+from vesuvius.volumes.geometry import FloatTriple, level_geometry
+from vesuvius.volumes.source import ClosedError, FetchError, Source, SourceFigures, is_remote
+from vesuvius.volumes.staged import StagedStore
+
+log = logging.getLogger(__name__)
+
+SUPPORTED_DTYPES = ("uint8", "uint16", "float32")
+_PYTHON_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
+
+
+class UnreadableChunkError(DataError):
+    """A chunk that could not be fetched or decoded, after all tries.
+
+    Attributes:
+        volume, region, chunk, cause: what to write into the quarantine.
+    """
+
+    def __init__(self, volume: str, region: Box, chunk: Triple, cause: str) -> None:
+        super().__init__(
+            f"every chunk of a volume must be readable; got {cause} in volume {volume}, region {format_box(region)}, "
+            f"chunk {list(chunk)}; restore the chunk from its source, or remove it (absent = air)"
+        )
+        self.volume, self.region, self.chunk, self.cause = volume, region, chunk, cause
+
+
+class Volume:
+    """One level of one volume, opened for reading.
+
+    Attributes:
+        name: path and level as the user gave them, for messages.
+        shape_zyx: voxels.
+        chunk_zyx: voxels of the unit that is decoded at once (the inner chunk of a sharded array).
+        dtype: stored dtype; one of uint8, uint16, float32.
+        voxel_size_um: edge lengths (z, y, x) where the metadata give them in micrometres, else None.
+        level_paths: the arrays of its pyramid from the finest; empty for a bare array.
+        wait_s: seconds for which `read` has waited for staged bytes, in all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        array: zarr.Array[Any],
+        select: tuple[int, ...],
+        voxel_size_um: FloatTriple | None,
+        level_paths: tuple[str, ...],
+        source: Source,
+        missing_chunk: Literal["air", "error"],
+    ) -> None:
+        self.name = name
+        self.array = array
+        self.select = select
+        self.voxel_size_um = voxel_size_um
+        self.level_paths = level_paths
+        self.source = source
+        self.grid = ChunkGrid(array, select, source)
+        self.wait_s = 0.0
+        self._missing_chunk = missing_chunk
+        self._staged = array.store if isinstance(array.store, StagedStore) else None
+
+    @cached_property
+    def shape_zyx(self) -> Triple:
+        z, y, x = self.array.shape[-3:]
+        return z, y, x
+
+    @property
+    def chunk_zyx(self) -> Triple:
+        return self.grid.chunk_zyx
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(self.array.dtype).newbyteorder("=")
+
+    @property
+    def fill_value(self) -> float:
+        """Grey value of an absent chunk: air."""
+        return float(self.array.fill_value or 0)
+
+    @property
+    def codec_pipeline(self) -> str:
+        """Which library decodes the chunks: 'zarrs' or 'zarr-python'."""
+        return "zarrs" if getattr(self.array.async_array.codec_pipeline, "impl", None) is not None else "zarr-python"
+
+    @property
+    def figures(self) -> SourceFigures:
+        """What was fetched so far; on disk only what zarrs did not read itself."""
+        return self.source.figures
+
+    def stage(self, box: Box) -> None:
+        """Start to fetch the chunks of a box from a remote store; on disk nothing.  Does not wait."""
+        if self._staged is not None:
+            self._staged.stage(self.grid, box)
+
+    def unstage(self) -> None:
+        """Forget what was staged and will not be read."""
+        if self._staged is not None:
+            self._staged.unstage()
+
+    def read(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Read and decode a box; absent chunks come as the fill value.
+
+        Args:
+            out: where to, C-contiguous, of the volume's dtype and the shape of the box; a new array by default.
+
+        Returns:
+            `out`, or an array of the stored dtype, shape stop - start.
+
+        Raises:
+            UnreadableChunkError: a chunk cannot be fetched or decoded, or holds NaN or infinity.
+            DataError: a chunk is absent and `data.missing_chunk` is 'error'.
+            ClosedError: another thread has closed the volume.
+        """
+        out = np.empty(shape_of(box), self.dtype) if out is None else out
+        try:
+            self._settle(box)
+            self._check_present(box)
+            _read_into(self.array, self.select, box, out)
+            _check_finite(out)
+        except (DataError, ClosedError):
+            raise
+        except Exception as error:  # codecs and stores raise whatever they like; here it is found which chunk it was
+            log.debug("reading %s of %s chunk by chunk after %s", format_box(box), self.name, one_line(error))
+            self.source.count(retries=1)
+            self._read_chunk_by_chunk(box, out)
+        finally:
+            if self._staged is not None:
+                self._staged.release(box)
+        return out
+
+    def close(self) -> None:
+        """End the threads that fetch."""
+        self.source.close()
+
+    def _settle(self, box: Box) -> None:
+        """Have all bytes of the box here, where they come from a remote store."""
+        if self._staged is not None:
+            started = time.perf_counter()
+            self._staged.stage(self.grid, box)
+            self._staged.settle(box)
+            self.wait_s += time.perf_counter() - started
+
+    def _read_chunk_by_chunk(self, box: Box, out: NDArray[Any]) -> None:
+        """The careful way: each chunk is fetched anew, past all caches, and decoded by itself."""
+        self.grid.forget(box)
+        for chunk in self.grid.chunks_of(box):
+            part = intersection(self.grid.box_of(chunk), box)
+            voxels = out[slices(part, box[0])]
+            try:
+                self._check_present(part)
+                voxels[...] = self._plain_array[_selection(self.select, part)]
+                _check_finite(voxels)
+            except (DataError, ClosedError):
+                raise
+            except Exception as error:
+                kind = "" if isinstance(error, FetchError) else f"{type(error).__name__}: "
+                raise UnreadableChunkError(self.name, box, chunk, kind + one_line(error, 400)) from error
+
+    @cached_property
+    def _plain_array(self) -> zarr.Array[Any]:
+        """The same array without staging, its bytes read by our source: with retries, and with errors that tell fetch
+        from decode."""
+        with zarr.config.set(_PYTHON_PIPELINE):
+            return zarr.open_array(StagedStore(self.source), path=self.array.path, mode="r")
+
+    def _check_present(self, box: Box) -> None:
+        absent = self.grid.absent(box) if self._missing_chunk == "error" else []
+        if absent:
+            raise DataError(
+                f"every chunk must be stored with data.missing_chunk=error; got {len(absent)} absent, the first "
+                f"{list(absent[0])}, in volume {self.name}, region {format_box(box)}; restore it, or set "
+                "data.missing_chunk=air"
+            )
+
+
+def open_volume(
+    spec: ArrayConfig, store: StoreConfig = StoreConfig(), missing_chunk: Literal["air", "error"] = "air"
+) -> Volume:
+    """Open what `data.volumes[]` names.  Reads metadata only.
+
+    Raises:
+        DataError: nothing there, not a zarr, no such level, not three axes z, y, x, or a dtype that is not supported.
+    """
+    _use_one_codec_thread()
+    with warnings.catch_warnings():
+        # Where zarrs does not support an array it falls back to zarr-python and warns on every open;
+        # `Volume.codec_pipeline` says which one is at work, and the run's log repeats it once.
+        warnings.filterwarnings("ignore", message="Array is unsupported by ZarrsCodecPipeline")
+        return _open_volume(spec, store, missing_chunk)
+
+
+def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal["air", "error"]) -> Volume:
+    if not is_remote(spec.path) and not Path(spec.path).exists():
+        raise DataError(f"a volume must exist; got {spec.path}, which is not there; {_how_to_get_data(spec.path)}")
+    source = Source(spec.path, config)
+    node = _open_node(source)
+    voxel_size_um: FloatTriple | None = None
+    level_paths: tuple[str, ...] = ()
+    if isinstance(node, zarr.Group):
+        array, axes, voxel_size_um, level_paths = _pick_level(node, spec)
+    else:
+        array, axes = node, None
+        if spec.level:
+            raise DataError(
+                f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point path "
+                "at the OME-Zarr group"
+            )
+    if not np.dtype(array.dtype).isnative:  # zarrs decodes native byte order only, and says so at the first read
+        with zarr.config.set(_PYTHON_PIPELINE):
+            array = zarr.open_array(array.store_path, mode="r")
+    name = spec.path if not isinstance(node, zarr.Group) else f"{spec.path} level {spec.level}"
+    _check_axes(name, array, axes, spec.select)
+    if np.dtype(array.dtype).newbyteorder("=").name not in SUPPORTED_DTYPES:
+        raise DataError(
+            f"voxels must be one of {', '.join(SUPPORTED_DTYPES)}; got {array.dtype} in {name}; convert the volume"
+        )
+    source.cache_scope = f"{spec.path.rstrip('/')}#{metadata_hash(array)}"
+    return Volume(name, array, spec.select, voxel_size_um, level_paths, source, missing_chunk)
+
+
+def metadata_hash(array: zarr.Array[Any]) -> str:
+    """Changes with shape, chunks, dtype and codecs; not with attributes."""
+    metadata = {key: value for key, value in array.metadata.to_dict().items() if key != "attributes"}
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _selection(select: tuple[int, ...], box: Box) -> Any:
+    return (*select, *slices(box))
+
+
+def _read_into(array: zarr.Array[Any], select: tuple[int, ...], box: Box, out: NDArray[Any]) -> None:
+    """Decode a box into `out` without a copy, where zarr can."""
+    if array.dtype == out.dtype and out.flags.c_contiguous:
+        buffer = default_buffer_prototype().nd_buffer.from_numpy_array(out)
+        array.get_basic_selection(_selection(select, box), out=buffer)
+    else:
+        out[...] = array[_selection(select, box)]
+
+
+def _check_finite(voxels: NDArray[Any]) -> None:
+    if voxels.dtype.kind == "f" and not np.isfinite(voxels).all():
+        raise ValueError("NaN or infinity")
+
+
+def _use_one_codec_thread() -> None:
+    """Set zarr's process-wide configuration: readers are processes, so a pool of threads in each would only contend."""
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")  # zarrs itself; read when it is first used
+    blosc.set_nthreads(1)
+    settings: dict[str, Any] = {"threading.max_workers": 1, "async.concurrency": 4}
+    if importlib.util.find_spec("zarrs") is not None:
+        settings |= {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline", "codec_pipeline.chunk_concurrent_maximum": 1}
+    zarr.config.set(settings)
+
+
+def _open_node(source: Source) -> zarr.Array[Any] | zarr.Group:
+    address = source.address
+    try:
+        return zarr.open(StagedStore(source) if source.remote else LocalStore(address, read_only=True), mode="r")
+    except FileNotFoundError as error:
+        raise DataError(
+            f"a volume must be a zarr array or group; got {address}, which is neither; point path at the "
+            "zarr itself (it holds .zarray, .zgroup or zarr.json)"
+        ) from error
+    except FetchError as error:
+        raise DataError(
+            f"a volume's store must answer; got {one_line(error)}; check the address, the network and the credentials "
+            "(AWS_* in the environment, data.store.anonymous)"
+        ) from error
+    except Exception as error:  # malformed metadata and unknown codecs raise many types
+        raise DataError(
+            f"a volume's metadata must be readable; got {type(error).__name__}: {one_line(error)} in {address}; check "
+            "its codec and metadata, or install the codec's package"
+        ) from error
+
+
+def _how_to_get_data(path: str) -> str:
+    return (
+        f"write a synthetic scroll there with `vesuvius volume synth {path}`, download a real one (its address is in "
+        'configs/exp001_full.yaml), or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
+    )
+
+
+def _pick_level(
+    group: zarr.Group, spec: ArrayConfig
+) -> tuple[zarr.Array[Any], list[str] | None, FloatTriple | None, tuple[str, ...]]:
+    """The array of one level of an OME-Zarr group, its axis names, its voxel size in micrometres, all levels' paths."""
+    attributes: Any = group.attrs.asdict()
+    ome = attributes.get("ome", attributes)  # OME-Zarr 0.5 nests its metadata under "ome", 0.4 does not
+    try:
+        multiscale = ome["multiscales"][0]
+        datasets = list(multiscale["datasets"])
+        paths = [str(dataset["path"]) for dataset in datasets]
+        axes = [axis if isinstance(axis, str) else dict(axis) for axis in multiscale.get("axes", [])]
+    except (KeyError, IndexError, TypeError) as error:
+        arrays = "unknown"
+        if not is_remote(spec.path):
+            arrays = ", ".join(sorted(name for name, _ in group.arrays())) or "none"
+        raise DataError(
+            f"a group must be an OME-Zarr with multiscales metadata, or path must name an array in it; got the group "
+            f"{spec.path} without them (arrays in it: {arrays}); set path to {spec.path.rstrip('/')}/ARRAY"
+        ) from error
+    if spec.level >= len(paths):
+        raise DataError(
+            f"level must be one of 0..{len(paths) - 1}; got {spec.level} of {spec.path}; change data.volumes[].level"
+        )
+    try:
+        array = group[paths[spec.level]]
+    except Exception as error:
+        raise DataError(
+            f"each level in the metadata must exist; got {type(error).__name__}: {one_line(error)} for level "
+            f"{spec.level} ({paths[spec.level]!r}) of {spec.path}; copy the missing level or choose another"
+        ) from error
+    if not isinstance(array, zarr.Array):
+        raise DataError(f"a level must be an array; got a group at {spec.path}/{paths[spec.level]}; check its metadata")
+    names = [axis if isinstance(axis, str) else str(axis.get("name")) for axis in axes] or None
+    return array, names, _voxel_size_um(multiscale, paths[spec.level]), tuple(paths)
+
+
+def _voxel_size_um(entry: Any, path: str) -> FloatTriple | None:
+    """Where the metadata do not give it, or not in a form that can be read, it is unknown: patches do not need it."""
+    try:
+        geometry = level_geometry(entry, path)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return geometry.voxel_size_um if geometry else None
+
+
+def _check_axes(name: str, array: zarr.Array[Any], axes: list[str] | None, select: tuple[int, ...]) -> None:
+    leading = array.ndim - 3
+    axes_text = f"axes {', '.join(axes)}" if axes else f"{array.ndim} axes"
+    if leading < 0:
+        raise DataError(
+            f"a volume has three axes z, y, x; got {axes_text} of shape {array.shape} in {name}; stack its slices into "
+            "one array (Z, Y, X)"
+        )
+    if axes is not None and axes[-3:] != ["z", "y", "x"]:
+        raise DataError(
+            f"a volume needs axes z, y, x as its last three; got {axes_text} of shape "
+            f"{array.shape} in {name}; rewrite it in that order"
+        )
+    if len(select) != leading:
+        raise DataError(
+            f"a volume has three axes z, y, x, and `select` fixes each axis before them; got {axes_text} of shape "
+            f"{array.shape} in {name} with select={list(select)}; set data.volumes[].select to {leading} "
+            f"{'index' if leading == 1 else 'indices'}, e.g. {[0] * leading}"
+        )
+    for index, size in zip(select, array.shape, strict=False):
+        if index >= size:
+            raise DataError(
+                f"select must lie inside the array; got {list(select)} for shape {array.shape} in {name}; lower it"
+            )

@@ -1,0 +1,498 @@
+"""Where there is something to see: sidecars, listings, coarse levels and masks, against the voxels themselves."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import textured, write_array
+from tests.s3 import upload
+from tests.stream.test_stream import collect, open_stream
+from tests.volumes.test_volume import LAYOUTS, write_ome
+from vesuvius.config import ArrayConfig, DataConfig, ForegroundConfig, StoreConfig, VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.plan import occupancy
+from vesuvius.plan.occupancy import SIDECAR, chunk_occupancy, coarse_map, list_chunks, write_sidecar
+from vesuvius.stream.prepare import PreparedData, prepare_data
+from vesuvius.volumes.volume import Volume, open_volume
+
+Voxels = np.ndarray[Any, Any]
+
+FAST = StoreConfig(max_pause_s=0.02)
+SHAPE = (96, 128, 70)  # 3x4x3 chunks of 32, the last along x cut
+GRID = (3, 4, 3)
+
+
+def opened(address: Path | str, **options: Any) -> Volume:
+    return open_volume(ArrayConfig(path=str(address)), FAST, **options)
+
+
+def some_chunks(seed: int = 0) -> Voxels:
+    """A grid of chunks, a third of them absent."""
+    found: Voxels = np.random.default_rng(seed).random(GRID) < 0.66
+    assert 0 < found.sum() < found.size
+    return found
+
+
+def voxels_of(chunks: Voxels, shape: tuple[int, ...] = SHAPE) -> Voxels:
+    """Textured where the chunks are, else 0, which zarr does not store."""
+    mask = chunks
+    for axis in range(3):
+        mask = np.repeat(mask, 32, axis).take(range(shape[axis]), axis)
+    return np.where(mask, textured(shape), 0).astype(np.uint8)
+
+
+# ---- listings
+
+
+@pytest.mark.parametrize("separator", ["/", "."])
+@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
+def test_a_listing_finds_the_chunks_that_are_stored_and_nothing_else(
+    tmp_path: Path, layout: str, separator: str
+) -> None:
+    name = {"v2": "v2", "v3": "default", "v3-sharded": "default"}[layout]
+    options = LAYOUTS[layout] | {"chunk_key_encoding": {"name": name, "separator": separator}}
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **options)
+    for stray in ("7/7/7", "7.7.7", "c/9/0/0", "0/0/0.partial", "notes/0/0/0"):
+        (path / stray).parent.mkdir(parents=True, exist_ok=True)
+        (path / stray).write_bytes(b"stray")
+    np.testing.assert_array_equal(list_chunks(opened(path)), some_chunks())
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_a_listing_is_that_of_the_level(tmp_path: Path, version: str) -> None:
+    levels = {"0": voxels_of(some_chunks(0)), "1": voxels_of(some_chunks(1))}
+    path = write_ome(tmp_path / "v.zarr", levels, version=version)
+    for level in (0, 1):
+        volume = open_volume(ArrayConfig(path=str(path), level=level))
+        np.testing.assert_array_equal(list_chunks(volume), some_chunks(level))
+
+
+def test_a_listing_is_that_of_the_axes_that_are_fixed(tmp_path: Path) -> None:
+    both = np.stack([voxels_of(some_chunks(0)), voxels_of(some_chunks(1))])
+    path = tmp_path / "v.zarr"
+    array = zarr.create_array(str(path), shape=both.shape, dtype="uint8", chunks=(1, 32, 32, 32), fill_value=0)
+    array[...] = both
+    for index in (0, 1):
+        volume = open_volume(ArrayConfig(path=str(path), select=(index,)))
+        np.testing.assert_array_equal(list_chunks(volume), some_chunks(index))
+
+
+@pytest.mark.parametrize("layout", ["v2", "v2-dots", "v3-sharded"])
+def test_a_kept_listing_is_used_until_a_chunk_comes_or_goes(tmp_path: Path, cache_home: Path, layout: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    chunk, place = {
+        "v2": ("1/2/1", (1, 2, 1)),
+        "v2-dots": ("1.2.1", (1, 2, 1)),
+        "v3-sharded": ("c/0/1/0", (slice(0, 2), slice(2, 4), slice(0, 2))),
+    }[layout]
+
+    def listed() -> tuple[Voxels, int]:
+        found = chunk_occupancy(opened(path), StoreConfig())
+        (kept,) = cache_home.rglob("*.npz")
+        return found, kept.stat().st_mtime_ns
+
+    full, first = listed()
+    assert full.all()
+    assert listed()[1] == first, "nothing changed, nothing listed"
+    held = (path / chunk).read_bytes()
+    (path / chunk).unlink()
+    less, second = listed()
+    expected = np.ones(GRID, bool)
+    expected[place] = False
+    np.testing.assert_array_equal(less, expected)
+    assert listed()[1] == second > first
+    (path / chunk).write_bytes(held)
+    again, third = listed()
+    assert again.all()
+    assert third > second
+
+
+def test_a_kept_listing_that_is_damaged_is_made_anew(tmp_path: Path, cache_home: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()))
+    chunk_occupancy(opened(path), StoreConfig())
+    (kept,) = cache_home.rglob("*.npz")
+    kept.write_bytes(kept.read_bytes()[:-30])
+    np.testing.assert_array_equal(chunk_occupancy(opened(path), StoreConfig()), some_chunks())
+    np.testing.assert_array_equal(np.load(kept)["occupancy"], some_chunks())
+
+
+def test_a_listing_that_cannot_be_kept_is_made_all_the_same(
+    tmp_path: Path, cache_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()))
+    (cache_home / "vesuvius").write_bytes(b"a file where the folder should be")
+    np.testing.assert_array_equal(chunk_occupancy(opened(path), StoreConfig()), some_chunks())
+    assert "could not be kept" in caplog.text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_object_store_is_listed_folder_by_folder(s3: Any, tmp_path: Path, layout: str) -> None:
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **LAYOUTS[layout])
+    (path / "notes").mkdir()
+    (path / "notes/0").write_bytes(b"a folder beside the chunks")
+    address = upload(s3, path, "public", f"{tmp_path.name}/v.zarr")
+    np.testing.assert_array_equal(chunk_occupancy(opened(address), FAST), some_chunks())
+
+
+# ---- sidecars
+
+
+def put_sidecar(path: Path, chunks: Any, name: str = "occupancy") -> None:
+    with (path / SIDECAR).open("wb") as out:
+        np.savez_compressed(out, **{name: chunks})
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_sidecar_is_believed_without_a_listing(
+    server: ChunkServer, tmp_path: Path, cache_home: Path, remote: bool
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    put_sidecar(path, some_chunks())
+    address = server.url_of(path) if remote else path
+    np.testing.assert_array_equal(chunk_occupancy(opened(address), FAST), some_chunks())
+    assert not list(cache_home.rglob("*.npz"))
+
+
+def test_a_sidecar_lies_beside_its_level(tmp_path: Path) -> None:
+    path = write_ome(tmp_path / "v.zarr", {"0": textured(SHAPE), "1": textured(SHAPE)})
+    put_sidecar(path / "1", some_chunks())
+    for level, expected in ((0, np.ones(GRID, bool)), (1, some_chunks())):
+        volume = open_volume(ArrayConfig(path=str(path), level=level))
+        np.testing.assert_array_equal(chunk_occupancy(volume, StoreConfig()), expected)
+
+
+def test_a_sidecar_of_shards_is_as_good_as_one_of_chunks(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS["v3-sharded"])
+    shards = np.array([[[1, 1], [0, 1]], [[1, 0], [1, 1]]], bool)
+    put_sidecar(path, shards)
+    found = occupancy.occupancy_map(opened(path), chunk_occupancy(opened(path), StoreConfig()))
+    np.testing.assert_array_equal(found.fraction, 255 * shards)
+    assert found.cell_zyx == (64, 64, 64)
+
+
+def test_a_written_sidecar_reads_back(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    write_sidecar(path / SIDECAR, some_chunks(), occupancy.sidecar_signature(opened(path)))
+    np.testing.assert_array_equal(chunk_occupancy(opened(path), StoreConfig()), some_chunks())
+    assert [file.name for file in path.glob(".chunk*")] == [SIDECAR]
+
+
+BAD_SIDECARS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "other shape": (lambda path: put_sidecar(path, np.ones((3, 4, 4), bool)), r"got \(3, 4, 4\) for \(3, 4, 3\)"),
+    "transposed": (lambda path: put_sidecar(path, np.ones((4, 3, 3), bool)), r"got \(4, 3, 3\) for \(3, 4, 3\)"),
+    "counts": (lambda path: put_sidecar(path, np.ones(GRID, int)), "occupancy of int64"),
+    "objects": (lambda path: put_sidecar(path, np.array([None])), "an npz with `occupancy`"),
+    "other name": (lambda path: put_sidecar(path, np.ones(GRID, bool), "chunks"), "an npz with `occupancy`"),
+    "no npz": (lambda path: (path / SIDECAR).write_bytes(b"PK"), "an npz with `occupancy`"),
+    "empty": (lambda path: (path / SIDECAR).write_bytes(b""), "an npz with `occupancy`"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_SIDECARS)
+def test_a_sidecar_that_is_not_of_the_volume_is_refused(tmp_path: Path, bad: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    write, words = BAD_SIDECARS[bad]
+    write(path)
+    with pytest.raises(DataError, match=rf"{words}.*v\.zarr; make it anew with `vesuvius volume occupancy`"):
+        chunk_occupancy(opened(path), StoreConfig())
+
+
+def test_a_sidecar_that_was_made_here_for_another_array_is_refused(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    other = write_array(tmp_path / "other.zarr", textured(SHAPE), compressors=None)
+    write_sidecar(path / SIDECAR, some_chunks(), occupancy.sidecar_signature(opened(other)))
+    with pytest.raises(
+        DataError, match=r"must belong to its array; got the signature vesuvius:.*v\.zarr; make it anew"
+    ):
+        chunk_occupancy(opened(path), StoreConfig())
+
+
+@pytest.mark.parametrize("part", [slice(0, 100), slice(0, -1), slice(40, None)])
+def test_a_sidecar_that_is_cut_is_refused(tmp_path: Path, part: slice) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    put_sidecar(path, some_chunks())
+    (path / SIDECAR).write_bytes((path / SIDECAR).read_bytes()[part])
+    with pytest.raises(DataError, match="an npz with `occupancy` and `signature`"):
+        chunk_occupancy(opened(path), StoreConfig())
+
+
+def test_a_sidecar_that_was_renewed_is_seen_past_the_disk_cache(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    store = StoreConfig(cache_dir=str(tmp_path / "cache"), cache_gib=0.1)
+    for seed in (0, 1):
+        put_sidecar(path, some_chunks(seed))
+        volume = open_volume(ArrayConfig(path=server.url_of(path)), store)
+        np.testing.assert_array_equal(chunk_occupancy(volume, store), some_chunks(seed))
+
+
+def test_a_web_server_without_a_sidecar_cannot_give_a_plan(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
+    config = data_config(server.url_of(path), min_foreground=0.5)
+    with pytest.raises(
+        DataError, match=r"needs a store that can list; got http.* put a `\.chunk_occupancy\.npz` beside"
+    ):
+        prepare_data(0, config)
+    put_sidecar(path, np.ones((3, 4, 4), bool))
+    assert prepare_data(0, config).plan.volumes[0].foreground is not None
+
+
+# ---- coarse levels and masks
+
+
+def empty_volume(path: Path, shape: tuple[int, ...]) -> Volume:
+    """A volume of metadata only."""
+    zarr.create_array(str(path), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)
+    return opened(path)
+
+
+def counted_by_hand(coarse: Voxels, threshold: float, merged: tuple[int, ...]) -> Voxels:
+    """The share of each cell of `merged` coarse voxels that is above the threshold, in 255ths, halves upwards."""
+    counts = [-(-size // m) for size, m in zip(coarse.shape, merged, strict=True)]
+    shares = np.zeros(counts, np.uint8)
+    for cell in np.ndindex(*counts):
+        part = coarse[tuple(slice(i * m, (i + 1) * m) for i, m in zip(cell, merged, strict=True))]
+        shares[cell] = int(255 * (part > threshold).sum() / part.size + 0.5)
+    return shares
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.tuples(*[st.integers(5, 30)] * 3),
+    factor=st.sampled_from([1, 2, 4]),
+    floor=st.booleans(),
+    patch=st.tuples(*[st.integers(1, 20)] * 3),
+    threshold=st.integers(0, 150),
+    seed=st.integers(0, 9),
+)
+def test_a_coarse_map_is_the_share_of_voxels_above_the_threshold(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, int, int],
+    factor: int,
+    floor: bool,
+    patch: tuple[int, int, int],
+    threshold: int,
+    seed: int,
+) -> None:
+    path = tmp_path_factory.mktemp("v")
+    shape = tuple(factor * size - (factor - 1 if not floor else 1 - factor) for size in sizes)
+    coarse = textured(sizes, seed=seed)
+    monkeypatch.setattr(occupancy, "_BLOCK_BYTES", 8**3)  # many blocks, not one
+    found = coarse_map(
+        empty_volume(path / "fine", shape), opened(write_array(path / "coarse", coarse, 7)), threshold, patch
+    )
+    merged = tuple(max(p // (4 * factor), 1) for p in patch)
+    assert found.cell_zyx == tuple(m * factor for m in merged)
+    expected = counted_by_hand(coarse, threshold, merged)
+    covered = found.fraction[tuple(slice(n) for n in expected.shape)]
+    np.testing.assert_array_equal(covered, expected)
+    assert found.fraction.sum() == covered.sum(), "what the coarse array leaves out at the end is background"
+
+
+FACTORS = [
+    ((96, 128, 128), (96, 128, 128), (1, 1, 1)),
+    ((97, 128, 130), (49, 64, 65), (2, 2, 2)),
+    ((97, 128, 130), (48, 64, 65), (2, 2, 2)),
+    ((100, 1000, 1000), (4, 32, 32), (32, 32, 32)),  # sizes alone would also allow 21 to 33, and 31
+    ((75784, 32693, 32693), (2369, 1022, 1022), (32, 32, 32)),
+    ((75784, 32693, 32693), (2368, 1021, 1021), (32, 32, 32)),
+    ((50, 1000, 1000), (50, 32, 32), (1, 32, 32)),
+    ((90, 120, 60), (30, 40, 20), (3, 3, 3)),
+]
+
+
+@pytest.mark.parametrize(("fine", "coarse", "factors"), FACTORS)
+def test_the_factor_between_two_levels_is_the_one_that_pyramids_have(
+    tmp_path: Path, fine: tuple[int, ...], coarse: tuple[int, ...], factors: tuple[int, ...]
+) -> None:
+    assert occupancy._factors(empty_volume(tmp_path / "f", fine), empty_volume(tmp_path / "c", coarse)) == factors
+
+
+@pytest.mark.parametrize("shape", [(48, 64, 63), (96, 128, 129), (50, 64, 64), (192, 256, 256), (48, 64, 50)])
+def test_a_mask_that_does_not_fit_is_refused(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
+    mask = ArrayConfig(path=str(write_array(tmp_path / "mask.zarr", textured(shape))))
+    with pytest.raises(
+        DataError, match=r"smaller than its volume by a whole factor per axis; got .*mask\.zarr for .*v\.zarr"
+    ):
+        prepare_data(0, data_config(path, min_foreground=0.5, mask=mask))
+
+
+def test_a_large_coarse_array_is_read_by_whole_chunks(server: ChunkServer, tmp_path: Path) -> None:
+    """Blocks whose edges cut chunks would fetch these more than once."""
+    fine, coarse = empty_volume(tmp_path / "fine", (96, 128, 128)), textured((96, 128, 128))
+    path = write_array(tmp_path / "coarse.zarr", coarse, 16)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(occupancy, "_BLOCK_BYTES", 40**3)
+        coarse_map(fine, opened(server.url_of(path)), 0, (8, 16, 16))
+    asked = server.asked_for(path)
+    chunks = {f"{z}/{y}/{x}" for z, y, x in itertools.product(range(6), range(8), range(8))}
+    assert {key: asked[key] for key in chunks} == dict.fromkeys(chunks, 1)
+
+
+# ---- patches with enough foreground
+
+
+def data_config(path: Path | str, **options: Any) -> DataConfig:
+    mask = options.pop("mask", None)
+    settings: dict[str, Any] = {"patch_size": (8, 16, 16), "patches_per_region": 4, "regions_per_task": 4}
+    return DataConfig(volumes=(VolumeConfig(path=str(path), mask=mask),), store=FAST, **(settings | options))
+
+
+def blob(shape: tuple[int, int, int]) -> Voxels:
+    """A ragged body in the middle of half the volume, 0 and 1."""
+    z, y, x = (
+        np.linspace(-1, 1, size).reshape([-1 if a == axis else 1 for a in range(3)]) for axis, size in enumerate(shape)
+    )
+    wobble = 0.15 * np.sin(9 * z + 7 * x) * np.cos(8 * y)
+    return ((z + 0.4) ** 2 / 0.3 + y**2 / 0.4 + (x - 0.3) ** 2 / 0.2 + wobble < 1).astype(np.uint8)
+
+
+def shares_of(prepared: PreparedData, voxels: Voxels, mask: Voxels, batches: int) -> list[float]:
+    """The share of each delivered patch that is foreground, by counting its voxels in the mask."""
+    size = prepared.plan.patch_zyx
+    with open_stream(prepared.job) as stream:
+        patches, indices = collect(stream, batches)
+    shares = []
+    for patch, index in zip(patches, indices, strict=True):
+        part = tuple(slice(s, s + p) for s, p in zip(prepared.plan.sample(int(index)).start_zyx, size, strict=True))
+        np.testing.assert_array_equal(patch, voxels[part])
+        shares.append(float(mask[part].mean()))
+    return shares
+
+
+def eligible_by_counting(prepared: PreparedData, mask: Voxels, least: float) -> list[tuple[Any, Any]]:
+    """The regions that hold a patch with enough foreground, at any of its positions."""
+    size = prepared.plan.patch_zyx
+    total = np.pad(mask.astype(np.int64).cumsum(0).cumsum(1).cumsum(2), ((1, 0),) * 3)
+    for axis, length in enumerate(size):  # the sum of each window, from sums over all before
+        stop = total.take(range(length, total.shape[axis]), axis)
+        total = stop - total.take(range(total.shape[axis] - length), axis)
+    enough = total >= least * np.prod(size)
+    found = []
+    for axes in itertools.product(*prepared.plan.volumes[0].intervals_zyx):
+        starts = tuple(slice(lo, hi - p + 1) for (lo, hi), p in zip(axes, size, strict=True))
+        if enough[starts].any():
+            found.append(tuple(zip(*axes, strict=True)))
+    return found
+
+
+def test_every_patch_holds_the_share_of_a_mask_of_voxels(tmp_path: Path) -> None:
+    """Patches of 4^3, so the cells of the map are single voxels, and what it says is exact."""
+    shape = (36, 48, 48)
+    voxels, mask = textured(shape), blob(shape)
+    path = write_array(tmp_path / "v.zarr", voxels, 8)
+    spec = ArrayConfig(path=str(write_array(tmp_path / "mask.zarr", mask)))
+    options = {"patch_size": (4, 4, 4), "region_size": (8, 8, 8), "min_foreground": 0.3, "mask": spec}
+    prepared = prepare_data(0, data_config(path, **options))
+    volume = prepared.plan.volumes[0]
+    assert volume.foreground is not None
+    assert volume.foreground.cell_zyx == (1, 1, 1)
+    shares = shares_of(prepared, voxels, mask, 60)
+    assert 0.3 <= min(shares) < 0.9, "patches at the border come too"
+    regions = [volume.region(number) for number in range(volume.region_count)]
+    assert regions == eligible_by_counting(prepared, mask, 0.3)
+    assert 0 < len(regions) < 0.8 * np.prod([len(axis) for axis in volume.intervals_zyx])
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("source", ["mask", "level", "chunks"])
+def test_every_patch_holds_enough_foreground_at_the_resolution_of_its_map(
+    server: ChunkServer, tmp_path: Path, source: str, remote: bool
+) -> None:
+    """A map of cells of 16 or 32 voxels that are all or nothing is exact, so the voxels can be held against it."""
+    cell = 32 if source == "chunks" else 16
+    coarse = blob((96 // cell, 128 // cell, 128 // cell))
+    mask = coarse.repeat(cell, 0).repeat(cell, 1).repeat(cell, 2)
+    path = tmp_path / "v.zarr"
+    write_ome(
+        path, {"0": textured((96, 128, 128)), "1": 100 * coarse.repeat(4, 0).repeat(4, 1).repeat(4, 2)[:: cell // 4]}
+    )
+    options: dict[str, Any] = {}
+    match source:
+        case "mask":
+            options["mask"] = ArrayConfig(path=str(write_array(tmp_path / "mask.zarr", coarse)))
+        case "level":
+            options["foreground"] = ForegroundConfig(source="level", level=1, threshold=50)
+        case "chunks":
+            put_sidecar(path / "0", coarse.astype(bool))
+    prepared = prepare_data(0, data_config(server.url_of(path) if remote else path, min_foreground=0.4, **options))
+    shares = shares_of(prepared, textured((96, 128, 128)), mask, 24)
+    assert 0.4 <= min(shares) < 0.99
+    volume = prepared.plan.volumes[0]
+    assert [volume.region(n) for n in range(volume.region_count)] == eligible_by_counting(prepared, mask, 0.4)
+
+
+def test_the_same_map_gives_the_same_plan_and_another_one_another(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
+    chunks = np.ones((3, 4, 4), bool)
+    put_sidecar(path, chunks)
+    first = prepare_data(0, data_config(path, min_foreground=0.5)).plan.hash
+    assert prepare_data(0, data_config(path, min_foreground=0.5)).plan.hash == first
+    chunks[1, 1, 1] = False
+    put_sidecar(path, chunks)
+    assert prepare_data(0, data_config(path, min_foreground=0.5)).plan.hash != first
+
+
+def test_a_volume_without_enough_foreground_says_so(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
+    put_sidecar(path, np.zeros((3, 4, 4), bool))
+    with pytest.raises(DataError, match=r"must hold data.min_foreground of foreground; got none with 0.5 in"):
+        prepare_data(0, data_config(path, min_foreground=0.5))
+
+
+# ---- the largest scroll
+
+LARGEST = """
+import sys, time
+started = time.monotonic()
+import numpy as np
+import zarr
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
+from vesuvius.stream.options import StreamOptions
+
+config = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), min_foreground=0.5)
+prepared = prepare_data(0, config)
+prepared_s = time.monotonic() - started
+with PatchStream(prepared.job, StreamOptions(batch_size=2, workers=0)) as stream:
+    batch = next(stream)
+assert batch.patches.shape == (2, 72, 136, 136) and not batch.patches.any(), "air"
+(peak_kib,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
+volume = prepared.plan.volumes[0]
+print(peak_kib * 1024, volume.region_count, prepared_s, time.monotonic() - started)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_the_largest_scroll_is_planned_in_little_memory(tmp_path: Path) -> None:
+    """75784 x 32693 x 32693 voxels in 39 million chunks, a quarter of them stored; metadata and a sidecar only."""
+    path, shape, counts = tmp_path / "v.zarr", (75784, 32693, 32693), (593, 256, 256)
+    zarr.create_array(
+        str(path), shape=shape, dtype="uint8", chunks=(128, 128, 128), zarr_format=2, fill_value=0, compressors=None
+    )
+    stored = np.zeros(counts, bool)
+    y, x = np.mgrid[:256, :256]
+    for z in range(593):  # a disc of a quarter of the plane that wanders
+        stored[z] = (y - 128 - 50 * np.sin(z / 90)) ** 2 + (x - 128 - 50 * np.cos(z / 70)) ** 2 < 72.2**2
+    assert 0.24 < stored.mean() < 0.26
+    put_sidecar(path, stored)
+    done = subprocess.run([sys.executable, "-c", LARGEST, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peak_bytes, regions, prepared_s, total_s = map(float, done.stdout.split())
+    print(f"{peak_bytes / 2**30:.2f} GiB, {regions:.0f} regions, planned in {prepared_s:.1f} s, {total_s:.1f} s in all")
+    assert 9e6 < regions < 12e6
+    assert peak_bytes < 1.5e9

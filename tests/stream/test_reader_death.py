@@ -1,0 +1,140 @@
+"""Why a reader died, by Ray's account: killed from outside, or by Ray's own memory monitor, in real streams."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.stream.test_stream import make_job, open_stream
+from vesuvius.stream.ray import deaths as ray_deaths
+from vesuvius.stream.stream import PatchStream
+
+
+def killed_reader(stream: PatchStream) -> int:
+    """Kills one and waits until another has taken over."""
+    next(stream)
+    victim = next(pid for pid in stream.readers if psutil.pid_exists(pid))
+    os.kill(victim, signal.SIGKILL)
+    for _ in itertools.islice(stream, 2000):
+        if any(event.fields.get("pid") == victim for event in stream.events):
+            return victim
+    pytest.fail("the stream did not notice that a reader had died")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_reader_killed_from_outside_is_gone_without_a_word(volume: Path) -> None:
+    with open_stream(make_job(volume), workers=1) as stream:
+        victim = killed_reader(stream)
+        living = next(pid for pid in stream.readers if psutil.pid_exists(pid))
+        cause = ray_deaths.reader_death_cause(victim, socket.gethostname())
+        assert cause is not None
+        assert cause.exit_type == "SYSTEM_ERROR"
+        assert "\n" not in cause.detail
+        assert "oom" not in cause.detail.lower(), "Ray's guesses are left out"
+        ended = next(event for event in stream.events if event.kind == "reader_died")
+        assert ended.fields["pid"] == victim
+        assert ended.fields["exit_type"] == "SYSTEM_ERROR"
+        assert f"reader {victim} on {socket.gethostname()} was killed or died (SYSTEM_ERROR: Worker" in ended.text
+        assert ray_deaths.reader_death_cause(living, socket.gethostname()) is None, "it has not ended"
+        assert ray_deaths.reader_death_cause(victim, "another machine") is None
+
+
+def test_without_ray_there_is_no_cause_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_deaths.ray, "nodes", lambda: 1 / 0)
+    assert ray_deaths.reader_death_cause(1, socket.gethostname()) is None
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_cluster_that_does_not_answer_does_not_hold_the_stream_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(ray_deaths, "_ASK_S", 0.05)
+    monkeypatch.setattr(ray_deaths.ray, "nodes", never.wait)
+    assert ray_deaths.reader_death_cause(1, socket.gethostname()) is None
+    never.set()
+
+
+def test_ray_s_account_is_cut_to_what_it_knows_of_this_process() -> None:
+    text = (
+        "2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: f00) was "
+        "22.83GB used / 23.54GB limit (0.970000)\nOOM kill reason: Memory usage 24518215680B exceeded threshold of "
+        "24012685312B (95.0% of 25276510208B limit)\nObject store memory usage: [- objects spillable: 0\n"
+        "Selected to kill: (Actor(8b): job ID=01, pid=29987, actual memory used=9.99GB, worker ID=1), "
+        "(Actor(8c): job ID=01, pid=29988, actual memory used=2.49GB, worker ID=fc)\nRefer to the documentation"
+    )
+    assert ray_deaths.exit_detail(text, 29988) == (
+        "Memory usage 22.83 GiB exceeded threshold of 22.36 GiB (95.0% of 23.54 GiB limit); the reader held 2.49 GiB"
+    )
+    assert ray_deaths.exit_detail("Worker exits.\nSome more", 5) == "Worker exits. Some more"
+
+
+# Run in a mount namespace of its own, where /proc/meminfo is a file of ours: Ray reads there how full the machine is.
+_STORY = """
+import json, os, re, subprocess, sys, time
+from pathlib import Path
+
+volume, fake = Path(sys.argv[1]), Path(sys.argv[2])
+real = Path("/proc/meminfo").read_text()
+total = int(re.search(r"MemTotal:\\s+(\\d+)", real)[1])
+
+
+def fill(share):
+    text = re.sub(r"MemAvailable:.*", f"MemAvailable: {int(total * (1 - share)):12} kB", real)
+    with fake.open("r+" if fake.exists() else "w") as file:  # in place: it is mounted
+        file.write(text)  # of the same length each time
+
+
+fill(0.5)
+subprocess.run(["mount", "--bind", str(fake), "/proc/meminfo"], check=True)
+os.environ["RAY_memory_monitor_refresh_ms"] = "50"
+os.environ["RAY_memory_usage_threshold"] = "0.95"
+
+import psutil
+from tests.stream.test_stream import make_job, open_stream
+from vesuvius.stream.ray import deaths as ray_deaths
+
+with open_stream(make_job(volume), workers=1) as stream:
+    next(stream)
+    victim = next(pid for pid in stream.readers if psutil.pid_exists(pid))
+    fill(0.97)
+    while psutil.pid_exists(victim) and psutil.Process(victim).status() != "zombie":
+        time.sleep(0.01)
+    fill(0.5)
+    for batch in stream:
+        died = [event for event in stream.events if event.kind == "reader_died"]
+        if died:
+            break
+    cause = ray_deaths.reader_death_cause(victim, died[0].fields["node"])
+    print(json.dumps({"victim": victim, "pid": died[0].fields["pid"], "cause": vars(cause),
+                      "text": died[0].text}))
+"""
+
+
+def test_a_reader_killed_by_ray_s_memory_monitor_is_recognised(volume: Path, tmp_path: Path) -> None:
+    probe = subprocess.run(["unshare", "--mount", "mount", "--bind", "/dev/null", "/proc/meminfo"], capture_output=True)
+    if probe.returncode != 0:
+        pytest.skip("only root may pretend to Ray that the machine is full, by a mount of its own")
+    fake = tmp_path / "meminfo"
+    story = subprocess.run(
+        ["unshare", "--mount", sys.executable, "-c", _STORY, str(volume), str(fake)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert story.returncode == 0, story.stderr
+    told = json.loads(story.stdout.splitlines()[-1])
+    assert told["pid"] == told["victim"]
+    assert told["cause"]["exit_type"] == "NODE_OUT_OF_MEMORY"
+    assert "killed or died (out of memory: Ray's memory monitor: Memory usage" in told["text"]
+    assert "exceeded threshold" in told["cause"]["detail"]
+    assert "95.0%" in told["cause"]["detail"]

@@ -1,0 +1,340 @@
+"""Remote volumes: the bytes of the disk, each chunk asked for once; faults that pass cost time and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numcodecs import Blosc
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import textured, write_array
+from tests.stream.test_stream import collect, make_job, open_stream
+from tests.volumes.test_volume import LAYOUTS
+from vesuvius.config import StoreConfig, VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.stream.reader_figures import ReaderFigures
+from vesuvius.stream.stream import PatchStream
+from vesuvius.volumes.cache import OVERHEAD_BYTES
+from vesuvius.volumes.source import ClosedError
+from vesuvius.volumes.volume import open_volume
+
+SHAPE = (96, 128, 128)
+FAST = StoreConfig(max_pause_s=0.02)
+CHUNK_KEYS = r"\.zarr/(c/)?\d"
+
+
+def total(stream: PatchStream) -> ReaderFigures:
+    """The figures of the only reader, which is this process."""
+    (figures,) = stream.readers.values()
+    return figures
+
+
+def batches_of(address: Path | str, count: int = 16, **data: Any) -> tuple[bytes, ReaderFigures]:
+    """The patches of the first batches, read in this process; nothing may go into quarantine meanwhile."""
+    with open_stream(make_job(address, **data), stop=4 * count) as stream:
+        patches, _ = collect(stream, count)
+        assert not stream.events
+        return patches.tobytes(), total(stream)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batches_over_http_are_those_from_disk(server: ChunkServer, tmp_path: Path, layout: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    expected, _ = batches_of(path)
+    server.set_faults([{"path": CHUNK_KEYS, "kind": "delay", "delay_s": 0.01}])
+    patches, figures = batches_of(server.url_of(path), store=FAST)
+    assert patches == expected
+    assert server.stats()["max_in_flight"] > 4, "chunks are asked for at once, not one after the other"
+    asked = server.asked_for(path)
+    assert (
+        figures.requests == sum(count for key, count in asked.items() if not key.startswith(".z")) - asked["zarr.json"]
+    )
+    assert figures.retries == 0
+    assert figures.read_s is not None
+    if "sharded" not in layout:
+        assert figures.bytes_fetched == sum(
+            (path / key).stat().st_size * asked[key] for key in asked if key[0] not in ".z"
+        )
+
+
+# A box of 2x2x3 chunks; of the shards of 2x2x2 it covers the second and half of the first.
+BOX = ((0, 0, 32), (64, 64, 128))
+V2_KEYS = {f"{z}/{y}/{x}": 1 for z in (0, 1) for y in (0, 1) for x in (1, 2, 3)}
+KEYS = {
+    "v2": V2_KEYS,
+    "v2-raw": V2_KEYS,
+    "v2-dots": {key.replace("/", "."): 1 for key in V2_KEYS},
+    "v3": {f"c/{key}": 1 for key in V2_KEYS},
+    "v3-sharded": {"c/0/0/0": 4, "c/0/0/1": 1},
+}
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_chunk_of_a_region_is_fetched_once(server: ChunkServer, tmp_path: Path, layout: str, staged: bool) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    volume = open_volume(VolumeConfig(path=server.url_of(path)))
+    for first in (True, False):
+        server.reset()
+        if staged:
+            volume.stage(BOX)
+        np.testing.assert_array_equal(volume.read(BOX), textured(SHAPE)[:64, :64, 32:])
+        index = {"c/0/0/0": 5} if layout == "v3-sharded" and first else {}
+        assert server.asked_for(path) == KEYS[layout] | index, "the index of a shard is read once for all regions"
+    volume.close()
+
+
+def test_regions_staged_together_fetch_what_they_share_once(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    volume = open_volume(VolumeConfig(path=server.url_of(path)))
+    boxes = [((0, 0, x), (32, 32, x + 64)) for x in (0, 32, 64)]
+    server.reset()
+    for box in boxes:
+        volume.stage(box)
+    for (_, _, x), stop in boxes:
+        np.testing.assert_array_equal(volume.read(((0, 0, x), stop)), textured(SHAPE)[:32, :32, x : x + 64])
+    assert server.asked_for(path) == {f"0/0/{x}": 1 for x in range(4)}
+    volume.read(boxes[0])
+    assert server.asked_for(path)["0/0/0"] == 2, "bytes are held no longer than regions wait for them"
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "unavailable": {"path": ".", "kind": "status", "status": 503, "times": 3},
+    "too many": {"path": ".", "kind": "status", "status": 429, "times": 2},
+    "reset": {"path": ".", "kind": "reset", "times": 2},
+    "truncated": {"path": ".", "kind": "truncate", "times": 2},
+    "stalled": {"path": CHUNK_KEYS, "kind": "stall", "times": 1},
+    "corrupt": {"path": CHUNK_KEYS, "kind": "corrupt", "times": 1},
+    "delayed": {"path": CHUNK_KEYS, "kind": "delay", "delay_s": 0.03},
+}
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_passing_fault_changes_no_byte_and_is_counted(
+    server: ChunkServer, tmp_path: Path, fault: str, layout: str
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    expected, _ = batches_of(path, 8)
+    server.set_faults([FAULTS[fault]])
+    timeout_s = 0.4 if fault == "stalled" else 30.0
+    store = FAST.model_copy(update={"timeout_s": timeout_s})
+    patches, figures = batches_of(server.url_of(path), 8, store=store)
+    assert patches == expected
+    assert server.stats()["faults"][FAULTS[fault]["kind"]] > 0
+    assert (figures.retries > 0) == (fault != "delayed")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("batches", [24, pytest.param(600, marks=pytest.mark.long)])
+def test_ray_readers_on_a_bad_network_give_the_bytes_of_the_disk(
+    server: ChunkServer, tmp_path: Path, batches: int
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    expected, _ = batches_of(path, batches)
+    rules = [{"kind": "corrupt", "times": 1}, *({"kind": kind, "every": 7} for kind in ("status", "reset", "truncate"))]
+    server.set_faults([rule | {"path": CHUNK_KEYS} for rule in rules])
+    # Up to three requests of seven fail: seven tries in a row, the default, do so once in some hundred chunks.
+    job = make_job(server.url_of(path), store=FAST.model_copy(update={"retries": 30}))
+    with open_stream(job, workers=2, stop=4 * batches) as stream:
+        patches, _ = collect(stream, batches)
+        assert sum(figures.retries for figures in stream.readers.values()) > 0
+        assert not stream.events
+    assert patches.tobytes() == expected
+    assert set(server.stats()["faults"]) == {"corrupt", "status", "reset", "truncate"}
+
+
+def test_an_absent_chunk_is_air_or_the_end_as_asked(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    (path / "1/1/1").unlink()
+    expected, _ = batches_of(path)
+    assert expected.count(0) > 8 * 16 * 16, "a patch and more of air"
+    patches, figures = batches_of(server.url_of(path), store=FAST)
+    assert patches == expected
+    assert figures.retries == 0, "an absent chunk is not asked for again"
+    for address in (path, server.url_of(path)):
+        with (
+            open_stream(make_job(address, store=FAST, missing_chunk="error")) as stream,
+            pytest.raises(
+                DataError, match=r"missing_chunk=error; got 1 absent, the first \[1, 1, 1\], in volume .*v\.zarr"
+            ),
+        ):
+            collect(stream, 16)
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
+def test_whole_volumes_pass_where_every_chunk_must_be_stored(server: ChunkServer, tmp_path: Path, layout: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    expected, _ = batches_of(path, 8)
+    for address in (path, server.url_of(path)):
+        assert batches_of(address, 8, store=FAST, missing_chunk="error")[0] == expected
+
+
+def test_a_store_that_does_not_tell_whether_a_chunk_exists_is_not_taken_for_air(
+    server: ChunkServer, tmp_path: Path
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    (path / "1/1/1").unlink()
+    server.set_faults([{"path": "1/1/1", "kind": "status", "times": 1}])
+    store = FAST.model_copy(update={"retries": 0})
+    volume = open_volume(VolumeConfig(path=server.url_of(path)), store, "error")
+    with pytest.raises(DataError, match="got 1 absent"):
+        volume.read(((32, 32, 32), (64, 64, 64)))
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_volume_closed_while_it_is_read_is_not_an_unreadable_one(
+    server: ChunkServer, tmp_path: Path, staged: bool
+) -> None:
+    """Of 36 chunks 4 are under way and the others wait when the stream that reads them is closed."""
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    volume = open_volume(VolumeConfig(path=server.url_of(path)), StoreConfig(requests=4))
+    server.set_faults([{"path": CHUNK_KEYS, "kind": "delay", "delay_s": 0.2}])
+    box = ((0, 0, 0), (96, 128, 96))
+    if staged:
+        volume.stage(box)
+    closing = threading.Timer(0.1, volume.close)
+    closing.start()
+    started = time.monotonic()
+    with pytest.raises(ClosedError):
+        volume.read(box)
+    assert time.monotonic() - started < 1, "no longer than what was under way"
+
+
+def test_closing_a_stream_in_the_middle_of_a_read_is_no_fault(
+    server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    server.set_faults([{"path": CHUNK_KEYS, "kind": "delay", "delay_s": 0.03}])
+    for batches in range(1, 6):
+        with open_stream(make_job(server.url_of(path), store=FAST)) as stream:
+            collect(stream, batches)
+            closing = time.monotonic()
+        assert time.monotonic() - closing < 2
+        assert not stream.events
+    assert not caplog.records
+
+
+# ---- the disk cache
+
+
+def cached(directory: Path, mib: float = 64) -> StoreConfig:
+    return FAST.model_copy(update={"cache_dir": str(directory), "cache_gib": mib / 1024})
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
+def test_a_second_stream_is_answered_by_the_disk_cache(server: ChunkServer, tmp_path: Path, layout: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    expected, _ = batches_of(path)
+    url, store = server.url_of(path), cached(tmp_path / "cache")
+    patches, figures = batches_of(url, store=store)
+    assert patches == expected
+    assert figures.cache_misses > 0
+    server.reset()
+    patches, figures = batches_of(url, store=store)
+    assert patches == expected
+    assert not [key for key in server.asked_for(path) if key[0] not in ".z"], "metadata only"
+    assert (figures.requests, figures.bytes_fetched, figures.cache_misses) == (0, 0, 0)
+    assert figures.cache_hits > 0
+
+
+def test_a_damaged_or_missing_entry_of_the_cache_costs_a_request_only(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    url, store = server.url_of(path), cached(tmp_path / "cache")
+    expected, _ = batches_of(url, store=store)
+    entries = sorted((tmp_path / "cache").glob("??/*"))
+    for number, entry in enumerate(entries):
+        match number % 4:
+            case 0:
+                entry.unlink()
+            case 1:
+                entry.write_bytes(entry.read_bytes()[:-1])
+            case 2:
+                entry.write_bytes(entry.read_bytes()[:-1] + b"\xff")
+    server.reset()
+    patches, figures = batches_of(url, store=store)
+    assert patches == expected
+    assert figures.cache_misses == figures.requests == len([n for n in range(len(entries)) if n % 4 < 3])
+    assert figures.retries == 0
+
+
+# The layout, what is read while all is well, and what is read when the fault comes.
+CORRUPT_ONCE = {
+    "chunk": ("v2", None, ((0, 0, 0), (32, 32, 32))),
+    "chunk of a shard": ("v3-sharded", ((32, 0, 0), (64, 32, 32)), ((0, 0, 0), (32, 32, 32))),
+    "index": ("v3-sharded", None, ((0, 0, 0), (32, 32, 32))),
+    "shard": ("v3-sharded", None, ((0, 0, 0), (64, 64, 64))),
+}
+
+
+@pytest.mark.parametrize("what", CORRUPT_ONCE)
+def test_what_came_corrupt_is_fetched_anew_and_does_not_stay_in_the_cache(
+    server: ChunkServer, tmp_path: Path, what: str
+) -> None:
+    layout, first, box = CORRUPT_ONCE[what]
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    spec, store = VolumeConfig(path=server.url_of(path)), cached(tmp_path / "cache")
+    volume = open_volume(spec, store)
+    if first:
+        volume.read(first)
+    server.set_faults([{"path": CHUNK_KEYS, "kind": "corrupt", "times": 1}])
+    expected = textured(SHAPE)[tuple(slice(*pair) for pair in zip(*box, strict=True))]
+    np.testing.assert_array_equal(volume.read(box), expected)
+    assert (volume.figures.retries, server.stats()["faults"]["corrupt"]) == (1, 1)
+    again = open_volume(spec, store)
+    np.testing.assert_array_equal(again.read(box), expected)
+    assert again.figures.retries == 0
+
+
+def test_volumes_of_other_metadata_at_one_address_do_not_mix(server: ChunkServer, tmp_path: Path) -> None:
+    """Raw chunks of one size: a mix-up would not show as an error."""
+    path, store = tmp_path / "v.zarr", cached(tmp_path / "cache")
+    write_array(path, textured(SHAPE), compressors=None)
+    first, _ = batches_of(server.url_of(path), store=store)
+    path.rename(tmp_path / "first.zarr")
+    write_array(path, textured((96, 128, 130), seed=1), compressors=None)
+    expected, _ = batches_of(path)
+    second, figures = batches_of(server.url_of(path), store=store)
+    assert second == expected != first
+    assert figures.requests == figures.cache_misses > 0
+    assert batches_of(server.url_of(path), store=store)[1].requests == 0
+
+
+READ = """
+import hashlib, sys
+from tests.stream.test_remote import batches_of, cached
+print(hashlib.sha256(batches_of(sys.argv[1], store=cached(sys.argv[2], float(sys.argv[3])))[0]).hexdigest())
+"""
+
+
+def test_processes_share_the_cache_and_its_limit_holds(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), compressors=Blosc(clevel=0))
+    cache, limit = tmp_path / "cache", OVERHEAD_BYTES + 2**20  # 26 of 48 chunks
+    arguments = [sys.executable, "-c", READ, server.url_of(path), str(cache), str(limit / 2**20)]
+    processes = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    largest = 0
+    while any(process.poll() is None for process in processes):
+        largest = max(largest, on_disk(cache))
+        time.sleep(0.02)
+    digests = {process.communicate()[0] for process in processes}
+    assert [process.returncode for process in processes] == [0] * 4
+    assert len(digests) == 1
+    assert 2**19 < largest <= limit
+
+
+def on_disk(directory: Path) -> int:
+    """As `du`, of what does not vanish meanwhile."""
+    blocks = 0
+    for path in [directory, *directory.rglob("*")]:
+        try:
+            blocks += path.stat().st_blocks
+        except FileNotFoundError:
+            continue
+    return 512 * blocks

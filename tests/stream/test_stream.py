@@ -1,0 +1,468 @@
+"""The stream: the same batches whoever reads them, at any batch size, from any place, and after a reader has died."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
+from vesuvius.errors import ConfigError, DataError
+from vesuvius.stream.options import StreamOptions, batches_ahead, changes_to, check_store, check_store_need
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.ray import blocks as ray_stream
+from vesuvius.stream.ray import session as ray_session
+from vesuvius.stream.reader import Reader, ReaderJob
+from vesuvius.stream.stream import PatchStream
+
+Stack = np.ndarray[Any, Any]
+
+
+def make_job(path: Path, **data: Any) -> ReaderJob:
+    settings: dict[str, Any] = {"patch_size": (8, 16, 16), "patches_per_region": 4, "regions_per_task": 4} | data
+    return prepare_data(0, DataConfig(volumes=(VolumeConfig(path=str(path)),), **settings)).job
+
+
+def open_stream(job: ReaderJob, batch_size: int = 4, workers: int = 0, **options: Any) -> PatchStream:
+    return PatchStream(job, StreamOptions(batch_size, workers), **options)
+
+
+def collect(stream: PatchStream, batches: int) -> tuple[Stack, Stack]:
+    """The patches and sample indices of the next batches, copied."""
+    taken = [next(stream) for _ in range(batches)]
+    return np.concatenate([b.patches for b in taken]), np.concatenate([b.indices for b in taken])
+
+
+@pytest.fixture
+def job(volume: Path) -> ReaderJob:
+    return make_job(volume)
+
+
+def test_patches_are_the_voxels_that_the_plan_names(volume: Path, job: ReaderJob) -> None:
+    voxels = textured((96, 128, 128))
+    with open_stream(job) as stream:
+        patches, indices = collect(stream, 12)
+    assert indices.tolist() == list(range(48))
+    assert patches.dtype == np.uint8, "stored dtype to the end"
+    for patch, index in zip(patches, indices, strict=True):
+        z, y, x = job.plan.sample(int(index)).start_zyx
+        np.testing.assert_array_equal(patch, voxels[z : z + 8, y : y + 16, x : x + 16])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_batches_are_byte_identical_whoever_reads_them(job: ReaderJob, workers: int) -> None:
+    with open_stream(job) as stream:
+        expected, expected_indices = collect(stream, 20)
+    with open_stream(job, workers=workers) as stream:
+        patches, indices = collect(stream, 20)
+        assert len(stream.readers) >= 1
+        assert os.getpid() not in stream.readers
+    np.testing.assert_array_equal(indices, expected_indices)
+    assert patches.tobytes() == expected.tobytes()
+
+
+@needs_scroll_data
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("store", ["scroll_v2_blosc.zarr", "scroll_v3_sharded.zarr", "scroll_v2_sparse_ragged.zarr"])
+def test_real_scrolls_stream_alike_with_and_without_ray(store: str) -> None:
+    job = make_job(SCROLL_DATA / store, patch_size=(24, 64, 64))
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 8)
+    with open_stream(job, workers=2) as stream:
+        patches, _ = collect(stream, 8)
+    assert expected.any()
+    assert patches.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 40])
+def test_the_batch_size_cuts_the_same_order(job: ReaderJob, batch_size: int) -> None:
+    with open_stream(job, batch_size=4) as stream:
+        expected, _ = collect(stream, 30)
+    with open_stream(job, batch_size=batch_size) as stream:
+        patches, indices = collect(stream, 120 // batch_size)
+    assert indices.tolist() == list(range(120))
+    np.testing.assert_array_equal(patches, expected)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("first", [1, 16, 37])
+def test_a_stream_goes_on_at_any_sample(job: ReaderJob, workers: int, first: int) -> None:
+    with open_stream(job, batch_size=1) as stream:
+        expected, _ = collect(stream, 60)
+    with open_stream(job, batch_size=1, workers=workers, first=first, stop=60) as stream:
+        patches, indices = collect(stream, 60 - first)
+        with pytest.raises(StopIteration):
+            next(stream)
+    assert indices.tolist() == list(range(first, 60))
+    np.testing.assert_array_equal(patches, expected[first:])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("first", [0, 7])
+def test_regions_of_different_sizes_travel_in_blocks_of_one_size(tmp_path: Path, first: int) -> None:
+    """Ray would merge short blocks and split long ones."""
+    path = write_array(tmp_path / "ragged.zarr", textured((70, 90, 101)))
+    job = make_job(path, patches_per_region=5)
+    sizes = {tuple(b - a for a, b in zip(*job.plan.region_of_slot(slot)[1], strict=True)) for slot in range(50)}
+    assert len(sizes) > 3
+    with open_stream(job, first=first) as stream:
+        expected, _ = collect(stream, 20)
+    with open_stream(job, workers=1, first=first) as stream:
+        patches, _ = collect(stream, 20)
+    assert patches.tobytes() == expected.tobytes()
+
+
+def test_the_last_batch_may_be_short(job: ReaderJob) -> None:
+    with open_stream(job, batch_size=4, stop=10) as stream:
+        assert [len(batch.indices) for batch in stream] == [4, 4, 2]
+
+
+def test_two_ranks_deliver_the_samples_of_one(volume: Path, job: ReaderJob) -> None:
+    with open_stream(job, batch_size=8) as stream:
+        expected, _ = collect(stream, 6)
+    parts = []
+    for rank in range(2):
+        with open_stream(replace(job, rank=rank, world=2)) as stream:
+            patches, indices = collect(stream, 6)
+        assert indices.tolist() == list(range(rank, 48, 2))
+        parts.append(patches)
+    np.testing.assert_array_equal(np.stack(parts, 1).reshape(expected.shape), expected)
+
+
+def test_buffers_are_filled_in_turn(job: ReaderJob) -> None:
+    ring = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(3)]
+    with open_stream(job, buffers=ring) as stream:
+        for number in range(6):
+            assert np.shares_memory(next(stream).patches, ring[number % 3])
+
+
+def test_a_ring_goes_on_where_it_was_and_spares_what_is_held_when_readers_change(job: ReaderJob) -> None:
+    ring = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(4)]
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 12)
+    with open_stream(job, buffers=ring) as stream:
+        for number in range(12):
+            batch = next(stream)
+            if number in (2, 5, 6):
+                stream.reconfigure(prefetch_factor=3)
+                time.sleep(0.2)  # the new readers fill what they may
+            assert np.shares_memory(batch.patches, ring[number % 4])
+            np.testing.assert_array_equal(batch.patches, expected[4 * number : 4 * number + 4])
+
+
+def test_a_new_ring_is_filled_from_its_beginning_and_the_batches_in_the_old_one_stay(job: ReaderJob) -> None:
+    rings = [[np.zeros((4, 8, 16, 16), np.uint8) for _ in range(count)] for count in (3, 7, 0)]
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 12)
+    kept = []
+    with open_stream(job, buffers=rings[0]) as stream:
+        kept += [next(stream).patches for _ in range(4)][-2:]
+        stream.reconfigure(prefetch_factor=5, buffers=rings[1])
+        for number in range(4):
+            batch = next(stream)
+            assert np.shares_memory(batch.patches, rings[1][number])
+            np.testing.assert_array_equal(batch.patches, expected[16 + 4 * number : 20 + 4 * number])
+        kept.append(batch.patches)
+        stream.reconfigure(prefetch_factor=1, buffers=rings[2])
+        assert "buffers" not in stream.events[-1].fields
+        rest, _ = collect(stream, 4)
+    assert rest.tobytes() == expected[32:].tobytes()
+    assert not any(np.shares_memory(rest, buffer) for ring in rings for buffer in ring)
+    for patches, number in zip(kept, (2, 3, 7), strict=True):
+        np.testing.assert_array_equal(patches, expected[4 * number : 4 * number + 4])
+
+
+def test_a_ring_that_is_too_short_is_refused_and_the_stream_goes_on(job: ReaderJob) -> None:
+    short = [np.zeros((4, 8, 16, 16), np.uint8) for _ in range(2)]
+    with open_stream(job) as stream:
+        before = stream.options
+        with pytest.raises(ConfigError, match="a ring of buffers must have at least 3"):
+            stream.reconfigure(prefetch_factor=5, buffers=short)
+        assert stream.options is before
+        assert next(stream).indices.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (0, 5), (1, 3), (2, 7), (4, 3), (12, 100)])
+def test_a_stream_can_be_given_any_number_of_batches_ahead(workers: int, ahead: int) -> None:
+    options = replace(StreamOptions(8, 3, 2, prefetch_bytes=10), **changes_to(2048, 8, workers, ahead))
+    assert (options.workers, batches_ahead(2048, options)) == (workers, ahead)
+    assert options.prefetch_bytes == ahead * 8 * 2048
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_chain_of_executions_is_one_sequence(job: ReaderJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 3)
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 40)
+    with open_stream(job, workers=1, stop=160) as stream:
+        patches, indices = collect(stream, 40)
+    assert indices.tolist() == list(range(160))
+    np.testing.assert_array_equal(patches, expected)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: ReaderJob, kills: int) -> None:
+    rng = np.random.default_rng(kills)
+    expected = hashlib.sha256()
+    with open_stream(job) as stream:
+        for batch in itertools.islice(stream, 40 * (kills + 1)):
+            expected.update(batch.patches)
+    got = hashlib.sha256()
+    with open_stream(job, workers=2) as stream:
+        for kill in range(kills + 1):
+            for batch in itertools.islice(stream, 40):
+                got.update(batch.patches)
+            if kill < kills:
+                time.sleep(rng.uniform(0, 0.5))
+                os.kill(int(rng.choice([pid for pid in stream.readers if psutil.pid_exists(pid)])), signal.SIGKILL)
+        died = [event for event in stream.events if event.kind == "reader_died"]
+    assert got.hexdigest() == expected.hexdigest()
+    assert died
+    assert "was killed or died" in died[0].text
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_readers_and_prefetch_change_during_a_run_and_no_byte_does(job: ReaderJob) -> None:
+    with open_stream(job) as stream:
+        expected, expected_indices = collect(stream, 33)
+    with open_stream(job, workers=0) as stream:
+        parts = [collect(stream, 5)]
+        stream.reconfigure(workers=2)
+        parts.append(collect(stream, 7))
+        stream.reconfigure(workers=1, prefetch_factor=4, prefetch_bytes=100_000)
+        parts.append(collect(stream, 10))
+        stream.reconfigure(workers=0)
+        parts.append(collect(stream, 11))
+        assert [event.kind for event in stream.events] == ["reconfigured"] * 3
+    np.testing.assert_array_equal(np.concatenate([indices for _, indices in parts]), expected_indices)
+    assert b"".join(patches.tobytes() for patches, _ in parts) == expected.tobytes()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("batches", [1, 4, 5, 11])
+def test_a_state_goes_on_with_other_readers_and_reads_the_current_task_only(
+    volume: Path, job: ReaderJob, batches: int
+) -> None:
+    with open_stream(job) as stream:
+        expected, _ = collect(stream, 20)
+    with open_stream(job, workers=2) as stream:
+        collect(stream, batches)
+        state = json.loads(json.dumps(stream.state_dict()))
+    assert {"seed", "sample_index", "plan_hash"} <= state.keys()
+    assert state["sample_index"] == 4 * batches
+    with open_stream(job) as stream:
+        stream.load_state_dict(state)
+        rest, indices = collect(stream, 20 - batches)
+    assert indices[0] == 4 * batches
+    assert rest.tobytes() == expected[4 * batches :].tobytes()
+    end_of_task = (4 * batches // 16 + 1) * 16
+    with open_stream(job, stop=end_of_task) as stream:
+        stream.load_state_dict(state)
+        assert sum(len(batch.indices) for batch in stream) == end_of_task - 4 * batches
+        read = sum(figures.bytes_read for figures in stream.readers.values())
+    assert read <= job.plan.regions_per_task * 64**3, "one task's regions, of 2x2x2 chunks of 32 at the most"
+    other = make_job(volume, patches_per_region=8)
+    with open_stream(other) as stream, pytest.raises(ConfigError, match="goes on with the plan it began with"):
+        stream.load_state_dict(state)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_condition_is_cut_where_its_patch_is(tmp_path: Path, volume: Path, workers: int) -> None:
+    labels = textured((96, 128, 128), seed=1, dtype="uint16")
+    spec = VolumeConfig(
+        path=str(volume), condition=ArrayConfig(path=str(write_array(tmp_path / "labels.zarr", labels, chunk=48)))
+    )
+    job = prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16), regions_per_task=4)).job
+    ring = [np.zeros((4, 8, 16, 16), np.uint16) for _ in range(3)]
+    with open_stream(job, workers=workers, condition_buffers=ring) as stream:
+        for batch in itertools.islice(stream, 10):
+            assert batch.condition is not None
+            assert any(np.shares_memory(batch.condition, buffer) for buffer in ring)
+            for patch, index in zip(batch.condition, batch.indices, strict=True):
+                z, y, x = job.plan.sample(int(index)).start_zyx
+                np.testing.assert_array_equal(patch, labels[z : z + 8, y : y + 16, x : x + 16])
+
+
+def test_a_condition_of_another_shape_is_refused(tmp_path: Path, volume: Path) -> None:
+    other = write_array(tmp_path / "labels.zarr", textured((96, 128, 120)))
+    spec = VolumeConfig(path=str(volume), condition=ArrayConfig(path=str(other)))
+    with pytest.raises(DataError, match=r"must have the shape of its volume; got \(96, 128, 120\)"):
+        prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16)))
+
+
+def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
+    free = StreamOptions(4, workers=2, prefetch_factor=100)
+    assert batches_ahead(job.patch_bytes, free) == 200
+    assert batches_ahead(job.patch_bytes, replace(free, prefetch_bytes=3 * 4 * job.patch_bytes + 1)) == 3
+    assert batches_ahead(job.patch_bytes, replace(free, prefetch_bytes=1)) == 1
+    with open_stream(job, stop=400) as stream:
+        next(stream)
+        time.sleep(0.5)
+        (figures,) = stream.readers.values()
+        read_by_default = figures.bytes_read
+    with PatchStream(job, replace(free, workers=0), stop=400) as stream:
+        next(stream)
+        time.sleep(0.5)
+        (figures,) = stream.readers.values()
+    assert figures.bytes_read > 4 * read_by_default
+
+
+def test_what_the_feeder_did_is_counted_over_its_reopenings(volume: Path) -> None:
+    """8 patches of 2 KiB with as many bytes of condition in a batch; 16 samples make a task."""
+    spec = VolumeConfig(path=str(volume), condition=ArrayConfig(path=str(volume)))
+    job = prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16), patches_per_region=4)).job
+    with open_stream(job, batch_size=8) as stream:
+        collect(stream, 4)
+        first, read = stream.feeder_figures, stream.reader_totals
+        stream.reconfigure(prefetch_factor=1)
+        between = stream.feeder_figures
+        collect(stream, 4)
+        last = stream.feeder_figures
+        assert stream.reader_totals.bytes_read > read.bytes_read
+    assert (first.batches, last.batches) == (4, 8)
+    assert last.delivered_bytes == 8 * 8 * 2 * 2048
+    for before, after in ((first, between), (between, last), (last, stream.feeder_figures)):
+        assert all(a <= b for a, b in zip(astuple(before), astuple(after), strict=True)), "totals never fall"
+    assert last.ran_empty >= 1, "the first batch is always waited for"
+    assert min(last.cut_s, last.starved_s, last.full_s) > 0
+
+
+def test_a_feeder_whose_batches_nobody_takes_is_full_and_a_trainer_that_outruns_it_finds_nothing(
+    job: ReaderJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, slow_s = Reader.blocks, 0.1
+
+    def slowly(self: Reader, *arguments: Any) -> Iterator[Any]:
+        for block in read(self, *arguments):
+            time.sleep(slow_s)
+            yield block
+
+    with open_stream(job) as stream:
+        next(stream)
+        before, deadline = stream.feeder_figures, time.monotonic() + 60
+        # It waits for ever, so only a wait that goes on can be what grows.
+        while stream.feeder_figures.full_s < before.full_s + 0.2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stream.feeder_figures.full_s >= before.full_s + 0.2
+        next(stream)
+        assert stream.feeder_figures.ran_empty == before.ran_empty
+    monkeypatch.setattr(Reader, "blocks", slowly)
+    started = time.perf_counter()
+    with open_stream(job) as stream:
+        collect(stream, 8)
+        hungry = stream.feeder_figures
+    elapsed_s = time.perf_counter() - started
+    assert hungry.ran_empty >= 2, "at least where a task begins, its four blocks are waited for"
+    assert hungry.starved_s >= 7 * slow_s, "of two tasks at least, but for the last block of the second"
+    assert hungry.cut_s + hungry.starved_s + hungry.full_s <= elapsed_s, "no second is counted twice"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_what_readers_did_is_remembered_after_their_end(job: ReaderJob) -> None:
+    with open_stream(job, workers=2) as stream:
+        collect(stream, 12)
+        before = stream.reader_totals
+        stream.reconfigure(workers=1)
+        assert stream.readers == {}
+        assert stream.reader_totals.bytes_read >= before.bytes_read > 0, "what was read ahead may still have come"
+        assert stream.options.workers == 1
+        collect(stream, 8)
+        living = sum(figures.bytes_read for figures in stream.readers.values())
+        after = stream.reader_totals
+    assert after.bytes_read >= before.bytes_read + living
+    assert after.decode_s > before.decode_s
+    assert after.read_s is None, "null, not 0: on disk nobody can tell reading from decoding"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Path, workers: int) -> None:
+    path = write_array(tmp_path / "torn.zarr", textured((96, 128, 128)))
+    job = make_job(path)
+    for chunk in path.glob("[0-9]/*/*"):
+        chunk.write_bytes(b"torn")
+    with (
+        open_stream(job, workers=workers) as stream,
+        pytest.raises(DataError, match=r"torn\.zarr, region z \d+:\d+") as e,
+    ):
+        collect(stream, 40)
+    assert "\n" not in str(e.value)
+
+
+def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) -> None:
+    with pytest.raises(ConfigError, match=r"must fit into /dev/shm.*--shm-size"):
+        check_store(job, StreamOptions(4, workers=1, cluster=ClusterConfig(object_store_gib=1e6)))
+    check_store(job, StreamOptions(4, workers=0, cluster=ClusterConfig(object_store_gib=1e6)))
+    check_store(job, StreamOptions(4, workers=1))
+
+
+def test_a_store_below_what_is_in_flight_is_refused_before_it_spills(job: ReaderJob) -> None:
+    tiny = ClusterConfig(object_store_gib=1e-6)
+    with pytest.raises(ConfigError, match=r"must hold what the readers have in flight; got 1e-06 GiB and .* needed"):
+        check_store_need(job, StreamOptions(4, workers=2, cluster=tiny))
+    check_store_need(job, StreamOptions(4, workers=0, cluster=tiny))
+    check_store_need(job, StreamOptions(4, workers=2, cluster=ClusterConfig(object_store_gib=1.0)))
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"must name a running Ray cluster; got '127.0.0.1:1'"):
+        ray_session._check_cluster("127.0.0.1:1")
+
+
+def test_volumes_of_one_run_share_a_dtype(tmp_path: Path) -> None:
+    paths = [
+        write_array(tmp_path / f"{dtype}.zarr", textured((96, 128, 128), dtype=dtype)) for dtype in ("uint8", "uint16")
+    ]
+    volumes = tuple(VolumeConfig(path=str(path)) for path in paths)
+    with pytest.raises(DataError, match=r"share a dtype; got uint8 in .*, uint16 in"):
+        prepare_data(0, DataConfig(volumes=volumes, patch_size=(8, 16, 16)))
+
+
+def test_the_grey_range_leaves_out_air_and_refuses_a_blank_volume(tmp_path: Path) -> None:
+    voxels = textured((96, 128, 128))
+    voxels[:, :, 64:] = 0
+    config = DataConfig(
+        volumes=(VolumeConfig(path=str(write_array(tmp_path / "half.zarr", voxels))),), patch_size=(8, 16, 16)
+    )
+    (grey,) = prepare_data(0, config).grey_ranges(config).volumes
+    assert 1 <= grey.low <= 3
+    assert 197 <= grey.high <= 199
+    blank = write_array(tmp_path / "blank.zarr", np.full((96, 128, 128), 7, np.uint8))
+    config = config.model_copy(update={"volumes": (VolumeConfig(path=str(blank)),)})
+    with pytest.raises(DataError, match="7 to 7 in 16 patches"):
+        prepare_data(0, config).grey_ranges(config)
+
+
+@pytest.fixture(autouse=True)
+def _no_leftover_ray(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that did not ask for Ray must not have started one."""
+    running = ray_stream.ray.is_initialized()
+    yield
+    if "ray_cluster" not in request.fixturenames:
+        assert ray_stream.ray.is_initialized() == running
+
+
+def test_grey_ranges_do_not_depend_on_the_seed_of_the_run(tmp_path: Path) -> None:
+    voxels = textured((96, 128, 128)) // np.linspace(1, 4, 96).astype(np.uint8)[:, None, None]
+    config = DataConfig(
+        volumes=(VolumeConfig(path=str(write_array(tmp_path / "v.zarr", voxels))),), patch_size=(8, 16, 16)
+    )
+    one, other = (prepare_data(seed, config) for seed in (0, 1))
+    assert one.plan.hash != other.plan.hash
+    assert one.grey_ranges(config) == other.grey_ranges(config)

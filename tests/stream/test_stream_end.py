@@ -1,0 +1,220 @@
+"""The end of a stream: whatever ends the trainer, no process and no shared memory of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import textured, write_array
+
+TRAINER = """
+import itertools, os, sys, time
+from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
+from vesuvius.stream.options import StreamOptions
+
+path, end, region, store_gib = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+data = DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16), region_size=(region, region, region))
+options = StreamOptions(batch_size=4, workers=2, cluster=ClusterConfig(object_store_gib=store_gib))
+until = time.monotonic() + 90
+with PatchStream(prepare_data(0, data).job, options) as stream:
+    for batch in itertools.islice(stream, 8):
+        pass
+    print("reading", *stream.readers, flush=True)
+    sys.stdin.readline()  # until the test has seen them
+    if end == "exception":
+        raise RuntimeError("the trainer broke")
+    while end == "signal" and time.monotonic() < until:
+        next(stream)
+    while end == "spill" and time.monotonic() < until and not any(event.kind == "spill" for event in stream.events):
+        next(stream)
+        time.sleep(0.2)  # slower than the readers, which run as far ahead as they may
+    print("seen", *(event.kind for event in stream.events), flush=True)
+print("closed", flush=True)
+"""
+
+
+@contextmanager
+def trainer(
+    tmp_path: Path, end: str, size: int = 96, region: int = 48, store_gib: float = 0.25
+) -> Iterator[subprocess.Popen[str]]:
+    path = write_array(tmp_path / "volume.zarr", textured((size, size, size)), chunk=size // 3)
+    arguments = [sys.executable, "-c", TRAINER, str(path), end, str(region), str(store_gib)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(arguments, text=True, start_new_session=True, **pipes)
+    try:
+        yield process
+    finally:
+        with_children = descendants(process.pid)
+        for each in with_children:
+            each.kill()
+        process.kill()
+        process.wait()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_until_gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Those that are still there after so many seconds; a zombie is gone."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        processes = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        if not processes:
+            break
+        time.sleep(0.1)
+    return processes
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm, but for semaphores of multiprocessing, which we do not use and other programs here may."""
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    return {name for name in names if not name.startswith("sem.mp-")}
+
+
+def run_to_reading(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Wait until batches come; the processes that belong to the stream then."""
+    assert process.stdout is not None
+    lines = [process.stdout.readline()]
+    while lines[-1] and not lines[-1].startswith("reading"):
+        lines.append(process.stdout.readline())
+    line = lines[-1]
+    assert line, "".join(lines)
+    found = descendants(process.pid)
+    assert process.stdin is not None
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+    assert {int(pid) for pid in line.split()[1:]} <= {p.pid for p in found}, "readers are among them"
+    return found
+
+
+def read_to_end(process: subprocess.Popen[str]) -> str:
+    """What the process prints from here on; `communicate` would miss lines that `readline` has read ahead."""
+    assert process.stdout is not None
+    output = process.stdout.read()
+    process.wait(timeout=180)
+    return output
+
+
+@pytest.mark.parametrize("end", ["normal", "exception"])
+def test_a_stream_that_is_closed_leaves_nothing(tmp_path: Path, end: str) -> None:
+    before = shared_memory()
+    with trainer(tmp_path, end) as process:
+        children = run_to_reading(process)
+        output = read_to_end(process)
+        assert (process.returncode == 0) == (end == "normal"), output
+        assert ("closed" in output) == (end == "normal")
+        assert wait_until_gone(children, 30) == []
+    assert shared_memory() <= before
+
+
+INTERRUPTED = """
+import itertools, sys
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
+from vesuvius.stream.options import StreamOptions
+
+data = DataConfig(volumes=(VolumeConfig(path=sys.argv[1]),), patch_size=(16, 16, 16), region_size=(48, 48, 48))
+job = prepare_data(0, data).job
+
+def interrupt_at(instruction):
+    left = itertools.count(instruction, -1)
+    def trace(frame, event, argument):
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(left) == 0:
+            raise KeyboardInterrupt
+        return trace
+    return trace
+
+for instruction in itertools.count():
+    with PatchStream(job, StreamOptions(batch_size=1, workers=0)) as stream:
+        for _ in range(3):  # from the third on, places become free again
+            next(stream)
+        sys.settrace(interrupt_at(instruction))
+        try:
+            next(stream)
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.settrace(None)
+    print("closed after each of", instruction, flush=True)
+    break
+"""
+
+
+def test_an_interrupt_at_any_instruction_of_next_lets_the_stream_close(tmp_path: Path) -> None:
+    """One that came while the trainer held a lock of the feeder's would leave it held, and close waited for ever."""
+    path = write_array(tmp_path / "volume.zarr", textured((96, 96, 96)), chunk=32)
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, str(path)], capture_output=True, text=True, timeout=180)
+    assert ended.stdout.startswith("closed after each of"), ended.stderr
+    assert int(ended.stdout.split()[-1]) > 50, "instructions of Python in one next"
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],
+    ids=lambda n: n.name,
+)
+def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C unwinds the loop.  SIGTERM, where the loop has no handler for it, and SIGKILL end the process on the spot:
+    then Ray's own processes notice, its agents last, within two minutes."""
+    before = shared_memory()
+    with trainer(tmp_path, "signal") as process:
+        children = run_to_reading(process)
+        process.send_signal(number)
+        process.wait(timeout=180)
+        assert wait_until_gone(children, 30 if number == signal.SIGINT else 120) == []
+    assert shared_memory() <= before
+
+
+TERMINATED = """
+import os, signal, threading, time
+from vesuvius.config import ClusterConfig
+from vesuvius.stream.ray.session import Session
+
+received = []
+signal.signal(signal.SIGTERM, lambda *_: received.append(time.monotonic()))
+session = Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)
+ended = threading.Event()
+
+def terminate():
+    while not ended.wait(0.5):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+closing = time.monotonic()
+threading.Thread(target=terminate).start()
+session.close()
+ended.set()
+print("closed after", sum(time > closing for time in received), flush=True)
+"""
+
+
+def test_a_termination_while_ray_ends_is_left_to_the_trainer(tmp_path: Path) -> None:
+    """Ray's core resets the handler early in its shutdown, which then takes seconds."""
+    ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[-1]) > 2, ended.stdout
+
+
+def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
+    """Regions of 4 MiB, of which some 30 are under way, in a store of 80 MB (Ray's least)."""
+    with trainer(tmp_path, "spill", size=256, region=160, store_gib=0.08) as process:
+        run_to_reading(process)
+        output = read_to_end(process)
+    assert "seen spill" in output, output

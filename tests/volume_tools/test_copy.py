@@ -1,0 +1,532 @@
+"""A copied box equals the box, however often its process was killed; nothing is fetched twice without need."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+from numcodecs import Blosc
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from vesuvius.config import ArrayConfig, StoreConfig, Triple
+from vesuvius.errors import ConfigError, DataError, StorageError
+from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
+from vesuvius.volume_tools.copy_plan import CopyPlan
+from vesuvius.volume_tools.partial import PartialVolume
+from vesuvius.volumes.volume import open_volume
+
+Voxels = np.ndarray[Any, Any]
+QUICK = StoreConfig(requests=4, retries=0)
+START, SIZE = (5, 16, 21), (61, 50, 64)
+
+
+def copied(out: Path, level: int = 0) -> Voxels:
+    return np.asarray(zarr.open_group(out, mode="r")[str(level)][:])
+
+
+def cut(voxels: Voxels, start: Triple, size: Triple) -> Voxels:
+    return voxels[tuple(slice(lo, lo + n) for lo, n in zip(start, size, strict=True))]
+
+
+def chunk_files(out: Path) -> dict[str, bytes]:
+    """All files of a finished copy."""
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ChunkServer]:
+    (tmp_path / "served").mkdir()
+    with ChunkServer(tmp_path / "served") as running:
+        yield running
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "v2": {},
+    "v2-dots-raw": {"chunk_key_encoding": {"name": "v2", "separator": "."}, "compressors": None},
+    "v3": {"zarr_format": 3},
+    "v3-sharded": {"zarr_format": 3, "shards": (64, 64, 64)},
+}
+
+
+@pytest.mark.parametrize("start", [(0, 16, 32), START], ids=["aligned", "amid chunks"])
+@pytest.mark.parametrize("dtype", ["uint8", ">u2", "float32"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_copy_equals_the_box_whatever_the_source(tmp_path: Path, layout: str, dtype: str, start: Triple) -> None:
+    voxels = textured((96, 80, 96)).astype(dtype)
+    source = write_array(tmp_path / "v.zarr", voxels, chunk=16, **LAYOUTS[layout])
+    figures = copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", start, SIZE), QUICK)
+    array = zarr.open_group(tmp_path / "c.zarr", mode="r")["0"]
+    np.testing.assert_array_equal(array[:], cut(voxels, start, SIZE))
+    assert array.dtype == np.dtype(dtype).newbyteorder("<")
+    assert array.chunks == (16, 16, 16)
+    assert figures.done == figures.chunks == 4 * 4 * 4
+    assert not (tmp_path / "c.zarr.partial").exists()
+
+
+@pytest.mark.parametrize("start", [(0, 16, 32), START], ids=["aligned", "amid chunks"])
+def test_each_chunk_of_a_remote_source_is_fetched_once(tmp_path: Path, server: ChunkServer, start: Triple) -> None:
+    voxels = textured((96, 80, 96))
+    write_array(tmp_path / "served" / "v.zarr", voxels, chunk=16)
+    request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr", start, SIZE)
+    figures = copy_box(request, QUICK)
+    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), cut(voxels, start, SIZE))
+    fetched = chunks_fetched(server)
+    needed = np.prod([-(-(lo + n) // 16) - lo // 16 for lo, n in zip(start, SIZE, strict=True)])
+    assert len(fetched) == needed
+    assert set(fetched.values()) == {1}
+    assert figures.fetched_bytes is not None
+    assert 0 < figures.fetched_bytes <= server.stats()["bytes_sent"]
+
+
+def chunks_fetched(server: ChunkServer) -> Counter[str]:
+    """How often each chunk was asked for; metadata are left out."""
+    paths = server.stats()["paths"]
+    return Counter({path: count for path, count in paths.items() if path.rpartition("/")[2].isdecimal()})
+
+
+def test_leading_axes_are_selected(tmp_path: Path) -> None:
+    voxels = textured((2, 3, 32, 32, 32))
+    source = write_array(tmp_path / "v.zarr", voxels, chunk=16)
+    copy_box(CopyRequest(ArrayConfig(path=str(source), select=(1, 2)), tmp_path / "c.zarr"), QUICK)
+    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels[1, 2])
+
+
+def test_absent_and_empty_chunks_are_not_written(tmp_path: Path) -> None:
+    voxels = textured((48, 48, 48))
+    source = write_array(tmp_path / "v.zarr", voxels, chunk=16)
+    (source / "0" / "0" / "1").unlink()
+    (source / "1" / "1" / "1").write_bytes(Blosc().encode(np.zeros((16, 16, 16), np.uint8)))
+    figures = copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr"), QUICK)
+    assert not (tmp_path / "c.zarr/0/1/1/1").exists()
+    assert not (tmp_path / "c.zarr/0/0/0/1").exists()
+    assert (figures.written, figures.air) == (25, 2)
+    voxels[:16, :16, 16:32] = voxels[16:32, 16:32, 16:32] = 0
+    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
+
+
+def test_air_is_what_the_source_fills_with(tmp_path: Path) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16, fill_value=7)
+    (source / "0" / "0" / "1").unlink()
+    copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr"), QUICK)
+    assert not (tmp_path / "c.zarr/0/0/0/1").exists()
+    assert (copied(tmp_path / "c.zarr")[:16, :16, 16:] == 7).all()
+
+
+def test_coarser_levels_are_means_and_an_odd_end_is_the_mean_of_what_exists(tmp_path: Path) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((41, 50, 64)), chunk=16)
+    copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", (0, 0, 0), (41, 50, 64), levels=3), QUICK)
+    fine, coarse, coarsest = (copied(tmp_path / "c.zarr", level).astype(np.float64) for level in range(3))
+    assert coarse.shape == (21, 25, 32)
+    assert coarsest.shape == (11, 13, 16)
+    np.testing.assert_array_equal(coarse[:20], np.floor(blocks(fine[:40]).mean((1, 3, 5)) + 0.5))
+    np.testing.assert_array_equal(coarse[20], np.floor(blocks(fine[40:].repeat(2, 0)).mean((1, 3, 5))[0] + 0.5))
+    np.testing.assert_array_equal(coarsest[:10, :12], np.floor(blocks(coarse[:20, :24]).mean((1, 3, 5)) + 0.5))
+
+
+def blocks(voxels: Voxels) -> Voxels:
+    z, y, x = (size // 2 for size in voxels.shape)
+    return voxels.reshape(z, 2, y, 2, x, 2)
+
+
+def write_level(path: Path, transforms: list[dict[str, Any]], of_all: list[dict[str, Any]], unit: str | None) -> None:
+    axes = [{"name": name, "type": "space"} | ({"unit": unit} if unit else {}) for name in "zyx"]
+    dataset = {"path": "fine", "coordinateTransformations": transforms}
+    multiscale = {"version": "0.4", "axes": axes, "datasets": [dataset], "coordinateTransformations": of_all}
+    zarr.create_group(str(path), zarr_format=2, attributes={"multiscales": [multiscale]})
+    write_array(path / "fine", textured((32, 32, 32)), chunk=16)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "of_all", "unit", "scale", "corner"),
+    [
+        ([{"type": "scale", "scale": [4.0, 2.0, 2.5]}], [], "micrometer", [4, 2, 2.5], [20, 32, 40]),
+        (
+            [{"type": "scale", "scale": [4.0, 2.0, 2.5]}, {"type": "translation", "translation": [1.0, 2.0, 3.0]}],
+            [{"type": "scale", "scale": [10.0, 10.0, 10.0]}],
+            None,
+            [40, 20, 25],
+            [210, 340, 430],
+        ),
+    ],
+)
+def test_the_place_of_the_box_is_kept(
+    tmp_path: Path, transforms: Any, of_all: Any, unit: str | None, scale: list[float], corner: list[float]
+) -> None:
+    write_level(tmp_path / "v.zarr", transforms, of_all, unit)
+    source = ArrayConfig(path=str(tmp_path / "v.zarr"))
+    copy_box(CopyRequest(source, tmp_path / "c.zarr", (5, 16, 16), (16, 16, 16), levels=2), QUICK)
+    multiscale = zarr.open_group(tmp_path / "c.zarr", mode="r").attrs["multiscales"][0]
+    assert [axis.get("unit") for axis in multiscale["axes"]] == [unit] * 3
+    for level, dataset in enumerate(multiscale["datasets"]):
+        assert dataset["coordinateTransformations"] == [
+            {"type": "scale", "scale": [size * 2**level for size in scale]},
+            {"type": "translation", "translation": corner},
+        ]
+    if unit:
+        assert open_volume(ArrayConfig(path=str(tmp_path / "c.zarr"), level=1)).voxel_size_um == (8, 4, 5)
+
+
+def test_the_place_in_a_bare_array_is_told_in_voxels(tmp_path: Path) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
+    copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", (1, 2, 3)), QUICK)
+    multiscale = zarr.open_group(tmp_path / "c.zarr", mode="r").attrs["multiscales"][0]
+    scale, translation = multiscale["datasets"][0]["coordinateTransformations"]
+    assert scale["scale"] == [1, 1, 1]
+    assert translation["translation"] == [1, 2, 3]
+
+
+class Interrupted(Exception):  # noqa: N818 - it stands for a kill, which is no error
+    """Ends a copy in the middle, in this process."""
+
+
+def interrupt_after(chunks: int) -> Callable[[CopyFigures], None]:
+    def on_progress(figures: CopyFigures) -> None:
+        if figures.done >= chunks:
+            raise Interrupted
+
+    return on_progress
+
+
+def interrupt_at_the_first_chunk(figures: CopyFigures) -> None:
+    if figures.written:
+        raise Interrupted
+
+
+def copy_command(url: str, out: Path, start: Triple) -> list[str]:
+    triples = [f"--{name}={','.join(map(str, value))}" for name, value in (("start", start), ("size", (80, 80, 80)))]
+    return [sys.executable, "-c", DOOR, "copy", url, str(out), *triples, "--levels=2", "--requests=4", "--retries=1"]
+
+
+# Python's own handler is set by hand: a shell that runs the tests in the background has SIGINT ignored.
+DOOR = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from vesuvius.volume import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "start"),
+    [(signal.SIGKILL, (16, 0, 32)), (signal.SIGKILL, (5, 9, 21)), (signal.SIGINT, (16, 0, 32))],
+    ids=["SIGKILL-aligned", "SIGKILL-amid chunks", "Ctrl-C"],
+)
+def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
+    tmp_path: Path, number: int, start: Triple
+) -> None:
+    served = tmp_path / "served"
+    write_array(served / "v.zarr", textured((96, 96, 112)), chunk=16)
+    for chunk in ("1/2/3", "3/3/3", "4/4/4", "5/5/4"):
+        (served / "v.zarr" / chunk).unlink()
+    with ChunkServer(served, latency_ms=5) as server:
+        command = copy_command(f"{server.url}/v.zarr", tmp_path / "c.zarr", start)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            while len(list((tmp_path / "c.zarr.partial").glob("volume.zarr/0/*/*/*"))) < 40:
+                assert process.poll() is None
+                time.sleep(0.002)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=30)
+        assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+        assert number == signal.SIGKILL or "the same command goes on" in err
+        assert not (tmp_path / "c.zarr").exists()
+        for unfinished in ("volume.zarr", "volume.zarr/0", ""):
+            with pytest.raises(DataError):
+                open_volume(ArrayConfig(path=str(tmp_path / "c.zarr.partial" / unfinished)))
+
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        twice = [path for path, count in chunks_fetched(server).items() if count > 1 and stored(served, path)]
+        assert 0 < int(done.stdout.partition("; ")[2].split()[0]) < 125 + 27, "the second process found what was done"
+        # In flight at the kill: the region that was being written, and the two that were being fetched.
+        assert len(twice) <= 3 * 4 * (1 if start[0] == 16 else 8)
+        assert max(chunks_fetched(server).values()) <= (2 if start[0] == 16 else 16), "absent chunks are asked for anew"
+
+        command = copy_command(f"{server.url}/v.zarr", tmp_path / "whole" / "c.zarr", start)
+        subprocess.run(command, capture_output=True, check=True)
+    assert chunk_files(tmp_path / "c.zarr") == chunk_files(tmp_path / "whole" / "c.zarr")
+
+
+def stored(served: Path, path: str) -> bool:
+    return (served / path.lstrip("/")).exists()
+
+
+def test_a_copy_that_is_interrupted_again_and_again_becomes_whole(tmp_path: Path) -> None:
+    voxels = textured((40, 48, 32))
+    source = write_array(tmp_path / "v.zarr", voxels, chunk=16)
+    request = CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", levels=3)
+    sessions = 1
+    while not (tmp_path / "c.zarr").exists():
+        with suppress(Interrupted):
+            copy_box(request, StoreConfig(requests=1), interrupt_at_the_first_chunk)
+        sessions += 1
+    assert sessions > 18 + 1 + 1, "each chunk of the finest level took one, each coarser level at least one"
+    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
+    copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "whole" / "c.zarr", levels=3), QUICK)
+    assert chunk_files(tmp_path / "c.zarr") == chunk_files(tmp_path / "whole" / "c.zarr")
+
+
+def test_a_process_that_ends_just_before_or_after_the_rename_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
+    request = CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr")
+
+    def end(*_: object) -> None:
+        raise Interrupted
+
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda path, to: end() if to == tmp_path / "c.zarr" else rename(path, to))
+    with pytest.raises(Interrupted):
+        copy_box(request, QUICK)
+    assert not (tmp_path / "c.zarr").exists()
+    monkeypatch.undo()
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: rmtree(path) if path.name == "incoming" else end())
+    with pytest.raises(Interrupted):
+        copy_box(request, QUICK)
+    monkeypatch.undo()
+    assert (tmp_path / "c.zarr.partial").exists()
+    assert copied(tmp_path / "c.zarr").shape == (32, 32, 32)
+    figures = copy_box(request, QUICK)
+    assert figures.before == figures.chunks == 8
+    assert not (tmp_path / "c.zarr.partial").exists()
+
+
+def test_a_finished_copy_is_left_alone_and_no_chunk_is_fetched_again(tmp_path: Path, server: ChunkServer) -> None:
+    write_array(tmp_path / "served" / "v.zarr", textured((48, 48, 48)), chunk=16)
+    request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr")
+    copy_box(request, QUICK)
+    before = chunk_files(tmp_path / "c.zarr")
+    server.reset()
+    figures = copy_box(request, QUICK)
+    assert figures.before == figures.chunks == 27
+    assert not chunks_fetched(server)
+    assert chunk_files(tmp_path / "c.zarr") == before
+
+
+OTHERS: list[dict[str, Any]] = [{"start_zyx": (16, 0, 0)}, {"size_zyx": (16, 48, 48)}, {"levels": 2}]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=["start", "size", "levels"])
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "begun"])
+def test_another_box_into_the_same_place_is_refused(tmp_path: Path, other: dict[str, Any], finished: bool) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((64, 48, 48)), chunk=16)
+    request: dict[str, Any] = {"source": ArrayConfig(path=str(source)), "out": tmp_path / "c.zarr"}
+    request |= {"size_zyx": (48, 48, 48)}
+    if finished:
+        copy_box(CopyRequest(**request), QUICK)
+    else:
+        with pytest.raises(Interrupted):
+            copy_box(CopyRequest(**request), QUICK, interrupt_after(9))
+    with pytest.raises(ConfigError, match=rf"begun with; got {next(iter(other))} .* \(there: .*choose another name"):
+        copy_box(CopyRequest(**request | other), QUICK)
+    copy_box(CopyRequest(**request), QUICK)  # which is not hindered by the refused one
+
+
+def test_a_source_that_has_changed_is_refused(tmp_path: Path) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
+    request = CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr")
+    with pytest.raises(Interrupted):
+        copy_box(request, QUICK, interrupt_after(9))
+    shutil.rmtree(source)
+    write_array(source, textured((48, 48, 48)), chunk=16, compressors=None)
+    with pytest.raises(ConfigError, match="source_metadata"):
+        copy_box(request, QUICK)
+
+
+def test_what_is_no_copy_is_never_replaced(tmp_path: Path) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((16, 16, 16)), chunk=16)
+    other = write_array(tmp_path / "c.zarr", textured((16, 16, 16), seed=1), chunk=16)
+    before = chunk_files(other)
+    with pytest.raises(ConfigError, match=r"does not replace what exists; got .*choose another name, or remove it"):
+        copy_box(CopyRequest(ArrayConfig(path=str(source)), other), QUICK)
+    assert chunk_files(other) == before
+    (tmp_path / "d.zarr.partial").mkdir()
+    (tmp_path / "d.zarr.partial" / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"'thesis.tex' and without it"):
+        copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "d.zarr"), QUICK)
+    assert [path.name for path in (tmp_path / "d.zarr.partial").iterdir()] == ["thesis.tex"]
+
+
+BAD_BOXES: list[tuple[dict[str, Any], str]] = [
+    ({"start_zyx": (0, 0, 41), "size_zyx": (8, 8, 8)}, "start 0,0,41 and size 8,8,8 .* 48,48,48 voxels; change"),
+    ({"start_zyx": (48, 0, 0)}, "inside the level"),
+    ({"levels": 0}, "at least 1 level, and at most 7"),
+    ({"levels": 8}, "at least 1 level, and at most 7"),
+    ({"out": Path("c.tif")}, "must end in .zarr; got c.tif"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_BOXES)
+def test_what_cannot_be_copied_is_refused_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
+    request: dict[str, Any] = {"source": ArrayConfig(path=str(source)), "out": tmp_path / "new" / "c.zarr"}
+    with pytest.raises(ConfigError, match=message):
+        copy_box(CopyRequest(**request | changes), QUICK)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_unreadable_chunk_is_named_the_rest_is_copied_and_a_rerun_tries_it_again(
+    tmp_path: Path, server: ChunkServer
+) -> None:
+    voxels = textured((48, 48, 48))
+    (write_array(tmp_path / "served" / "v.zarr", voxels, chunk=16) / "2" / "2" / "2").unlink()
+    voxels[32:, 32:, 32:] = 0
+    request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr", levels=2)
+    server.set_faults([{"path": "/1/0/2$", "kind": "corrupt"}])
+    with pytest.raises(UnfinishedCopyError, match=r"got 1 that .* first chunk \[1, 0, 2\] of .*: 26 of 35") as caught:
+        copy_box(request, QUICK)
+    assert caught.value.exit_code == 6
+    assert (caught.value.figures.written, caught.value.figures.air, caught.value.figures.failed) == (25, 1, 1)
+    assert not (tmp_path / "c.zarr").exists()
+    server.set_faults([])
+    server.reset()
+    figures = copy_box(request, QUICK)
+    assert chunks_fetched(server) == {"/v.zarr/1/0/2": 1}, "neither what is stored nor what is air"
+    assert (figures.before, figures.written, figures.air, figures.failed) == (26, 1 + 7, 1, 0)
+    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
+
+
+def test_a_network_that_is_gone_ends_the_copy_soon(tmp_path: Path, server: ChunkServer) -> None:
+    voxels = textured((96, 96, 96))
+    write_array(tmp_path / "served" / "v.zarr", voxels, chunk=16)
+    request = CopyRequest(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "c.zarr")
+
+    def cut_the_cable(figures: CopyFigures) -> None:
+        if figures.done == 40:
+            server.set_faults([{"path": r"/v.zarr/\d", "kind": "reset"}])
+
+    with pytest.raises(UnfinishedCopyError, match="the last 4 in a row") as caught:
+        copy_box(request, QUICK, cut_the_cable)
+    assert caught.value.figures.failed == 4, "216 chunks are not tried one after the other"
+    assert 40 <= caught.value.figures.done <= 40 + 3 * 4
+    server.set_faults([])
+    copy_box(request, QUICK)
+    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), voxels)
+
+
+def test_damaged_chunks_on_a_disk_do_not_look_like_a_network_that_is_gone(tmp_path: Path) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((64, 64, 64)), chunk=16)
+    for path in (source / "0").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+    with pytest.raises(UnfinishedCopyError) as caught:
+        copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr"), QUICK)
+    assert (caught.value.figures.failed, caught.value.figures.written) == (16, 48)
+
+
+def test_one_process_writes_a_copy(tmp_path: Path) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
+    request = CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr")
+
+    def meddle(figures: CopyFigures) -> None:
+        with pytest.raises(ConfigError, match="one process may write"):
+            copy_box(request, QUICK)
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        copy_box(request, QUICK, meddle)
+    copy_box(request, QUICK)
+
+
+def test_a_disk_that_is_too_small_is_refused_unless_a_sidecar_says_that_most_is_air(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((64, 64, 64)), chunk=16)
+    usage = shutil._ntuple_diskusage(total=2**40, used=0, free=64**3 - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    request = {"source": ArrayConfig(path=str(source))}
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"must have room .*; got 0.00 GiB needed .*--no-space-check"):
+            copy_box(CopyRequest(**request, out=tmp_path / "new" / "a.zarr"), QUICK)
+        assert not (tmp_path / "new").exists()
+    copy_box(CopyRequest(**request, out=tmp_path / "b.zarr", check_space=False), QUICK)
+    occupancy = np.ones((4, 4, 4), bool)
+    occupancy[0, 0, 0] = False
+    np.savez(source / ".chunk_occupancy.npz", occupancy=occupancy, signature=np.array("made by hand"))
+    copy_box(CopyRequest(**request, out=tmp_path / "c.zarr"), QUICK)
+
+
+def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) -> None:
+    # No file may grow above 3000 bytes, as if the disk were full: air.txt and copy.json can be written, chunks cannot.
+    source = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
+    command = [sys.executable, "-c", DOOR, "copy", str(source), str(tmp_path / "c.zarr")]
+    limited = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),
+    )
+    assert limited.returncode == 6, limited.stderr
+    assert "a copy needs a writable disk with enough room; got [Errno 27] File too large" in limited.stderr
+    assert "Traceback" not in limited.stderr
+    assert not list((tmp_path / "c.zarr.partial").glob("volume.zarr/0/*/*/*"))
+    assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_a_torn_line_of_the_list_of_air_is_not_believed(tmp_path: Path) -> None:
+    arguments: Any = (tmp_path / "c.zarr", {}, np.dtype("uint8"), (16, 16, 16), 0.0)
+    with PartialVolume(*arguments) as target:
+        target.note_air(0, [(1, 2, 3)])
+    journal = tmp_path / "c.zarr.partial" / "air.txt"
+    journal.write_text(journal.read_text() + "0/4/5/1")  # the rest, "0\n", never reached the disk
+    with PartialVolume(*arguments) as target:
+        assert target.stored_bytes(0, (1, 2, 3)) == 0
+        assert target.stored_bytes(0, (4, 5, 1)) is None
+        target.note_air(0, [(7, 7, 7)])
+    with PartialVolume(*arguments) as target:
+        assert target.stored_bytes(0, (7, 7, 7)) == 0, "it was not written behind the torn line"
+
+
+def test_the_arguments_are_recorded_in_the_copy(tmp_path: Path) -> None:
+    source = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
+    copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", (1, 2, 3), (4, 5, 6)), QUICK)
+    record = json.loads((tmp_path / "c.zarr" / ".zattrs").read_text())["vesuvius_copy"]
+    assert record["source"] == str(source)
+    assert (record["start_zyx"], record["size_zyx"]) == ([1, 2, 3], [4, 5, 6])
+
+
+@given(
+    start=st.tuples(*[st.integers(0, 40)] * 3),
+    size=st.tuples(*[st.integers(1, 90)] * 3),
+    chunk=st.tuples(*[st.integers(11, 33)] * 3),
+    requests=st.integers(1, 20),
+)
+def test_regions_hold_every_chunk_once_and_never_more_than_are_asked_for_at_once(
+    start: Triple, size: Triple, chunk: Triple, requests: int
+) -> None:
+    z, y, x = (lo + n for lo, n in zip(start, size, strict=True))
+    plan = CopyPlan((start, (z, y, x)), chunk, 1, 1, requests)
+    regions = list(plan.regions())
+    assert sorted(chunk for region in regions for chunk in region) == list(plan.chunks(0))
+    assert max(map(len, regions)) <= requests
+    total = 0
+    for region in regions:
+        lowest, highest = plan.box_of(0, region[0])[0], plan.box_of(0, region[-1])[1]
+        total += np.prod([hi - lo for lo, hi in zip(lowest, highest, strict=True)])
+    assert total == np.prod(size), "each region is the box from its first chunk to its last"
+
+
+@needs_scroll_data
+@pytest.mark.parametrize("store", ["scroll_v2_blosc", "scroll_v2_sparse_ragged", "scroll_v3_sharded"])
+def test_boxes_of_real_scrolls_are_copied(tmp_path: Path, store: str) -> None:
+    source = ArrayConfig(path=str(SCROLL_DATA / f"{store}.zarr"))
+    start, size = (100, 40, 90), (140, 120, 130)
+    copy_box(CopyRequest(source, tmp_path / "c.zarr", start, size, levels=2))
+    stop = (240, 160, 220)
+    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), open_volume(source).read((start, stop)))

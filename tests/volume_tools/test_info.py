@@ -1,0 +1,311 @@
+"""What is said of a volume is true: counted, enumerated or computed here in another way."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, VolumeConfig
+from vesuvius.errors import ConfigError, DataError, StorageError
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.volume_tools import info as describe
+from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar, uniform_facts
+from vesuvius.volumes.geometry import level_geometry, read_multiscale
+from vesuvius.volumes.volume import open_volume
+
+PATCH = (8, 16, 16)
+QUICK = StoreConfig(retries=0)
+
+
+def look(path: object, patch: Triple = PATCH, level: int = 0, **options: Any) -> VolumeFacts:
+    return describe_volume(ArrayConfig(path=str(path), level=level), patch, QUICK, **options)
+
+
+def write_pyramid(path: Path, voxels: np.ndarray[Any, Any], levels: int = 2, **options: Any) -> Path:
+    """An OME-Zarr whose levels are called 0, 1, ... as those of real scrolls; 16^3 chunks."""
+    axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
+    datasets = [
+        {"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": [2.4 * 2**k] * 3}]}
+        for k in range(levels)
+    ]
+    attributes = {"multiscales": [{"version": "0.4", "name": "tiny", "axes": axes, "datasets": datasets}]}
+    zarr.create_group(str(path), zarr_format=options.get("zarr_format", 2), attributes=attributes)
+    for k in range(levels):
+        write_array(path / str(k), voxels[:: 2**k, :: 2**k, :: 2**k], chunk=16, **options)
+    return path
+
+
+def test_levels_are_told_as_they_are(tmp_path: Path) -> None:
+    facts = look(write_pyramid(tmp_path / "v.zarr", textured((48, 64, 80), dtype="uint16")), level=1)
+    assert (facts.ome_version, facts.title, facts.axes) == ("0.4", "tiny", ("z", "y", "x"))
+    assert [level.shape for level in facts.levels] == [(48, 64, 80), (24, 32, 40)]
+    assert [level.raw_bytes for level in facts.levels] == [48 * 64 * 80 * 2, 24 * 32 * 40 * 2]
+    assert facts.chosen == facts.levels[1]
+    assert (facts.chosen.path, facts.chosen.chunk_zyx, facts.chosen.shard_zyx) == ("1", (16, 16, 16), None)
+    assert (facts.chosen.dtype, facts.chosen.zarr_format, facts.chosen.decoder) == ("uint16", 2, "zarrs")
+    assert facts.chosen.geometry is not None
+    assert facts.chosen.geometry.scale_zyx == (4.8, 4.8, 4.8)
+
+
+def test_a_level_that_cannot_be_opened_does_not_hide_the_others(tmp_path: Path) -> None:
+    path = write_pyramid(tmp_path / "v.zarr", textured((48, 64, 80)))
+    (path / "1" / ".zarray").unlink()
+    facts = look(path)
+    assert [level.path for level in facts.levels] == ["0"]
+    ((broken, reason),) = facts.broken
+    assert broken == "1"
+    assert "each level in the metadata must exist" in reason
+
+
+CODECS: list[tuple[dict[str, Any], str]] = [
+    ({}, "blosc zstd level 3, no shuffle"),
+    ({"compressors": numcodecs.Blosc("lz4", 5, shuffle=1)}, "blosc lz4 level 5, byte shuffle"),
+    ({"compressors": None}, "none: raw bytes"),
+    ({"filters": [numcodecs.Delta(dtype="u1")], "compressors": numcodecs.GZip(2)}, "delta, then gzip level 2"),
+    ({"zarr_format": 3, "compressors": zarr.codecs.ZstdCodec(level=7)}, "zstd level 7"),
+    (
+        {"zarr_format": 3, "compressors": zarr.codecs.BloscCodec(cname="zstd", clevel=4, shuffle="bitshuffle")},
+        "blosc zstd level 4, bit shuffle",
+    ),
+    ({"zarr_format": 3, "shards": (64, 64, 64), "compressors": zarr.codecs.GzipCodec(level=1)}, "gzip level 1"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), CODECS, ids=[words for _, words in CODECS])
+def test_codecs_are_told_in_words(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    array = open_volume(
+        ArrayConfig(path=str(write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **options)))
+    ).array
+    assert codec_words(array) == words
+
+
+def test_scale_and_translation_of_level_and_pyramid_are_applied_in_order(tmp_path: Path) -> None:
+    path = write_pyramid(tmp_path / "v.zarr", textured((16, 16, 16)), levels=1)
+    group = zarr.open_group(path, mode="a")
+    multiscales = group.attrs["multiscales"]
+    multiscales[0]["datasets"][0]["coordinateTransformations"].append({"type": "translation", "translation": [1, 2, 3]})
+    multiscales[0]["coordinateTransformations"] = [
+        {"type": "scale", "scale": [10, 10, 2]},
+        {"type": "translation", "translation": [0, 0, 5]},
+    ]
+    group.attrs["multiscales"] = multiscales
+    multiscale = read_multiscale(open_volume(ArrayConfig(path=str(path))))
+    assert multiscale is not None
+    geometry = level_geometry(multiscale.entry, "0")
+    assert geometry is not None
+    assert geometry.scale_zyx == (24, 24, 4.8)
+    assert geometry.translation_zyx == (10, 20, 11)
+    assert geometry.units_zyx == ("micrometer",) * 3
+
+
+STORES: dict[str, dict[str, Any]] = {
+    "v2": {},
+    "v2 dots": {"chunk_key_encoding": {"name": "v2", "separator": "."}},
+    "v3": {"zarr_format": 3},
+    "v3 sharded": {"zarr_format": 3, "shards": (32, 32, 32)},
+}
+
+
+@pytest.mark.parametrize("options", STORES.values(), ids=STORES)
+@pytest.mark.parametrize("bare", [False, True], ids=["level 0 of a group", "bare"])
+def test_a_listing_counts_the_chunks_that_are_stored(tmp_path: Path, options: dict[str, Any], bare: bool) -> None:
+    voxels = textured((40, 64, 80))
+    voxels[:32, :32, :32] = 0  # eight chunks or one shard
+    voxels[32:, 48:, 64:] = 0  # one chunk
+    path = write_pyramid(tmp_path / "v.zarr", voxels, levels=1, **options)
+    occupancy = look(path / "0" if bare else path).occupancy
+    assert (occupancy.present, occupancy.total, occupancy.unit) == (3 * 4 * 5 - 9, 3 * 4 * 5, "chunks")
+    assert (occupancy.source, occupancy.unknown) == ("listing", None)
+
+
+def test_the_sidecar_is_believed_unless_a_listing_is_asked_for(tmp_path: Path) -> None:
+    path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
+    made = make_sidecar(ArrayConfig(path=str(path)), None)
+    assert made.path == path / "0" / ".chunk_occupancy.npz"
+    assert (made.grid_zyx, made.occupancy.present) == ((3, 3, 3), 27)
+    (path / "0" / "0" / "0" / "0").unlink()
+    facts, listed = look(path).occupancy, look(path, listing=True).occupancy
+    assert (facts.present, facts.source) == (27, "sidecar")
+    assert (listed.present, listed.source) == (26, "listing")
+
+
+def test_a_damaged_sidecar_is_told_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
+    (path / "0" / ".chunk_occupancy.npz").write_bytes(b"damaged")
+    assert look(path).occupancy.source == "listing"
+    assert "a sidecar must be an npz" in caplog.text
+
+
+def test_what_a_web_server_does_not_tell_is_unknown_and_not_0(tmp_path: Path) -> None:
+    path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
+    stored = np.ones((3, 3, 3), bool)
+    for chunk in ((0, 0, 0), (1, 2, 0), (2, 2, 2)):
+        path.joinpath("0", *map(str, chunk)).unlink()
+        stored[chunk] = False
+    with ChunkServer(tmp_path) as server:
+        facts = look(f"{server.url}/v.zarr", listing=True, places=100)
+        occupancy, grey = facts.occupancy, facts.grey
+        assert occupancy.present is None
+        assert occupancy.unknown == "a web server cannot list"
+        assert grey is not None
+        assert (grey.tried, grey.found, grey.places) == (27, 24, 24), "all chunks were asked for, once each"
+        assert facts.chosen.decoder == "zarr-python"
+        np.savez(path / "0" / ".chunk_occupancy.npz", occupancy=stored, signature=np.array(""))
+        facts = look(f"{server.url}/v.zarr")
+        assert (facts.occupancy.present, facts.occupancy.source) == (24, "sidecar")
+        with pytest.raises(DataError, match="a web server"):
+            make_sidecar(ArrayConfig(path=f"{server.url}/v.zarr"), tmp_path / "o.npz", QUICK)
+        with pytest.raises(ConfigError, match="add --out FILE"):
+            make_sidecar(ArrayConfig(path=f"{server.url}/v.zarr"), None, QUICK)
+
+
+def test_a_listing_that_would_take_long_waits_to_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_pyramid(tmp_path / "v.zarr", textured((48, 48, 48)))
+    monkeypatch.setattr(describe, "_LISTED_UNASKED", 26)
+    occupancy = look(path).occupancy
+    assert occupancy.present is None
+    assert occupancy.unknown == "a listing of 27 files can take long; --list asks for it"
+    assert look(path, listing=True).occupancy.present == 27
+
+
+def test_sidecars_go_where_they_belong(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((2, 32, 32, 32)), chunk=16)
+    with pytest.raises(ConfigError, match=r"all that `select` can choose; got .*\[2, 32, 32, 32\]; add --out"):
+        make_sidecar(ArrayConfig(path=str(path), select=(1,)), None)
+    made = make_sidecar(ArrayConfig(path=str(path), select=(1,)), tmp_path / "new" / "o.npz")
+    with np.load(made.path) as written:
+        assert written["occupancy"].all()
+        assert str(written["signature"]).startswith("vesuvius:")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="choose another with --out"):
+        make_sidecar(ArrayConfig(path=str(path), select=(1,)), tmp_path / "file" / "o.npz")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+def test_grey_values_are_those_of_the_material(tmp_path: Path, dtype: str) -> None:
+    voxels = textured((48, 48, 48), dtype=dtype)
+    voxels[::5] = 0
+    path = write_array(tmp_path / "v.zarr", voxels, chunk=16)
+    grey = look(path, patch=(16, 16, 16), places=27).grey  # each chunk once: the whole volume
+    assert grey is not None
+    material = voxels[voxels != 0].astype(np.float64)
+    assert (grey.places, grey.voxels) == (27, voxels.size)
+    assert (grey.minimum, grey.maximum) == (material.min(), material.max())
+    # Sums of 10^5 float64 in another order.
+    np.testing.assert_allclose([grey.mean, grey.std], [material.mean(), material.std()], rtol=1e-10)
+    np.testing.assert_allclose(grey.percentiles, np.percentile(material, (0.5, 50, 99.5)), rtol=1e-6)
+    assert grey.air_share == pytest.approx(1 - material.size / voxels.size)
+
+
+def test_grey_values_are_taken_where_something_is_stored_and_are_the_same_each_time(tmp_path: Path) -> None:
+    voxels = np.zeros((96, 96, 96), np.uint8)
+    voxels[32:48, 48:64, 80:] = textured((16, 16, 16))
+    path = write_array(tmp_path / "v.zarr", voxels, chunk=16)
+    with ChunkServer(tmp_path) as server:
+        listed, asked = look(path), look(f"{server.url}/v.zarr")
+    assert listed.occupancy.present == 1
+    assert listed.grey is not None
+    assert (listed.grey.places, listed.grey.air_share) == (1, 0)
+    assert asked.grey is not None
+    assert (asked.grey.tried, asked.grey.found) == (216, 1)
+    assert asked.grey.percentiles == listed.grey.percentiles, "a chunk is the place, whichever way it was found"
+    assert look(path).grey == listed.grey
+
+
+def test_nothing_but_air_has_no_grey_values(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", np.zeros((32, 32, 32), np.uint8), chunk=16)
+    grey = look(path).grey
+    assert grey is not None
+    assert (grey.places, grey.mean, grey.percentiles, grey.air_share) == (0, None, None, None)
+    assert look(path, places=0).grey is None
+
+
+def test_an_unreadable_place_is_counted_and_the_others_are_used(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((48, 48, 48)), chunk=16)
+    (path / "1" / "1" / "1").write_bytes(b"damaged")
+    grey = look(path, patch=(16, 16, 16), places=27).grey
+    assert grey is not None
+    assert (grey.places, grey.unreadable) == (26, 1)
+
+
+@given(
+    axes=st.tuples(
+        *[
+            st.tuples(st.integers(1, 12), st.integers(1, 9)).flatmap(
+                lambda pair: st.tuples(st.just(pair[0]), st.just(pair[1]), st.integers(1, pair[0]))
+            )
+        ]
+        * 3
+    )
+)
+def test_uniform_patches_cost_what_an_enumeration_of_all_of_them_finds(axes: Any) -> None:
+    shape, chunk, patch = zip(*axes, strict=True)
+    counts = []
+    for start in itertools.product(*(range(size - p + 1) for size, p in zip(shape, patch, strict=True))):
+        per_axis = [len({v // c for v in range(lo, lo + p)}) for lo, p, c in zip(start, patch, chunk, strict=True)]
+        counts.append(int(np.prod(per_axis)))
+    facts = uniform_facts(shape, chunk, patch)
+    assert facts.chunks_per_patch == pytest.approx(np.mean(counts))
+    assert facts.amplification == pytest.approx(np.mean(counts) * np.prod(chunk) / np.prod(patch))
+
+
+def test_the_figures_of_the_design_hold(tmp_path: Path) -> None:
+    """6.6 chunks of 128^3 and 10.3 times too much for a patch of 72x136x136, as measured."""
+    facts = uniform_facts((20000, 20000, 20000), (128, 128, 128), (72, 136, 136))
+    assert facts.chunks_per_patch == pytest.approx(6.57, abs=0.02)
+    assert facts.amplification == pytest.approx(10.34, abs=0.03)
+
+
+@pytest.mark.parametrize("patch", [(8, 16, 16), (8, 16, 24)])
+def test_the_region_is_the_one_that_training_would_use(tmp_path: Path, patch: Triple) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)), chunk=16)
+    region = look(path, patch).region
+    assert region is not None
+    config = DataConfig(
+        volumes=(VolumeConfig(path=str(path)),),
+        patch_size=patch,
+        augment=DataConfig.model_fields["augment"].default.model_copy(update={"turn": False}),
+    )
+    plan = prepare_data(0, config).plan
+    assert (region.patches_per_region, region.regions_per_task) == (plan.patches_per_region, plan.regions_per_task)
+    assert region.amplification == plan.read_amplification(0)
+    assert region.regions == plan.volumes[0].region_count
+    boxes = [plan.volumes[0].region(number) for number in range(region.regions)]
+    largest = max(np.prod([hi - lo for lo, hi in zip(*box, strict=True)]) for box in boxes)
+    assert region.regions_bytes == largest * plan.regions_per_task
+
+
+def test_a_volume_that_is_too_small_is_told_so(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
+    facts = look(path, (32, 32, 48))
+    assert (facts.region, facts.uniform) == (None, None)
+    assert facts.no_region is not None
+    assert "patch_size must fit inside the volume; got (32, 32, 48)" in facts.no_region
+    facts = look(path, (32, 32, 32))
+    assert facts.uniform is not None, "it fits, but nothing is left to be held out"
+    assert "validation slab" in str(facts.no_region)
+
+
+@needs_scroll_data
+@pytest.mark.parametrize(
+    ("store", "present", "total"),
+    [("scroll_v2_blosc", 8, 8), ("scroll_v2_sparse_ragged", 7, 8), ("scroll_v3_sharded", 64, 64)],
+)
+def test_real_scrolls_are_told_as_they_are(store: str, present: int, total: int) -> None:
+    facts = look(SCROLL_DATA / f"{store}.zarr", (72, 136, 136))
+    assert (facts.occupancy.present, facts.occupancy.total) == (present, total)
+    assert facts.grey is not None
+    assert facts.grey.mean == pytest.approx(107, abs=10)
+    assert facts.region is not None
+    assert facts.uniform is not None
+    assert facts.region.amplification < 0.8 < 3 < facts.uniform.amplification

@@ -1,0 +1,232 @@
+"""A phantom on disk: laid out like a published volume, in bounded memory, written whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from vesuvius.errors import ConfigError, DataError
+from vesuvius.volume_tools.phantom import Phantom
+from vesuvius.volume_tools.phantom_zarr import count_chunks, write_phantom
+
+SHAPE = (40, 70, 66)  # every level has an odd axis: 40x70x66, 20x35x33, 10x18x17
+CHUNK = 32
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A small phantom on disk with its report, shared by the tests that only read it."""
+    return write_phantom(tmp_path_factory.mktemp("phantom") / "small.zarr", SHAPE, seed=3, chunk=CHUNK)
+
+
+def levels_of(path: Path) -> list[np.ndarray]:
+    group = zarr.open_group(path, mode="r")
+    return [group[str(level)][:] for level in range(3)]
+
+
+# Layout
+
+
+def test_voxels_do_not_depend_on_the_chunk_size(written, tmp_path):
+    other = write_phantom(tmp_path / "other.zarr", SHAPE, seed=3, chunk=18)
+    for path, other_path in ((written.path, other.path), (written.labels_path, other.labels_path)):
+        for voxels, other_voxels in zip(levels_of(path), levels_of(other_path), strict=True):
+            np.testing.assert_array_equal(voxels, other_voxels)
+
+
+def test_array_metadata_equals_the_published_layout(written):
+    for path in (written.path, written.labels_path):
+        for level, shape in enumerate(([40, 70, 66], [20, 35, 33], [10, 18, 17])):
+            assert json.loads((path / str(level) / ".zarray").read_text()) == {
+                "zarr_format": 2,
+                "shape": shape,
+                "chunks": [CHUNK] * 3,
+                "dtype": "|u1",
+                "fill_value": 0,
+                "order": "C",
+                "filters": None,
+                "dimension_separator": "/",
+                "compressor": {"id": "blosc", "cname": "zstd", "clevel": 3, "shuffle": 0, "blocksize": 0},
+            }
+        assert json.loads((path / ".zgroup").read_text()) == {"zarr_format": 2}
+
+
+def test_group_metadata_is_ome_zarr_0_4(written):
+    assert json.loads((written.path / ".zattrs").read_text()) == {
+        "multiscales": [
+            {
+                "version": "0.4",
+                "name": "small",
+                "axes": [{"name": axis, "type": "space", "unit": "micrometer"} for axis in "zyx"],
+                "datasets": [
+                    {"path": path, "coordinateTransformations": [{"type": "scale", "scale": [scale] * 3}]}
+                    for path, scale in (("0", 7.91), ("1", 15.82), ("2", 31.64))
+                ],
+            }
+        ]
+    }
+
+
+def test_level_0_holds_the_phantom(written):
+    grey, label = Phantom(3, SHAPE).box((0, 0, 0), SHAPE)
+    np.testing.assert_array_equal(levels_of(written.path)[0], grey)
+    np.testing.assert_array_equal(levels_of(written.labels_path)[0], label)
+
+
+def test_each_level_is_the_rounded_mean_of_the_one_above(written):
+    """Of labels 0 and 1 that is the majority, a tie counting as papyrus.  Ragged ends average what exists."""
+    for path in (written.path, written.labels_path):
+        levels = levels_of(path)
+        for above, below in itertools.pairwise(levels):
+            padded = np.full([2 * size for size in below.shape], np.nan)
+            padded[tuple(slice(size) for size in above.shape)] = above
+            z, y, x = below.shape
+            mean = np.nanmean(padded.reshape(z, 2, y, 2, x, 2), axis=(1, 3, 5))
+            np.testing.assert_array_equal(below, np.floor(mean + 0.5))
+
+
+def test_chunks_of_air_are_absent_and_all_others_are_there(tmp_path):
+    report = write_phantom(tmp_path / "air.zarr", (16, 96, 96), seed=0, chunk=16)
+    voxels = levels_of(report.path)[0]
+    present = 0
+    for y in range(6):
+        for x in range(6):
+            file = report.path / "0" / "0" / str(y) / str(x)
+            assert file.exists() == voxels[:, 16 * y : 16 * y + 16, 16 * x : 16 * x + 16].any()
+            present += file.exists()
+    assert 0 < present < 36
+
+
+def test_report_counts_the_bytes_on_disk(written):
+    files = [p for root in (written.path, written.labels_path) for p in root.rglob("*") if p.is_file()]
+    assert written.stored_bytes == sum(p.stat().st_size for p in files if not p.name.startswith("."))
+
+
+def test_ratio_is_over_chunks_without_air(tmp_path):
+    report = write_phantom(tmp_path / "v.zarr", (32, 128, 128), seed=0, chunk=32)
+    raw = stored = 0
+    for y in range(4):
+        for x in range(4):
+            if levels_of(report.path)[0][:, 32 * y : 32 * y + 32, 32 * x : 32 * x + 32].all():
+                raw, stored = raw + 32**3, stored + (report.path / "0" / "0" / str(y) / str(x)).stat().st_size
+    assert report.ratio == raw / stored
+    assert write_phantom(tmp_path / "w.zarr", (32, 128, 128), seed=0, chunk=128).ratio is None  # its one chunk has air
+
+
+def test_memory_does_not_grow_with_the_volume(tmp_path):
+    """Four times the depth: 48 more chunks of grey and label at level 0, less than 4 more in memory."""
+    Phantom(0, SHAPE).box((0, 0, 0), (8, 8, 8))
+    peaks = []
+    for depth in (64, 256):
+        tracemalloc.start()
+        write_phantom(tmp_path / f"{depth}.zarr", (depth, 64, 64), seed=0, chunk=32)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 4 * 32**3
+
+
+def test_memory_is_a_constant_number_of_chunks(tmp_path):
+    """Chunks so big that the texture tables (13 MB while they are made) do not count."""
+    tracemalloc.start()
+    write_phantom(tmp_path / "v.zarr", (96, 288, 96), seed=0, chunk=96)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 45 * 96**3
+
+
+def test_on_chunk_is_called_as_often_as_counted(tmp_path):
+    calls = []
+    write_phantom(tmp_path / "v.zarr", SHAPE, seed=0, chunk=CHUNK, on_chunk=lambda: calls.append(1))
+    assert len(calls) == count_chunks(SHAPE, CHUNK, 3) == 2 * 3 * 3 + 1 * 2 * 2 + 1
+
+
+# All or nothing
+
+
+def test_existing_volume_is_refused_and_untouched(tmp_path):
+    for name in ("v.zarr", "v.labels.zarr"):
+        zarr.create_group(tmp_path / name, zarr_format=2, attributes={"mine": 1})
+        with pytest.raises(ConfigError, match="--overwrite"):
+            write_phantom(tmp_path / "v.zarr", SHAPE, seed=0, chunk=CHUNK)
+        assert zarr.open_group(tmp_path / name).attrs["mine"] == 1
+        (tmp_path / name).rename(tmp_path / f"aside-{name}")
+
+
+def test_overwrite_replaces_both_groups(tmp_path):
+    write_phantom(tmp_path / "v.zarr", (48, 32, 32), seed=0, chunk=16)
+    report = write_phantom(tmp_path / "v.zarr", (16, 32, 32), seed=1, chunk=16, overwrite=True)
+    grey, label = Phantom(1, (16, 32, 32)).box((0, 0, 0), (16, 32, 32))
+    np.testing.assert_array_equal(levels_of(report.path)[0], grey)
+    np.testing.assert_array_equal(levels_of(report.labels_path)[0], label)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["v.labels.zarr", "v.zarr"]
+
+
+@pytest.mark.parametrize("kind", ["directory", "file"])
+def test_overwrite_never_replaces_what_is_not_zarr(tmp_path, kind):
+    target = tmp_path / "v.zarr"
+    if kind == "directory":
+        target.mkdir()
+        (target / "thesis.txt").write_text("years of work")
+    else:
+        target.write_text("years of work")
+    with pytest.raises(ConfigError, match="zarr groups and arrays only"):
+        write_phantom(target, SHAPE, seed=0, chunk=CHUNK, overwrite=True)
+    assert (target / "thesis.txt" if kind == "directory" else target).read_text() == "years of work"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_write_that_stops_leaves_what_was_there_and_nothing_else(tmp_path, error):
+    report = write_phantom(tmp_path / "v.zarr", (16, 32, 32), seed=0, chunk=16)
+    before = levels_of(report.path)[0]
+    seen = []
+
+    def stop() -> None:
+        seen.extend(p.name for p in tmp_path.iterdir() if p.suffix == ".partial")
+        raise error
+
+    with pytest.raises(error):
+        write_phantom(report.path, (16, 32, 32), seed=1, chunk=16, overwrite=True, on_chunk=stop)
+    assert seen, "the new volume is being written under a temporary name beside the old one"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["v.labels.zarr", "v.zarr"]
+    np.testing.assert_array_equal(levels_of(report.path)[0], before)
+
+
+def test_a_failed_rename_puts_the_old_volumes_back(tmp_path, monkeypatch):
+    report = write_phantom(tmp_path / "v.zarr", (16, 32, 32), seed=0, chunk=16)
+    before = levels_of(report.path)[0]
+    rename = Path.rename
+
+    def fail_at_the_last(source: Path, target: Path) -> Path:
+        if source.name == "v.zarr" and target == report.path and ".partial" in source.parent.name:
+            raise OSError(28, "No space left on device")
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", fail_at_the_last)
+    with pytest.raises(DataError, match="No space left"):
+        write_phantom(report.path, (16, 32, 32), seed=1, chunk=16, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["v.labels.zarr", "v.zarr"]
+    np.testing.assert_array_equal(levels_of(report.path)[0], before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({"shape_zyx": (16, 15, 16)}, "at least 16 voxels"),
+        ({"chunk": 33}, "even number"),
+        ({"chunk": 0}, "even number"),
+        ({"levels": 0}, "levels must be at least 1"),
+        ({"seed": -1}, "seed at least 0"),
+        ({"path": Path("scroll")}, r"end in \.zarr"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_the_rule(tmp_path, arguments, rule):
+    arguments = {"path": Path("v.zarr"), "shape_zyx": SHAPE, "seed": 0, "chunk": CHUNK} | arguments
+    with pytest.raises(ConfigError, match=rule):
+        write_phantom(tmp_path / arguments.pop("path"), **arguments)
+    assert list(tmp_path.iterdir()) == []

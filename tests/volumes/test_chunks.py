@@ -1,0 +1,271 @@
+"""Where the bytes of a box are: what the grid names is what zarr itself asks a store for, no more and no less."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from zarr.abc.store import ByteRequest
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec, ZstdCodec
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import LocalStore, WrapperStore
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import textured
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.volumes.box import Box
+from vesuvius.volumes.chunks import ChunkGrid, Request
+from vesuvius.volumes.source import Source
+from vesuvius.volumes.staged import _own
+from vesuvius.volumes.volume import UnreadableChunkError, open_volume
+
+
+class Recorder(WrapperStore[LocalStore]):
+    """A store that notes what zarr asks it for."""
+
+    def __init__(self, store: LocalStore) -> None:
+        super().__init__(store)
+        self.asked: list[Request] = []
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        self.asked.append((key, _own(byte_range)))
+        return await super().get(key, prototype, byte_range)
+
+
+def asked_by_zarr(path: Path, name: str, select: tuple[int, ...], box: Box) -> Counter[Request]:
+    """What zarr-python asks for when it reads a box; not through zarrs, which reads files itself."""
+    recorder = Recorder(LocalStore(str(path), read_only=True))
+    with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}):
+        array = zarr.open_array(recorder, path=name, mode="r")
+        recorder.asked.clear()
+        array[(*select, *(slice(*pair) for pair in zip(*box, strict=True)))]
+    return Counter(recorder.asked)
+
+
+def grid_of(path: Path, name: str = "", select: tuple[int, ...] = ()) -> ChunkGrid:
+    array = zarr.open_array(LocalStore(str(path), read_only=True), path=name, mode="r")
+    return ChunkGrid(array, select, Source(str(path), StoreConfig()))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An array as it may lie on disk, and a box of it.
+
+    Attributes:
+        lead: axes before z, y, x: size, chunk, chunks per shard and the index that is read.
+        holes: chunks of zyx that are not stored.
+    """
+
+    options: dict[str, Any]
+    name: str
+    lead: tuple[tuple[int, int, int, int], ...]
+    shape: tuple[int, int, int]
+    chunk: tuple[int, int, int]
+    per_shard: tuple[int, int, int] | None
+    box: Box
+    holes: frozenset[tuple[int, int, int]]
+
+    @property
+    def select(self) -> tuple[int, ...]:
+        return tuple(index for *_, index in self.lead)
+
+    def write(self, path: Path) -> None:
+        """Write the array: ones, zeros (which zarr does not store) in the holes."""
+        sizes, chunks, per_shard, _ = zip(*self.lead, strict=True) if self.lead else ((),) * 4
+        voxels = np.ones((*sizes, *self.shape), np.uint8)
+        for hole in self.holes:
+            voxels[(..., *(slice(i * c, (i + 1) * c) for i, c in zip(hole, self.chunk, strict=True)))] = 0
+        shards = None
+        if self.per_shard:
+            shards = tuple(c * n for c, n in zip((*chunks, *self.chunk), (*per_shard, *self.per_shard), strict=True))
+        array = zarr.create_array(
+            str(path),
+            name=self.name or None,
+            shape=voxels.shape,
+            dtype="uint8",
+            chunks=(*chunks, *self.chunk),
+            shards=shards,
+            fill_value=0,
+            **self.options,
+        )
+        array[...] = voxels
+
+
+ENCODINGS: list[dict[str, Any]] = [
+    {"zarr_format": 2, "chunk_key_encoding": {"name": "v2", "separator": "/"}},
+    {"zarr_format": 2, "chunk_key_encoding": {"name": "v2", "separator": "."}},
+    {"zarr_format": 3},
+    {"zarr_format": 3, "chunk_key_encoding": {"name": "default", "separator": "."}},
+    {"zarr_format": 3, "chunk_key_encoding": {"name": "v2", "separator": "/"}},
+]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    options = draw(st.sampled_from(ENCODINGS))
+    sharded = options["zarr_format"] == 3 and draw(st.booleans())
+    lead = []
+    for _ in range(draw(st.integers(0, 2))):
+        size = draw(st.integers(1, 3))
+        lead.append((size, draw(st.integers(1, size)), draw(st.integers(1, 2)), draw(st.integers(0, size - 1))))
+    axes = []
+    for _ in range(3):
+        size = draw(st.integers(1, 9))
+        start = draw(st.integers(0, size - 1))
+        axes.append((size, draw(st.integers(1, 4)), draw(st.integers(1, 3)), start, draw(st.integers(start + 1, size))))
+    shape, chunk, per_shard, start, stop = zip(*axes, strict=True)
+    counts = [-(-n // c) for n, c in zip(shape, chunk, strict=True)]
+    holes = draw(st.sets(st.tuples(*(st.integers(0, n - 1) for n in counts)), max_size=6))
+    name = draw(st.sampled_from(["", "0", "a/1"]))
+    shards = per_shard if sharded else None
+    return Layout(options, name, tuple(lead), shape, chunk, shards, (start, stop), frozenset(holes))
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layout=layouts())
+def test_the_grid_names_what_zarr_asks_for(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> None:
+    path = tmp_path_factory.mktemp("v")
+    layout.write(path)
+    grid = grid_of(path, layout.name, layout.select)
+    expected = asked_by_zarr(path, layout.name, layout.select, layout.box)
+    assert Counter(grid.requests(layout.box)) == expected
+    assert Counter(grid.requests(layout.box)) == expected, "the same again, from the indices that it keeps"
+    within = set(grid.chunks_of(layout.box))
+    assert set(grid.absent(layout.box)) == within & layout.holes
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layout=layouts())
+def test_the_place_of_a_key_is_where_it_came_from(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> None:
+    path = tmp_path_factory.mktemp("v")
+    layout.write(path)
+    grid = grid_of(path, layout.name, layout.select)
+    per_object = layout.per_shard or (1, 1, 1)
+    for chunk in itertools.product(*map(range, grid.counts_zyx)):
+        place = tuple(i // n for i, n in zip(chunk, per_object, strict=True))
+        assert grid.place_of(grid.key_of(chunk)) == place
+    folder = f"{layout.name}/" if layout.name else ""
+    for other in ("zarr.json", ".zarray", ".chunk_occupancy.npz", "notes/1.txt", "0/0", "9/9/9/9/9/9/9"):
+        assert grid.place_of(folder + other) is None
+    if layout.lead:
+        other_selects = itertools.product(*(range(size) for size, *_ in layout.lead))
+        keys = {select: grid_of(path, layout.name, select).key_of((0, 0, 0)) for select in other_selects}
+        for key in keys.values():
+            assert (grid.place_of(key) == (0, 0, 0)) == (key == keys[layout.select]), "of other fixed axes"
+
+
+def test_a_box_of_chunks_ends_at_the_array(tmp_path: Path) -> None:
+    zarr.create_array(str(tmp_path / "v"), shape=(5, 6, 7), dtype="uint8", chunks=(4, 4, 4))
+    grid = grid_of(tmp_path / "v")
+    assert grid.counts_zyx == (2, 2, 2)
+    assert grid.shard_zyx is None
+    assert list(grid.chunks_of(((0, 4, 3), (4, 6, 5)))) == [(0, 1, 0), (0, 1, 1)]
+    assert grid.box_of((1, 1, 1)) == ((4, 4, 4), (5, 6, 7))
+
+
+# ---- the index of a shard
+
+CHECKED = (BytesCodec(), Crc32cCodec())
+INDICES: dict[str, dict[str, Any]] = {
+    "end": {"index_codecs": CHECKED},
+    "start": {"index_codecs": CHECKED, "index_location": "start"},
+    "unchecked": {"index_codecs": (BytesCodec(),)},
+}
+SHAPE = (32, 32, 32)
+CORNER: Box = ((0, 0, 0), (8, 8, 8))
+
+
+def write_sharded(path: Path, **index: Any) -> Path:
+    """One shard of 4x4x4 chunks, those at z = 3 absent."""
+    codec = ShardingCodec(chunk_shape=(8, 8, 8), codecs=[BytesCodec(), ZstdCodec(level=1)], **index)
+    voxels = textured(SHAPE)
+    voxels[24:] = 0
+    array = zarr.create(store=str(path), shape=SHAPE, dtype="uint8", chunk_shape=SHAPE, codecs=[codec], zarr_format=3)
+    array[...] = voxels
+    return path
+
+
+@pytest.mark.parametrize("where", INDICES)
+def test_an_index_at_either_end_leads_to_the_bytes_of_each_chunk(tmp_path: Path, where: str) -> None:
+    path = write_sharded(tmp_path / "v.zarr", **INDICES[where])
+    grid, data = grid_of(path), (path / "c/0/0/0").read_bytes()
+    index = grid.shard_index("c/0/0/0")
+    assert index is not None
+    assert index.shape == (4, 4, 4, 2)
+    for chunk in np.ndindex(3, 4, 4):
+        offset, size = (int(v) for v in index[chunk])
+        part = tuple(slice(8 * i, 8 * i + 8) for i in chunk)
+        voxels = numcodecs.Zstd().decode(data[offset : offset + size])
+        assert bytes(voxels) == textured(SHAPE)[part].tobytes()
+    assert (index[3] == 2**64 - 1).all()
+    np.testing.assert_array_equal(grid.present_in_shard((0, 0, 0)), index[..., 0] != 2**64 - 1)
+    assert Counter(grid.requests(CORNER)) == asked_by_zarr(path, "", (), CORNER)
+    assert grid.absent(((16, 0, 0), (32, 8, 16))) == [(3, 0, 0), (3, 0, 1)]
+
+
+def test_an_absent_shard_has_no_index_and_only_absent_chunks(tmp_path: Path) -> None:
+    path = write_sharded(tmp_path / "v.zarr")
+    (path / "c/0/0/0").unlink()
+    grid = grid_of(path)
+    assert grid.shard_index("c/0/0/0") is None
+    assert not grid.present_in_shard((0, 0, 0)).any()
+    assert grid.absent(CORNER) == [(0, 0, 0)]
+    assert Counter(grid.requests(CORNER)) == asked_by_zarr(path, "", (), CORNER)
+
+
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "flipped": (lambda data: data[:-20] + bytes([data[-20] ^ 1]) + data[-19:], "match its checksum"),
+    "shortened": (lambda data: data[-100:], "has 1028 bytes; got 100"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_is_an_error_and_its_region_unreadable(
+    server: ChunkServer, tmp_path: Path, damage: str
+) -> None:
+    change, words = DAMAGES[damage]
+    path = write_sharded(tmp_path / "v.zarr")
+    shard = path / "c/0/0/0"
+    whole = shard.read_bytes()
+    shard.write_bytes(change(whole))
+    grid = grid_of(path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=words):
+            grid.shard_index("c/0/0/0")
+    for address in (str(path), server.url_of(path)):
+        volume = open_volume(ArrayConfig(path=address))
+        with pytest.raises(UnreadableChunkError, match=r"v\.zarr, region z 0:8, y 0:8, x 0:8, chunk \[0, 0, 0\]"):
+            volume.read(CORNER)
+    shard.write_bytes(whole)
+    np.testing.assert_array_equal(volume.read(CORNER), textured(SHAPE)[:8, :8, :8])
+
+
+def test_an_index_in_a_form_of_its_own_is_left_to_zarr(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_sharded(tmp_path / "v.zarr", index_codecs=(BytesCodec(endian="big"), Crc32cCodec()))
+    grid = grid_of(path)
+    assert not grid.indexed
+    assert grid.requests(CORNER) == []
+    volume = open_volume(ArrayConfig(path=server.url_of(path)))
+    volume.stage(CORNER)
+    np.testing.assert_array_equal(volume.read(CORNER), textured(SHAPE)[:8, :8, :8])
+
+
+def test_an_index_is_read_once_and_anew_when_forgotten(tmp_path: Path) -> None:
+    grid = grid_of(write_sharded(tmp_path / "v.zarr"))
+    for _ in range(3):
+        grid.shard_index("c/0/0/0")
+        assert grid.submit("c/0/0/0", grid.index_range).result() is not None
+    assert grid.source.figures.requests == 1
+    grid.forget(CORNER)
+    grid.shard_index("c/0/0/0")
+    assert grid.source.figures.requests == 2

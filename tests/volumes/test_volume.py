@@ -1,0 +1,212 @@
+"""Opening volumes: every layout that real scrolls come in, and a clear refusal of everything else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from numcodecs import Delta
+
+from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from vesuvius.config import VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.volumes.volume import SUPPORTED_DTYPES, Volume, open_volume
+
+
+def whole(volume: Volume) -> np.ndarray[Any, Any]:
+    return volume.read(((0, 0, 0), volume.shape_zyx))
+
+
+def open_at(path: Path, **options: Any) -> Volume:
+    return open_volume(VolumeConfig(path=str(path), **options))
+
+
+def write_ome(path: Path, levels: dict[str, np.ndarray[Any, Any]], axes: str = "zyx", version: str = "0.4") -> Path:
+    """An OME-Zarr whose levels have the given names, in the given order."""
+    zarr_format = 2 if version == "0.4" else 3
+    group = zarr.create_group(str(path), zarr_format=zarr_format)
+    multiscales = [
+        {
+            "version": version,
+            "axes": [{"name": axis, "type": "space", "unit": "micrometer"} for axis in axes],
+            "datasets": [
+                {"path": name, "coordinateTransformations": [{"type": "scale", "scale": [2.4 * 2**i] * len(axes)}]}
+                for i, name in enumerate(levels)
+            ],
+        }
+    ]
+    group.attrs.update({"multiscales": multiscales} if version == "0.4" else {"ome": {"multiscales": multiscales}})
+    for name, voxels in levels.items():
+        write_array(path / name, voxels, zarr_format=zarr_format)
+    return path
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "v2": {},
+    "v2-dots": {"chunk_key_encoding": {"name": "v2", "separator": "."}},
+    "v2-raw": {"compressors": None},
+    "v3": {"zarr_format": 3},
+    "v3-sharded": {"zarr_format": 3, "shards": (64, 64, 64)},
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        *(pytest.param(dtype, LAYOUTS[name], id=f"{name}-{dtype}") for name in LAYOUTS for dtype in SUPPORTED_DTYPES),
+        pytest.param("uint8", {"filters": [Delta(dtype="u1")]}, id="v2-filter-uint8"),
+    ],
+)
+def test_every_layout_reads_back_what_was_written(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
+    voxels = textured((70, 50, 64), dtype=dtype)
+    path = write_array(tmp_path / "v.zarr", voxels, **options)
+    volume = open_at(path)
+    assert volume.shape_zyx == (70, 50, 64)
+    assert volume.chunk_zyx == (32, 32, 32), "the unit of decoding is the inner chunk, not the shard"
+    assert volume.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(whole(volume), voxels)
+    np.testing.assert_array_equal(volume.read(((31, 0, 5), (34, 50, 64))), voxels[31:34, :, 5:])
+
+
+def test_big_endian_voxels_come_in_native_order(tmp_path: Path) -> None:
+    voxels = textured((32, 32, 32), dtype="uint16")
+    volume = open_at(write_array(tmp_path / "v.zarr", voxels.astype(">u2")))
+    assert whole(volume).dtype == np.dtype("uint16")
+    np.testing.assert_array_equal(whole(volume), voxels)
+
+
+def test_the_zarrs_pipeline_is_used_and_its_fallback_is_named(tmp_path: Path) -> None:
+    plain = open_at(write_array(tmp_path / "plain.zarr", textured((32, 32, 32))))
+    filtered = open_at(write_array(tmp_path / "filtered.zarr", textured((32, 32, 32)), filters=[Delta(dtype="u1")]))
+    assert plain.codec_pipeline == "zarrs"
+    assert filtered.codec_pipeline == "zarr-python"
+
+
+def test_an_absent_chunk_is_air(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
+    (path / "1" / "0" / "1").unlink()
+    voxels = whole(open_at(path))
+    assert (voxels[32:, :32, 32:] == 0).all()
+    assert (voxels[:32] > 0).all()
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_a_level_is_looked_up_in_the_metadata_not_guessed(tmp_path: Path, version: str) -> None:
+    fine, coarse = textured((64, 64, 64)), textured((32, 32, 32), seed=1)
+    path = write_ome(tmp_path / "v.zarr", {"fine": fine, "0": coarse}, version=version)
+    np.testing.assert_array_equal(whole(open_at(path, level=0)), fine)
+    np.testing.assert_array_equal(whole(open_at(path, level=1)), coarse)
+    assert open_at(path, level=1).voxel_size_um == (4.8, 4.8, 4.8)
+
+
+def test_select_fixes_the_axes_before_zyx(tmp_path: Path) -> None:
+    voxels = textured((2, 3, 32, 32, 32))
+    path = write_array(tmp_path / "v.zarr", voxels)
+    np.testing.assert_array_equal(whole(open_at(path, select=(1, 2))), voxels[1, 2])
+
+
+REFUSALS = [
+    ("missing", {}, "must exist"),
+    ("text file", {}, "neither"),
+    ("empty directory", {}, "neither"),
+    ("group without multiscales", {}, "arrays in it: inner"),
+    ("ome", {"level": 2}, "level must be one of 0..1; got 2"),
+    ("ome with a missing level", {"level": 1}, "each level in the metadata must exist"),
+    ("xyz axes", {}, "axes x, y, z"),
+    ("array", {"level": 1}, "level 0 only"),
+    ("2D", {}, "three axes z, y, x; got 2 axes"),
+    ("5D", {}, r"set data.volumes\[\].select to 2 indices, e.g. \[0, 0\]"),
+    ("5D", {"select": (0, 9)}, "inside the array"),
+    ("array", {"select": (0,)}, "set data.volumes"),
+    ("int16", {}, "uint8, uint16, float32; got int16"),
+    ("unknown codec", {}, "metadata must be readable"),
+    ("broken metadata", {}, "metadata must be readable"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSALS, ids=[f"{k} {o or ''}" for k, o, _ in REFUSALS])
+def test_what_is_no_volume_is_refused_with_the_rule_and_the_remedy(
+    tmp_path: Path, kind: str, options: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "v.zarr"
+    _write_wrong(kind, path)
+    with pytest.raises(DataError, match=message):
+        open_at(path, **options)
+
+
+def _write_wrong(kind: str, path: Path) -> None:
+    voxels = textured((32, 32, 32))
+    match kind:
+        case "text file":
+            path.write_text("hello")
+        case "empty directory":
+            path.mkdir()
+        case "group without multiscales":
+            zarr.create_group(str(path), zarr_format=2)
+            write_array(path / "inner", voxels)
+        case "ome":
+            write_ome(path, {"0": voxels, "1": voxels})
+        case "ome with a missing level":
+            write_ome(path, {"0": voxels, "1": voxels})
+            (path / "1" / ".zarray").unlink()
+        case "xyz axes":
+            write_ome(path, {"0": voxels}, axes="xyz")
+        case "array":
+            write_array(path, voxels)
+        case "2D":
+            write_array(path, textured((32, 32)))
+        case "5D":
+            write_array(path, textured((1, 1, 32, 32, 32)))
+        case "int16":
+            write_array(path, voxels.astype("int16"))
+        case "unknown codec" | "broken metadata":
+            write_array(path, voxels)
+            metadata = json.loads((path / ".zarray").read_text())
+            metadata["compressor"] = {"id": "no-such-codec"}
+            text = json.dumps(metadata) if kind == "unknown codec" else "{"
+            (path / ".zarray").write_text(text)
+
+
+@pytest.mark.parametrize("options", [{}, {"filters": [Delta(dtype="u1")]}], ids=["zarrs", "zarr-python"])
+def test_an_unreadable_chunk_names_volume_and_region(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **options)
+    (path / "1" / "1" / "1").write_bytes(b"this is not blosc")
+    volume = open_at(path)
+    volume.read(((0, 0, 0), (32, 64, 64)))
+    with pytest.raises(DataError, match=r"v\.zarr, region z 32:64, y 0:64, x 0:64"):
+        volume.read(((32, 0, 0), (64, 64, 64)))
+
+
+def test_nan_voxels_are_refused_where_they_are_read(tmp_path: Path) -> None:
+    voxels = textured((32, 32, 64), dtype="float32")
+    voxels[3, 4, 40] = np.nan
+    volume = open_at(write_array(tmp_path / "v.zarr", voxels))
+    volume.read(((0, 0, 0), (32, 32, 32)))
+    with pytest.raises(DataError, match=r"NaN or infinity.*region z 0:32, y 0:32, x 32:64"):
+        volume.read(((0, 0, 32), (32, 32, 64)))
+
+
+@needs_scroll_data
+@pytest.mark.parametrize(
+    ("store", "shape", "chunk"),
+    [
+        ("scroll_v2_blosc.zarr", (256, 256, 256), 128),
+        ("scroll_v3_sharded.zarr", (256, 256, 256), 64),
+        ("scroll_v2_sparse_ragged.zarr", (250, 200, 230), 128),
+    ],
+)
+def test_real_scroll_stores_open_and_hold_the_same_voxels(store: str, shape: tuple[int, int, int], chunk: int) -> None:
+    volume = open_at(SCROLL_DATA / store)
+    assert volume.shape_zyx == shape
+    assert volume.chunk_zyx == (chunk,) * 3
+    assert volume.voxel_size_um == (2.4, 2.4, 2.4)
+    assert volume.codec_pipeline == "zarrs"
+    reference = whole(open_at(SCROLL_DATA / "scroll_v2_blosc.zarr"))
+    corner = volume.read(((0, 0, 0), (128, 128, 128)))
+    np.testing.assert_array_equal(corner, reference[:128, :128, :128])
+    if "ragged" in store:
+        assert not volume.read(((128, 128, 128), (250, 200, 230))).any(), "the absent chunk is air"
