@@ -84,11 +84,23 @@ class StoreConfig(Section):
     """How chunks are fetched, from disks and from remote stores."""
 
     requests: PositiveInt = Field(16, description="requests in flight per reader on remote stores")
-    retries: NonNegativeInt = Field(6, description="further tries of a failed read, after random growing pauses")
-    max_pause_s: float = Field(10.0, gt=0, description="longest pause between two tries, seconds")
+    outage_minutes: float = Field(
+        60.0,
+        ge=0,
+        description="how long a read is tried again while the network, the server or the mount is away; then exit 6",
+    )
+    max_pause_s: float = Field(
+        10.0, gt=0, description="longest pause between two such tries, seconds; the first ones are short"
+    )
+    retries: NonNegativeInt = Field(
+        2, description="how often a chunk that comes damaged is fetched anew before it is given up; at least once"
+    )
     timeout_s: float = Field(30.0, gt=0, description="seconds after which a request counts as failed")
     anonymous: bool | None = Field(
         None, description="s3 and gs without signing; null = where the environment holds no credentials"
+    )
+    forbidden_is_absent: bool = Field(
+        False, description="a chunk that answers 403 is absent, as in S3 buckets that one may read and not list"
     )
     cache_dir: str | None = Field(None, description="folder that keeps fetched chunk bytes; null = no cache")
     cache_gib: float = Field(50.0, gt=0, description="hard limit on that folder, shared by all readers, GiB")

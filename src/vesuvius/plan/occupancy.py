@@ -27,7 +27,8 @@ from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, Volume
 from vesuvius.errors import DataError, one_line
 from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.volumes.box import Box
-from vesuvius.volumes.source import FetchError
+from vesuvius.volumes.source import FetchError, RefusedError
+from vesuvius.volumes.stored import Stored
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ Bools = NDArray[np.bool_]
 def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:
     """The map that `data.min_foreground` is measured on; None where that is 0.  Reads, and logs progress.
 
+    Where it is made of the list of stored chunks, the volume is told of that list.
+
     Raises:
         DataError: the listing, the coarse level or the mask cannot be had, or does not fit the volume.
     """
@@ -57,7 +60,10 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
         return coarse_map(
             volume, open_volume(coarse_spec, config.store), config.foreground.threshold, config.patch_size
         )
-    return occupancy_map(volume, chunk_occupancy(volume, config.store))
+    occupancy = chunk_occupancy(volume, config.store)
+    if occupancy.shape == volume.grid.counts_zyx:  # of a stored shard any chunk may be absent
+        volume.expect(Stored.of(occupancy))
+    return occupancy_map(volume, occupancy)
 
 
 def occupancy_map(volume: Volume, occupancy: Bools) -> ForegroundMap:
@@ -104,7 +110,7 @@ def read_sidecar(volume: Volume) -> Bools | None:
     key = f"{volume.array.path}/{SIDECAR}".lstrip("/")
     try:
         data = volume.source.get(key, cached=False)
-    except FetchError as error:
+    except (FetchError, RefusedError) as error:
         log.warning("the sidecar %s of %s cannot be read and is left out: %s", key, volume.name, one_line(error))
         return None
     if data is None:

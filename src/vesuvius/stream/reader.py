@@ -22,6 +22,7 @@ from vesuvius.config import StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task
 from vesuvius.volumes.box import Box, format_box, shape_of
+from vesuvius.volumes.stored import Stored
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
 
 Block = NDArray[np.uint8]
@@ -44,6 +45,7 @@ class ReaderJob:
 
     Attributes:
         dtype, condition_dtype: of the patches; the latter None without conditions.
+        stored: the chunks of each volume that were listed, where they were: one that is absent is damaged, not air.
         quarantined: regions that are known to be unreadable and are replaced without a try.
     """
 
@@ -53,6 +55,7 @@ class ReaderJob:
     condition_dtype: str | None = None
     store: StoreConfig = StoreConfig()
     missing_chunk: Literal["air", "error"] = "air"
+    stored: tuple[Stored | None, ...] = ()
     max_quarantined: int = 0
     quarantined: frozenset[RegionKey] = frozenset()
     rank: int = 0
@@ -164,13 +167,16 @@ class Reader:
         self._job = job
         self._ring = itertools.cycle([np.empty(job.block_bytes, np.uint8) for _ in range(ring)])
         self._node, self._actor = node, actor
-        self._volumes = [open_volume(spec, job.store, job.missing_chunk) for spec in job.volumes]
+        self._volumes = [open_volume(spec, job.store, job.missing_chunk, known=True) for spec in job.volumes]
+        for volume, stored in zip(self._volumes, job.stored, strict=False):
+            volume.expect(stored)
         self._conditions = [
-            open_volume(spec.condition, job.store, job.missing_chunk) if spec.condition else None
+            open_volume(spec.condition, job.store, job.missing_chunk, known=True) if spec.condition else None
             for spec in job.volumes
         ]
         self._bad = set(job.quarantined)
         self._staged: list[RegionKey] = []
+        self._last_cause = "all are in quarantine since earlier"
         self._since = _Tally(self._opened)
 
     def blocks(self, task: Task, ahead: Task | None = None) -> Iterator[Block]:
@@ -248,6 +254,7 @@ class Reader:
                 self._since.bytes_read += _decoded_bytes(volume, box)
         except UnreadableChunkError as error:
             self._bad.add(key)
+            self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
             record = {
                 "volume": error.volume,
                 "number": number,
@@ -277,7 +284,8 @@ class Reader:
         volume, box = plan.region_of_slot(slot)
         raise DataError(
             f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
-            f"volume {self._volumes[volume].name}, region {format_box(box)}; restore the volume"
+            f"volume {self._volumes[volume].name}, region {format_box(box)}, the last because of {self._last_cause}; "
+            "restore the volume (`vesuvius volume verify` lists what is broken)"
         )
 
     def _write_head(self, block: Block, task: Task, slot: int, attempt: int) -> None:

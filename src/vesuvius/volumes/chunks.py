@@ -34,6 +34,10 @@ _ABSENT = 2**64 - 1
 _INDEX_BYTES_KEPT = 32 * 2**20
 
 
+class ShardIndexError(ValueError):
+    """The index of a shard is damaged, and with it all chunks of the shard."""
+
+
 @dataclass
 class ChunkGrid:
     """The chunks of one array and where their bytes are.
@@ -82,6 +86,14 @@ class ChunkGrid:
         (z0, y0, x0), (z1, y1, x1) = start, stop
         return (z0, y0, x0), (z1, y1, x1)
 
+    def object_box(self, chunk: Triple) -> Box:
+        """The voxels of the object that holds a chunk, its own or its shard, cut at the end of the array."""
+        edges = self.shard_zyx or self.chunk_zyx
+        start = tuple(i * c // e * e for i, c, e in zip(chunk, self.chunk_zyx, edges, strict=True))
+        stop = (min(lo + e, size) for lo, e, size in zip(start, edges, self.array.shape[-3:], strict=True))
+        (z0, y0, x0), (z1, y1, x1) = start, stop
+        return (z0, y0, x0), (z1, y1, x1)
+
     def key_of(self, chunk: Triple) -> str:
         """The object that holds a chunk: its own, or its shard's."""
         outer = self.array.shards or self.array.chunks
@@ -100,7 +112,7 @@ class ChunkGrid:
         indices of those shards (kept for later).
 
         Raises:
-            FetchError, ValueError: as `shard_index`.
+            Exception: as `shard_index`.
         """
         if self.shard_zyx is not None and not self.indexed:
             return []  # zarr finds its own way, one chunk after the other
@@ -144,7 +156,7 @@ class ChunkGrid:
         """The chunks of a box that are not stored.  Asks the store once per chunk or shard.
 
         Raises:
-            FetchError, ValueError: as `shard_index`.
+            Exception: as `shard_index`.
         """
         if self.shard_zyx is None:
             chunk_of = {self.key_of(chunk): chunk for chunk in self.chunks_of(box)}
@@ -169,8 +181,9 @@ class ChunkGrid:
         """Offset and length of each chunk of a shard, (..., 2), 2^64 - 1 where absent; None for an absent shard.
 
         Raises:
-            FetchError: the store does not answer.
-            ValueError: the index is not of the form that the metadata promise.
+            FetchError: the shard is shorter than its index, or no file.
+            ShardIndexError: the index is not of the form that the metadata promise.
+            OutageError, RefusedError: the store does not deliver it.
         """
         with self._lock:
             known = key in self._indices
@@ -239,9 +252,9 @@ class ChunkGrid:
     def _parse_index(self, data: bytes) -> NDArray[np.uint64]:
         count = math.prod(self._chunks_per_shard)
         if len(data) != self._index_bytes:
-            raise ValueError(f"a shard's index has {self._index_bytes} bytes; got {len(data)}")
+            raise ShardIndexError(f"a shard's index has {self._index_bytes} bytes; got {len(data)}")
         if len(data) % 16 and google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
-            raise ValueError("a shard's index must match its checksum")
+            raise ShardIndexError("a shard's index must match its checksum")
         return np.frombuffer(data, "<u8", 2 * count).reshape(*self._chunks_per_shard, 2)
 
     def _range_in(self, index: NDArray[np.uint64], chunk: Triple) -> ByteRange | None:

@@ -1,14 +1,19 @@
 """Where the bytes of a volume come from: a folder, a web server or an object store.
 
-Every read is tried again after transient faults, counted, and on remote stores answered from a disk cache where one is
-configured.  `Source` knows keys and byte ranges; that they are chunks is known to `volume.py` and `chunks.py`.
+Every read is counted, and on remote stores answered from a disk cache where one is configured.  A fault of the network,
+the server or the mount is an outage: the read is tried again until `data.store.outage_minutes` have passed.  `Source`
+knows keys and byte ranges; that they are chunks is known to `volume.py` and `chunks.py`.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
+import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,20 +23,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import obstore
-from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import HTTPStore, LocalStore, from_url
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_random_exponential,
+from obstore.exceptions import (
+    BaseError,
+    GenericError,
+    NotSupportedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
 )
+from obstore.store import HTTPStore, LocalStore, from_url
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 from tenacity.nap import sleep_using_event
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.cache import DiskCache
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -45,9 +52,33 @@ _CREDENTIALS = {
     ),
     "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS"),
 }
-# Tried again it would be refused again.
-_REFUSED = (PermissionDeniedError, UnauthenticatedError, NotSupportedError, PermissionError)
+_DENIED = (PermissionDeniedError, UnauthenticatedError, PermissionError)
+# Of the statuses below 500, those that pass; 501 and 505 do not.
+_TRANSIENT_STATUSES = {408, 425, 429}
+_LASTING_STATUSES = {501, 505}
+# What a network file system says while its server is away, and a process that is short of something for a while.
+_TRANSIENT_ERRNOS = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ECONNRESET,
+    errno.ECONNREFUSED,
+    errno.EAGAIN,
+    errno.ENFILE,
+    errno.EMFILE,
+}
 _FIRST_PAUSE_S = 0.1
+# A store that has never answered is more likely a wrong address than an outage.
+_FIRST_ANSWER_S = 60.0
+_SAID_AFTER_S = 10.0
+_SAID_EVERY_S = 60.0
+# Objects up to this size are fetched whole where a server does not know byte ranges.
+_WHOLE_BYTES_MAX = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -76,8 +107,31 @@ class SourceFigures:
     cache_misses: int = 0
 
 
+@dataclass(frozen=True)
+class Outage:
+    """A store does not answer.
+
+    Attributes:
+        since: when the first read that is still being tried failed, seconds since 1970.
+        cause: why the last try of that read failed.
+        address: of the store.
+    """
+
+    since: float
+    cause: str
+    address: str
+
+
 class FetchError(Exception):
-    """An object could not be read, however often it was tried."""
+    """An object is damaged: it is too short for what is asked of it, or no file lies in its place."""
+
+
+class OutageError(DataError):
+    """A store has not answered for `data.store.outage_minutes`."""
+
+
+class RefusedError(DataError):
+    """A store answers, and refuses: trying again would not help."""
 
 
 class ClosedError(Exception):
@@ -91,13 +145,22 @@ class Source:
     Attributes:
         address: folder or URL.
         cache_scope: what names in the cache start with; another volume has another one.  While it is empty, as when
-            metadata are read, nothing is cached.
+            metadata are looked for, nothing is cached, and what is forbidden (403) counts as absent: S3 answers so for
+            absent keys where one may not list.
+        known: whether the store has answered before.  One that has not is given up after a minute.
+        forbidden: what the store said of the last read that it forbade while the volume was opened; else None.
+        metadata_key: the object with the array's metadata, where it is known.
+        outage: set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time.
     """
 
     address: str
     config: StoreConfig
     cache_scope: str = ""
+    known: bool = False
     figures: SourceFigures = field(default_factory=SourceFigures)
+    forbidden: str | None = None
+    metadata_key: str | None = None
+    outage: Outage | None = None
 
     def __post_init__(self) -> None:
         self._store = open_store(self.address, self.config)
@@ -106,6 +169,10 @@ class Source:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._closed = threading.Event()
+        self._failing: dict[int, Outage] = {}
+        self._said: float | None = None
+        self._whole: tuple[str, bytes] | None = None
+        self._whole_lock = threading.Lock()
 
     def get(self, key: str, byte_range: ByteRange | None = None, cached: bool = True) -> bytes | None:
         """The object, or a range of it; None where there is none.
@@ -114,7 +181,9 @@ class Source:
             cached: False for what may change at its address, which the disk cache would hold for ever.
 
         Raises:
-            FetchError: it could not be read in `1 + retries` tries, or access is refused.
+            FetchError: it is damaged.
+            OutageError: the store has not answered for `data.store.outage_minutes`.
+            RefusedError: the store refuses access, or cannot deliver byte ranges.
         """
         cache = self._cache if self.cache_scope and cached else None
         name = self._cache_name(key, byte_range)
@@ -139,7 +208,7 @@ class Source:
 
     def exists(self, key: str) -> bool:
         """Whether there is such an object.  Raises FetchError as `get`."""
-        return self._tried(key, lambda: obstore.head(self._store, key)) is not None
+        return self._tried(key, lambda: self._look(key)) is not None
 
     def absent(self, keys: list[str]) -> list[str]:
         """Those for which there is no object; asks for many at once.  Raises FetchError as `get`."""
@@ -203,21 +272,71 @@ class Source:
         return f"{self.cache_scope}/{key}{part}"
 
     def _read(self, key: str, byte_range: ByteRange | None) -> bytes:
-        if byte_range is None:
-            return bytes(obstore.get(self._store, key).bytes())
-        if byte_range.stop is not None:
-            return bytes(obstore.get_range(self._store, key, start=byte_range.start, end=byte_range.stop))
-        wanted: Any = {"suffix": -byte_range.start} if byte_range.start < 0 else {"offset": byte_range.start}
-        return bytes(obstore.get(self._store, key, options={"range": wanted}).bytes())
+        if not self.remote:
+            return _read_file(Path(self.address) / key, byte_range)
+        wanted: Any = None
+        match byte_range:
+            case ByteRange(start, int(stop)):
+                wanted = (start, stop)
+            case ByteRange(start):
+                wanted = {"suffix": -start} if start < 0 else {"offset": start}
+        try:
+            found = obstore.get(self._store, key, options={"range": wanted} if wanted else None)
+        except NotSupportedError:
+            if byte_range is None:
+                raise
+            return _cut(self._read_whole(key), byte_range)
+        data, (start, stop) = bytes(found.bytes()), found.range
+        if len(data) != stop - start:
+            raise ConnectionError(f"the body has {len(data)} bytes of {stop - start}")
+        return data if byte_range is None else _checked(data, byte_range, found.meta["size"])
 
-    def _tried(self, key: str, read: Any) -> Any:
-        """What `read` returns, tried again after transient faults; None where there is no such object."""
+    def _read_whole(self, key: str) -> bytes:
+        """An object of a server that does not know byte ranges; the last one is kept, as more parts of it will be
+        asked for."""
+        with self._whole_lock:
+            if self._whole is not None and self._whole[0] == key:
+                return self._whole[1]
+            found = obstore.get(self._store, key)
+            size = found.meta["size"]
+            if size > _WHOLE_BYTES_MAX:
+                raise RefusedError(
+                    "a volume with large shards is read in byte ranges; got a server that ignores the Range header and "
+                    f"sends all {size / 2**20:.0f} MiB of {key} in {self.address}; serve the volume with a server that "
+                    "supports Range, such as nginx, or copy it to a disk"
+                )
+            if self._whole is None:
+                log.warning(
+                    "%s ignores the Range header: whole shards are fetched for a few of their chunks; a server that "
+                    "supports Range, such as nginx, is faster",
+                    self.address,
+                )
+            data = bytes(found.bytes())
+            self._whole = (key, data)
+            return data
+
+    def _look(self, key: str) -> bool:
+        if self.remote:
+            obstore.head(self._store, key)
+        else:
+            _check_file(Path(self.address) / key)
+        return True
+
+    def _tried(self, key: str, read: Callable[[], Any]) -> Any:
+        """What `read` returns, tried again for as long as an outage may last; None where there is no such object."""
+        began: float | None = None
+
+        def given_up(state: RetryCallState) -> bool:
+            nonlocal began
+            began = began or time.monotonic()
+            return time.monotonic() - began >= self._patience_s
+
         retrying = Retrying(
-            stop=stop_after_attempt(1 + self.config.retries),
+            stop=given_up,
             wait=wait_random_exponential(_FIRST_PAUSE_S, max=self.config.max_pause_s),
             sleep=sleep_using_event(self._closed),
-            retry=retry_if_exception(_is_transient),
-            before_sleep=self._note_retry,
+            retry=retry_if_exception(self._is_transient),
+            before_sleep=self._note_failure,
             reraise=True,
         )
 
@@ -229,16 +348,132 @@ class Source:
             self.count(bytes_fetched=len(data) if isinstance(data, bytes) else 0)
             return data
 
+        answered = True
         try:
             return retrying(once)
         except FileNotFoundError:
             return None
         except (BaseError, OSError) as error:
-            tries = retrying.statistics.get("attempt_number", 1)
-            raise FetchError(f"{_reason(error)} ({tries} tries of {key} in {self.address})") from error
+            if self._is_transient(error):
+                answered = False
+                raise self._outage_error(key, error, retrying) from error
+            if isinstance(error, PermissionDeniedError) and self._absent_if_forbidden:
+                self.forbidden = _reason(error)
+                return None
+            raise self._refusal(key, error) from error
+        except ClosedError:
+            answered = False
+            raise
+        finally:
+            self._end_failing(id(retrying), answered)
 
-    def _note_retry(self, state: RetryCallState) -> None:
+    @property
+    def _patience_s(self) -> float:
+        """Seconds for which a read is tried again."""
+        outage_s = 60 * self.config.outage_minutes
+        return outage_s if self.known or not self.remote else min(outage_s, _FIRST_ANSWER_S)
+
+    @property
+    def _absent_if_forbidden(self) -> bool:
+        return self.remote and (not self.cache_scope or self.config.forbidden_is_absent)
+
+    def _is_transient(self, error: BaseException) -> bool:
+        """Whether an error may pass by itself."""
+        if isinstance(error, GenericError):
+            match = re.search(r"status code: (\d{3})", str(error))
+            if match is None:
+                return "redirect" not in str(error)
+            status = int(match[1])
+            return (status >= 500 and status not in _LASTING_STATUSES) or status in _TRANSIENT_STATUSES
+        if not isinstance(error, OSError) or isinstance(error, (FileNotFoundError, PermissionError)):
+            return False
+        if not self.remote and error.errno == errno.EIO:
+            return not self._metadata_readable()
+        return self.remote or error.errno in _TRANSIENT_ERRNOS
+
+    def _metadata_readable(self) -> bool:
+        """Whether the file system as such is there: an I/O error is then one of the disk, under that chunk alone."""
+        try:
+            return self.metadata_key is not None and (Path(self.address) / self.metadata_key).read_bytes() != b""
+        except OSError:
+            return False
+
+    def _note_failure(self, state: RetryCallState) -> None:
         self.count(retries=1)
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        assert error is not None
+        number, now = id(state.retry_object), time.time()
+        with self._lock:
+            first = self._failing.get(number)
+            since = first.since if first else now
+            self._failing[number] = Outage(since, _reason(error), self.address)
+            self.outage = outage = min(self._failing.values(), key=lambda failing: failing.since)
+            say = now - outage.since >= _SAID_AFTER_S and now - (self._said or 0) >= _SAID_EVERY_S
+            if say:
+                self._said = now
+        if say:
+            log.warning(
+                "%s does not answer since %s (%s): %s; reads are tried again for %g minutes "
+                "(data.store.outage_minutes)",
+                self.address,
+                _clock(outage.since),
+                _duration(now - outage.since),
+                outage.cause,
+                self._patience_s / 60,
+            )
+
+    def _end_failing(self, number: int, answered: bool) -> None:
+        """A read has ended: with an answer of the store, or without."""
+        if answered:
+            self.known = True
+        with self._lock:
+            outage = self.outage
+            if self._failing.pop(number, None) is None:
+                return
+            self.outage = min(self._failing.values(), key=lambda failing: failing.since, default=None)
+            over = self.outage is None and self._said is not None
+            if self.outage is None:
+                self._said = None
+        if over and answered and outage is not None:
+            log.info("%s answers again after %s", self.address, _duration(time.time() - outage.since))
+
+    def _outage_error(self, key: str, error: BaseException, retrying: Retrying) -> OutageError:
+        with self._lock:
+            failing = self._failing.get(id(retrying))
+        since = failing.since if failing else time.time()
+        tries = retrying.statistics.get("attempt_number", 1)
+        if not self.known and self.remote:
+            return OutageError(
+                f"a store must answer; got {_reason(error)} ({_tries(tries)} of {key} in {self.address}); check the "
+                "address and the network"
+            )
+        return OutageError(
+            f"a store must answer within data.store.outage_minutes={self.config.outage_minutes:g}; got "
+            f"{_reason(error)} since {_clock(since)} ({_tries(tries)} of {key} in {self.address}); check the network "
+            "and the server, then go on: a run with --resume, another command as it was"
+        )
+
+    def _refusal(self, key: str, error: BaseException) -> Exception:
+        """The error for a read that it would not help to try again."""
+        what = f"{_reason(error)} for {key} in {self.address}"
+        if not self.remote:
+            if isinstance(error, PermissionError):
+                return RefusedError(f"the files of a volume must be readable; got {what}; change their permissions")
+            return FetchError(what)
+        if isinstance(error, PermissionDeniedError):
+            return RefusedError(
+                f"a chunk must not be forbidden; got {what}, whose metadata could be read; either the credentials have "
+                "expired or do not hold for it (AWS_* in the environment, data.store.anonymous), or it is absent in a "
+                "bucket that says so only to those who may list it: allow s3:ListBucket, or set "
+                "data.store.forbidden_is_absent=true"
+            )
+        if "status code: 416" in str(error):
+            return FetchError(what)
+        return RefusedError(
+            f"a store must grant access; got {what}; check the address and the credentials (AWS_* in the environment, "
+            "data.store.anonymous)"
+        )
 
     def count(self, **figures: int) -> None:
         """Add to the figures."""
@@ -305,12 +540,62 @@ def check_cache(config: StoreConfig) -> None:
         cache.check()
 
 
-def _is_transient(error: BaseException) -> bool:
-    return isinstance(error, (BaseError, OSError)) and not isinstance(error, (FileNotFoundError, *_REFUSED))
+def _read_file(path: Path, byte_range: ByteRange | None) -> bytes:
+    """As obstore's reads, with errors that keep the system's number.  Raises OSError, FetchError."""
+    _check_file(path)
+    with path.open("rb") as file:
+        if byte_range is None:
+            return file.read()
+        size = os.fstat(file.fileno()).st_size
+        start = max(size + byte_range.start, 0) if byte_range.start < 0 else byte_range.start
+        stop = size if byte_range.stop is None else min(byte_range.stop, size)
+        file.seek(min(start, size))
+        return _checked(file.read(max(stop - start, 0)), byte_range, size)
+
+
+def _check_file(path: Path) -> None:
+    """Raises FileNotFoundError where there is nothing, FetchError for what is there and no file."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            raise FetchError(f"a link to what is not there, {path}") from None
+        raise FileNotFoundError(path) from None
+    if not stat.S_ISREG(mode):
+        raise FetchError(f"{'a folder' if stat.S_ISDIR(mode) else 'a special file'} in place of the file {path}")
+
+
+def _cut(data: bytes, byte_range: ByteRange) -> bytes:
+    """A range of a whole object."""
+    stop = len(data) if byte_range.stop is None else byte_range.stop
+    return _checked(data[byte_range.start : stop], byte_range, len(data))
+
+
+def _checked(data: bytes, byte_range: ByteRange, size: int) -> bytes:
+    """Raises FetchError where an object of `size` bytes ends before a range does."""
+    if byte_range.stop is not None and byte_range.stop > size:
+        raise FetchError(f"bytes {byte_range.start} to {byte_range.stop} of an object of {size}")
+    return data
 
 
 def _reason(error: BaseException) -> str:
     """What an error says, in one line; of obstore's neither the preamble, which ends with the address and the time that
-    the request took, nor the dump of the error's structure at the end."""
-    text = str(error).partition("Debug source:")[0].rstrip(" :\n")
-    return one_line(re.sub(r"^.*Error performing \w+ \S+ in \S+ - ", "", text))
+    the request took, nor the dump of the error's structure at the end, but for what the system said."""
+    text, _, dump = str(error).partition("Debug source:")
+    words = one_line(re.sub(r"^.*Error performing \w+ \S+ in \S+ - ", "", text.rstrip(" :\n")))
+    if "error sending request" not in words:
+        return words
+    causes = re.findall(r'(?:message|error): "([^"]+)"', dump)
+    return causes[-1] if causes else "no answer in time" if "TimedOut" in dump else words
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _tries(count: int) -> str:
+    return "1 try" if count == 1 else f"{count} tries"

@@ -61,6 +61,12 @@ class StagedStore(Store):
                 else:
                     future.cancel()
 
+    def found_absent(self, key: str, byte_range: ByteRange | None) -> bool | None:
+        """Whether an object, or a part of it, that is staged turned out to be absent; None where it is not staged."""
+        with self._lock:
+            future, _ = self._staged.get((key, byte_range), (None, 0))
+        return None if future is None else future.result() is None
+
     def unstage(self) -> None:
         """Forget all that was staged."""
         for box in list(self._stagings):

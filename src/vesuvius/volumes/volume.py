@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import time
 import warnings
@@ -29,30 +30,38 @@ from zarr.storage import LocalStore
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.box import Box, format_box, intersection, shape_of, slices
-from vesuvius.volumes.chunks import ChunkGrid
+from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
 from vesuvius.volumes.geometry import FloatTriple, level_geometry
 from vesuvius.volumes.source import ClosedError, FetchError, Source, SourceFigures, is_remote
 from vesuvius.volumes.staged import StagedStore
+from vesuvius.volumes.stored import Stored
 
 log = logging.getLogger(__name__)
+
+# Metadata are looked at no more often than this, and for no more than one part in so many of the time.
+_CHECK_EVERY_S = 1.0
+_CHECK_SHARE = 50
+# Per axis of a chunk, where it is looked for voxels that are not air.
+_SAMPLES = 3
 
 SUPPORTED_DTYPES = ("uint8", "uint16", "float32")
 _PYTHON_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
 
 
 class UnreadableChunkError(DataError):
-    """A chunk that could not be fetched or decoded, after all tries.
+    """A chunk whose bytes are damaged, or gone, after all tries.
 
     Attributes:
         volume, region, chunk, cause: what to write into the quarantine.
+        box: the voxels that are lost: the chunk's, or all of its shard's where the index of the shard is damaged.
     """
 
-    def __init__(self, volume: str, region: Box, chunk: Triple, cause: str) -> None:
+    def __init__(self, volume: str, region: Box, chunk: Triple, cause: str, box: Box) -> None:
         super().__init__(
             f"every chunk of a volume must be readable; got {cause} in volume {volume}, region {format_box(region)}, "
-            f"chunk {list(chunk)}; restore the chunk from its source, or remove it (absent = air)"
+            f"chunk {list(chunk)}; restore the chunk from its source (`vesuvius volume verify` lists all such chunks)"
         )
-        self.volume, self.region, self.chunk, self.cause = volume, region, chunk, cause
+        self.volume, self.region, self.chunk, self.cause, self.box = volume, region, chunk, cause, box
 
 
 class Volume:
@@ -65,6 +74,7 @@ class Volume:
         dtype: stored dtype; one of uint8, uint16, float32.
         voxel_size_um: edge lengths (z, y, x) where the metadata give them in micrometres, else None.
         level_paths: the arrays of its pyramid from the finest; empty for a bare array.
+        stored: the chunks that a listing has found, where one was made; see `expect`.
         wait_s: seconds for which `read` has waited for staged bytes, in all.
     """
 
@@ -88,6 +98,10 @@ class Volume:
         self.wait_s = 0.0
         self._missing_chunk = missing_chunk
         self._staged = array.store if isinstance(array.store, StagedStore) else None
+        self.stored: Stored | None = None
+        self._seen = np.zeros(self.grid.counts_zyx, bool)  # takes memory only where something was read
+        self._metadata: bytes | None = None
+        self._check_due = 0.0
 
     @cached_property
     def shape_zyx(self) -> Triple:
@@ -104,8 +118,10 @@ class Volume:
 
     @property
     def fill_value(self) -> float:
-        """Grey value of an absent chunk: air."""
-        return float(self.array.fill_value or 0)
+        """Grey value of an absent chunk: air.  0 where the array's own fill value is NaN or infinite: no network could
+        be trained on it, and scanners write air as 0 or near it."""
+        value = float(self.array.fill_value or 0)
+        return value if math.isfinite(value) else 0.0
 
     @property
     def codec_pipeline(self) -> str:
@@ -122,13 +138,17 @@ class Volume:
         if self._staged is not None:
             self._staged.stage(self.grid, box)
 
+    def expect(self, stored: Stored | None) -> None:
+        """From now on a chunk that a listing says is stored, and that is absent, is damaged rather than air."""
+        self.stored = stored
+
     def unstage(self) -> None:
         """Forget what was staged and will not be read."""
         if self._staged is not None:
             self._staged.unstage()
 
     def read(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Read and decode a box; absent chunks come as the fill value.
+        """Read and decode a box; absent chunks come as the fill value.  Waits for as long as an outage may last.
 
         Args:
             out: where to, C-contiguous, of the volume's dtype and the shape of the box; a new array by default.
@@ -137,8 +157,10 @@ class Volume:
             `out`, or an array of the stored dtype, shape stop - start.
 
         Raises:
-            UnreadableChunkError: a chunk cannot be fetched or decoded, or holds NaN or infinity.
-            DataError: a chunk is absent and `data.missing_chunk` is 'error'.
+            UnreadableChunkError: a chunk cannot be decoded, holds NaN or infinity, or is gone: it was there when this
+                volume read it before, or when its chunks were listed.
+            DataError: a chunk is absent and `data.missing_chunk` is 'error', the whole volume is gone or has changed,
+                or its store refuses, or has not answered for `data.store.outage_minutes`.
             ClosedError: another thread has closed the volume.
         """
         out = np.empty(shape_of(box), self.dtype) if out is None else out
@@ -146,6 +168,7 @@ class Volume:
             self._settle(box)
             self._check_present(box)
             _read_into(self.array, self.select, box, out)
+            self._treat_absent(box, out)
             _check_finite(out)
         except (DataError, ClosedError):
             raise
@@ -172,19 +195,93 @@ class Volume:
 
     def _read_chunk_by_chunk(self, box: Box, out: NDArray[Any]) -> None:
         """The careful way: each chunk is fetched anew, past all caches, and decoded by itself."""
-        self.grid.forget(box)
         for chunk in self.grid.chunks_of(box):
             part = intersection(self.grid.box_of(chunk), box)
-            voxels = out[slices(part, box[0])]
-            try:
-                self._check_present(part)
-                voxels[...] = self._plain_array[_selection(self.select, part)]
-                _check_finite(voxels)
-            except (DataError, ClosedError):
-                raise
-            except Exception as error:
-                kind = "" if isinstance(error, FetchError) else f"{type(error).__name__}: "
-                raise UnreadableChunkError(self.name, box, chunk, kind + one_line(error, 400)) from error
+            for tries_left in reversed(range(max(self.source.config.retries, 1))):
+                self.grid.forget(part)
+                try:
+                    self._read_one(chunk, part, out[slices(part, box[0])])
+                    break
+                except (DataError, ClosedError):
+                    raise
+                except Exception as error:
+                    if not tries_left:
+                        raise self._unreadable(box, chunk, error) from error
+                    self.source.count(retries=1)
+
+    def _read_one(self, chunk: Triple, part: Box, voxels: NDArray[Any]) -> None:
+        self._check_present(part)
+        if self.grid.indexed:
+            self.grid.shard_index(self.grid.key_of(chunk))
+        voxels[...] = self._plain_array[_selection(self.select, part)]
+        self._treat_absent(part, voxels)
+        _check_finite(voxels)
+
+    def _unreadable(self, box: Box, chunk: Triple, error: Exception) -> UnreadableChunkError:
+        whole_object = isinstance(error, (ShardIndexError, FetchError))
+        kind = "" if isinstance(error, FetchError) else f"{type(error).__name__}: "
+        damaged = self.grid.object_box(chunk) if whole_object else self.grid.box_of(chunk)
+        return UnreadableChunkError(self.name, box, chunk, kind + one_line(error, 400), damaged)
+
+    def note_metadata(self) -> None:
+        """Remember the metadata as they are now: `read` notices when they are gone.  Reads them."""
+        name = ".zarray" if self.array.metadata.zarr_format == 2 else "zarr.json"
+        self.source.metadata_key = f"{self.array.path}/{name}".lstrip("/")
+        self._metadata = self.source.get(self.source.metadata_key, cached=False)
+
+    def _treat_absent(self, box: Box, out: NDArray[Any]) -> None:
+        """Tell air from what is gone, among the chunks of a box that came as nothing but the fill value.
+
+        zarr takes a chunk that is not there for air, whatever the reason.  Costs a few samples of each chunk, and a
+        look at the store for those that are all fill.
+        """
+        fill = self.array.fill_value
+        full = _holds_more_than(out, 0 if fill is None else fill, box, self.chunk_zyx)
+        first = tuple(lo // c for lo, c in zip(box[0], self.chunk_zyx, strict=True))
+        seen = self._seen[tuple(slice(lo, lo + n) for lo, n in zip(first, full.shape, strict=True))]
+        for place in np.argwhere(~full).tolist():
+            z, y, x = (lo + i for lo, i in zip(first, place, strict=True))
+            if not self._is_absent((z, y, x)):
+                continue
+            known = "was read before" if seen[tuple(place)] else "the listing says that it is stored"
+            gone = seen[tuple(place)] or (self.stored is not None and (z, y, x) in self.stored)
+            self._check_metadata(at_once=bool(gone))
+            if gone:
+                whole_shard = not self.source.exists(self.grid.key_of((z, y, x)))
+                damaged = self.grid.object_box((z, y, x)) if whole_shard else self.grid.box_of((z, y, x))
+                raise UnreadableChunkError(self.name, box, (z, y, x), f"{known}, and it is gone", damaged)
+            if out.dtype.kind == "f":
+                out[slices(intersection(self.grid.box_of((z, y, x)), box), box[0])] = self.fill_value
+        seen |= full
+
+    def _is_absent(self, chunk: Triple) -> bool:
+        """Whether no bytes are stored for a chunk.  Raises as `Source.get`, and what `ChunkGrid.shard_index` raises."""
+        grid, key = self.grid, self.grid.key_of(chunk)
+        absent = self._staged.found_absent(key, grid.index_range) if self._staged is not None else None
+        if not self.source.exists(key) if absent is None else absent:
+            return True
+        return grid.indexed and bool(grid.absent(grid.box_of(chunk)))
+
+    def _check_metadata(self, at_once: bool) -> None:
+        """Raises DataError where the volume is gone, or is another one; looks no more often than costs nothing."""
+        started = time.monotonic()
+        if self._metadata is None or self.source.metadata_key is None or (started < self._check_due and not at_once):
+            return
+        found = self.source.get(self.source.metadata_key, cached=False)
+        now = time.monotonic()
+        self._check_due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
+        if found is None:
+            raise DataError(
+                f"a volume must stay where it is while it is read; got no {self.source.metadata_key} any more in "
+                f"{self.source.address}: the volume is gone (deleted, or its file system is no longer mounted); bring "
+                "it back and go on: a run with --resume"
+            )
+        if found != self._metadata and _essential(found) != _essential(self._metadata):
+            raise DataError(
+                f"a volume must stay as it is while it is read; got other metadata in {self.source.metadata_key} of "
+                f"{self.source.address} than at the start: it has been replaced; start a new run for another volume"
+            )
+        self._metadata = found
 
     @cached_property
     def _plain_array(self) -> zarr.Array[Any]:
@@ -204,9 +301,16 @@ class Volume:
 
 
 def open_volume(
-    spec: ArrayConfig, store: StoreConfig = StoreConfig(), missing_chunk: Literal["air", "error"] = "air"
+    spec: ArrayConfig,
+    store: StoreConfig = StoreConfig(),
+    missing_chunk: Literal["air", "error"] = "air",
+    known: bool = False,
 ) -> Volume:
     """Open what `data.volumes[]` names.  Reads metadata only.
+
+    Args:
+        known: it has been opened before, by another process: where its store does not answer that is an outage.  A
+            store that never has is given up after a minute.
 
     Raises:
         DataError: nothing there, not a zarr, no such level, not three axes z, y, x, or a dtype that is not supported.
@@ -216,13 +320,15 @@ def open_volume(
         # Where zarrs does not support an array it falls back to zarr-python and warns on every open;
         # `Volume.codec_pipeline` says which one is at work, and the run's log repeats it once.
         warnings.filterwarnings("ignore", message="Array is unsupported by ZarrsCodecPipeline")
-        return _open_volume(spec, store, missing_chunk)
+        volume = _open_volume(spec, store, missing_chunk, known)
+    volume.note_metadata()
+    return volume
 
 
-def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal["air", "error"]) -> Volume:
+def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal["air", "error"], known: bool) -> Volume:
     if not is_remote(spec.path) and not Path(spec.path).exists():
         raise DataError(f"a volume must exist; got {spec.path}, which is not there; {_how_to_get_data(spec.path)}")
-    source = Source(spec.path, config)
+    source = Source(spec.path, config, known=known)
     node = _open_node(source)
     voxel_size_um: FloatTriple | None = None
     level_paths: tuple[str, ...] = ()
@@ -272,6 +378,38 @@ def _check_finite(voxels: NDArray[Any]) -> None:
         raise ValueError("NaN or infinity")
 
 
+def _holds_more_than(voxels: NDArray[Any], fill: Any, box: Box, chunk_zyx: Triple) -> NDArray[np.bool_]:
+    """Which chunks of a box hold another value than one: bool over the chunks that the box touches.
+
+    A few samples settle it for nearly all chunks; the others are looked through.
+    """
+    ends = []
+    for lo, hi, edge in zip(*box, chunk_zyx, strict=True):
+        firsts = np.arange(lo // edge, -(-hi // edge)) * edge
+        ends.append((np.maximum(firsts, lo) - lo, np.minimum(firsts + edge, hi) - lo))
+    at = [np.stack([a + (b - 1 - a) * k // (_SAMPLES - 1) for k in range(_SAMPLES)], 1).ravel() for a, b in ends]
+    sampled = _differs(voxels[np.ix_(*at)], fill)
+    shape = [size for a, _ in ends for size in (len(a), _SAMPLES)]
+    full: NDArray[np.bool_] = np.asarray(sampled.reshape(shape).any((1, 3, 5)))
+    for z, y, x in np.argwhere(~full).tolist():
+        part = voxels[tuple(slice(a[i], b[i]) for (a, b), i in zip(ends, (z, y, x), strict=True))]
+        full[z, y, x] = any(_differs(plane, fill).any() for plane in part)
+    return full
+
+
+def _differs(voxels: NDArray[Any], fill: Any) -> NDArray[np.bool_]:
+    return np.asarray(~np.isnan(voxels) if fill != fill else voxels != fill)  # NaN does not equal itself
+
+
+def _essential(metadata: bytes) -> Any:
+    """Metadata without attributes, which may be edited at any time."""
+    try:
+        found = json.loads(metadata)
+    except ValueError:
+        return metadata
+    return {key: value for key, value in found.items() if key != "attributes"} if isinstance(found, dict) else found
+
+
 def _use_one_codec_thread() -> None:
     """Set zarr's process-wide configuration: readers are processes, so a pool of threads in each would only contend."""
     os.environ.setdefault("RAYON_NUM_THREADS", "1")  # zarrs itself; read when it is first used
@@ -287,15 +425,17 @@ def _open_node(source: Source) -> zarr.Array[Any] | zarr.Group:
     try:
         return zarr.open(StagedStore(source) if source.remote else LocalStore(address, read_only=True), mode="r")
     except FileNotFoundError as error:
+        if source.forbidden:
+            raise DataError(
+                f"a volume's store must answer; got {source.forbidden} for {address}; check the address and the "
+                "credentials (AWS_* in the environment, data.store.anonymous)"
+            ) from error
         raise DataError(
             f"a volume must be a zarr array or group; got {address}, which is neither; point path at the "
             "zarr itself (it holds .zarray, .zgroup or zarr.json)"
         ) from error
-    except FetchError as error:
-        raise DataError(
-            f"a volume's store must answer; got {one_line(error)}; check the address, the network and the credentials "
-            "(AWS_* in the environment, data.store.anonymous)"
-        ) from error
+    except DataError:
+        raise
     except Exception as error:  # malformed metadata and unknown codecs raise many types
         raise DataError(
             f"a volume's metadata must be readable; got {type(error).__name__}: {one_line(error)} in {address}; check "
