@@ -60,6 +60,12 @@ def _source(arguments: argparse.Namespace) -> ArrayConfig:
     return ArrayConfig(path=arguments.path, level=arguments.level, select=arguments.select)
 
 
+def _store(arguments: argparse.Namespace, **options: int) -> StoreConfig:
+    return StoreConfig(
+        outage_minutes=arguments.outage_minutes, forbidden_is_absent=arguments.forbidden_is_absent, **options
+    )
+
+
 def _synth(arguments: argparse.Namespace) -> str:
     shape_zyx, chunk = arguments.shape, arguments.chunk
     with _progress(shape_zyx, chunk) as advance, _interrupt_deferred() as check_interrupt:
@@ -100,7 +106,7 @@ def _copy(arguments: argparse.Namespace) -> str:
         levels=arguments.levels,
         check_space=not arguments.no_space_check,
     )
-    store = StoreConfig(requests=arguments.requests, retries=arguments.retries)
+    store = _store(arguments, requests=arguments.requests)
     source = f"{arguments.path} level {arguments.level}"
     try:
         with contextlib.redirect_stdout(sys.stderr), _copy_progress() as on_progress:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vesuvius.config import DataConfig, StoreConfig, Triple
+from vesuvius.door import positive_number
 from vesuvius.volume_tools.phantom_zarr import MIN_SIZE_VOXELS
 
 if TYPE_CHECKING:
@@ -78,9 +79,7 @@ def _add_copy(commands: Commands) -> None:
     copy.add_argument(
         "--requests", type=_positive, default=_STORE.requests, help=f"at a time (default: {_STORE.requests})"
     )
-    copy.add_argument(
-        "--retries", type=_natural, default=_STORE.retries, help=f"of a failed request (default: {_STORE.retries})"
-    )
+    _add_store(copy)
     copy.add_argument("--no-space-check", action="store_true", help="begin even where the disk may be too small")
 
 
@@ -100,6 +99,21 @@ def _add_source(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> 
     parser.add_argument("--level", type=_natural, default=0, help="level of the pyramid, 0 = finest (default: 0)")
     parser.add_argument(
         "--select", type=_naturals, default=(), metavar="I,...", help="indices that fix the axes before z, y, x"
+    )
+
+
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--outage-minutes",
+        type=positive_number,
+        default=_STORE.outage_minutes,
+        metavar="M",
+        help=f"how long to wait for a network or server that is away (default: {_STORE.outage_minutes:g})",
+    )
+    parser.add_argument(
+        "--forbidden-is-absent",
+        action="store_true",
+        help="a chunk that answers 403 is absent, as in S3 buckets that one may read and not list",
     )
 
 

@@ -141,8 +141,7 @@ def test_ray_readers_on_a_bad_network_give_the_bytes_of_the_disk(
     expected, _ = batches_of(path, batches)
     rules = [{"kind": "corrupt", "times": 1}, *({"kind": kind, "every": 7} for kind in ("status", "reset", "truncate"))]
     server.set_faults([rule | {"path": CHUNK_KEYS} for rule in rules])
-    # Up to three requests of seven fail: seven tries in a row, the default, do so once in some hundred chunks.
-    job = make_job(server.url_of(path), store=FAST.model_copy(update={"retries": 30}))
+    job = make_job(server.url_of(path), store=FAST)
     with open_stream(job, workers=2, stop=4 * batches) as stream:
         patches, _ = collect(stream, batches)
         assert sum(figures.retries for figures in stream.readers.values()) > 0
@@ -183,7 +182,7 @@ def test_a_store_that_does_not_tell_whether_a_chunk_exists_is_not_taken_for_air(
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "1/1/1").unlink()
     server.set_faults([{"path": "1/1/1", "kind": "status", "times": 1}])
-    store = FAST.model_copy(update={"retries": 0})
+    store = FAST.model_copy(update={"outage_minutes": 0.1})
     volume = open_volume(VolumeConfig(path=server.url_of(path)), store, "error")
     with pytest.raises(DataError, match="got 1 absent"):
         volume.read(((32, 32, 32), (64, 64, 64)))

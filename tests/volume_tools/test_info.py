@@ -24,7 +24,7 @@ from vesuvius.volumes.geometry import level_geometry, read_multiscale
 from vesuvius.volumes.volume import open_volume
 
 PATCH = (8, 16, 16)
-QUICK = StoreConfig(retries=0)
+QUICK = StoreConfig(outage_minutes=0)
 
 
 def look(path: object, patch: Triple = PATCH, level: int = 0, **options: Any) -> VolumeFacts:

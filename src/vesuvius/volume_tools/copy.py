@@ -31,15 +31,13 @@ from vesuvius.volume_tools.partial import PartialVolume, check_record, finished_
 from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.box import Box, shape_of, slices
 from vesuvius.volumes.geometry import Geometry, level_geometry, read_multiscale
-from vesuvius.volumes.source import FetchError
+from vesuvius.volumes.source import OutageError
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, metadata_hash, open_volume
 
 log = logging.getLogger(__name__)
 
 _REGIONS_AHEAD = 2
 _WRITERS = min(4, os.cpu_count() or 1)
-# Chunks in a row that could not be fetched, each after all its tries: then the network is gone, not a chunk.
-_FETCHES_FAILED_MAX = 4
 _VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
 
 
@@ -116,7 +114,7 @@ def copy_box(
 
     Raises:
         ConfigError: the box is not inside the level, or something else is at `out` or was begun there.
-        UnfinishedCopyError: chunks could not be read, after all tries.
+        UnfinishedCopyError: chunks could not be read, or the store did not answer for `outage_minutes`.
         DataError: the source cannot be opened.
         StorageError: the disk refuses or is too small.
     """
@@ -160,12 +158,14 @@ class _Copier:
     ) -> None:
         self._volume, self._plan, self._target, self._figures = volume, plan, target, figures
         self._on_progress, self._started = on_progress, started
-        self._failed_in_a_row = 0
 
     def run(self, out: Path) -> None:
         """All levels, then the metadata."""
         with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as self._writers:
-            self._copy_finest()
+            try:
+                self._copy_finest()
+            except OutageError as error:
+                raise UnfinishedCopyError(f"{error}; {self._so_far(out)}", self._figures) from error
             if self._figures.failures:
                 raise self._unfinished(out)
             finer = self._target.finish_level(0, self._plan.shapes[0])
@@ -179,7 +179,7 @@ class _Copier:
         """Read and write box after box, while the next ones are being fetched."""
         reads = self._reads()
         waiting: deque[tuple[Box, list[Triple]]] = deque()
-        while self._failed_in_a_row < _FETCHES_FAILED_MAX:
+        while True:
             for read in itertools.islice(reads, _REGIONS_AHEAD + 1 - len(waiting)):
                 self._volume.stage(self._plan.in_source(read[0]))
                 waiting.append(read)
@@ -206,10 +206,8 @@ class _Copier:
                 self._fail(error)
                 return
             for chunk in chunks:
-                if self._failed_in_a_row < _FETCHES_FAILED_MAX:
-                    self._copy(self._plan.box_of(0, chunk), [chunk])
+                self._copy(self._plan.box_of(0, chunk), [chunk])
             return
-        self._failed_in_a_row = 0
         self._figures.raw_bytes += voxels.nbytes
         self._write(0, chunks, lambda chunk: voxels[slices(self._plan.box_of(0, chunk), box[0])])
 
@@ -248,21 +246,20 @@ class _Copier:
         log.warning("chunk %s cannot be read and is left out for now: %s", list(error.chunk), error.cause)
         self._figures.failures.append(error)
         self._figures.failed += 1
-        gone = self._volume.source.remote and isinstance(error.__cause__, FetchError)
-        self._failed_in_a_row = self._failed_in_a_row + 1 if gone else 0
         self._tell()
 
     def _unfinished(self, out: Path) -> UnfinishedCopyError:
         figures = self._figures
         first = figures.failures[0]
-        gone = f", the last {_FETCHES_FAILED_MAX} in a row" if self._failed_in_a_row >= _FETCHES_FAILED_MAX else ""
         return UnfinishedCopyError(
-            f"every chunk of the box must be readable; got {figures.failed} that cannot be read{gone}, the first chunk "
-            f"{list(first.chunk)} of {first.volume}: {first.cause}; check the network or restore the chunk, then give "
-            f"the same command again: {figures.done} of {figures.chunks} chunks are done and stay in "
-            f"{partial_path(out)}",
+            f"every chunk of the box must be readable; got {figures.failed} that cannot be read, the first chunk "
+            f"{list(first.chunk)} of {first.volume}: {first.cause}; restore the chunk, then give the same command "
+            f"again: {self._so_far(out)}",
             figures,
         )
+
+    def _so_far(self, out: Path) -> str:
+        return f"{self._figures.done} of {self._figures.chunks} chunks are done and stay in {partial_path(out)}"
 
     def _tell(self) -> None:
         self._figures.seconds = time.monotonic() - self._started

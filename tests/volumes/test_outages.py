@@ -1,0 +1,269 @@
+"""A store that does not answer is waited for, says so, and ends in one line; what refuses is not asked again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import textured, write_array
+from tests.s3 import upload
+from tests.volumes.test_volume import LAYOUTS
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.volumes import source as source_module
+from vesuvius.volumes.source import ByteRange, ClosedError, FetchError, OutageError, RefusedError, Source
+from vesuvius.volumes.volume import open_volume
+
+FAST = StoreConfig(outage_minutes=0.02, max_pause_s=0.05)
+PATIENT = StoreConfig(outage_minutes=10, max_pause_s=0.05)
+DATA = bytes(range(256))
+
+
+@pytest.fixture
+def address(server: ChunkServer, tmp_path: Path) -> str:
+    """A folder with the object `data` behind a web server."""
+    (tmp_path / "data").write_bytes(DATA)
+    return server.url_of(tmp_path)
+
+
+def source_at(address: str, config: StoreConfig = FAST) -> Source:
+    """A source whose volume is open."""
+    return Source(address, config, cache_scope="volume", known=True)
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 408])
+def test_an_outage_is_waited_for_however_many_tries_it_takes(server: ChunkServer, address: str, status: int) -> None:
+    server.set_faults([{"path": "data", "kind": "status", "status": status, "times": 40}])
+    source = source_at(address, StoreConfig(outage_minutes=1, max_pause_s=0.01))
+    assert source.get("data") == DATA
+    assert source.figures.retries == 40
+    assert source.outage is None
+
+
+def test_an_outage_that_lasts_ends_in_a_line_with_its_beginning_its_cause_and_the_way_on(
+    server: ChunkServer, address: str
+) -> None:
+    server.set_faults([{"path": "data", "kind": "status", "status": 500}])
+    began = time.monotonic()
+    with pytest.raises(OutageError) as caught:
+        source_at(address).get("data")
+    assert 1.2 <= time.monotonic() - began < 5
+    text = str(caught.value)
+    assert text.startswith("a store must answer within data.store.outage_minutes=0.02; got Server returned non-2xx ")
+    for words in ("500 Internal Server Error since 20", f"tries of data in {address}", "a run with --resume"):
+        assert words in text
+    assert "\n" not in text
+    assert caught.value.exit_code == 6
+
+
+def test_the_state_of_an_outage_can_be_read_while_it_lasts(server: ChunkServer, address: str) -> None:
+    server.set_faults([{"path": "data", "kind": "status", "status": 503}])
+    source = source_at(address, PATIENT)
+    before = time.time()
+    reads = [source.submit("data") for _ in range(3)]
+    while source.figures.retries < 6:
+        time.sleep(0.01)
+    first = source.outage
+    assert first is not None
+    assert before <= first.since <= time.time()
+    assert "503" in first.cause
+    assert first.address == address
+    time.sleep(0.2)
+    assert source.outage is not None
+    assert source.outage.since == first.since, "the oldest read that fails says since when"
+    server.set_faults([])
+    assert [read.result(5) for read in reads] == [DATA] * 3
+    assert source.outage is None
+
+
+def test_one_line_a_minute_says_since_when_and_why_and_one_that_it_is_over(
+    server: ChunkServer, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_SAID_AFTER_S", 0.3)
+    monkeypatch.setattr(source_module, "_SAID_EVERY_S", 1.0)
+    server.set_faults([{"path": "data", "kind": "status", "status": 503}])
+    source = source_at(address, PATIENT)
+    with caplog.at_level(logging.INFO):
+        reads = [source.submit("data") for _ in range(8)]
+        time.sleep(2.0)
+        server.set_faults([])
+        assert [read.result(5) for read in reads] == [DATA] * 8
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 2, "eight reads fail and one line a second is said, the first after 0.3 s"
+    for line in warnings:
+        assert line.startswith(f"{address} does not answer since 20")
+        assert "503 Service Unavailable; reads are tried again for 10 minutes" in line
+    infos = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
+    assert infos == [f"{address} answers again after 2 s"]
+
+
+def test_a_blip_is_not_worth_a_line(server: ChunkServer, address: str, caplog: pytest.LogCaptureFixture) -> None:
+    server.set_faults([{"path": "data", "kind": "reset", "times": 5}])
+    with caplog.at_level(logging.INFO):
+        assert source_at(address).get("data") == DATA
+    assert not caplog.records
+
+
+def test_an_address_that_never_answered_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "_FIRST_ANSWER_S", 0.3)
+    began = time.monotonic()
+    with pytest.raises(OutageError, match=r"must answer; got Connection refused .*; check the address") as caught:
+        open_volume(ArrayConfig(path="http://127.0.0.1:1/v.zarr"), PATIENT)
+    assert time.monotonic() - began < 5
+    assert "\n" not in str(caught.value)
+
+
+def test_closing_ends_all_pauses_at_once(server: ChunkServer, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "_FIRST_PAUSE_S", 1000.0)
+    server.set_faults([{"path": "data", "kind": "status", "status": 503}])
+    source = source_at(address, StoreConfig(outage_minutes=600, max_pause_s=1000))
+    reads = [source.submit("data") for _ in range(4)]
+    while source.figures.retries < 4:
+        time.sleep(0.01)
+    closing = time.monotonic()
+    source.close()
+    for read in reads:
+        with pytest.raises(ClosedError):
+            read.result(timeout=5)
+    assert time.monotonic() - closing < 1
+    assert source.outage is None
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 501])
+def test_a_refusal_is_not_asked_for_again_and_damages_nothing(server: ChunkServer, address: str, status: int) -> None:
+    server.set_faults([{"path": "data", "kind": "status", "status": status}])
+    with pytest.raises(RefusedError, match=rf"{status} .* for data in {address}.*credentials"):
+        source_at(address).get("data")
+    assert server.stats()["requests"] == 1
+
+
+def test_what_is_forbidden_is_absent_where_the_config_says_so(server: ChunkServer, address: str) -> None:
+    server.set_faults([{"path": "data", "kind": "status", "status": 403}])
+    with pytest.raises(RefusedError, match=r"have expired .*or it is absent in a bucket.*forbidden_is_absent=true"):
+        source_at(address).get("data")
+    assert source_at(address, FAST.model_copy(update={"forbidden_is_absent": True})).get("data") is None
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3"])
+def test_a_store_that_forbids_what_is_absent_opens_and_reads(server: ChunkServer, tmp_path: Path, layout: str) -> None:
+    """As S3 does for who may read and not list: 403 for all that is absent, also for `zarr.json` beside `.zarray`."""
+    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **LAYOUTS[layout])
+    (path / {"v2": "0/0/1", "v3": "c/0/0/1"}[layout]).unlink()
+    stored = "|".join(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+    server.set_faults([{"path": rf"/v\.zarr/(?!({stored})$)", "kind": "status", "status": 403}])
+    spec, box = ArrayConfig(path=server.url_of(path)), ((0, 0, 0), (64, 64, 64))
+    with pytest.raises(RefusedError, match="forbidden_is_absent"):
+        open_volume(spec, FAST).read(box)
+    expected = textured((64, 64, 64))
+    expected[:32, :32, 32:] = 0
+    read = open_volume(spec, FAST.model_copy(update={"forbidden_is_absent": True})).read(box)
+    np.testing.assert_array_equal(read, expected)
+
+
+def test_a_private_bucket_still_says_that_it_wants_credentials(s3: Any, tmp_path: Path) -> None:
+    address = upload(s3, write_array(tmp_path / "v.zarr", textured((32, 32, 32))), "private", tmp_path.name)
+    with pytest.raises(Exception, match=r"store must answer; got .*403 Forbidden .*credentials \(AWS_\*"):
+        open_volume(ArrayConfig(path=address), FAST)
+
+
+# ---- a server without byte ranges
+
+
+@pytest.fixture
+def rangeless(tmp_path: Path) -> Iterator[str]:
+    """Python's own web server, which ignores the Range header."""
+    handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *args: None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_small_shards_of_a_server_without_ranges_are_fetched_whole(
+    rangeless: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    voxels = textured((64, 64, 64))
+    write_array(tmp_path / "v.zarr", voxels, **LAYOUTS["v3-sharded"])
+    volume = open_volume(ArrayConfig(path=f"{rangeless}/v.zarr"), FAST)
+    np.testing.assert_array_equal(volume.read(((0, 0, 0), (32, 64, 64))), voxels[:32])
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "ignores the Range header" in caplog.text
+
+
+def test_large_shards_of_a_server_without_ranges_are_refused_in_one_line(
+    rangeless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_WHOLE_BYTES_MAX", 10_000)
+    write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **LAYOUTS["v3-sharded"])
+    volume = open_volume(ArrayConfig(path=f"{rangeless}/v.zarr"), FAST)
+    with pytest.raises(RefusedError, match=r"ignores the Range header .*supports Range, such as nginx, or copy"):
+        volume.read(((0, 0, 0), (32, 32, 32)))
+
+
+def test_a_range_beyond_the_end_is_damage_not_an_outage(server: ChunkServer, address: str, tmp_path: Path) -> None:
+    for place in (address, str(tmp_path)):
+        with pytest.raises(FetchError, match="bytes 200 to 300 of an object of 256"):
+            source_at(place).get("data", ByteRange(200, 300))
+        assert source_at(place).get("data", ByteRange(200)) == DATA[200:]
+
+
+# ---- a mount
+
+
+class Flaky:
+    """`Path.open` of a file system that is away: fails with a number of the system until it is back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, only: str = "") -> None:
+        self.away, real = True, Path.open
+
+        def opened(path: Path, *args: Any, **options: Any) -> Any:
+            if self.away and only in str(path):
+                raise OSError(number, "of the file system")
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(Path, "open", opened)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN])
+def test_a_mount_that_is_away_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    (tmp_path / "data").write_bytes(DATA)
+    source = source_at(str(tmp_path), PATIENT)
+    mount = Flaky(monkeypatch, number)
+    read = source.submit("data")
+    while source.figures.retries < 3:
+        time.sleep(0.01)
+    assert source.outage is not None
+    mount.away = False
+    assert read.result(5) == DATA
+
+
+def test_a_bad_sector_under_one_chunk_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metadata can be read: waiting for an hour would not help."""
+    (tmp_path / "data").write_bytes(DATA)
+    (tmp_path / ".zarray").write_text("{}")
+    source = source_at(str(tmp_path), PATIENT)
+    source.metadata_key = ".zarray"
+    Flaky(monkeypatch, errno.EIO, only="data")
+    with pytest.raises(FetchError, match="of the file system for data"):
+        source.get("data")
+
+
+def test_a_file_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").write_bytes(DATA)
+    Flaky(monkeypatch, errno.EACCES)
+    with pytest.raises(RefusedError, match=r"must be readable; got .*change their permissions"):
+        source_at(str(tmp_path)).get("data")
