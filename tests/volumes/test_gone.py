@@ -1,0 +1,271 @@
+"""What is absent: air where nothing was stored, damage where something was, the end where the whole volume is gone."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import textured, write_array
+from tests.volumes.test_volume import LAYOUTS
+from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.plan.occupancy import list_chunks
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.reader import Reader
+from vesuvius.volumes import volume as volume_module
+from vesuvius.volumes.stored import Stored
+from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
+
+SHAPE = (64, 64, 96)
+WHOLE = ((0, 0, 0), SHAPE)
+CHUNK = {"v2": "1/0/2", "v3": "c/1/0/2"}
+CHUNK_BOX = ((32, 0, 64), (64, 32, 96))
+FAST = StoreConfig(max_pause_s=0.02, outage_minutes=0.01)
+Address = Callable[[Path], str]
+
+
+@pytest.fixture(params=["disk", "http"])
+def address(request: pytest.FixtureRequest, server: ChunkServer) -> Address:
+    return str if request.param == "disk" else server.url_of
+
+
+def open_at(address: str) -> Volume:
+    return open_volume(ArrayConfig(path=address), FAST)
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3"])
+def test_a_listed_chunk_that_is_gone_is_damaged(tmp_path: Path, address: Address, layout: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    volume = open_at(address(path))
+    volume.expect(Stored.of(list_chunks(open_at(str(path)))))
+    (path / CHUNK[layout]).unlink()
+    with pytest.raises(UnreadableChunkError, match="the listing says that it is stored, and it is gone") as caught:
+        volume.read(WHOLE)
+    assert caught.value.chunk == (1, 0, 2)
+    assert caught.value.box == CHUNK_BOX
+    assert "absent = air" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3"])
+def test_a_chunk_that_was_read_before_and_is_gone_is_damaged(tmp_path: Path, address: Address, layout: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    volume = open_at(address(path))
+    volume.read(((40, 10, 70), (50, 20, 80)))
+    (path / CHUNK[layout]).unlink()
+    with pytest.raises(UnreadableChunkError, match="was read before, and it is gone"):
+        volume.read(WHOLE)
+
+
+def test_what_was_never_stored_is_air_whatever_the_listing_knows(tmp_path: Path, address: Address) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    (path / "1/0/2").unlink()
+    volume = open_at(address(path))
+    volume.expect(Stored.of(list_chunks(open_at(str(path)))))
+    for _ in range(2):
+        read = volume.read(WHOLE)
+        assert not read[32:, :32, 64:].any()
+        assert (read[:32] > 0).all()
+
+
+def test_a_stored_chunk_of_nothing_but_air_is_not_gone(tmp_path: Path, address: Address) -> None:
+    voxels = textured(SHAPE)
+    voxels[32:, :32, 64:] = 0
+    path = write_array(tmp_path / "v.zarr", voxels, compressors=None)
+    (path / "1/0/2").write_bytes(bytes(32**3))
+    volume = open_at(address(path))
+    volume.expect(Stored.of(np.ones((2, 2, 3), bool)))
+    np.testing.assert_array_equal(volume.read(WHOLE), voxels)
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0), (31, 31, 31), (17, 3, 30)])
+def test_one_voxel_shows_that_a_chunk_is_stored(place: tuple[int, int, int]) -> None:
+    """A few samples would miss it: those chunks are looked through."""
+    voxels = np.zeros((50, 40, 33), np.uint8)
+    voxels[tuple(a + b for a, b in zip(place, (9, 4, 1), strict=True))] = 1
+    box = ((23, 60, 31), (73, 100, 64))  # of chunks of 32: 3 along z, 3 along y, 2 along x
+    full = volume_module._holds_more_than(voxels, 0, box, (32, 32, 32))
+    at = tuple((lo + a + b) // 32 - lo // 32 for lo, a, b in zip(box[0], place, (9, 4, 1), strict=True))
+    assert full.shape == (3, 3, 2)
+    assert np.argwhere(full).tolist() == [list(at)]
+
+
+def test_a_folder_or_a_dangling_link_in_a_chunks_place_is_damage(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    volume = open_at(str(path))
+    (path / "1/0/2").unlink()
+    (path / "1/0/2").mkdir()
+    with pytest.raises(UnreadableChunkError, match="a folder in place of the file") as caught:
+        volume.read(WHOLE)
+    assert (caught.value.chunk, caught.value.box) == ((1, 0, 2), CHUNK_BOX)
+    (path / "1/0/2").rmdir()
+    (path / "1/0/2").symlink_to("elsewhere")
+    with pytest.raises(UnreadableChunkError, match="a link to what is not there"):
+        volume.read(WHOLE)
+
+
+def test_a_damaged_shard_index_takes_the_box_of_its_shard(tmp_path: Path, address: Address) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS["v3-sharded"])
+    shard = path / "c/0/0/1"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(UnreadableChunkError, match="match its checksum") as caught:
+        open_at(address(path)).read(((0, 0, 64), (32, 32, 96)))
+    assert caught.value.chunk == (0, 0, 2)
+    assert caught.value.box == ((0, 0, 64), (64, 64, 96)), "cut at the end of the array"
+    shard.write_bytes(b"\xff" * 100 + whole[100:])
+    with pytest.raises(UnreadableChunkError) as caught:
+        open_at(address(path)).read(((0, 0, 64), (64, 64, 96)))
+    assert caught.value.box == ((0, 0, 64), (32, 32, 96)), "the chunk alone"
+
+
+def test_damaged_bytes_are_fetched_as_often_as_asked(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    server.set_faults([{"path": "1/0/2", "kind": "corrupt", "times": 3}])
+    spec = ArrayConfig(path=server.url_of(path))
+    np.testing.assert_array_equal(open_volume(spec, StoreConfig(retries=3)).read(WHOLE), textured(SHAPE))
+    server.reset()
+    with pytest.raises(UnreadableChunkError):
+        open_volume(spec, StoreConfig(retries=2)).read(WHOLE)
+    assert server.asked_for(path)["1/0/2"] == 3
+
+
+# ---- fill values that are no numbers
+
+
+@pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
+def test_absent_chunks_with_a_fill_value_that_is_no_number_come_as_0(
+    tmp_path: Path, address: Address, layout: str, fill: float
+) -> None:
+    path = tmp_path / "v.zarr"
+    voxels = textured((64, 64, 128), dtype="float32")
+    array = zarr.create_array(
+        str(path),
+        shape=voxels.shape,
+        chunks=(32, 32, 32),
+        dtype="float32",
+        **({"zarr_format": 2} | LAYOUTS[layout] | {"fill_value": fill}),
+    )
+    array[:32, :32] = voxels[:32, :32]
+    expected = np.zeros_like(voxels)
+    expected[:32, :32] = voxels[:32, :32]
+    volume = open_at(address(path))
+    assert volume.fill_value == 0.0
+    np.testing.assert_array_equal(volume.read(((0, 0, 0), voxels.shape)), expected)
+    np.testing.assert_array_equal(volume.read(((20, 20, 1), (50, 50, 99))), expected[20:50, 20:50, 1:99])
+
+
+def test_stored_voxels_that_are_no_numbers_are_damaged_whatever_the_fill_value(tmp_path: Path) -> None:
+    voxels = textured(SHAPE, dtype="float32")
+    path = write_array(tmp_path / "v.zarr", voxels, fill_value=np.nan, compressors=None)
+    (path / "1/0/2").write_bytes(np.full(32**3, np.nan, np.float32).tobytes())
+    with pytest.raises(UnreadableChunkError, match="NaN or infinity") as caught:
+        open_at(str(path)).read(WHOLE)
+    assert caught.value.box == CHUNK_BOX
+
+
+# ---- the volume as a whole
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_volume_that_is_deleted_is_gone_at_the_next_read(
+    tmp_path: Path, address: Address, layout: str, listed: bool
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    volume = open_at(address(path))
+    if listed:
+        volume.expect(Stored.of(np.ones((2, 2, 3), bool)))
+    shutil.rmtree(path)
+    with pytest.raises(DataError, match=r"the volume is gone \(deleted, or its file system") as caught:
+        volume.read(((0, 0, 0), (32, 32, 32)))
+    assert not isinstance(caught.value, UnreadableChunkError)
+
+
+def test_the_metadata_are_looked_at_once_a_second_not_for_every_region_of_air(
+    server: ChunkServer, tmp_path: Path
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    for chunk in path.glob("[0-9]/*/*"):
+        chunk.unlink()
+    volume = open_at(server.url_of(path))
+    server.reset()
+    began = time.monotonic()
+    for _ in range(20):
+        assert not volume.read(((0, 0, 0), (32, 32, 32))).any()
+    assert server.asked_for(path)[".zarray"] <= 1 + (time.monotonic() - began)
+
+
+def test_metadata_that_are_away_for_a_moment_are_an_outage(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    (path / "0/0/0").unlink()
+    volume = open_volume(ArrayConfig(path=server.url_of(path)), StoreConfig(max_pause_s=0.02, outage_minutes=1))
+    server.set_faults([{"path": ".zarray", "kind": "status", "times": 20}])
+    assert not volume.read(((0, 0, 0), (32, 32, 32))).any()
+    assert volume.figures.retries == 20
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3"])
+def test_another_volume_in_its_place_is_noticed_and_edited_attributes_are_not(tmp_path: Path, layout: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    (path / CHUNK[layout]).unlink()
+    volume = open_at(str(path))
+    zarr.open_array(str(path)).attrs["note"] = "edited while it is read"
+    volume.read(CHUNK_BOX)
+    shutil.rmtree(path)
+    write_array(path, textured((96, 96, 96)), chunk=16, **LAYOUTS[layout])
+    (path / CHUNK[layout]).unlink()
+    volume._check_due = 0.0
+    with pytest.raises(DataError, match="it has been replaced"):
+        volume.read(CHUNK_BOX)
+
+
+def sparse_job(path: str, **data: Any) -> Any:
+    settings: dict[str, Any] = {"patch_size": (8, 16, 16), "patches_per_region": 4, "regions_per_task": 4} | data
+    return prepare_data(0, DataConfig(volumes=(VolumeConfig(path=path),), store=FAST, **settings)).job
+
+
+def test_readers_know_what_was_listed(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
+    job = sparse_job(str(path), min_foreground=0.5)
+    (path / "1/1/1").unlink()
+    reader = Reader(job, ring=job.blocks_per_task + 1)
+    causes = {
+        record["cause"]
+        for task in list(job.plan.tasks(0, 64))
+        for block in reader.blocks(task)
+        for record in _quarantined(block)
+    }
+    assert causes == {"the listing says that it is stored, and it is gone"}
+
+
+def _quarantined(block: Any) -> list[dict[str, Any]]:
+    from vesuvius.stream.reader import head_of
+
+    return head_of(block).report.quarantined
+
+
+def test_a_deletion_under_way_is_noticed_by_what_was_read_before(tmp_path: Path) -> None:
+    """`rm -rf` may take the metadata last, and no listing is known."""
+    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
+    volume = open_at(str(path))
+    boxes = [((z, y, 0), (z + 32, y + 32, 64)) for z in (0, 32) for y in (0, 32)]
+    for box in boxes:
+        volume.read(box)
+    for chunk in path.glob("1/*/*"):
+        chunk.unlink()
+    damaged = []
+    for box in boxes:
+        try:
+            volume.read(box)
+        except UnreadableChunkError as error:
+            damaged.append(error.chunk)
+    assert damaged == [(1, 0, 0), (1, 1, 0)]
