@@ -24,19 +24,24 @@ class ChunkServer:
         self.url = ""
 
     def __enter__(self) -> ChunkServer:
-        """Starts the process and waits until it listens. Raises RuntimeError if it ends instead."""
-        command = [sys.executable, str(SERVER), str(self.root), f"--latency-ms={self.latency_ms}", "--with-parent"]
+        """As `start`."""
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Starts the process, at its old address if it had one, and waits until it listens. Raises RuntimeError if it
+        ends instead."""
+        port = urlsplit(self.url).port or 0
+        arguments = [str(self.root), f"--latency-ms={self.latency_ms}", f"--port={port}", "--with-parent"]
+        command = [sys.executable, str(SERVER), *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
         if not self.url:
-            self.__exit__(None, None, None)
+            self.stop()
             raise RuntimeError(f"the chunk server ended with status {self._process.returncode}; see its stderr above")
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
         """Ends the process: SIGTERM, and SIGKILL after 5 s."""
         with self._process as process:  # closes its pipes
             process.terminate()
@@ -44,6 +49,11 @@ class ChunkServer:
                 process.wait(5)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
 
     def set_faults(self, rules: list[dict[str, Any]]) -> None:
         """Replaces all rules; see `Rule` in tools/chunk_server.py. Raises ValueError with the server's words."""

@@ -1,0 +1,134 @@
+"""A run over a server that goes away and comes back, or over a volume that does not come back."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import textured, write_array
+from tests.stream.test_stream import collect, make_job, open_stream
+from vesuvius.config import StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.volumes import source as source_module
+
+SHAPE = (96, 128, 128)
+BATCHES = 60
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[ChunkServer]:
+    """A server that a test may stop."""
+    with ChunkServer(tmp_path) as server:
+        yield server
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@WORKERS
+@pytest.mark.parametrize(
+    "gone_s", [8, pytest.param(180, marks=pytest.mark.long), pytest.param(600, marks=pytest.mark.long)]
+)
+def test_a_server_that_is_gone_for_a_while_costs_time_and_nothing_else(
+    own_server: ChunkServer, tmp_path: Path, workers: int, gone_s: float
+) -> None:
+    """Today's seven tries ended after 2 to 5 s."""
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    with open_stream(make_job(path)) as stream:
+        expected, _ = collect(stream, BATCHES)
+    with open_stream(make_job(own_server.url_of(path)), workers=workers, stop=4 * BATCHES) as stream:
+        first, _ = collect(stream, 4)
+        own_server.stop()
+        stopped = time.monotonic()
+        back = threading.Timer(gone_s, own_server.start)
+        back.start()
+        rest, _ = collect(stream, BATCHES - 4)
+        took_s = time.monotonic() - stopped
+        back.join()
+        assert not stream.quarantined
+        assert not stream.events
+    assert first.tobytes() + rest.tobytes() == expected.tobytes()
+    assert gone_s <= took_s < gone_s + 2 * StoreConfig().max_pause_s + 10, (
+        "the outage was met, and not outlasted by long"
+    )
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@WORKERS
+def test_a_server_that_stays_away_ends_the_stream_without_quarantine(
+    own_server: ChunkServer, tmp_path: Path, workers: int
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    job = make_job(own_server.url_of(path), store=StoreConfig(outage_minutes=0.05))
+    with open_stream(job, workers=workers) as stream:
+        collect(stream, 4)
+        own_server.stop()
+        with pytest.raises(DataError, match=r"outage_minutes=0.05; got Connection refused since .* --resume") as caught:
+            collect(stream, 500)
+        assert caught.value.exit_code == 6
+        assert not stream.quarantined
+    own_server.start()
+
+
+def test_the_trainer_says_that_it_waits(
+    own_server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "_SAID_AFTER_S", 0.5)
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    with caplog.at_level(logging.INFO), open_stream(make_job(own_server.url_of(path))) as stream:
+        collect(stream, 4)
+        own_server.stop()
+        threading.Timer(3, own_server.start).start()
+        collect(stream, BATCHES)
+    lines = [record.getMessage() for record in caplog.records]
+    assert re.match(r"http://\S+ does not answer since 20.* s\): Connection refused; reads are tried again", lines[0])
+    assert re.match(r"http://\S+ answers again after \d+ s", lines[1])
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@WORKERS
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_volume_that_is_deleted_amid_a_stream_ends_it_within_seconds(
+    server: ChunkServer, tmp_path: Path, workers: int, remote: bool
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    with open_stream(make_job(server.url_of(path) if remote else path), workers=workers) as stream:
+        collect(stream, 4)
+        shutil.rmtree(path)
+        began = time.monotonic()
+        with pytest.raises(DataError, match="the volume is gone") as caught:
+            collect(stream, 2000)
+        assert time.monotonic() - began < 10
+        assert caught.value.exit_code == 6
+        assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("min_foreground", [0, 0.5])
+def test_a_run_over_a_volume_that_is_deleted_ends_with_6(
+    tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, min_foreground: float
+) -> None:
+    """`rm -rf`, the metadata last, as a file system may have it."""
+    command = [sys.executable, "-m", "vesuvius.train", "--config", str(tiny_config()), "training.epochs=100000"]
+    command += [f"data.min_foreground={min_foreground}", "training.workers=0"]
+    log = tmp_path / "runs" / "tiny" / "logs" / "train_full.log"
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        while not log.exists() or "Train step 3" not in log.read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        for chunk in volume.glob("[0-9]/*/*"):
+            chunk.unlink()
+        shutil.rmtree(volume)
+        began = time.monotonic()
+        _, error = process.communicate(timeout=60)
+    assert time.monotonic() - began < 15, "of which saving and the end of the process take most"
+    assert process.returncode == 6, error
+    assert "the volume is gone" in error
