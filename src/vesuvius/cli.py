@@ -13,6 +13,7 @@ COMMANDS = {
     "tune": "find out by short runs how a config trains fastest on this machine",
     "sample": "draw samples of a trained model",
     "volume": "describe, copy or make volumes",
+    "quarantine": "list what a run could not read, try it again, or forget it",
     "memcheck": "show the memory of a run, what limits it and how near a kill is; also of a dead one",
 }
 
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _help() -> str:
-    lines = [f"  {name:8} {meaning}" for name, meaning in COMMANDS.items()]
+    lines = [f"  {name:10} {meaning}" for name, meaning in COMMANDS.items()]
     return (
         "usage: vesuvius <command> [options]\n\ncommands:\n"
         + "\n".join(lines)

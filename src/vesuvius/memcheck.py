@@ -24,7 +24,7 @@ from vesuvius.observe.inspect.inspection import Inspection, as_json
 from vesuvius.observe.inspect.inspector import Inspector, MachineInspector, ProcessInspector, RayInspector, Viewpoint
 from vesuvius.observe.inspect.run_inspector import RunInspector
 from vesuvius.observe.risk.risk import Level
-from vesuvius.observe.run_files import is_run, runs_root
+from vesuvius.observe.run_files import find_run, runs_root
 from vesuvius.observe.session import is_alive, read_session
 from vesuvius.observe.system.gpus import Gpus
 from vesuvius.observe.system.processes import pss_bytes
@@ -100,20 +100,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--once looks once; --wait-until looks on; give one of them")
     if args.post_mortem and (not args.words or args.config is not None):
         parser.error("--post-mortem is about a run; give its directory or its name")
-
-
-def find_run(text: str) -> Path:
-    """The run directory that a user means.
-
-    Raises:
-        NoRunError: there is none.
-    """
-    for directory in (Path(text), runs_root() / text):
-        if is_run(directory):
-            return directory.resolve()
-    names = sorted(path.name for path in runs_root().glob("*") if is_run(path))
-    there = f"there are {', '.join(names[:10])}" if names else f"there is none below {runs_root().resolve()}"
-    raise NoRunError(f"RUN must be a run directory or a name below runs/; got {text!r}; {there}")
 
 
 def _inspector(args: argparse.Namespace, run: Path | None, viewpoint: Viewpoint) -> Inspector:

@@ -1,4 +1,4 @@
-"""The door `vesuvius volume`: make, look at, copy and list volumes."""
+"""The door `vesuvius volume`: make, look at, copy, list and verify volumes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import TypeVar
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.door import run_door, say
-from vesuvius.errors import EXIT_OK
+from vesuvius.errors import EXIT_DATA, EXIT_OK
 from vesuvius.observe.logfile import terminal_lines_through
 from vesuvius.volume_arguments import parser
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
 from vesuvius.volume_tools.info import describe_volume, make_sidecar
 from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volume_tools.phantom_zarr import count_chunks, write_phantom
+from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
 from vesuvius.volume_words import (
     copy_rates,
     copy_text,
@@ -29,9 +31,14 @@ from vesuvius.volume_words import (
     progress_line,
     sidecar_text,
     synth_text,
+    verify_json,
+    verify_line,
+    verify_text,
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LEVELS = 3
 SECONDS_PER_LINE = 10.0
@@ -53,6 +60,8 @@ def _main(argv: list[str]) -> int:
             say(_copy(arguments))
         case "occupancy":
             say(_occupancy(arguments))
+        case "verify":
+            return _verify(arguments)
     return EXIT_OK
 
 
@@ -60,9 +69,11 @@ def _source(arguments: argparse.Namespace) -> ArrayConfig:
     return ArrayConfig(path=arguments.path, level=arguments.level, select=arguments.select)
 
 
-def _store(arguments: argparse.Namespace, **options: int) -> StoreConfig:
+def _store(arguments: argparse.Namespace) -> StoreConfig:
     return StoreConfig(
-        outage_minutes=arguments.outage_minutes, forbidden_is_absent=arguments.forbidden_is_absent, **options
+        requests=arguments.requests,
+        outage_minutes=arguments.outage_minutes,
+        forbidden_is_absent=arguments.forbidden_is_absent,
     )
 
 
@@ -106,11 +117,10 @@ def _copy(arguments: argparse.Namespace) -> str:
         levels=arguments.levels,
         check_space=not arguments.no_space_check,
     )
-    store = _store(arguments, requests=arguments.requests)
     source = f"{arguments.path} level {arguments.level}"
     try:
         with contextlib.redirect_stdout(sys.stderr), _copy_progress() as on_progress:
-            figures = copy_box(request, store, on_progress)
+            figures = copy_box(request, _store(arguments), on_progress)
     except UnfinishedCopyError as error:
         say(copy_text(error.figures, arguments.out, source))
         raise
@@ -121,17 +131,52 @@ def _copy(arguments: argparse.Namespace) -> str:
     return copy_text(figures, arguments.out, source)
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    try:
+        with contextlib.redirect_stdout(sys.stderr), _verify_progress() as on_progress:
+            figures = verify_volume(_source(arguments), _store(arguments), arguments.processes, on_progress)
+    except KeyboardInterrupt:
+        log.warning("what was read is kept; the same command goes on")
+        raise
+    say(verify_json(figures) if arguments.json else verify_text(figures))
+    return EXIT_DATA if figures.broken else EXIT_OK
+
+
+def _copy_progress() -> AbstractContextManager[Callable[[CopyFigures], None]]:
+    return _progress_of("copying", progress_line, _copy_bar)
+
+
+def _copy_bar(figures: CopyFigures) -> tuple[int, int, str]:
+    failed = f"{figures.failed} failed, " if figures.failed else ""
+    return figures.chunks, figures.done, failed + copy_rates(figures)
+
+
+def _verify_progress() -> AbstractContextManager[Callable[[VerifyFigures], None]]:
+    return _progress_of("verifying", verify_line, _verify_bar)
+
+
+def _verify_bar(figures: VerifyFigures) -> tuple[int, int, str]:
+    return figures.objects, figures.done, f"{len(figures.broken)} broken" if figures.broken else ""
+
+
 @contextmanager
-def _copy_progress() -> Iterator[Callable[[CopyFigures], None]]:
-    """A bar where stderr is a terminal, else a line in the log every 10 s."""
+def _progress_of(
+    what: str, line_of: Callable[[T], str], bar_of: Callable[[T], tuple[int, int, str]]
+) -> Iterator[Callable[[T], None]]:
+    """A bar where stderr is a terminal, else a line in the log every 10 s.
+
+    Args:
+        line_of: figures as a line.
+        bar_of: total, done and a few words beside the bar.
+    """
     if not sys.stderr.isatty():
         said = time.monotonic()
 
-        def say_line(figures: CopyFigures) -> None:
+        def say_line(figures: T) -> None:
             nonlocal said
             if time.monotonic() - said >= SECONDS_PER_LINE:
                 said = time.monotonic()
-                log.info("copying: %s", progress_line(figures))
+                log.info("%s: %s", what, line_of(figures))
 
         yield say_line
         return
@@ -139,12 +184,12 @@ def _copy_progress() -> Iterator[Callable[[CopyFigures], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress("copying", *columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(what, *columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
 
-        def move_bar(figures: CopyFigures) -> None:
-            failed = f"{figures.failed} failed, " if figures.failed else ""
-            bar.update(task, total=figures.chunks, completed=figures.done, description=failed + copy_rates(figures))
+        def move_bar(figures: T) -> None:
+            total, done, words = bar_of(figures)
+            bar.update(task, total=total, completed=done, description=words)
 
         with terminal_lines_through(lambda line: bar.console.out(line, highlight=False)):
             yield move_bar

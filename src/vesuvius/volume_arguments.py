@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vesuvius.config import DataConfig, StoreConfig, Triple
-from vesuvius.door import positive_number
 from vesuvius.volume_tools.phantom_zarr import MIN_SIZE_VOXELS
 
 if TYPE_CHECKING:
@@ -19,12 +20,13 @@ _STORE = StoreConfig()
 
 def parser() -> argparse.ArgumentParser:
     """What `vesuvius volume ...` may look like.  A wrong command line makes it raise SystemExit(2)."""
-    top = argparse.ArgumentParser(prog="vesuvius volume", description="Make, look at, copy and list volumes.")
+    top = argparse.ArgumentParser(prog="vesuvius volume", description="Make, look at, copy, list and verify volumes.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_synth(commands)
     _add_info(commands)
     _add_copy(commands)
     _add_occupancy(commands)
+    _add_verify(commands)
     return top
 
 
@@ -76,9 +78,6 @@ def _add_copy(commands: Commands) -> None:
     copy.add_argument(
         "--levels", type=_natural, default=1, help="levels of the copy, each the mean of 2x2x2 voxels (default: 1)"
     )
-    copy.add_argument(
-        "--requests", type=_positive, default=_STORE.requests, help=f"at a time (default: {_STORE.requests})"
-    )
     _add_store(copy)
     copy.add_argument("--no-space-check", action="store_true", help="begin even where the disk may be too small")
 
@@ -102,10 +101,36 @@ def _add_source(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> 
     )
 
 
+def _add_verify(commands: Commands) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="read every stored chunk once and list those that are broken; goes on where it was",
+        description="Read every stored chunk of a level once and list those that are broken.  However it ends, the "
+        "same command goes on where it was.  A chunk that the sidecar names and that is gone is broken.  Exit code 6: "
+        "some are broken.",
+    )
+    _add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
+    verify.add_argument(
+        "--processes",
+        type=_positive,
+        default=min(4, os.cpu_count() or 1),
+        metavar="N",
+        help="that read and decode at once (default: the cores, at most 4)",
+    )
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    _add_store(verify)
+
+
 def _add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--requests",
+        type=_positive,
+        default=_STORE.requests,
+        help=f"at a time, of each process (default: {_STORE.requests})",
+    )
+    parser.add_argument(
         "--outage-minutes",
-        type=positive_number,
+        type=_minutes,
         default=_STORE.outage_minutes,
         metavar="M",
         help=f"how long to wait for a network or server that is away (default: {_STORE.outage_minutes:g})",
@@ -149,6 +174,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number of at least 1 is needed; got {text!r}; try 16")
     return int(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 <= minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed; got {text!r}; try 60")
+    return minutes
 
 
 def _naturals(text: str) -> tuple[int, ...]:

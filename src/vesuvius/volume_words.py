@@ -15,6 +15,7 @@ from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.info import LevelFacts, Occupancy, SidecarFacts, VolumeFacts
 from vesuvius.volume_tools.phantom_zarr import PhantomReport
 from vesuvius.volume_tools.places import PERCENTILES, GreyFacts
+from vesuvius.volume_tools.verify import VerifyFigures
 from vesuvius.volumes.box import format_box
 from vesuvius.volumes.geometry import Geometry
 
@@ -80,6 +81,26 @@ def copy_text(figures: CopyFigures, out: Path, source: str) -> str:
         ("time", f"{figures.seconds:.1f} s, {copy_rates(figures)}"),
     ]
     return "\n".join([head, *_rows(rows)])
+
+
+def verify_json(figures: VerifyFigures) -> str:
+    """A verification that has ended."""
+    return json.dumps(asdict(figures), indent=2)
+
+
+def verify_line(figures: VerifyFigures) -> str:
+    """How far a verification is."""
+    return f"{figures.done} of {figures.objects} objects, {figures.chunks} chunks read, {len(figures.broken)} broken"
+
+
+def verify_text(figures: VerifyFigures) -> str:
+    """A verification that has ended: what is broken, a line each."""
+    before = f" ({figures.before} of {figures.objects} objects by earlier processes)" if figures.before else ""
+    head = f"{figures.volume}: {figures.chunks} chunks read{before} in {figures.seconds:.1f} s"
+    if not figures.broken:
+        return f"{head}: all are whole"
+    rows = [(f"chunk {list(b.chunk)}", f"{b.key}, voxels {format_box(b.box)}: {b.cause}") for b in figures.broken]
+    return "\n".join([f"{head}: {len(figures.broken)} are broken; restore them from their source", *_rows(rows)])
 
 
 def _title(facts: VolumeFacts) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
+from numcodecs import Delta
 
 from tests.chunk_server import ChunkServer
 from tests.conftest import textured, write_array
@@ -20,7 +21,6 @@ from vesuvius.errors import DataError
 from vesuvius.plan.occupancy import list_chunks
 from vesuvius.stream.prepare import prepare_data
 from vesuvius.stream.reader import Reader
-from vesuvius.volumes import volume as volume_module
 from vesuvius.volumes.stored import Stored
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
 
@@ -85,16 +85,17 @@ def test_a_stored_chunk_of_nothing_but_air_is_not_gone(tmp_path: Path, address: 
     np.testing.assert_array_equal(volume.read(WHOLE), voxels)
 
 
-@pytest.mark.parametrize("place", [(0, 0, 0), (31, 31, 31), (17, 3, 30)])
-def test_one_voxel_shows_that_a_chunk_is_stored(place: tuple[int, int, int]) -> None:
-    """A few samples would miss it: those chunks are looked through."""
-    voxels = np.zeros((50, 40, 33), np.uint8)
-    voxels[tuple(a + b for a, b in zip(place, (9, 4, 1), strict=True))] = 1
-    box = ((23, 60, 31), (73, 100, 64))  # of chunks of 32: 3 along z, 3 along y, 2 along x
-    full = volume_module._holds_more_than(voxels, 0, box, (32, 32, 32))
-    at = tuple((lo + a + b) // 32 - lo // 32 for lo, a, b in zip(box[0], place, (9, 4, 1), strict=True))
-    assert full.shape == (3, 3, 2)
-    assert np.argwhere(full).tolist() == [list(at)]
+def test_a_chunk_whose_samples_are_air_is_looked_for_and_remembered(tmp_path: Path, address: Address) -> None:
+    voxels = textured(SHAPE)
+    voxels[32:, :32, 64:] = 0
+    voxels[37, 3, 70] = 1
+    path = write_array(tmp_path / "v.zarr", voxels)
+    volume = open_at(address(path))
+    for _ in range(2):
+        np.testing.assert_array_equal(volume.read(WHOLE), voxels)
+    (path / "1/0/2").unlink()
+    with pytest.raises(UnreadableChunkError, match="was read before, and it is gone"):
+        volume.read(WHOLE)
 
 
 def test_a_folder_or_a_dangling_link_in_a_chunks_place_is_damage(tmp_path: Path) -> None:
@@ -269,3 +270,26 @@ def test_a_deletion_under_way_is_noticed_by_what_was_read_before(tmp_path: Path)
         except UnreadableChunkError as error:
             damaged.append(error.chunk)
     assert damaged == [(1, 0, 0), (1, 1, 0)]
+
+
+# ---- chunks that are too short
+
+
+@pytest.mark.parametrize("cut", [1, 500, 20_000, 32_780])
+@pytest.mark.parametrize("layout", ["v2", "v2-filter"])
+def test_a_shortened_blosc_chunk_is_damaged_not_filled_up_from_memory(
+    tmp_path: Path, address: Address, layout: str, cut: int
+) -> None:
+    """numcodecs decodes what lies behind the bytes in memory, and says nothing."""
+    options: dict[str, Any] = {"filters": [Delta(dtype="u1")]} if layout == "v2-filter" else {}
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **options)
+    chunk = path / "1/0/2"
+    whole = chunk.read_bytes()
+    chunk.write_bytes(whole[:-cut])
+    volume = open_at(address(path))
+    with pytest.raises(UnreadableChunkError) as caught:
+        volume.read(WHOLE)
+    assert caught.value.chunk == (1, 0, 2)
+    assert f"a chunk of {len(whole) - cut} bytes that says it has" in caught.value.cause
+    chunk.write_bytes(whole)
+    np.testing.assert_array_equal(volume.read(WHOLE), textured(SHAPE))

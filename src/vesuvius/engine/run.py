@@ -26,6 +26,7 @@ from vesuvius.engine.milestones import Milestones
 from vesuvius.engine.network import build_network
 from vesuvius.engine.preflight import Preflight, preflight
 from vesuvius.engine.progress import Progress
+from vesuvius.engine.quarantine import still_quarantined
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.replay_file import ReplayWriter
 from vesuvius.engine.report import StepReporter
@@ -177,7 +178,9 @@ class Run:
     def _begin_or_go_on(self) -> Progress:
         """Give the step its weights: of a checkpoint, of another run, or those it was made with."""
         if self._found.resumed:
-            return restore(self._found.resumed, self._step, self._device)
+            progress = restore(self._found.resumed, self._step, self._device)
+            progress.quarantined = still_quarantined(progress.quarantined, self._directory.quarantine)
+            return progress
         if self._found.initial:
             self._step.set_weights(self._found.initial.weights)
         return Progress()

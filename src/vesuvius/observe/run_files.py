@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vesuvius.errors import NoRunError
 from vesuvius.observe.quantile import quantile
 from vesuvius.observe.recent import Moment, read_recent
 from vesuvius.observe.session import SessionRecord, read_session
@@ -69,6 +70,20 @@ def is_run(directory: Path) -> bool:
         return any((directory / name).is_file() for name in _FILES)
     except OSError:
         return False
+
+
+def find_run(text: str) -> Path:
+    """The run directory that a user means.
+
+    Raises:
+        NoRunError: there is none.
+    """
+    for directory in (Path(text), runs_root() / text):
+        if is_run(directory):
+            return directory.resolve()
+    names = sorted(path.name for path in runs_root().glob("*") if is_run(path))
+    there = f"there are {', '.join(names[:10])}" if names else f"there is none below {runs_root().resolve()}"
+    raise NoRunError(f"RUN must be a run directory or a name below runs/; got {text!r}; {there}")
 
 
 class Tail:

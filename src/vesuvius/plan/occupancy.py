@@ -84,7 +84,7 @@ def chunk_occupancy(volume: Volume, store: StoreConfig) -> Bools:
     sidecar = read_sidecar(volume)
     if sidecar is not None:
         return sidecar
-    path, signature = _kept_listing(volume), _signature(volume)
+    path, signature = kept_file(volume, "occupancy", ".npz"), _signature(volume)
     if path.exists():
         try:
             kept = _parse_sidecar(path.read_bytes())
@@ -157,13 +157,19 @@ def list_chunks(volume: Volume) -> Bools:
     Raises:
         DataError: the store cannot list, or a shard's index cannot be read.
     """
+    occupancy = list_objects(volume)
+    return _inner_occupancy(volume, occupancy) if volume.grid.shard_zyx and volume.grid.indexed else occupancy
+
+
+def list_objects(volume: Volume) -> Bools:
+    """Which chunks, or of a sharded array which shards, the store lists; as `list_chunks` but reads no shard."""
     grid = volume.grid
     occupancy = np.zeros(_shard_counts(volume) if grid.shard_zyx else grid.counts_zyx, bool)
     places = (place for keys in _listed_keys(volume) for place in map(grid.place_of, keys) if place)
     for place in _with_progress(places, f"listing the chunks of {volume.name}"):
         if all(i < n for i, n in zip(place, occupancy.shape, strict=True)):
             occupancy[place] = True
-    return _inner_occupancy(volume, occupancy) if grid.shard_zyx and grid.indexed else occupancy
+    return occupancy
 
 
 def coarse_map(volume: Volume, coarse: Volume, threshold: float, patch_zyx: Triple) -> ForegroundMap:
@@ -250,7 +256,7 @@ def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
     """Keys below the array; from a remote store folder by folder, several at once, where chunks lie in folders."""
     source = volume.source
     if not source.remote:
-        yield source.list_keys(volume.array.path)
+        yield source.list_keys(volume.array.path, folders_too=True)
         return
     folders = [volume.array.path]
     while len(folders) == 1:  # of one folder there is one listing: go down to where there are several
@@ -316,12 +322,12 @@ def _parse_sidecar(data: bytes) -> tuple[Bools, str]:
     return occupancy, signature
 
 
-def _kept_listing(volume: Volume) -> Path:
-    """Where the listing of a volume is kept between runs."""
+def kept_file(volume: Volume, kind: str, ending: str) -> Path:
+    """Where something about a volume, such as its listing, is kept between runs.  The folder may not be there yet."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
     name = hashlib.sha256(f"{address}#{volume.array.path}#{volume.select}".encode()).hexdigest()[:24]
-    return root / "vesuvius" / "occupancy" / f"{name}.npz"
+    return root / "vesuvius" / kind / f"{name}{ending}"
 
 
 def _signature(volume: Volume) -> str:

@@ -18,10 +18,11 @@ from functools import cached_property
 from typing import Any
 
 import google_crc32c
+import numcodecs
 import numpy as np
 import zarr
 from numpy.typing import NDArray
-from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
 from vesuvius.config import Triple
 from vesuvius.volumes.box import Box
@@ -139,6 +140,18 @@ class ChunkGrid:
                     return known
         return self.source.submit(key, byte_range)
 
+    def check_frame(self, request: Request, data: bytes) -> None:
+        """Raises ValueError for a chunk that is shorter than its blosc header says.
+
+        numcodecs does not check that: it decodes what lies behind the bytes in memory.
+        """
+        key, byte_range = request
+        holds_one_chunk = byte_range is None if self.shard_zyx is None else byte_range not in (None, self.index_range)
+        if self._is_blosc and holds_one_chunk and self.place_of(key) is not None:
+            promised = int.from_bytes(data[12:16], "little")
+            if len(data) < max(promised, 16):
+                raise ValueError(f"a chunk of {len(data)} bytes that says it has {promised}")
+
     def forget(self, box: Box) -> None:
         """Have the chunks of a box, and the indices that lead to them, fetched anew next time: some are damaged."""
         for key, chunks in self._by_shard(box).items():
@@ -216,6 +229,12 @@ class ChunkGrid:
             case [BytesCodec() as order] | [BytesCodec() as order, Crc32cCodec()]:
                 return order.endian is not None and order.endian.value == "little"
         return False
+
+    @cached_property
+    def _is_blosc(self) -> bool:
+        """Whether blosc is the last step of encoding a chunk."""
+        last = self.array.compressors[-1] if self.array.compressors else None
+        return isinstance(last, (BloscCodec, numcodecs.Blosc))
 
     @property
     def _folder(self) -> str:

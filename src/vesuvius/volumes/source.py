@@ -215,17 +215,20 @@ class Source:
         found = [self._start(self.exists, key) for key in keys]
         return [key for key, there in zip(keys, found, strict=True) if not there.result()]
 
-    def list_keys(self, prefix: str) -> Iterator[str]:
+    def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order.
+
+        Args:
+            folders_too: on a disk also the folders, which may lie where a file should.
 
         Raises:
             DataError: the store cannot list (plain web servers cannot), or access is refused.
         """
         with self._listing_errors():
             if not self.remote:  # obstore would look at the size of each file
-                for folder, _, files in os.walk(Path(self.address) / prefix):
+                for folder, folders, files in os.walk(Path(self.address) / prefix):
                     relative = Path(folder).relative_to(self.address)
-                    yield from ((relative / name).as_posix() for name in files)
+                    yield from ((relative / name).as_posix() for name in (*files, *(folders if folders_too else ())))
                 return
             for batch in obstore.list(self._store, prefix, chunk_size=1000):
                 for entry in batch:

@@ -22,7 +22,12 @@ class StagedStore(Store):
     """Read-only.  `stage` has all chunks of a box fetched at once, on the source's threads; zarr then finds them here.
 
     What was not staged is fetched when zarr asks for it: staging changes speed, never bytes.
+
+    Attributes:
+        grid: the chunks of the array that is read, once it is open; it looks at their bytes before they are decoded.
     """
+
+    grid: ChunkGrid | None = None
 
     def __init__(self, source: Source) -> None:
         super().__init__(read_only=True)
@@ -91,6 +96,8 @@ class StagedStore(Store):
         with self._lock:
             future, _ = self._staged.get(request, (None, 0))
         data = await asyncio.wrap_future(future or self.source.submit(*request))
+        if data is not None and self.grid is not None:
+            self.grid.check_frame(request, data)
         return None if data is None else prototype.buffer.from_bytes(data)
 
     async def get_partial_values(

@@ -98,6 +98,8 @@ class Volume:
         self.wait_s = 0.0
         self._missing_chunk = missing_chunk
         self._staged = array.store if isinstance(array.store, StagedStore) else None
+        if self._staged is not None:
+            self._staged.grid = self.grid
         self.stored: Stored | None = None
         self._seen = np.zeros(self.grid.counts_zyx, bool)  # takes memory only where something was read
         self._metadata: bytes | None = None
@@ -167,7 +169,7 @@ class Volume:
         try:
             self._settle(box)
             self._check_present(box)
-            _read_into(self.array, self.select, box, out)
+            _read_into(self._checked_array, self.select, box, out)
             self._treat_absent(box, out)
             _check_finite(out)
         except (DataError, ClosedError):
@@ -230,18 +232,19 @@ class Volume:
         self._metadata = self.source.get(self.source.metadata_key, cached=False)
 
     def _treat_absent(self, box: Box, out: NDArray[Any]) -> None:
-        """Tell air from what is gone, among the chunks of a box that came as nothing but the fill value.
+        """Tell air from what is gone, among the chunks of a box that seem to have come as nothing but the fill value.
 
         zarr takes a chunk that is not there for air, whatever the reason.  Costs a few samples of each chunk, and a
-        look at the store for those that are all fill.
+        look at the store for those whose samples are all fill.
         """
         fill = self.array.fill_value
-        full = _holds_more_than(out, 0 if fill is None else fill, box, self.chunk_zyx)
+        stored = _some_differ(out, 0 if fill is None else fill, box, self.chunk_zyx)
         first = tuple(lo // c for lo, c in zip(box[0], self.chunk_zyx, strict=True))
-        seen = self._seen[tuple(slice(lo, lo + n) for lo, n in zip(first, full.shape, strict=True))]
-        for place in np.argwhere(~full).tolist():
+        seen = self._seen[tuple(slice(lo, lo + n) for lo, n in zip(first, stored.shape, strict=True))]
+        for place in np.argwhere(~stored).tolist():
             z, y, x = (lo + i for lo, i in zip(first, place, strict=True))
             if not self._is_absent((z, y, x)):
+                stored[tuple(place)] = True
                 continue
             known = "was read before" if seen[tuple(place)] else "the listing says that it is stored"
             gone = seen[tuple(place)] or (self.stored is not None and (z, y, x) in self.stored)
@@ -252,7 +255,7 @@ class Volume:
                 raise UnreadableChunkError(self.name, box, (z, y, x), f"{known}, and it is gone", damaged)
             if out.dtype.kind == "f":
                 out[slices(intersection(self.grid.box_of((z, y, x)), box), box[0])] = self.fill_value
-        seen |= full
+        seen |= stored
 
     def _is_absent(self, chunk: Triple) -> bool:
         """Whether no bytes are stored for a chunk.  Raises as `Source.get`, and what `ChunkGrid.shard_index` raises."""
@@ -287,8 +290,15 @@ class Volume:
     def _plain_array(self) -> zarr.Array[Any]:
         """The same array without staging, its bytes read by our source: with retries, and with errors that tell fetch
         from decode."""
+        store = StagedStore(self.source)
+        store.grid = self.grid
         with zarr.config.set(_PYTHON_PIPELINE):
-            return zarr.open_array(StagedStore(self.source), path=self.array.path, mode="r")
+            return zarr.open_array(store, path=self.array.path, mode="r")
+
+    @cached_property
+    def _checked_array(self) -> zarr.Array[Any]:
+        """What a whole box is read from: zarrs checks the length of chunks itself, our store does for zarr-python."""
+        return self.array if self._staged or self.codec_pipeline == "zarrs" else self._plain_array
 
     def _check_present(self, box: Box) -> None:
         absent = self.grid.absent(box) if self._missing_chunk == "error" else []
@@ -378,27 +388,17 @@ def _check_finite(voxels: NDArray[Any]) -> None:
         raise ValueError("NaN or infinity")
 
 
-def _holds_more_than(voxels: NDArray[Any], fill: Any, box: Box, chunk_zyx: Triple) -> NDArray[np.bool_]:
-    """Which chunks of a box hold another value than one: bool over the chunks that the box touches.
-
-    A few samples settle it for nearly all chunks; the others are looked through.
-    """
-    ends = []
+def _some_differ(voxels: NDArray[Any], fill: Any, box: Box, chunk_zyx: Triple) -> NDArray[np.bool_]:
+    """In which chunks of a box a few samples hold another value than one: bool over the chunks that it touches."""
+    places, shape = [], []
     for lo, hi, edge in zip(*box, chunk_zyx, strict=True):
         firsts = np.arange(lo // edge, -(-hi // edge)) * edge
-        ends.append((np.maximum(firsts, lo) - lo, np.minimum(firsts + edge, hi) - lo))
-    at = [np.stack([a + (b - 1 - a) * k // (_SAMPLES - 1) for k in range(_SAMPLES)], 1).ravel() for a, b in ends]
-    sampled = _differs(voxels[np.ix_(*at)], fill)
-    shape = [size for a, _ in ends for size in (len(a), _SAMPLES)]
-    full: NDArray[np.bool_] = np.asarray(sampled.reshape(shape).any((1, 3, 5)))
-    for z, y, x in np.argwhere(~full).tolist():
-        part = voxels[tuple(slice(a[i], b[i]) for (a, b), i in zip(ends, (z, y, x), strict=True))]
-        full[z, y, x] = any(_differs(plane, fill).any() for plane in part)
-    return full
-
-
-def _differs(voxels: NDArray[Any], fill: Any) -> NDArray[np.bool_]:
-    return np.asarray(~np.isnan(voxels) if fill != fill else voxels != fill)  # NaN does not equal itself
+        starts, lasts = np.maximum(firsts, lo) - lo, np.minimum(firsts + edge, hi) - lo - 1
+        places.append(np.stack([starts + (lasts - starts) * k // (_SAMPLES - 1) for k in range(_SAMPLES)], 1).ravel())
+        shape += [len(firsts), _SAMPLES]
+    samples = voxels[np.ix_(*places)]
+    differs = ~np.isnan(samples) if fill != fill else samples != fill  # NaN does not equal itself
+    return np.asarray(differs.reshape(shape).any((1, 3, 5)))
 
 
 def _essential(metadata: bytes) -> Any:

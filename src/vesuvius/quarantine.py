@@ -1,0 +1,137 @@
+"""Door: `vesuvius quarantine RUN [--retry | --clear]`: what a run could not read and replaces by other patches."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from vesuvius.config import ArrayConfig, Config
+from vesuvius.config_file import read_config
+from vesuvius.door import run_door, say
+from vesuvius.engine.quarantine import Record, as_json, box_of, clear, read_quarantine
+from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError, StorageError
+from vesuvius.observe.run_files import find_run
+from vesuvius.volume_tools.child_reads import Reading, read_in_children
+from vesuvius.volumes.box import format_box
+from vesuvius.volumes.stored import Stored
+from vesuvius.volumes.volume import Volume, open_volume
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `vesuvius quarantine ARGV`; the exit code.  A wrong command line raises SystemExit(2), as argparse does."""
+    return run_door(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    run = find_run(arguments.run)
+    path = run / "quarantine.jsonl"
+    records = read_quarantine(path)
+    if arguments.clear:
+        _clear(path, records)
+        say(f"run {run.name}: {_count(records)} cleared; the next --resume reads them again")
+        return EXIT_OK
+    if arguments.retry:
+        with contextlib.redirect_stdout(sys.stderr):
+            broken = _still_broken(run, records)
+        whole = [record for record in records if record not in broken]
+        _clear(path, whole)
+        say(f"run {run.name}: {len(whole)} of {len(records)} can be read again and are cleared for the next --resume")
+        records = broken
+    if arguments.json:
+        say(as_json(records))
+    elif not arguments.retry or records:
+        say("\n".join([f"run {run.name}: {_count(records)} in quarantine", *map(_line, records)]))
+    return EXIT_DATA if arguments.retry and records else EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius quarantine",
+        description="List what a run could not read and replaces by other patches.  What is cleared is read again by "
+        "the next --resume; its patches then come from there once more.  Exit code 6: --retry found some still broken.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run directory, or the name of one below runs/")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--retry", action="store_true", help="read each again, and clear those that are whole now")
+    what.add_argument("--clear", action="store_true", help="clear all, whether they can be read or not")
+    what.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _count(records: Sequence[Record]) -> str:
+    return "1 place" if len(records) == 1 else f"{len(records)} places"
+
+
+def _line(record: Record) -> str:
+    chunk = f", chunk {record['chunk']}" if record.get("chunk") else ""
+    return f"  {record['volume']}, {format_box(box_of(record))}{chunk}: {record['cause']}"
+
+
+def _clear(path: Path, records: Sequence[Record]) -> None:
+    if not records:
+        return
+    try:
+        clear(path, records)
+    except OSError as error:
+        raise StorageError(f"the run directory must be writable; got {error}; free some space") from error
+
+
+def _still_broken(run: Path, records: Sequence[Record]) -> list[Record]:
+    """The records whose boxes cannot be read, each with what was found now.
+
+    Raises:
+        ConfigError: the run's config does not name the volume of a record.
+        DataError: a volume cannot be opened.
+    """
+    if not records:
+        return []
+    config = read_config(run / "config.resolved.yaml")
+    by_array: dict[tuple[int, str], list[Record]] = {}
+    for record in records:
+        by_array.setdefault((record["number"], record["volume"]), []).append(record)
+    broken = []
+    for (number, name), of_array in by_array.items():
+        spec = _spec(config, number, name)
+        with closing(open_volume(spec, config.data.store)) as volume:
+            reading = Reading(spec, config.data.store, _must_be_stored(volume, of_array))
+            tasks = [(place, list(volume.grid.chunks_of(box_of(record)))) for place, record in enumerate(of_array)]
+            with closing(read_in_children(reading, volume, tasks, processes=1)) as reads:  # type: ignore[type-var]
+                broken += [of_array[task.number] for task in reads if task.broken]
+    return broken
+
+
+def _must_be_stored(volume: Volume, records: Sequence[Record]) -> Stored:
+    """A chunk that is in quarantine was stored once: that it is absent does not make it whole."""
+    stored = np.zeros(volume.grid.counts_zyx, bool)
+    for record in records:
+        if record.get("chunk"):
+            stored[tuple(record["chunk"])] = True
+    return Stored.of(stored)
+
+
+def _spec(config: Config, number: int, name: str) -> ArrayConfig:
+    """The array of this number, or its condition, whichever has the name."""
+    volumes = config.data.volumes
+    if number >= len(volumes):
+        raise ConfigError(
+            f"a record of the quarantine must be about a volume of the config; got number {number} ({name}) of "
+            f"{len(volumes)}; clear it with --clear"
+        )
+    spec = volumes[number]
+    condition = spec.condition
+    is_condition = condition is not None and name in (condition.path, f"{condition.path} level {condition.level}")
+    return condition if condition is not None and is_condition else spec
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""Read every stored chunk of a level once, and list those that are broken.
+
+What was read is written down task by task, so that a verification that was ended goes on where it was:
+
+    ~/.cache/vesuvius/verify/ID.jsonl   first line: which volume, and a digest of the objects to read
+                                        then a line per task: its number, its chunks, and the broken ones
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from obstore.store import HTTPStore
+
+from vesuvius.config import ArrayConfig, StoreConfig, Triple
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.plan.occupancy import Bools, kept_file, list_objects, read_sidecar
+from vesuvius.volume_tools.child_reads import BrokenChunk, FinishedTask, Reading, read_in_children
+from vesuvius.volumes.source import open_store
+from vesuvius.volumes.stored import Stored
+from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
+
+log = logging.getLogger(__name__)
+
+_CHUNKS_PER_TASK = 64
+
+
+@dataclass
+class VerifyFigures:
+    """How far a verification is, and in the end the report of it.
+
+    Attributes:
+        volume: path and level.
+        objects: chunks to read, or shards.
+        before: of these, read by earlier processes.
+        done: read so far, those included.
+        chunks: chunks read so far; inner ones of shards.
+        broken: of these, those that cannot be read, in order.
+        seconds: of this process.
+    """
+
+    volume: str
+    objects: int
+    before: int = 0
+    done: int = 0
+    chunks: int = 0
+    broken: list[BrokenChunk] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def verify_volume(
+    spec: ArrayConfig,
+    store: StoreConfig = StoreConfig(),
+    processes: int = 1,
+    on_progress: Callable[[VerifyFigures], None] = lambda figures: None,
+) -> VerifyFigures:
+    """Read every stored chunk once, or go on where an earlier process has ended.
+
+    A chunk that the sidecar names and that is absent is broken.  Where there is neither a sidecar nor a listing, as on
+    a web server, all places are asked for, and what is absent is air.
+
+    Args:
+        processes: that read and decode at once.
+        on_progress: called after each task, from this thread.
+
+    Raises:
+        ConfigError: another process verifies the same level.
+        DataError: the volume cannot be opened or listed, or its store is away for longer than `outage_minutes`.
+        StorageError: the file that keeps what was done cannot be written.
+    """
+    started = time.monotonic()
+    with closing(open_volume(spec, store)) as volume:
+        objects, stored = _objects(volume)
+        numbers = np.flatnonzero(objects)
+        per_task = max(_CHUNKS_PER_TASK // _chunks_per_object(volume), 1)
+        figures = VerifyFigures(volume.name, len(numbers))
+        with _Journal.held(kept_file(volume, "verify", ".jsonl"), _identity(volume, objects, per_task)) as journal:
+            for task in journal.finished.values():
+                _count(figures, task, min(per_task, len(numbers) - task.number * per_task))
+            figures.before = figures.done
+            tasks = (
+                (number, _chunks_of(volume, objects.shape, numbers[number * per_task : (number + 1) * per_task]))
+                for number in range(-(-len(numbers) // per_task))
+                if number not in journal.finished
+            )
+            reads = read_in_children(Reading(spec, store, stored), volume, tasks, processes)
+            with closing(reads):  # type: ignore[type-var]
+                for task in reads:
+                    journal.add(task)
+                    _count(figures, task, min(per_task, len(numbers) - task.number * per_task))
+                    figures.seconds = time.monotonic() - started
+                    on_progress(figures)
+            journal.remove()
+    figures.broken.sort(key=lambda broken: broken.chunk)
+    return figures
+
+
+def _count(figures: VerifyFigures, task: FinishedTask, objects: int) -> None:
+    figures.done += objects
+    figures.chunks += task.chunks
+    figures.broken += task.broken
+
+
+def _objects(volume: Volume) -> tuple[Bools, Stored | None]:
+    """Which chunks, or shards, are to be read; and which chunks must be there, where that is known."""
+    sidecar = read_sidecar(volume)
+    grid = volume.grid
+    edges = grid.shard_zyx or grid.chunk_zyx
+    counts = tuple(-(-size // edge) for size, edge in zip(volume.shape_zyx, edges, strict=True))
+    if volume.source.remote and isinstance(open_store(volume.source.address, volume.source.config), HTTPStore):
+        objects = np.ones(counts, bool) if sidecar is None else np.zeros(counts, bool)
+    else:
+        objects = list_objects(volume)
+    if sidecar is None:
+        return objects, None
+    per_object = [-(-n // c) for n, c in zip(sidecar.shape, counts, strict=True)]
+    objects[tuple((np.argwhere(sidecar) // per_object).T)] = True
+    return objects, Stored.of(sidecar) if sidecar.shape == grid.counts_zyx else None
+
+
+def _chunks_per_object(volume: Volume) -> int:
+    shard, chunk = volume.grid.shard_zyx or volume.grid.chunk_zyx, volume.grid.chunk_zyx
+    return math.prod(s // c for s, c in zip(shard, chunk, strict=True))
+
+
+def _chunks_of(volume: Volume, counts: tuple[int, ...], numbers: NDArray[np.int64]) -> list[Triple]:
+    """The chunks in objects of these flat numbers."""
+    grid = volume.grid
+    if grid.shard_zyx is None:
+        return [(int(z), int(y), int(x)) for z, y, x in zip(*np.unravel_index(numbers, counts), strict=True)]
+    found: list[Triple] = []
+    for place in zip(*np.unravel_index(numbers, counts), strict=True):
+        z, y, x = (int(i) * s // c for i, s, c in zip(place, grid.shard_zyx, grid.chunk_zyx, strict=True))
+        found += grid.chunks_of(grid.object_box((z, y, x)))
+    return found
+
+
+def _identity(volume: Volume, objects: Bools, per_task: int) -> dict[str, Any]:
+    """What must be the same for a verification to go on: else the numbers of its tasks mean something else."""
+    return {
+        "volume": volume.name,
+        "metadata": metadata_hash(volume.array),
+        "objects": hashlib.sha256(np.packbits(objects).tobytes()).hexdigest()[:16],
+        "per_task": per_task,
+    }
+
+
+class _Journal:
+    """What was done, a line per task; one process at a time.
+
+    Attributes:
+        finished: tasks that earlier processes have finished.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any], file: FileIO) -> None:
+        self.finished: dict[int, FinishedTask] = {}
+        self._path, self._file = path, file
+        first, *lines = file.readall().splitlines() or [b""]
+        if _parsed(first) == identity:
+            for line in lines:
+                record = _parsed(line)
+                if record is not None:  # the last line is torn where the process was killed
+                    self.finished[record["number"]] = _task_of(record)
+            file.write(b"\n")
+            return
+        if first:
+            log.info("the chunks to read are not those of the last time: all are read from the start")
+        file.truncate(0)
+        file.seek(0)
+        self._write(identity)
+
+    @classmethod
+    @contextmanager
+    def held(cls, path: Path, identity: dict[str, Any]) -> Iterator[_Journal]:
+        """Open or begin a journal.  Raises ConfigError where another process has it, StorageError."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileIO(path, "a+") as file:
+                file.seek(0)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise ConfigError(
+                        f"one process verifies a level at a time; got another one that holds {path}; wait for it or "
+                        "end it"
+                    ) from None
+                yield cls(path, identity, file)
+        except OSError as error:
+            raise StorageError(
+                f"what was verified must be kept somewhere; got {error} for {path}; free some space, or set "
+                "XDG_CACHE_HOME to a folder that can be written"
+            ) from error
+
+    def add(self, task: FinishedTask) -> None:
+        """Write down that a task is done."""
+        self._write(asdict(task))
+
+    def remove(self) -> None:
+        """All is done: the next time begins from the start."""
+        with suppress(OSError):
+            os.unlink(self._path)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record).encode() + b"\n")
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _task_of(record: dict[str, Any]) -> FinishedTask:
+    broken = []
+    for entry in record["broken"]:
+        (z0, y0, x0), (z1, y1, x1) = entry["box"]
+        z, y, x = entry["chunk"]
+        broken.append(BrokenChunk((z, y, x), entry["key"], entry["cause"], ((z0, y0, x0), (z1, y1, x1))))
+    return FinishedTask(record["number"], record["chunks"], broken)

@@ -1,0 +1,220 @@
+"""Every stored chunk is read once, also when the process is ended in between; what is broken is listed, whatever it
+does to the process that decodes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import zarr
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import textured, write_array
+from tests.s3 import upload
+from tests.volumes.test_volume import LAYOUTS
+from vesuvius import volume as door
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.volume_tools import verify
+from vesuvius.volume_tools.info import make_sidecar
+from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
+
+SHAPE = (96, 128, 128)
+CHUNKS = 3 * 4 * 4
+QUICK = StoreConfig(requests=4, outage_minutes=0.01, max_pause_s=0.02)
+
+
+def verified(path: Path | str, **options: Any) -> VerifyFigures:
+    return verify_volume(ArrayConfig(path=str(path)), QUICK, **options)
+
+
+def causes(figures: VerifyFigures) -> dict[tuple[int, int, int], str]:
+    return {broken.chunk: broken.cause for broken in figures.broken}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_whole_volume_is_read_once_and_found_whole(server: ChunkServer, tmp_path: Path, layout: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    for address in (path, server.url_of(path)):
+        found = verified(address, processes=2)
+        assert (found.chunks, found.broken) == (CHUNKS, [])
+        assert found.done == found.objects == (8 if layout == "v3-sharded" else CHUNKS)
+    if "sharded" not in layout:
+        asked = {key: count for key, count in server.asked_for(path).items() if key[-1].isdigit() and key[0] in "0123c"}
+        assert set(asked.values()) == {1}
+        assert len(asked) == CHUNKS
+
+
+@pytest.mark.parametrize("place", ["disk", "http", "s3"])
+def test_what_is_broken_is_listed_with_its_key_its_box_and_its_cause(
+    server: ChunkServer, s3: Any, tmp_path: Path, place: str
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    (path / "1/1/1").write_bytes(b"torn")
+    (path / "2/3/3").write_bytes((path / "2/3/3").read_bytes()[:-50])
+    (path / "0/0/2").unlink()
+    address = {
+        "disk": lambda: path,
+        "http": lambda: server.url_of(path),
+        "s3": lambda: upload(s3, path, "public", f"{tmp_path.name}/v.zarr"),
+    }[place]()
+    found = verified(address)
+    assert [broken.chunk for broken in found.broken] == [(1, 1, 1), (2, 3, 3)]
+    assert [broken.key for broken in found.broken] == ["1/1/1", "2/3/3"]
+    assert found.broken[0].box == ((32, 32, 32), (64, 64, 64))
+    assert all("Error" in broken.cause for broken in found.broken)
+    assert found.chunks == (CHUNKS if place == "http" else CHUNKS - 1), "a web server is asked for all places"
+
+
+def test_a_folder_a_dangling_link_and_a_listed_chunk_that_is_gone_are_broken(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    make_sidecar(ArrayConfig(path=str(path)), None)
+    for key in ("0/1/1", "1/1/1", "2/1/1"):
+        (path / key).unlink()
+    (path / "0/1/1").mkdir()
+    (path / "1/1/1").symlink_to("elsewhere")
+    found = causes(verified(path))
+    assert "a folder in place of the file" in found[0, 1, 1]
+    assert "a link to what is not there" in found[1, 1, 1]
+    assert found[2, 1, 1] == "the listing says that it is stored, and it is gone"
+    assert len(found) == 3
+    (path / ".chunk_occupancy.npz").unlink()
+    assert set(causes(verified(path))) == {(0, 1, 1), (1, 1, 1)}, "without a listing the third is air"
+
+
+def test_a_damaged_shard_index_is_told_once_and_its_shard_left_out(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS["v3-sharded"])
+    shard = path / "c/0/1/1"
+    shard.write_bytes(shard.read_bytes()[:-3])
+    (broken,) = verified(path).broken
+    assert broken.key == "c/0/1/1"
+    assert broken.box == ((0, 64, 64), (64, 128, 128))
+
+
+def deadly_volume(path: Path) -> Path:
+    """Shards without a checksum over their index, one of which names a length of 2^60: zarrs aborts the process."""
+    codec = zarr.codecs.ShardingCodec(
+        chunk_shape=(32, 32, 32),
+        codecs=[zarr.codecs.BytesCodec(), zarr.codecs.ZstdCodec()],
+        index_codecs=[zarr.codecs.BytesCodec()],
+    )
+    array = zarr.create(
+        store=str(path),
+        shape=SHAPE,
+        dtype="uint8",
+        chunk_shape=(64, 64, 64),
+        codecs=[codec],
+        zarr_format=3,
+        fill_value=0,
+    )
+    array[...] = textured(SHAPE)
+    shard = path / "c/0/0/0"
+    data = bytearray(shard.read_bytes())
+    index = np.frombuffer(data[-128:], "<u8").copy()
+    index[2 * 5 + 1] = 2**60
+    shard.write_bytes(bytes(data[:-128]) + index.tobytes())
+    return path
+
+
+def test_a_chunk_that_kills_its_process_is_listed_like_any_other(tmp_path: Path) -> None:
+    path = deadly_volume(tmp_path / "v.zarr")
+    found = verified(path, processes=2)
+    (broken,) = found.broken
+    assert broken.chunk == (1, 0, 1)
+    assert broken.key == "c/0/0/0"
+    assert broken.cause.startswith("decoding it ended the process with signal 6 (Aborted")
+    assert found.chunks == CHUNKS
+
+
+def test_a_store_that_goes_away_ends_it_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_CHUNKS_PER_TASK", 4)
+    (tmp_path / "served").mkdir()
+    path = write_array(tmp_path / "served" / "v.zarr", textured(SHAPE))
+    (path / "0/0/0").write_bytes(b"torn")
+    with ChunkServer(tmp_path / "served") as server:
+        address = server.url_of(path)
+        with pytest.raises(DataError, match="a store must answer within"):
+            verified(address, on_progress=lambda figures: server.stop() if figures.done == 12 else None)
+        server.start()
+        found = verified(address)
+    assert 12 <= found.before < CHUNKS
+    assert found.done == CHUNKS
+    assert set(causes(found)) == {(0, 0, 0)}, "what an earlier process found is not forgotten"
+
+
+DOOR = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from vesuvius.volume_tools import verify; verify._CHUNKS_PER_TASK = 2\n"
+    "from vesuvius.volume import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
+    server: ChunkServer, tmp_path: Path, number: int, cache_home: Path
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    (path / "0/0/0").write_bytes(b"torn")
+    server.set_faults([{"path": r"v\.zarr/\d", "kind": "delay", "delay_s": 0.1}])
+    command = [sys.executable, "-c", DOOR, "verify", server.url_of(path), "--processes=2", "--requests=2", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not any(len(file.read_text().splitlines()) > 5 for file in cache_home.glob("vesuvius/verify/*")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), error
+    assert number == signal.SIGKILL or "the same command goes on" in error
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    (journal,) = cache_home.glob("vesuvius/verify/*")
+    with journal.open("a") as file:
+        file.write('{"number": 23, "chu')  # as a kill amid a line would leave it
+    server.reset()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 6, done.stderr
+    found = json.loads(done.stdout)
+    assert 8 <= found["before"] < found["done"] == CHUNKS
+    assert [broken["chunk"] for broken in found["broken"]] == [[0, 0, 0]]
+    again = [key for key in server.asked_for(path) if key[0].isdigit()]
+    assert len(again) == CHUNKS - found["before"], "what was read is not read again"
+    assert not journal.exists()
+
+
+def test_a_changed_volume_is_read_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_CHUNKS_PER_TASK", 4)
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+
+    def stop(figures: VerifyFigures) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verified(path, on_progress=stop)
+    (path / "0/0/0").unlink()
+    found = verified(path)
+    assert (found.before, found.chunks) == (0, CHUNKS - 1)
+
+
+def test_the_command_prints_what_is_broken_and_exits_with_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    assert door.main(["verify", str(path), "--processes=1"]) == 0
+    assert "48 chunks read" in (out := capsys.readouterr().out)
+    assert "all are whole" in out
+    (path / "1/1/1").write_bytes(b"torn")
+    assert door.main(["verify", str(path), "--processes=1"]) == 6
+    out = capsys.readouterr().out
+    assert "1 are broken; restore them from their source" in out
+    assert "chunk [1, 1, 1]  1/1/1, voxels z 32:64, y 32:64, x 32:64: " in out
+    assert os.path.isdir(path)
