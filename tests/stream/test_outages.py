@@ -112,13 +112,13 @@ def test_a_volume_that_is_deleted_amid_a_stream_ends_it_within_seconds(
         assert "\x1b" not in str(caught.value)
 
 
-@pytest.mark.parametrize("min_foreground", [0, 0.5])
+@pytest.mark.parametrize(("min_foreground", "workers"), [(0, 0), (0.5, 0), (0, 1)])
 def test_a_run_over_a_volume_that_is_deleted_ends_with_6(
-    tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, min_foreground: float
+    tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, min_foreground: float, workers: int
 ) -> None:
     """`rm -rf`, the metadata last, as a file system may have it."""
     command = [sys.executable, "-m", "vesuvius.train", "--config", str(tiny_config()), "training.epochs=100000"]
-    command += [f"data.min_foreground={min_foreground}", "training.workers=0"]
+    command += [f"data.min_foreground={min_foreground}", f"training.workers={workers}"]
     log = tmp_path / "runs" / "tiny" / "logs" / "train_full.log"
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         while not log.exists() or "Train step 3" not in log.read_text():

@@ -1,7 +1,8 @@
 """What a run has put into quarantine: `runs/<name>/quarantine.jsonl`, and how `vesuvius quarantine` clears it.
 
-    {"kind": "region", "volume": ..., "number": 0, "box": [[z0, y0, x0], [z1, y1, x1]], "chunk": [z, y, x], "cause": ...}
-    {"kind": "cleared", "volume": ..., "number": 0, "box": [[z0, y0, x0], [z1, y1, x1]]}
+    {"kind": "region", "volume": "v.zarr level 0", "number": 0, "box": [[z0, y0, x0], [z1, y1, x1]],
+     "chunk": [z, y, x], "cause": "RuntimeError: blosc encoded value is invalid"}
+    {"kind": "cleared", "volume": "v.zarr level 0", "number": 0, "box": [[z0, y0, x0], [z1, y1, x1]]}
 
 The file only grows; the last line about a box holds.  Checkpoints hold the list as it was when they were saved, so a
 resume leaves out what was cleared since.  Runs of earlier versions wrote `region` in place of `box`.

@@ -260,8 +260,13 @@ class Volume:
     def _is_absent(self, chunk: Triple) -> bool:
         """Whether no bytes are stored for a chunk.  Raises as `Source.get`, and what `ChunkGrid.shard_index` raises."""
         grid, key = self.grid, self.grid.key_of(chunk)
-        absent = self._staged.found_absent(key, grid.index_range) if self._staged is not None else None
-        if not self.source.exists(key) if absent is None else absent:
+        absent = None
+        if self._staged is not None:
+            absent = self._staged.found_absent(key, None)
+            absent = self._staged.found_absent(key, grid.index_range) if absent is None else absent
+        if absent is None:
+            absent = not self.source.exists(key)
+        if absent:
             return True
         return grid.indexed and bool(grid.absent(grid.box_of(chunk)))
 
