@@ -417,8 +417,7 @@ class Source:
                 self._said = now
         if say:
             log.warning(
-                "%s does not answer since %s (%s): %s; reads are tried again for %g minutes "
-                "(data.store.outage_minutes)",
+                "%s has not answered since %s (%s): %s; trying again for up to %g minutes (data.store.outage_minutes)",
                 self.address,
                 _clock(outage.since),
                 _duration(now - outage.since),
@@ -454,7 +453,7 @@ class Source:
         return OutageError(
             f"a store must answer within data.store.outage_minutes={self.config.outage_minutes:g}; got "
             f"{_reason(error)} since {_clock(since)} ({_tries(tries)} of {key} in {self.address}); check the network "
-            "and the server, then go on: a run with --resume, another command as it was"
+            "and the server, then go on: a run with --resume, another command by giving it again"
         )
 
     def _refusal(self, key: str, error: BaseException) -> Exception:

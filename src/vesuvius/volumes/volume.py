@@ -52,16 +52,16 @@ class UnreadableChunkError(DataError):
     """A chunk whose bytes are damaged, or gone, after all tries.
 
     Attributes:
-        volume, region, chunk, cause: what to write into the quarantine.
-        box: the voxels that are lost: the chunk's, or all of its shard's where the index of the shard is damaged.
+        volume, box, chunk, cause: what to write into the quarantine; the box holds all voxels that are damaged: the
+            chunk's, or all of its shard's where the index of the shard is damaged.
     """
 
-    def __init__(self, volume: str, region: Box, chunk: Triple, cause: str, box: Box) -> None:
+    def __init__(self, volume: str, region: Box, chunk: Triple, box: Box, cause: str) -> None:
         super().__init__(
             f"every chunk of a volume must be readable; got {cause} in volume {volume}, region {format_box(region)}, "
             f"chunk {list(chunk)}; restore the chunk from its source (`vesuvius volume verify` lists all such chunks)"
         )
-        self.volume, self.region, self.chunk, self.cause, self.box = volume, region, chunk, cause, box
+        self.volume, self.box, self.chunk, self.cause = volume, box, chunk, cause
 
 
 class Volume:
@@ -223,7 +223,7 @@ class Volume:
         whole_object = isinstance(error, (ShardIndexError, FetchError))
         kind = "" if isinstance(error, FetchError) else f"{type(error).__name__}: "
         damaged = self.grid.object_box(chunk) if whole_object else self.grid.box_of(chunk)
-        return UnreadableChunkError(self.name, box, chunk, kind + one_line(error, 400), damaged)
+        return UnreadableChunkError(self.name, box, chunk, damaged, kind + one_line(error, 400))
 
     def note_metadata(self) -> None:
         """Remember the metadata as they are now: `read` notices when they are gone.  Reads them."""
@@ -252,7 +252,7 @@ class Volume:
             if gone:
                 whole_shard = not self.source.exists(self.grid.key_of((z, y, x)))
                 damaged = self.grid.object_box((z, y, x)) if whole_shard else self.grid.box_of((z, y, x))
-                raise UnreadableChunkError(self.name, box, (z, y, x), f"{known}, and it is gone", damaged)
+                raise UnreadableChunkError(self.name, box, (z, y, x), damaged, f"{known}, and it is gone")
             if out.dtype.kind == "f":
                 out[slices(intersection(self.grid.box_of((z, y, x)), box), box[0])] = self.fill_value
         seen |= stored
