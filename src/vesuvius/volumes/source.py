@@ -164,6 +164,7 @@ class Source:
 
     def __post_init__(self) -> None:
         self._store = open_store(self.address, self.config)
+        self._root = Path(self.address).absolute()  # where it is a folder
         self.remote = is_remote(self.address)
         self._cache = open_cache(self.config) if self.remote else None
         self._lock = threading.Lock()
@@ -226,8 +227,8 @@ class Source:
         """
         with self._listing_errors():
             if not self.remote:  # obstore would look at the size of each file
-                for folder, folders, files in os.walk(Path(self.address) / prefix):
-                    relative = Path(folder).relative_to(self.address)
+                for folder, folders, files in os.walk(self._root / prefix):
+                    relative = Path(folder).relative_to(self._root)
                     yield from ((relative / name).as_posix() for name in (*files, *(folders if folders_too else ())))
                 return
             for batch in obstore.list(self._store, prefix, chunk_size=1000):
@@ -276,7 +277,7 @@ class Source:
 
     def _read(self, key: str, byte_range: ByteRange | None) -> bytes:
         if not self.remote:
-            return _read_file(Path(self.address) / key, byte_range)
+            return _read_file(self._root / key, byte_range)
         wanted: Any = None
         match byte_range:
             case ByteRange(start, int(stop)):
@@ -322,7 +323,7 @@ class Source:
         if self.remote:
             obstore.head(self._store, key)
         else:
-            _check_file(Path(self.address) / key)
+            _check_file(self._root / key)
         return True
 
     def _tried(self, key: str, read: Callable[[], Any]) -> Any:
@@ -397,7 +398,7 @@ class Source:
     def _metadata_readable(self) -> bool:
         """Whether the file system as such is there: an I/O error is then one of the disk, under that chunk alone."""
         try:
-            return self.metadata_key is not None and (Path(self.address) / self.metadata_key).read_bytes() != b""
+            return self.metadata_key is not None and (self._root / self.metadata_key).read_bytes() != b""
         except OSError:
             return False
 
