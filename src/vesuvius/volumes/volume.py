@@ -44,15 +44,15 @@ class UnreadableChunkError(DataError):
     """A chunk that could not be fetched or decoded, after all tries.
 
     Attributes:
-        volume, region, chunk, cause: what to write into the quarantine.
+        volume, box, chunk, cause: what to write into the quarantine; the box holds all voxels that are damaged.
     """
 
-    def __init__(self, volume: str, region: Box, chunk: Triple, cause: str) -> None:
+    def __init__(self, volume: str, region: Box, chunk: Triple, box: Box, cause: str) -> None:
         super().__init__(
             f"every chunk of a volume must be readable; got {cause} in volume {volume}, region {format_box(region)}, "
             f"chunk {list(chunk)}; restore the chunk from its source, or remove it (absent = air)"
         )
-        self.volume, self.region, self.chunk, self.cause = volume, region, chunk, cause
+        self.volume, self.box, self.chunk, self.cause = volume, box, chunk, cause
 
 
 class Volume:
@@ -127,6 +127,11 @@ class Volume:
         if self._staged is not None:
             self._staged.unstage()
 
+    def release(self, box: Box) -> None:
+        """Forget what was staged for a box that is not read after all."""
+        if self._staged is not None:
+            self._staged.release(box)
+
     def read(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read and decode a box; absent chunks come as the fill value.
 
@@ -184,7 +189,8 @@ class Volume:
                 raise
             except Exception as error:
                 kind = "" if isinstance(error, FetchError) else f"{type(error).__name__}: "
-                raise UnreadableChunkError(self.name, box, chunk, kind + one_line(error, 400)) from error
+                cause = kind + one_line(error, 400)
+                raise UnreadableChunkError(self.name, box, chunk, self.grid.box_of(chunk), cause) from error
 
     @cached_property
     def _plain_array(self) -> zarr.Array[Any]:
