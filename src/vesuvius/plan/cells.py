@@ -1,20 +1,19 @@
 """How the starts of a volume's patches are partitioned into cells.  Pure.
 
-A start is the first voxel of a patch.  Along each axis the starts are cut into intervals; a cell is one interval per
-axis, so every start belongs to exactly one cell.  The region of a cell is what its patches cover: the cell and
-patch - 1 voxels more.  Cuts repeat with a period and move by a phase, which is drawn anew for each pass over the volume.
+A start is the first voxel of a patch.  Along each axis the starts are cut into intervals of one length, those at the
+ends shorter; a cell is one interval per axis, so every start belongs to exactly one cell.  The region of a cell is what
+its patches cover: the cell and patch - 1 voxels more.  The cuts move by a phase, which is drawn anew for each pass over
+the volume, so that no voxel is always near one.
 
-Cuts follow the chunks, because a region is read as whole chunks: with chunks of 128 and patches of 136 voxels, the
-starts 0..120 of each chunk need two chunks and the other seven need three.  So they are cells of their own, and as cells
-are drawn in proportion to the starts they own, a region touches 2.06 chunks on average instead of 3.
+A region is read as whole chunks, so lengths that divide a chunk, or that chunks divide, are cheap at some phases: with
+chunks of 128 and patches of 136 voxels, a cell of 128 starts needs three chunks at 122 phases and four at the other six.
+Only the cheap ones are drawn.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -23,8 +22,6 @@ import numpy as np
 from vesuvius.config import Triple
 from vesuvius.volumes.box import Box
 
-# Where cuts follow the chunks, a phase moves them by up to this share of a chunk: further would need more chunks.
-_PHASE_SHARE = 16
 # Phases that an average over all of them looks at, evenly spaced.
 _PHASES_AVERAGED = 16
 
@@ -35,28 +32,19 @@ class AxisCells:
 
     Attributes:
         first, count: the starts first <= s < first + count.
-        lengths: of the cells of one period, in starts.
-        phases: a period may begin at each of them (modulo the period), in voxels of the volume.
+        length: of a cell, in starts.
+        phases: voxels of the volume, modulo the length, at which a cell may begin.
     """
 
     first: int
     count: int
-    lengths: tuple[int, ...]
-    phases: range
-
-    @cached_property
-    def _cuts(self) -> tuple[int, ...]:
-        return tuple(itertools.accumulate(self.lengths, initial=0))
+    length: int
+    phases: tuple[int, ...]
 
     def cell_of(self, start: int, phase: int) -> tuple[int, int]:
         """The cell that owns a start: (first start, behind the last)."""
-        period, within = divmod(start - phase, self._cuts[-1])
-        number = bisect.bisect_right(self._cuts, within) - 1
-        origin = phase + period * self._cuts[-1]
-        return (
-            max(origin + self._cuts[number], self.first),
-            min(origin + self._cuts[number + 1], self.first + self.count),
-        )
+        lo = start - (start - phase) % self.length
+        return max(lo, self.first), min(lo + self.length, self.first + self.count)
 
     def cells(self, phase: int) -> Iterator[tuple[int, int]]:
         """All cells, in rising order."""
@@ -89,7 +77,7 @@ class Cells:
     @cached_property
     def longest_zyx(self) -> Triple:
         """Starts of the largest cell along each axis."""
-        z, y, x = (min(max(axis.lengths), axis.count) for axis in self.axes)
+        z, y, x = (min(axis.length, axis.count) for axis in self.axes)
         return z, y, x
 
     @property
@@ -144,28 +132,24 @@ def lay_cells(
 ) -> Cells:
     """Cells that make reading cheap and batches varied.
 
-    Per axis, of those cuts that follow the chunks or ignore them, the ones with the least (voxels decoded for a region)
-    x (mean overlap of two patches of a cell), with cells no longer than a patch or a chunk.  Shorter ones where a region
-    would exceed `region_bytes_max`, or a volume would have fewer than `cells_wanted` cells.
+    Per axis they are about as long as a patch or a chunk, whichever is longer; shorter where a region would exceed
+    `region_bytes_max`, or a volume would have fewer than `cells_wanted` cells.
 
     Args:
         train: the voxels that patches may cover.
         voxel_bytes: bytes that a reader holds per voxel.
     """
-    firsts = train[0]
     counts = [hi - lo - patch + 1 for lo, hi, patch in zip(*train, patch_zyx, strict=True)]
     limits = [max(patch, chunk) for patch, chunk in zip(patch_zyx, chunk_zyx, strict=True)]
     while True:
         axes = [
             _lay_axis(first, count, patch, chunk, limit)
-            for first, count, patch, chunk, limit in zip(firsts, counts, patch_zyx, chunk_zyx, limits, strict=True)
+            for first, count, patch, chunk, limit in zip(train[0], counts, patch_zyx, chunk_zyx, limits, strict=True)
         ]
         cells = Cells((axes[0], axes[1], axes[2]))
         small = voxel_bytes * math.prod(cells.region_zyx(patch_zyx)) <= region_bytes_max
-        if small and cells.starts >= cells_wanted * cells.largest:
-            return cells
         longest = cells.longest_zyx
-        if max(longest) == 1:
+        if (small and cells.starts >= cells_wanted * cells.largest) or max(longest) == 1:
             return cells
         axis = max(range(3), key=lambda a: (longest[a] > 1, longest[a] / patch_zyx[a]))
         limits[axis] = -(-longest[axis] // 2)
@@ -173,65 +157,40 @@ def lay_cells(
 
 def cells_of_region_size(train: Box, patch_zyx: Triple, region_zyx: Triple) -> Cells:
     """Cells whose regions have a given size, at most; their cuts ignore the chunks."""
-    axes = [
-        _uniform(lo, hi - lo - patch + 1, min(region - patch + 1, hi - lo - patch + 1))
-        for lo, hi, patch, region in zip(*train, patch_zyx, region_zyx, strict=True)
-    ]
+    axes = []
+    for lo, hi, patch, region in zip(*train, patch_zyx, region_zyx, strict=True):
+        length = min(region, hi - lo) - patch + 1
+        axes.append(AxisCells(lo, hi - lo - patch + 1, length, tuple(range(length))))
     return Cells((axes[0], axes[1], axes[2]))
 
 
-def _uniform(first: int, count: int, length: int) -> AxisCells:
-    """Cells of one length, at any phase."""
-    return AxisCells(first, count, (length,), range(1) if length == 1 else range(first, first + length))
-
-
 def _lay_axis(first: int, count: int, patch: int, chunk: int, limit: int) -> AxisCells:
-    """The cheapest cells of at most `limit` starts."""
+    """Cells of at most `limit` starts; one cell where that holds all."""
     if count <= limit:
-        return AxisCells(first, count, (count,), range(first, first + 1))  # one cell holds all
-    lengths, phases = _cheapest_cuts(patch, chunk, limit)
-    return AxisCells(first, count, lengths, phases)
+        return AxisCells(first, count, count, (first,))
+    length, phases = _cheapest_cuts(patch, chunk, limit)
+    return AxisCells(first, count, length, phases)
 
 
 @lru_cache(maxsize=256)
-def _cheapest_cuts(patch: int, chunk: int, limit: int) -> tuple[tuple[int, ...], range]:
-    """Lengths of the cells of a period, and the phases that keep their regions cheap."""
-    candidates: list[tuple[tuple[int, ...], range]] = [((limit,), range(limit))]
-    for period in range(chunk, limit + 1, chunk):  # one length, and such phases that no further chunk is touched
-        slack = -(period + patch - 1) % chunk
-        candidates.append(((period,), range(slack + 1)))
-    play = chunk // _PHASE_SHARE
-    for chunks in range(-(-patch // chunk), -(-(patch + limit) // chunk) + 1):
-        inside = chunks * chunk - patch + 1 - play  # starts whose patches lie within so many chunks, at any phase
-        if inside >= 1:
-            seam = -inside % chunk
-            lengths = _parts(inside, limit) + _parts(seam, limit)
-            candidates.append((lengths, range(play + 1)))
-    return min(candidates, key=lambda cuts: _cost(cuts[0], cuts[1], patch, chunk))
+def _cheapest_cuts(patch: int, chunk: int, limit: int) -> tuple[int, tuple[int, ...]]:
+    """The length of a cell, and the phases at which its regions touch the fewest chunks.
+
+    The longest that is a whole number of chunks, or a whole part of one.
+    """
+    if limit >= chunk:
+        length = limit // chunk * chunk
+    else:
+        length = next(chunk // n for n in range(2, chunk + 1) if chunk % n == 0 and chunk // n <= limit)
+    decoded = [_decoded(length, phase, patch, chunk) for phase in range(length)]
+    return length, tuple(phase for phase, voxels in enumerate(decoded) if voxels == min(decoded))
 
 
-def _parts(length: int, limit: int) -> tuple[int, ...]:
-    """A length in the fewest equal parts of at most `limit`, one shorter than others where it must."""
-    count = -(-length // limit)
-    return tuple(length * (n + 1) // count - length * n // count for n in range(count))
-
-
-def _cost(lengths: Sequence[int], phases: range, patch: int, chunk: int) -> float:
-    """Voxels decoded for a region along the axis, times the share that two random patches of a cell overlap."""
-    period, total = sum(lengths), 0.0
-    free = period % chunk != 0  # over the volume, a period then begins anywhere in a chunk
-    offsets = range(chunk) if free else phases
-    for lo, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
-        decoded = np.mean([chunk * _chunks_touched(o + lo, o + lo + length + patch - 1, chunk) for o in offsets])
-        total += length / period * float(decoded) * _overlap(length, patch)
-    return total
-
-
-def _overlap(length: int, patch: int) -> float:
-    """Mean share that two patches share whose starts are uniform in an interval."""
-    if length <= patch:
-        return 1 - length / (3 * patch)
-    return patch / length - patch**2 / (3 * length**2)
+def _decoded(length: int, phase: int, patch: int, chunk: int) -> float:
+    """Voxels along an axis of the chunks that a region touches, on average over the cells of a volume without end."""
+    cells = math.lcm(length, chunk) // length
+    starts = (phase + n * length for n in range(cells))
+    return chunk * sum(_chunks_touched(lo, lo + length + patch - 1, chunk) for lo in starts) / cells
 
 
 def _chunks_touched(lo: int, hi: int, chunk: int) -> int:

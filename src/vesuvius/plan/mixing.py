@@ -57,6 +57,12 @@ class Mixing:
         stop = -(-(slot + 1) * self.patches // self.regions)
         return range(max(first, 0), stop)
 
+    def turn_of(self, index: int) -> int:
+        """How many samples before this one its slot has given, or would have, had the first window been as any other."""
+        number = index // self.regions
+        slot = self.slot_of(index)
+        return number - -(-(slot - self.regions + 1) * self.patches // self.regions)
+
     def samples_of(self, slot: int) -> Iterator[int]:
         """The samples that are cut from a slot, rising."""
         lane = slot % self.regions

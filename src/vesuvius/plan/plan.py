@@ -4,7 +4,7 @@ Every start in the training box (with a foreground map: every start that qualifi
 volumes come in proportion to their weights.  A volume's starts are partitioned into cells (`cells.py`).  A pass over a
 volume visits about as many cells as it has: the starts at equal distances along a walk through all cells, from a random
 first one, say which.  So each cell comes in proportion to the starts it owns, in a random order, and hardly ever twice.
-A visited cell's region is read once, and K patches are cut from it at starts drawn uniformly in the cell.  Patches of M
+A visited cell's region is read once, and K patches are cut from it, each at a start that is uniform in the cell.  Patches of M
 regions are mixed (`mixing.py`).
 
 The order of samples depends on the seed, the `data` section and the volumes' metadata alone: not on batches, workers or
@@ -33,10 +33,12 @@ from vesuvius.plan.split import Split
 from vesuvius.volumes.box import Box
 
 # Second word of every random seed below (and of `mixing.py`, 6): keeps the draws for different purposes independent.
-_ORDER, _VOLUME, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL = 1, 2, 3, 4, 5, 7, 8
+_ORDER, _VOLUME, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 2, 3, 4, 5, 7, 8, 9
 _SLOTS_PER_DRAW = 64
+# Steps of a lattice that fills a box evenly (Roberts' R3 sequence: powers of the root of x^4 = x + 1).
+_LATTICE = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
 # Patches per region are chosen such that this many bytes are decoded per byte of patch, within bounds.
-_READ_AMPLIFICATION = 0.8
+_READ_AMPLIFICATION = 0.95
 _PATCHES_PER_REGION = (4, 64)
 # Regions in flight by default: 64, fewer where that would take more than 1 GiB, at least one of each group.
 _REGIONS_IN_FLIGHT = 64
@@ -174,15 +176,25 @@ class Plan:
         return Sample(index, visit.volume, visit.region, self.start(index, visit, attempt))
 
     def start(self, index: int, visit: Visit, attempt: int = 0) -> Triple:
-        """Where in the cell of its visit sample `index` starts.  Pure."""
+        """Where in the cell of its visit sample `index` starts.  Pure.
+
+        The starts of a visit are a lattice, shifted by a uniform vector and wrapped: each is uniform in the cell, and
+        together they are spread over it.
+        """
         if self.independent:
             return visit.anchor_zyx
-        rng = np.random.default_rng((self.seed, _START, index, attempt) if attempt else (self.seed, _START, index))
+        slot = self.mixing.slot_of(index)
+        shifts = np.random.default_rng((self.seed, _START, slot, attempt)).integers(*visit.cell).tolist()
+        turn = self.mixing.turn_of(index)
+        z, y, x = (
+            lo + (shift - lo + int(turn * step % 1 * (hi - lo))) % (hi - lo)
+            for shift, step, lo, hi in zip(shifts, _LATTICE, *visit.cell, strict=True)
+        )
         foreground = self.volumes[visit.volume].foreground
-        if foreground is not None:
-            return foreground.draw_in(rng, visit.cell) or visit.anchor_zyx
-        z, y, x = rng.integers(*visit.cell).tolist()
-        return z, y, x
+        if foreground is None or foreground.qualifies((z, y, x)):
+            return z, y, x
+        rng = np.random.default_rng((self.seed, _RETRY, index, attempt))
+        return foreground.draw_in(rng, visit.cell) or visit.anchor_zyx
 
     def augmentation(self, index: int) -> Augmentation:
         """What is done to sample `index`, whichever patch it is.  Pure."""
