@@ -117,7 +117,7 @@ def test_regions_of_different_sizes_travel_in_blocks_of_one_size(tmp_path: Path,
     """Ray would merge short blocks and split long ones."""
     path = write_array(tmp_path / "ragged.zarr", textured((70, 90, 101)))
     job = make_job(path, patches_per_region=5)
-    sizes = {tuple(b - a for a, b in zip(*job.plan.region_of_slot(slot)[1], strict=True)) for slot in range(50)}
+    sizes = {tuple(b - a for a, b in zip(*job.plan.visit(slot).region, strict=True)) for slot in range(50)}
     assert len(sizes) > 3
     with open_stream(job, first=first) as stream:
         expected, _ = collect(stream, 20)

@@ -103,7 +103,7 @@ class DataConfig(Section):
         None, description="K, patches cut from each region read; null = as many as make read amplification 0.8, 4 to 64"
     )
     regions_in_flight: PositiveInt | None = Field(
-        None, description="M, regions that samples are mixed from, in the object store; null = 64, fewer beyond 1 GiB"
+        None, description="M, regions that samples are mixed from, in the object store; null = 64, fewer beyond 1.5 GiB"
     )
     regions_per_task: PositiveInt = Field(8, description="R, regions that a reader reads in one task")
     order: Literal["regions", "independent"] = Field(

@@ -6,7 +6,7 @@ its patches cover: the cell and patch - 1 voxels more.  The cuts move by a phase
 the volume, so that no voxel is always near one.
 
 A region is read as whole chunks, so lengths that divide a chunk, or that chunks divide, are cheap at some phases: with
-chunks of 128 and patches of 136 voxels, a cell of 128 starts needs three chunks at 122 phases and four at the other six.
+chunks of 128 and patches of 136 voxels, a cell of 128 starts needs three chunks at 122 phases, four at the other six.
 Only the cheap ones are drawn.
 """
 

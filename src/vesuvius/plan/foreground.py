@@ -1,4 +1,4 @@
-"""Which starts have enough foreground: a coarse map of the volume, and patches drawn on it without reading voxels.  Pure.
+"""Which starts have enough foreground: a coarse map of the volume, on which patches are drawn without reading.  Pure.
 
 The foreground of a patch is counted in 255ths of a voxel, sum(fraction x overlap of patch and map cell), a whole number
 below 2^52: float64 sums it without rounding.

@@ -4,8 +4,8 @@
     round     0               | 1                | 2
     window    regions 0..M-1  | s..M+s-1         | 2s..M+2s-1       s = M / K
 
-In each round every region of the window gives one sample, in a random order.  A region stays for K rounds, so it gives K
-samples, and M / K regions come and go per round.  Everything has a closed form: nothing is walked through.  Pure.
+In each round every region of the window gives one sample, in a random order.  A region stays for K rounds, so it gives
+K samples, and M / K regions come and go per round.  Everything has a closed form: nothing is walked through.  Pure.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Mixing:
         return range(max(first, 0), stop)
 
     def turn_of(self, index: int) -> int:
-        """How many samples before this one its slot has given, or would have, had the first window been as any other."""
+        """How many samples its slot gives before this one; those count too that the first window leaves out."""
         number = index // self.regions
         slot = self.slot_of(index)
         return number - -(-(slot - self.regions + 1) * self.patches // self.regions)

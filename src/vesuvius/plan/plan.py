@@ -4,8 +4,8 @@ Every start in the training box (with a foreground map: every start that qualifi
 volumes come in proportion to their weights.  A volume's starts are partitioned into cells (`cells.py`).  A pass over a
 volume visits about as many cells as it has: the starts at equal distances along a walk through all cells, from a random
 first one, say which.  So each cell comes in proportion to the starts it owns, in a random order, and hardly ever twice.
-A visited cell's region is read once, and K patches are cut from it, each at a start that is uniform in the cell.  Patches of M
-regions are mixed (`mixing.py`).
+A visited cell's region is read once, and K patches are cut from it, each at a start that is uniform in the cell.
+Patches of M regions are mixed (`mixing.py`).
 
 The order of samples depends on the seed, the `data` section and the volumes' metadata alone: not on batches, workers or
 ranks.
@@ -40,9 +40,9 @@ _LATTICE = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
 # Patches per region are chosen such that this many bytes are decoded per byte of patch, within bounds.
 _READ_AMPLIFICATION = 0.95
 _PATCHES_PER_REGION = (4, 64)
-# Regions in flight by default: 64, fewer where that would take more than 1 GiB, at least one of each group.
+# Regions in flight by default: 64, fewer where that would take more than 1.5 GiB, at least one of each group.
 _REGIONS_IN_FLIGHT = 64
-_IN_FLIGHT_BYTES = 2**30
+_IN_FLIGHT_BYTES = 3 * 2**29
 _VERSION = 2
 
 

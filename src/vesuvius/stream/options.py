@@ -115,8 +115,8 @@ def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
     if configured is not None and configured * 2**30 < need:
         raise ConfigError(
             f"cluster.object_store_gib must hold what the readers have in flight; got {configured:g} GiB and "
-            f"{need / 2**30:.2f} GiB needed; raise it or set it to null, or lower training.workers, data.regions_in_flight "
-            "or data.reader_mib"
+            f"{need / 2**30:.2f} GiB needed; raise it or set it to null, or lower training.workers, "
+            "data.regions_in_flight or data.reader_mib"
         )
 
 
