@@ -271,8 +271,7 @@ def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
     assert indices[0] == 4 * batches
     assert rest.tobytes() == expected[4 * batches :].tobytes()
     stop = 4 * batches + 12
-    with open_stream(job, stop=stop) as stream:
-        stream.load_state_dict(state)
+    with open_stream(job, first=4 * batches, stop=stop) as stream:
         assert sum(len(batch.indices) for batch in stream) == 12
         read = stream.reader_totals.blocks
     assert read == len({job.plan.mixing.slot_of(index) for index in range(4 * batches, stop)}), "and no other region"
