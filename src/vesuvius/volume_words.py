@@ -178,14 +178,13 @@ def _patch_rows(facts: VolumeFacts) -> Iterator[tuple[str, str]]:
         f"{region.amplification:.2f} bytes decoded per byte of patch, with {region.patches_per_region} patches (K) "
         f"from each of {region.regions} regions",
     )
-    yield "", f"of up to {_times(region.region_zyx)} voxels, {region.regions_per_task} regions (R) mixed at a time"
+    yield "", f"of up to {_times(region.region_zyx)} voxels, {region.regions_in_flight} regions (M) mixed at a time"
     yield (
         "memory",
-        f"{_bytes(region.regions_bytes)} for the R decoded regions of a reader; its program and chunks on their way "
-        "come on top",
+        f"{_bytes(region.regions_bytes)} for the M decoded regions; readers, and what they have ready, come on top",
     )
     if region.repeats:
-        yield "note", "there are fewer regions than R: batches repeat them"
+        yield "note", "there are fewer regions than M: batches repeat them"
     divisor = ModelConfig().divisor_zyx
     if any(p % d for p, d in zip(facts.patch_zyx, divisor, strict=True)):
         yield "note", f"the default network needs a patch that is a multiple of {_times(divisor)}"
@@ -202,7 +201,7 @@ def _yaml(facts: VolumeFacts) -> Iterator[str]:
         yield f"      select: {list(spec.select)}"
     yield f"  patch_size: {list(facts.patch_zyx)}"
     yield f"  patches_per_region: {region.patches_per_region}"
-    yield f"  regions_per_task: {region.regions_per_task}"
+    yield f"  regions_in_flight: {region.regions_in_flight}"
     if facts.patch_zyx[1] != facts.patch_zyx[2]:
         yield "  augment: {turn: false} # a quarter turn needs y = x"
     if facts.grey and facts.grey.percentiles:

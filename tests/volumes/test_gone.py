@@ -240,10 +240,7 @@ def test_readers_know_what_was_listed(tmp_path: Path) -> None:
     (path / "1/1/1").unlink()
     reader = Reader(job, ring=job.blocks_per_task + 1)
     causes = {
-        record["cause"]
-        for task in list(job.plan.tasks(0, 64))
-        for block in reader.blocks(task)
-        for record in _quarantined(block)
+        record["cause"] for task in job.tasks(0, 64) for block in reader.blocks(task) for record in _quarantined(block)
     }
     assert causes == {"the listing says that it is stored, and it is gone"}
 

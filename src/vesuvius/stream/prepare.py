@@ -166,7 +166,7 @@ def estimate_grey_range(volume: Volume, plan: Plan, number: int, key: str = "dat
     """
     material: list[NDArray[Any]] = []
     for visit in range(4 * _PATCHES_PER_ESTIMATE):
-        start, stop = plan.region_of_visit(number, visit)
+        start, stop = plan.visit_of_volume(number, visit).region
         z, y, x = ((a + b - p) // 2 for a, b, p in zip(start, stop, plan.patch_zyx, strict=True))
         size_z, size_y, size_x = plan.patch_zyx
         try:

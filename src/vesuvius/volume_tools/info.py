@@ -92,14 +92,14 @@ class RegionFacts:
         region_zyx: the largest region.
         regions: in the training part.
         amplification: bytes decoded per byte of patch.
-        regions_bytes: R decoded regions: what a task of a reader takes.
-        repeats: whether there are fewer regions than R, so that a run of samples repeats some.
+        regions_bytes: M decoded regions: what those in flight take.
+        repeats: whether there are fewer regions than M, so that some are in flight twice.
     """
 
     region_zyx: Triple
     regions: int
     patches_per_region: int
-    regions_per_task: int
+    regions_in_flight: int
     amplification: float
     regions_bytes: int
     repeats: bool
@@ -328,16 +328,16 @@ def _region_facts(volume: Volume, spec: ArrayConfig, patch_zyx: Triple) -> tuple
     except DataError as error:
         return None, str(error)
     plan = make_plan(0, config, [planned])
-    z, y, x = (max(hi - lo for lo, hi in axis) for axis in planned.intervals_zyx)
+    z, y, x = planned.cells.region_zyx(patch_zyx)
     return (
         RegionFacts(
             region_zyx=(z, y, x),
-            regions=planned.region_count,
+            regions=planned.visits_per_pass,
             patches_per_region=plan.patches_per_region,
-            regions_per_task=plan.regions_per_task,
+            regions_in_flight=plan.regions_in_flight,
             amplification=plan.read_amplification(0),
-            regions_bytes=plan.regions_per_task * z * y * x * volume.dtype.itemsize,
-            repeats=plan.repeats_within_a_run,
+            regions_bytes=plan.regions_in_flight * z * y * x * volume.dtype.itemsize,
+            repeats=plan.repeats,
         ),
         None,
     )

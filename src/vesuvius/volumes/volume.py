@@ -149,6 +149,11 @@ class Volume:
         if self._staged is not None:
             self._staged.unstage()
 
+    def release(self, box: Box) -> None:
+        """Forget what was staged for a box that is not read after all."""
+        if self._staged is not None:
+            self._staged.release(box)
+
     def read(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read and decode a box; absent chunks come as the fill value.  Waits for as long as an outage may last.
 
