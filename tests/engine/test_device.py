@@ -25,9 +25,15 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+DTYPES = [*INTEGERS, "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
 def test_symmetries_move_voxels_and_change_none(dtype: str) -> None:
     patch = textured((4, 6, 6), dtype=dtype)
+    if dtype == "bool":
+        patch ^= textured((4, 6, 6)) > 100
     out = apply_symmetries(torch.from_numpy(np.stack([patch] * len(ALL))), ALL).numpy()
     assert out.dtype == patch.dtype
     for turned, symmetry in zip(out, ALL, strict=True):
@@ -37,7 +43,7 @@ def test_symmetries_move_voxels_and_change_none(dtype: str) -> None:
     assert len({turned.tobytes() for turned in out}) == 16
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "int8"])
 def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtype: str) -> None:
     volumes = []
     for number in range(2):

@@ -74,7 +74,7 @@ CODECS: list[tuple[dict[str, Any], str, str]] = [
     ({"compressors": None}, "uint8", "none: raw bytes"),
     ({"filters": [numcodecs.Delta(dtype="u1")], "compressors": numcodecs.GZip(2)}, "uint8", "delta, then gzip level 2"),
     (V3 | {"compressors": zarr.codecs.ZstdCodec(level=7)}, "uint8", "bytes, then zstd level 7"),
-    (V3 | {"compressors": None}, ">u2", "big-endian bytes"),
+    (V3 | {"compressors": None, "serializer": zarr.codecs.BytesCodec(endian="big")}, "uint16", "big-endian bytes"),
     (
         V3 | {"compressors": zarr.codecs.BloscCodec(cname="zstd", clevel=4, shuffle="bitshuffle")},
         "uint16",

@@ -135,7 +135,7 @@ class ChunkGrid:
             self.source.forget(key)
             with self._lock:
                 data = self._indices.pop(key, None)
-            index = None if data is None else self._parse_index(data)
+            index = None if data is None else self._parse_index(key, data)
             if index is not None:
                 for chunk in chunks:
                     self.source.forget(key, self._range_in(index, chunk))
@@ -163,7 +163,7 @@ class ChunkGrid:
         if index is None:
             return np.zeros(self.axes.zyx_of(self._chunks_per_shard), bool)
         others = self.axes.others_of(self._within_shard(chunk))
-        everywhere = self.axes.stored((slice(None),) * 3, others)
+        everywhere: Any = self.axes.stored((slice(None),) * 3, others)
         present: NDArray[np.bool_] = index[everywhere][..., 0] != np.uint64(_ABSENT)
         return self.axes.to_zyx(present)
 
@@ -179,7 +179,7 @@ class ChunkGrid:
             data = self._indices.get(key)
         if not known:
             data = self.source.get(key, self.index_range)
-        index = None if data is None else self._parse_index(data)
+        index = None if data is None else self._parse_index(key, data)
         with self._lock:
             self._indices[key] = data
             self._indices.move_to_end(key)
@@ -238,12 +238,12 @@ class ChunkGrid:
     def _index_bytes(self) -> int:
         return 16 * math.prod(self._chunks_per_shard) + 4 * (len(list(self._codec.index_codecs)) - 1)
 
-    def _parse_index(self, data: bytes) -> NDArray[np.uint64]:
+    def _parse_index(self, key: str, data: bytes) -> NDArray[np.uint64]:
         count = math.prod(self._chunks_per_shard)
         if len(data) != self._index_bytes:
-            raise ValueError(f"a shard's index has {self._index_bytes} bytes; got {len(data)}")
+            raise ValueError(f"a shard's index has {self._index_bytes} bytes; got {len(data)} of {key}")
         if len(data) % 16 and google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
-            raise ValueError("a shard's index must match its checksum")
+            raise ValueError(f"a shard's index must match its checksum; got another one in {key}")
         return np.frombuffer(data, "<u8", 2 * count).reshape(*self._chunks_per_shard, 2)
 
     def _range_in(self, index: NDArray[np.uint64], chunk: Triple) -> ByteRange | None:

@@ -32,7 +32,7 @@ from vesuvius.volumes.axes import Axes, Names, find_axes
 from vesuvius.volumes.box import Box, format_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
-from vesuvius.volumes.levels import pick_level
+from vesuvius.volumes.levels import Level, pick_level
 from vesuvius.volumes.source import ClosedError, FetchError, Source, SourceFigures, is_remote
 from vesuvius.volumes.staged import StagedStore
 
@@ -238,15 +238,17 @@ def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal[
         raise DataError(f"a volume must exist; got {spec.path}, which is not there; {_how_to_get_data(spec.path)}")
     source = Source(spec.path, config)
     node = _open_node(source)
-    name, level, array = spec.path, None, node
+    level: Level | None = None
     if isinstance(node, zarr.Group):
-        level, name = pick_level(node, spec), f"{spec.path} level {spec.level}"
-        array = level.array
-    elif spec.level:
-        raise DataError(
-            f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point path at "
-            "the OME-Zarr group"
-        )
+        level = pick_level(node, spec)
+        array, name = level.array, f"{spec.path} level {spec.level}"
+    else:
+        array, name = node, spec.path
+        if spec.level:
+            raise DataError(
+                f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point path "
+                "at the OME-Zarr group"
+            )
     _check_dtype(name, array)
     space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
     axes, axis_names = find_axes(name, array, space.array_names(array.ndim) if space else None, spec.select)
@@ -274,7 +276,7 @@ def _check_dtype(name: str, array: zarr.Array[Any]) -> None:
 
 def _read_into(array: zarr.Array[Any], axes: Axes, box: Box, out: NDArray[Any]) -> None:
     """Decode a box into `out`, without a copy where z, y, x are stored in this order and zarr can."""
-    selection = axes.stored(slices(box), axes.select)
+    selection: Any = axes.stored(slices(box), axes.select)
     if array.dtype == out.dtype and out.flags.c_contiguous and not axes.permuted:
         buffer = default_buffer_prototype().nd_buffer.from_numpy_array(out)
         array.get_basic_selection(selection, out=buffer)
