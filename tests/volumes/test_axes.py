@@ -348,3 +348,8 @@ def test_names_of_group_and_array_that_contradict_each_other_are_refused(tmp_pat
     write_group(tmp_path / "v.zarr", "zyx", multiscale("zyx", "0.5"), names=["x", "y", "z"])
     with pytest.raises(DataError, match="must agree; got z, y, x and x, y, z in"):
         open_at(tmp_path / "v.zarr")
+
+
+def test_a_dimension_with_a_name_of_its_own_does_not_contradict_the_group(tmp_path: Path) -> None:
+    stored = write_group(tmp_path / "v.zarr", "zyx", multiscale("zyx", "0.5"), names=["slice", "y", "x"])
+    np.testing.assert_array_equal(open_at(tmp_path / "v.zarr").read(BOX), stored[3:18, 5:24, 6:20])

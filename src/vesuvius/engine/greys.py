@@ -52,8 +52,9 @@ def normalised(
         values = _double(raw) - _per_sample(low, torch.float64, raw)
     summand = ((origin - low).astype(np.float64) / half - 1) * np.asarray(gains) + np.asarray(shifts)
     summands, divisors = (_per_sample(f, values.dtype, raw) for f in (summand, half / np.asarray(gains)))
-    # Not fused: addcdiv rounds voxels at the end of a vector otherwise than the rest.
-    return (values / divisors + summands).float()
+    return (
+        values.div_(divisors).add_(summands).float()
+    )  # in place: first touch of fresh memory costs more than the sums
 
 
 def signed_view(voxels: Tensor) -> Tensor:
@@ -73,8 +74,8 @@ def _difference(raw: Tensor, origin: NDArray[np.object_]) -> Tensor:
     if raw.dtype == torch.uint64:
         high &= 0xFFFFFFFF
     highs, lows = (np.array([float(part) for part in parts]) for parts in (origin >> 32, origin & 0xFFFFFFFF))
-    low = (bits & 0xFFFFFFFF).double() - _per_sample(lows, torch.float64, raw)
-    return torch.add(low, high.double() - _per_sample(highs, torch.float64, raw), alpha=2**32)
+    low = (bits & 0xFFFFFFFF).double().sub_(_per_sample(lows, torch.float64, raw))
+    return low.add_(high.double().sub_(_per_sample(highs, torch.float64, raw)), alpha=2**32)
 
 
 def _per_sample(figures: NDArray[np.float64], dtype: torch.dtype, raw: Tensor) -> Tensor:

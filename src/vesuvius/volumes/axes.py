@@ -16,7 +16,7 @@ T = TypeVar("T")
 Names = tuple[str | None, ...]
 """What the axes of an array are called, in stored order."""
 
-_SPACE = "zyx"
+_SPACE = ("z", "y", "x")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def find_axes(
             "(Z, Y, X)"
         )
     zyx = _places(name, array, names) if names else (array.ndim - 3, array.ndim - 2, array.ndim - 1)
-    if ome_names and own_names and _places(name, array, own_names) != zyx:
+    pairs = zip(ome_names or (), own_names or (), strict=False)
+    if any(_letter(own) in _SPACE and _letter(own) != _letter(ome) for ome, own in pairs):
         raise DataError(
             f"the axes of an OME-Zarr and the dimension_names of its arrays must agree; got {_listed(ome_names)} and "
             f"{_listed(own_names)} in {name}; correct the one that is wrong"
@@ -101,7 +102,7 @@ def _own_names(array: zarr.Array[Any]) -> Names | None:
     if not isinstance(found, (list, tuple)) or len(found) != array.ndim:
         return None
     names = tuple(None if one is None else str(one) for one in found)
-    return names if any(_letter(one) in _SPACE for one in names if one) else None
+    return names if any(_letter(one) in _SPACE for one in names) else None
 
 
 def _letter(name: str | None) -> str:
