@@ -85,8 +85,7 @@ def find_axes(
             "(Z, Y, X)"
         )
     zyx = _places(name, array, names) if names else (array.ndim - 3, array.ndim - 2, array.ndim - 1)
-    pairs = zip(ome_names or (), own_names or (), strict=False)
-    if any(_letter(own) in _SPACE and _letter(own) != _letter(ome) for ome, own in pairs):
+    if ome_names and own_names and not _agree(ome_names, own_names):
         raise DataError(
             f"the axes of an OME-Zarr and the dimension_names of its arrays must agree; got {_listed(ome_names)} and "
             f"{_listed(own_names)} in {name}; correct the one that is wrong"
@@ -103,6 +102,12 @@ def _own_names(array: zarr.Array[Any]) -> Names | None:
         return None
     names = tuple(None if one is None else str(one) for one in found)
     return names if any(_letter(one) in _SPACE for one in names) else None
+
+
+def _agree(ome_names: Names, own_names: Names) -> bool:
+    """Whether an axis that calls itself z, y or x is the one of the group."""
+    pairs = ((_letter(ome), _letter(own)) for ome, own in zip(ome_names, own_names, strict=True))
+    return all(ome == own or own not in _SPACE for ome, own in pairs)
 
 
 def _letter(name: str | None) -> str:
