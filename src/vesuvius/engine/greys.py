@@ -52,9 +52,8 @@ def normalised(
         values = _double(raw) - _per_sample(low, torch.float64, raw)
     summand = ((origin - low).astype(np.float64) / half - 1) * np.asarray(gains) + np.asarray(shifts)
     summands, divisors = (_per_sample(f, values.dtype, raw) for f in (summand, half / np.asarray(gains)))
-    return (
-        values.div_(divisors).add_(summands).float()
-    )  # in place: first touch of fresh memory costs more than the sums
+    # In place: first touch of fresh memory takes longer than the sums.
+    return values.div_(divisors).add_(summands).float()
 
 
 def signed_view(voxels: Tensor) -> Tensor:

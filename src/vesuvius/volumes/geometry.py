@@ -14,9 +14,9 @@ import zarr
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
+from vesuvius.volumes.axes import Names
 
 if TYPE_CHECKING:
-    from vesuvius.volumes.axes import Names
     from vesuvius.volumes.volume import Volume
 
 FloatTriple = tuple[float, float, float]
@@ -257,7 +257,7 @@ def _mapped(space: Space, order: Any) -> Space:
 
 
 def _multiplied(space: Space, kind: str, matrix: Any) -> Space:
-    """An affine transformation or rotation, where it but permutes, scales and translates axes."""
+    """An affine transformation or rotation that does no more than permute, scale and translate axes."""
     if not isinstance(matrix, list):
         raise UnsupportedTransformError(f"{kind} stored in an array of its own")
     found = []
