@@ -83,9 +83,9 @@ def copy_text(figures: CopyFigures, out: Path, source: str) -> str:
 
 
 def _title(facts: VolumeFacts) -> str:
-    kind = "bare array" if facts.ome_version is None and facts.axes is None else f"OME-Zarr {facts.ome_version or '?'}"
+    kind = f"OME-Zarr {facts.ome_version or '?'}" if facts.chosen.path else "bare array"
     title = f" {facts.title!r}" if facts.title else ""
-    axes = ", ".join(facts.axes) if facts.axes else "not named, taken as z, y, x"
+    axes = ", ".join(name or "(no name)" for name in facts.axes) if facts.axes else "not named, taken as z, y, x"
     return f"{facts.spec.path}: {kind}{title}, zarr v{facts.chosen.zarr_format}, axes {axes}"
 
 

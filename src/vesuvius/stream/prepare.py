@@ -15,6 +15,7 @@ from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
 from vesuvius.plan.split import Split, split_volume
 from vesuvius.stream.reader import ReaderJob
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
+from vesuvius.volumes.voxels import percentiles
 
 _PATCHES_PER_ESTIMATE = 16
 _PERCENTILES = (0.5, 99.5)
@@ -158,11 +159,14 @@ def _plan(volume: Volume, split: Split, spec: VolumeConfig, voxel_bytes: int, co
 def estimate_grey_range(volume: Volume, plan: Plan, number: int, key: str = "data.normalize") -> GreyRange:
     """0.5th and 99.5th percentile of the material in some patches of the plan: the same for the same plan.
 
-    Voxels equal to the fill value are masked air and left out, because their share differs from volume to volume.
+    Voxels equal to the fill value are masked air and left out, because their share differs from volume to volume.  Of
+    bool it is 0 to 1, whatever is drawn.
 
     Raises:
         DataError: nothing but air, or one grey value only.
     """
+    if volume.dtype == np.bool_:
+        return GreyRange(0.0, 1.0)
     material: list[NDArray[Any]] = []
     for visit in range(4 * _PATCHES_PER_ESTIMATE):
         start, stop = plan.visit_of_volume(number, visit).region
@@ -175,10 +179,10 @@ def estimate_grey_range(volume: Volume, plan: Plan, number: int, key: str = "dat
         material.append(voxels[voxels != volume.fill_value])
         if len(material) == _PATCHES_PER_ESTIMATE:
             break
-    low, high = np.percentile(np.concatenate(material), _PERCENTILES) if any(map(len, material)) else (0.0, 0.0)
+    low, high = percentiles(np.concatenate(material), _PERCENTILES) if any(map(len, material)) else (0.0, 0.0)
     if not low < high:
         raise DataError(
             f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} "
             f"patches of {volume.name}; set {key}.low and {key}.high"
         )
-    return GreyRange(float(low), float(high))
+    return GreyRange(low, high)
