@@ -34,7 +34,7 @@ from vesuvius.engine.run_dir import RunDir, run_dir
 from vesuvius.engine.self_test import check_convolution
 from vesuvius.engine.start_log import log_network, log_progress, log_start
 from vesuvius.engine.step import TrainStep, choose_device, choose_kernels, learning_rate
-from vesuvius.engine.stop import StopRequest
+from vesuvius.engine.stop import StoppedError, StopRequest, unless_stopped
 from vesuvius.engine.watching import open_metrics, open_monitor, open_session
 from vesuvius.errors import EXIT_GUARD, EXIT_OK, GpuMemoryError, NonFiniteError, StorageError, VesuviusError
 from vesuvius.observe.clock import StepClock, make_clock
@@ -43,6 +43,7 @@ from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.monitor import Monitor
 from vesuvius.observe.records import JsonLines
 from vesuvius.observe.session import SessionRecord
+from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
 
@@ -78,12 +79,15 @@ def train(
     with StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
         if resume and existed:  # first of all: another process may be writing the checkpoint to go on from
             held.enter_context(directory.locked(new=False))
-        checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
-        if checkpoint is not None and is_finished(checkpoint, config):
-            log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
+        try:
+            found = unless_stopped(lambda: _before_the_run(config, directory, resume, allow_drift), stop.wanted)
+        except StoppedError:
+            assert stop.exit_code is not None
+            log.info("stopped before the run began")
+            return stop.exit_code
+        if found is None:
             log_killed_session(directory)
             return EXIT_OK
-        found = preflight(config, resume, checkpoint, allow_drift)
         if not (resume and existed):
             held.enter_context(directory.locked(new=not resume))
         held.enter_context(_storage_errors(directory))
@@ -92,6 +96,15 @@ def train(
         log_start(config, found, lost=resume and existed)
         log_killed_session(directory)
         return _train_and_record(config, found, stop, on_step)
+
+
+def _before_the_run(config: Config, directory: RunDir, resume: bool, allow_drift: bool) -> Preflight | None:
+    """What the run goes on from and needs; None where it is finished.  Raises as `train`."""
+    checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
+    if checkpoint is not None and is_finished(checkpoint, config):
+        log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
+        return None
+    return preflight(config, resume, checkpoint, allow_drift)
 
 
 def _train_and_record(config: Config, found: Preflight, stop: StopRequest, on_step: Callable[[int], None]) -> int:
@@ -269,6 +282,7 @@ class Run:
             buffers=feed.buffers,
             condition_buffers=feed.condition_buffers,
             quarantined=progress.quarantined,
+            interrupted=self._stop.wanted,
         ) as stream:
             clock = make_clock(self._device)
             tuner = Autotuner(config, job, self._session.limits, self._metrics, progress)
@@ -286,7 +300,11 @@ class Run:
             )
             try:
                 while progress.step < config.stop_step and not self._stop.wanted():
-                    self._one_step(feed, stream, clock, reporter)
+                    try:
+                        self._one_step(feed, stream, clock, reporter)
+                    except StreamInterrupted:
+                        log.info("step %d was waiting for data and is given up; --resume does it", progress.step + 1)
+                        break
                     self._record_events(stream, deaths)
                     with clock.pausing():
                         self._acts.obey(stream, monitor, reporter.longest_step_s)
@@ -307,7 +325,11 @@ class Run:
                 self._record_events(stream, deaths)
 
     def _one_step(self, feed: DeviceFeed, stream: PatchStream, clock: StepClock, reporter: StepReporter) -> None:
-        """One optimizer step over all micro-batches of its global batch, and the report of those that are finished."""
+        """One optimizer step over all micro-batches of its global batch, and the report of those that are finished.
+
+        Raises:
+            StreamInterrupted: a stop is wanted and a micro-batch is not there; the step counts as not begun.
+        """
         config, progress = self._config, self.progress
         lr = learning_rate(progress.step, config.training)
         timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
