@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -13,9 +14,12 @@ import psutil
 import pytest
 
 from tests.chunk_server import ChunkServer
+from tests.conftest import run_vesuvius
 from tests.kill_harness import Session, final_difference
-from tests.runs import vesuvius_train
+from tests.runs import records_of, vesuvius_train
+from tests.stream.test_stream_end import wait_until_gone
 from vesuvius.engine.checkpoint import find_damage, list_checkpoints, load_checkpoint, step_of
+from vesuvius.engine.validation import Validation
 from vesuvius.observe.records import read_records
 from vesuvius.stream.feeder import Batch, StreamInterrupted
 from vesuvius.stream.stream import PatchStream
@@ -153,3 +157,83 @@ def test_the_memory_guard_ends_a_run_that_waits_for_a_batch(
     with Session(config, tmp_path) as session:
         assert session.process.wait(timeout=NEVER_S / 5) == 4, session.text()
         assert "memory guard" in session.text()
+
+
+def test_a_stop_is_obeyed_while_readers_are_stopped(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    """SIGSTOP, as of a debugger or a frozen cgroup: the readers live and answer nobody."""
+    config = tiny_config(training={"epochs": 1000, "save_every": 10_000, "workers": 2})
+    with Session(config, tmp_path) as session:
+        session.wait_for("Train step 3/")
+        children = psutil.Process(session.process.pid).children(recursive=True)
+        readers = [child for child in children if "_RayReader" in "".join(child.cmdline())]
+        assert len(readers) == 2
+        for reader in readers:
+            reader.suspend()
+        steps = -1
+        while steps != session.text().count("Train step"):
+            steps = session.text().count("Train step")
+            time.sleep(1.0)
+        code, seconds = seconds_to_end(session)
+        print(f"exit after {seconds:.2f} s")
+        assert code == 75, session.text()
+        assert "Traceback" not in session.text()
+    assert wait_until_gone(children, SOON_S) == []
+    (checkpoint,) = list_checkpoints(tmp_path / "runs/tiny/checkpoints")
+    assert step_of(checkpoint) == session.text().count("Train step")
+
+
+def memcheck(run: Path) -> tuple[int, dict[str, Any]]:
+    found = run_vesuvius("memcheck", run, "--once", "--json", cwd=run.parent)
+    return found.returncode, json.loads(found.stdout)
+
+
+def test_a_run_that_hangs_says_so_and_so_does_memcheck_until_it_goes_on(
+    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
+) -> None:
+    """Requests end, and are tried again, after 12 s: by then it has hung for more than three."""
+    store = {"store": {"timeout_s": 12.0, "requests": 4}}
+    config = remote_config(data=store, training={"epochs": 1000}, monitor={"stall_minutes": 0.05})
+    run = tmp_path / "runs/tiny"
+    with Session(config, tmp_path) as session:
+        session.wait_for("Train step 2/")
+        server.set_faults(HANGS)
+        session.wait_for("hung: no batch for 0.1 min: waiting for regions to be read, for sample ")
+        server.set_faults([])
+        session.wait_until(lambda: '"event"' in (run / "metrics.jsonl").read_text(), "the event is recorded")
+        code, found = memcheck(run)
+        assert (code, found["state"], found["stalled"]) == (10, "hung", True)
+        assert "no batch for 0.1 min" in found["state_text"]
+        (stacks,) = (run / "stacks").iterdir()
+        assert "next_batch" in stacks.read_text()
+        steps = session.text().count("Train step")
+        session.wait_for("no longer hung")
+        session.wait_for("Train step", steps + 1)
+        code, found = memcheck(run)
+        assert (code, found["state"], found["stalled"]) == (0, "running", False)
+        assert seconds_to_end(session)[0] == 75
+        assert (session.text().count("ERROR"), session.text().count("no longer hung")) == (1, 1)
+        assert "defect" not in session.text()
+    verdict = next(record for record in read_records(run / "metrics.jsonl") if record["kind"] == "verdict")
+    assert verdict["bound"] == "hung"
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_long_validation_is_no_hang_and_one_without_progress_is(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(
+        training={"validate_every": 1, "validate_patches": 2, "max_steps": 1}, monitor={"stall_minutes": 0.05}
+    )
+
+    def slow_run(self: Validation, denoisers: Any, stop: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 6
+        assert not stop()
+        while time.monotonic() < deadline:
+            assert hangs or not stop()
+            time.sleep(0.1)
+
+    monkeypatch.setattr(Validation, "run", slow_run)
+    assert vesuvius_train(config) == 0
+    hung = [record["what"] for record in records_of("event") if record["event"] == "hung"]
+    assert hung == (["batch of a validation"] if hangs else [])

@@ -43,6 +43,7 @@ from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.monitor import Monitor
 from vesuvius.observe.records import JsonLines
 from vesuvius.observe.session import SessionRecord
+from vesuvius.observe.watchdog import Watchdog
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
@@ -185,6 +186,12 @@ class Run:
         self._acts = MemoryActs(
             config, stop, metrics, self.progress, found.data.job.patch_bytes, pinned=self._device.type == "cuda"
         )
+        self._watchdog = Watchdog(
+            60 * (config.monitor.stall_minutes or 0.0),
+            self._directory.stacks,
+            metrics.write,
+            lambda: (self.progress.step, config.stop_step),
+        )
         self._record_start()
 
     def _begin_or_go_on(self) -> Progress:
@@ -214,11 +221,16 @@ class Run:
         """Run steps until the last one or a wish to stop, save, and return the exit code."""
         training, directory = self._config.training, self._directory
         with (
+            self._watchdog,
             open_monitor(
                 self._config, directory, self._device, self._metrics, self._session.limits, self._acts.exit
             ) as monitor,
             CheckpointWriter(
-                directory.checkpoints, training.keep_last, training.keep_every, dump_config(self._config)
+                directory.checkpoints,
+                training.keep_last,
+                training.keep_every,
+                dump_config(self._config),
+                on_progress=lambda: self._watchdog.alive("checkpoint"),
             ) as writer,
         ):
             deaths = Deaths(directory, self._session, self.progress, monitor, self._acts)
@@ -263,6 +275,7 @@ class Run:
             writer,
             self._state,
             self._stop.wanted,
+            self._watchdog,
         )
 
     def _run_steps(self, milestones: Milestones, monitor: Monitor, deaths: Deaths) -> None:
@@ -274,16 +287,20 @@ class Run:
         milestones.do_what_is_due()  # what the stop of the session before has cut short
         if progress.step >= config.stop_step:
             return
-        with PatchStream(
-            job,
-            options,
-            first=progress.sample_index,
-            stop=stop_sample,
-            buffers=feed.buffers,
-            condition_buffers=feed.condition_buffers,
-            quarantined=progress.quarantined,
-            interrupted=self._stop.wanted,
-        ) as stream:
+        self._watchdog.expects("batch", "the readers to start")
+        with (
+            PatchStream(
+                job,
+                options,
+                first=progress.sample_index,
+                stop=stop_sample,
+                buffers=feed.buffers,
+                condition_buffers=feed.condition_buffers,
+                quarantined=progress.quarantined,
+                interrupted=self._stop.wanted,
+            ) as stream,
+            self._watchdog.with_readers(stream.dump_reader_stacks),
+        ):
             clock = make_clock(self._device)
             tuner = Autotuner(config, job, self._session.limits, self._metrics, progress)
             reporter = StepReporter(
@@ -323,6 +340,7 @@ class Run:
                 raise
             finally:
                 self._record_events(stream, deaths)
+                self._watchdog.expects("end of the readers", "them to end")
 
     def _one_step(self, feed: DeviceFeed, stream: PatchStream, clock: StepClock, reporter: StepReporter) -> None:
         """One optimizer step over all micro-batches of its global batch, and the report of those that are finished.
@@ -335,13 +353,16 @@ class Run:
         timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
         batches = []
         for t in np.split(timesteps, config.training.accumulate_steps):
+            self._watchdog.expects("batch", stream.waiting_for)
             batch = feed.next(stream, clock)
+            self._watchdog.expects("step", "the network to compute it")
             self._step.accumulate(batch.x_0, batch.indices, t, batch.condition, clock.computing)
             batches.append((batch.stored, t))
         result = self._step.apply(lr, clock.computing)
         clock.step_done()
         reporter.launched(progress.step + 1, progress.sample_index, lr, result, batches)
         progress.advance(config.global_batch)
+        self._watchdog.expects("step", "what is done between two steps")
         reporter.report()
 
     def _settle(self, reporter: StepReporter, error: Exception) -> None:

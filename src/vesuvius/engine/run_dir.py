@@ -99,6 +99,10 @@ class RunDir:
         return self.path / "nonfinite"
 
     @property
+    def stacks(self) -> Path:
+        return self.path / "stacks"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tb"
 

@@ -156,8 +156,8 @@ class Feeder:
 
     def waiting_for(self) -> str:
         """What a batch that does not come is waiting for, for people.  Any thread may ask."""
-        if not self._thread.is_alive():
-            return "the end of the stream"
+        if not self._ready.empty():
+            return "the device: a batch is ready"
         if self._starved.waiting:
             return f"regions to be read, for sample {self._expected} on"
         return f"patches to be cut, for sample {self._expected} on"

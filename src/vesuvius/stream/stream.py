@@ -233,7 +233,7 @@ class PatchStream(Iterator[Batch]):
         if (feeder := self._feeder) is None:
             return "the readers to start or to end"
         workers = self._options.workers
-        return f"{feeder.waiting_for()}, by {f'{workers} readers' if workers else 'the trainer itself'}"
+        return f"{feeder.waiting_for()} ({f'{workers} readers' if workers else 'no readers: the trainer reads'})"
 
     def dump_reader_stacks(self, path: Path) -> None:
         """Have each reader process on this machine append the stacks of its threads to a file.  Any thread may call.
