@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from vesuvius.engine.checkpoint import (
     STATE,
     find_damage,
     list_checkpoints,
+    list_with_replaced,
     step_of,
     weights_file,
 )
@@ -108,6 +110,27 @@ def save_checkpoint(
     _link_best(directory, step, keep.best_step)
     _prune(directory, step, keep)
     return final
+
+
+def set_aside(directory: Path) -> Path:
+    """Move all checkpoints, and the link to the best one, into a folder of their own beside new ones; returns it.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    aside = directory / time.strftime("damaged-%Y%m%dT%H%M%S")
+    try:
+        aside.mkdir()
+        for path in list_with_replaced(directory):
+            path.rename(aside / path.name)
+        if (directory / BEST).is_symlink():
+            (directory / BEST).rename(aside / BEST)
+        sync(directory)
+    except OSError as error:
+        raise StorageError(
+            f"damaged checkpoints must be movable; got {error}; move what is in {directory} by hand"
+        ) from error
+    return aside
 
 
 def _write_files(

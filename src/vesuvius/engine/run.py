@@ -15,7 +15,8 @@ from vesuvius.config_file import dump_config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.autotune import Autotuner
-from vesuvius.engine.checkpoint import newest_checkpoint
+from vesuvius.engine.checkpoint import list_with_replaced
+from vesuvius.engine.checkpoint_save import set_aside
 from vesuvius.engine.checkpoint_writer import CheckpointWriter
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.deaths import Deaths, log_killed_session
@@ -29,7 +30,7 @@ from vesuvius.engine.progress import Progress
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.replay_file import ReplayWriter
 from vesuvius.engine.report import StepReporter
-from vesuvius.engine.resume import is_finished, restore, run_state
+from vesuvius.engine.resume import checkpoint_to_resume, is_finished, restore, run_state
 from vesuvius.engine.run_dir import RunDir, run_dir
 from vesuvius.engine.self_test import check_convolution
 from vesuvius.engine.start_log import log_network, log_progress, log_start
@@ -47,6 +48,7 @@ from vesuvius.observe.watchdog import Watchdog
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
+from vesuvius.volumes.source import prepare_cache
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,8 @@ def train(
     resume: bool,
     allow_drift: bool = False,
     on_step: Callable[[int], None] = lambda step: None,
+    *,
+    restart_damaged: bool = False,
 ) -> int:
     """Train, or go on training, until the last step or a wish to stop.
 
@@ -66,6 +70,7 @@ def train(
         resume: go on from the newest whole checkpoint of `runs/<name>`, if there is one.
         allow_drift: go on though the data or what the weights mean have changed.
         on_step: called with the number of each step once it is logged.
+        restart_damaged: where `resume` finds checkpoints and none is whole, move them aside and start at step 0.
 
     Returns:
         EXIT_OK, or the exit code of what stopped it (75 for SIGTERM and time, 130 for Ctrl-C).
@@ -81,7 +86,9 @@ def train(
         if resume and existed:  # first of all: another process may be writing the checkpoint to go on from
             held.enter_context(directory.locked(new=False))
         try:
-            found = unless_stopped(lambda: _before_the_run(config, directory, resume, allow_drift), stop.wanted)
+            found = unless_stopped(
+                lambda: _before_the_run(config, directory, resume, allow_drift, restart_damaged), stop.wanted
+            )
         except StoppedError:
             assert stop.exit_code is not None
             log.info("stopped before the run began")
@@ -94,18 +101,24 @@ def train(
         held.enter_context(_storage_errors(directory))
         directory.begin(config, source, found.data.describe(config.data, found.greys))
         open_log(directory.log)
+        if found.resumed is None and list_with_replaced(directory.checkpoints):
+            log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
         log_start(config, found, lost=resume and existed)
         log_killed_session(directory)
         return _train_and_record(config, found, stop, on_step)
 
 
-def _before_the_run(config: Config, directory: RunDir, resume: bool, allow_drift: bool) -> Preflight | None:
+def _before_the_run(
+    config: Config, directory: RunDir, resume: bool, allow_drift: bool, restart_damaged: bool
+) -> Preflight | None:
     """What the run goes on from and needs; None where it is finished.  Raises as `train`."""
-    checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
+    checkpoint = checkpoint_to_resume(directory.checkpoints, restart_damaged) if resume else None
     if checkpoint is not None and is_finished(checkpoint, config):
         log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
         return None
-    return preflight(config, resume, checkpoint, allow_drift)
+    found = preflight(config, resume, checkpoint, allow_drift)
+    prepare_cache(config.data.store)
+    return found
 
 
 def _train_and_record(config: Config, found: Preflight, stop: StopRequest, on_step: Callable[[int], None]) -> int:
