@@ -148,11 +148,10 @@ def test_a_batch_that_lies_in_another_ring_is_an_error_and_not_the_voxels_of_ano
 
 def test_a_ring_follows_the_stream_wherever_that_begins_to_fill_it(job: ReaderJob) -> None:
     """The stream is the one that counts: here its ring is turned by one against that of the device."""
-    ring, copies = BatchRing(allocate, HELD + 2), []
+    ring = BatchRing(allocate, HELD + 2)
     turned = [[*buffers[1:], buffers[0]] for buffers in (ring.buffers, ring.condition_buffers)]
     with PatchStream(job, OPTIONS, buffers=turned[0], condition_buffers=turned[1]) as stream:
-        for _ in range(10):
-            copies.append(one_batch(stream, ring))
+        copies = [one_batch(stream, ring) for _ in range(10)]
         for copy in copies:
             copy.synchronize()
     for copy, batch in zip(copies, expected_batches(job, 10), strict=True):

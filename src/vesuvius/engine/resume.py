@@ -107,10 +107,10 @@ def checkpoint_to_resume(directory: Path, restart_damaged: bool = False) -> Path
     """
     newest = newest_checkpoint(directory)
     if newest is None and not restart_damaged and (damaged := list_with_replaced(directory)):
+        names = ", ".join(path.name for path in damaged)
         raise StorageError(
-            f"a run goes on from a whole checkpoint; got {', '.join(path.name for path in damaged)} in {directory}, all "
-            "damaged; restore one from a backup, or train anew from step 0 with --resume --restart-damaged, which "
-            "moves them aside"
+            f"a run goes on from a whole checkpoint; got {names} in {directory}, all damaged; restore one from a "
+            "backup, or train anew from step 0 with --resume --restart-damaged, which moves them aside"
         )
     return newest
 
@@ -172,12 +172,12 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _other_version(path: Path, refused: list[str]) -> str:
     """Why a checkpoint of another version of the plan is refused, in one line."""
-    beside = f", and {len(refused) - 1} keys of the config that must stay: {'; '.join(refused[1:])}"
+    versions, *beside = (line.removeprefix(_PLAN_VERSION) for line in refused)
+    more = f", and beside {'; '.join(beside)}" if beside else ""
     return (
         f"a resumed run must keep its plan, which says which voxels sample i is; got another version of it in {path} "
-        f"({refused[0].removeprefix(_PLAN_VERSION)}){beside if refused[1:] else ''}; go on with --allow-drift (weights, "
-        "optimizer and step are kept, the order of samples begins anew), or use the version of vesuvius that the run "
-        "began with"
+        f"({versions}){more}; go on with --allow-drift (weights, optimizer and step are kept, the order of samples "
+        "begins anew), or use the version of vesuvius that the run began with"
     )
 
 

@@ -64,7 +64,7 @@ class PartialVolume:
         self._names = itertools.count()
 
     def __enter__(self) -> PartialVolume:
-        """Raises ConfigError: another process writes it, or it is another copy; StorageError: the disk refuses, or has no locks."""
+        """Raises ConfigError: another process writes it, or it is another copy; StorageError: the disk refuses."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_ours()

@@ -53,8 +53,8 @@ _warned: set[Path] = set()
 class DiskCache:
     """Bytes by key, in files.  Cheap to construct and to pickle: it does no I/O before its first call.
 
-    Only `check` and `prepare` raise.  A cache that cannot be read or written costs speed, never a read: `get` then misses, `put`
-    stores nothing, and the log says so once per process.
+    Only `check` and `prepare` raise.  A cache that cannot be read or written costs speed, never a read: `get` then
+    misses, `put` stores nothing, and the log says so once per process.
 
     Attributes:
         directory: created where absent; holds nothing but the cache.
