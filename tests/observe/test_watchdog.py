@@ -25,9 +25,11 @@ class Watched:
     def _record(self, kind: str, **fields: Any) -> None:
         self.records.append({"kind": kind, **fields})
 
-    def look_after(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.dog.look()
+    def look_for(self, seconds: float) -> None:
+        """Once a second."""
+        for _ in range(int(seconds)):
+            self.seconds += 1
+            self.dog.look()
 
 
 @pytest.fixture
@@ -41,19 +43,17 @@ def test_one_error_for_each_stall_and_one_line_when_it_is_over(
 ) -> None:
     for _ in range(2):
         watched.dog.expects("batch", lambda: "regions to be read, for sample 48 on")
-        watched.look_after(STALL_S - 1)
+        watched.look_for(STALL_S - 1)
         assert caplog.records == []
-        for _ in range(5):
-            watched.look_after(STALL_S)
+        watched.look_for(5 * STALL_S)
         (error,) = caplog.records
         assert error.levelname == "ERROR"
         assert error.getMessage().startswith(
-            "Verdict step 12/1000 hung: no batch for 10.0 min: waiting for regions to be read, for sample 48 on; stacks"
+            "Verdict step 12/1000 hung: no batch for 5.0 min: waiting for regions to be read, for sample 48 on; stacks"
         )
         caplog.clear()
         watched.dog.expects("step", "the network to compute it")
-        watched.look_after(1)
-        watched.look_after(1)
+        watched.look_for(2)
         (info,) = caplog.records
         assert (info.levelname, "the wait for a batch is over" in info.getMessage()) == ("INFO", True)
         caplog.clear()
@@ -64,7 +64,7 @@ def test_one_error_for_each_stall_and_one_line_when_it_is_over(
 def test_the_stacks_of_all_threads_are_kept_and_those_of_readers_asked_for(watched: Watched) -> None:
     asked: list[Path] = []
     with watched.dog.with_readers(asked.append):
-        watched.look_after(STALL_S)
+        watched.look_for(STALL_S)
     (path,) = watched.stacks.iterdir()
     assert asked == [path]
     text = path.read_text()
@@ -78,19 +78,19 @@ def test_progress_counts_towards_what_is_expected_alone(watched: Watched) -> Non
     watched.dog.expects("checkpoint", "the disk")
     for _ in range(10):
         watched.dog.alive("checkpoint")
-        watched.look_after(STALL_S - 1)
+        watched.look_for(STALL_S - 1)
     assert watched.records == []
     watched.dog.expects("batch", "the readers")
     for _ in range(2):
         watched.dog.alive("checkpoint")
-        watched.look_after(STALL_S - 1)
+        watched.look_for(STALL_S - 1)
     assert [record.get("what") for record in watched.records] == [None, "batch"]
 
 
 def test_stacks_that_cannot_be_written_do_not_hide_the_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "stacks").write_text("a file in the place of the folder")
     watched = Watched(tmp_path)
-    watched.look_after(STALL_S)
+    watched.look_for(STALL_S)
     assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
     assert len(watched.records) == 2
 
@@ -98,3 +98,13 @@ def test_stacks_that_cannot_be_written_do_not_hide_the_error(tmp_path: Path, cap
 def test_without_a_limit_it_does_not_look(tmp_path: Path) -> None:
     with Watched(tmp_path, stall_s=0).dog as dog:
         assert dog._thread.ident is None
+
+
+def test_a_process_that_was_stopped_itself_is_not_taken_for_hung(watched: Watched) -> None:
+    """SIGSTOP and SIGCONT: the clock went on, and neither the loop nor the watchdog did."""
+    watched.dog.expects("batch", "the readers")
+    watched.seconds += 10 * STALL_S
+    watched.look_for(STALL_S - 1)
+    assert watched.records == []
+    watched.look_for(2)
+    assert len(watched.records) == 2

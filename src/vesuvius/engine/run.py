@@ -337,8 +337,8 @@ class Run:
                         break
                     self._record_events(stream, deaths)
                     with clock.pausing():
-                        self._acts.obey(stream, monitor, reporter.longest_step_s)
                         if not self._stop.wanted():
+                            self._acts.obey(stream, monitor, reporter.longest_step_s)
                             tuner.act(stream, feed, monitor)
                     milestones.record_failures()
                     milestones.prepare()

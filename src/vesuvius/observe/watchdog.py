@@ -66,6 +66,7 @@ class Watchdog:
         self._dump_readers: Callable[[Path], None] | None = None
         self._expected = _Expected("step", "the run to begin", now())
         self._signs: dict[str, float] = {}
+        self._looked_s = self._awake_s = now()
         self._stalled: tuple[_Expected, float] | None = None  # and the last sign of life before
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -103,14 +104,17 @@ class Watchdog:
 
     def look(self) -> None:
         """Compare the last sign of life with the clock, and say what is new."""
-        expected = self._expected
+        expected, now = self._expected, self._now()
         sign_s = max(expected.since_s, self._signs.get(expected.what, expected.since_s))
+        if now - self._looked_s > self._stall_s / 2:  # the whole process was stopped: nothing could come
+            self._awake_s = now
+        self._looked_s = now
         if self._stalled is not None and self._stalled != (expected, sign_s):
             before, self._stalled = self._stalled, None
             self._say_recovered(*before)
-        if self._stalled is None and self._now() - sign_s >= self._stall_s:
+        if self._stalled is None and now - max(sign_s, self._awake_s) >= self._stall_s:
             self._stalled = expected, sign_s
-            self._say_hung(expected, self._now() - sign_s)
+            self._say_hung(expected, now - sign_s)
 
     def _run(self) -> None:
         poll_s = min(_POLL_S, self._stall_s / 10)
