@@ -1,6 +1,6 @@
 """Draws docs/plan.svg from the plan itself: cells, a region, the phases of two passes, and the window of regions.
 
-    python tools/plan_picture.py docs/plan.svg
+python tools/plan_picture.py docs/plan.svg
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main() -> None:
     axes[0].set_title("a pass: starts are cut into cells (blue);\na cell's region (green) is read once")
     axes[1].set_title("the next pass: another phase,\nother cells")
     _draw_window(axes[2], Mixing(0, 16, 8))
-    axes[2].set_title("a window of M = 16 regions, K = 8 patches of each:\neach round takes one patch of every region in it")
+    axes[2].set_title(
+        "a window of M = 16 regions, K = 8 patches of each:\neach round takes one patch of every region in it"
+    )
     figure.savefig(sys.argv[1], metadata={"Date": None})
 
 
@@ -89,7 +91,9 @@ def _draw_window(axis: Any, mixing: Mixing) -> None:
         axis.plot(place, mixing.slot_of(index) + 0.5, ".", color=ORANGE, ms=5)
     axis.annotate("a batch of 8", (9.25, 31), (6.2, 38), color=ORANGE, arrowprops={"arrowstyle": "-"})
     axis.annotate("colours: tasks of 8 regions,\neach read by one worker", (7.2, 4), color="#4a5568")
-    axis.set(xlim=(0, rounds), ylim=(0, 42), xlabel=f"round of {mixing.regions} samples", ylabel="slot: order of reading")
+    axis.set(
+        xlim=(0, rounds), ylim=(0, 42), xlabel=f"round of {mixing.regions} samples", ylabel="slot: order of reading"
+    )
 
 
 if __name__ == "__main__":
