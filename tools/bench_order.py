@@ -2,8 +2,8 @@
 
     python tools/bench_order.py --volume volumes/demo.zarr --volume scroll.zarr --seeds 5 --steps 300 --json order.json
 
-For each volume and seed two runs of the same steps, `data.order=regions` and `data.order=independent`: the same weights to
-start from, the same noise, the same held-out patches.  Figures: the validation loss after the last step, the mean over
+For each volume and seed two runs of the same steps, `data.order=regions` and `data.order=independent`, from the same
+weights, with the same noise and held-out patches.  Figures: the validation loss after the last step, the mean over
 seeds of the difference (regions minus independent), its standard error, and whether it is within two of them.
 """
 
