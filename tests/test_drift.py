@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import textured, write_array
 from tests.runs import WriteConfig, records_of, steps_of, vesuvius_train
 from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint
+from vesuvius.plan.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +103,27 @@ def test_drift_is_allowed_to_a_resume_only(tiny_config: WriteConfig, capsys: pyt
         vesuvius_train(tiny_config(), "--allow-drift")
     assert exit_info.value.code == 2
     assert "--resume" in capsys.readouterr().err
+
+
+def test_another_version_of_the_plan_is_refused_in_one_line_and_allowed_drift_keeps_the_grey_values(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data are the same, so the weights mean what they meant; which voxels sample i is, no longer."""
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    describe = Plan.describe
+
+    def newer(self: Plan) -> dict[str, Any]:
+        described = describe(self)
+        del described["regions_per_task"]
+        return described | {"version": described.get("version", 1) + 1, "a_new_key": 3}
+
+    monkeypatch.setattr(Plan, "describe", newer)
+    capsys.readouterr()
+    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"another version of it in .*step_00000001 \(was \d, is \d\); go on with --allow-drift", line)
+    monkeypatch.setattr("vesuvius.stream.prepare.estimate_grey_range", None)  # nobody may ask for it
+    assert vesuvius_train(config, "--resume", "--allow-drift", "training.max_steps=2") == 0
+    assert [s["step"] for s in steps_of()] == [1, 2]
+    assert re.fullmatch(r"plan\.version: was \d, is \d", records_of("run_start")[1]["accepted"][0])

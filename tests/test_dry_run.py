@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.chunk_server import ChunkServer
 from tests.runs import WriteConfig, vesuvius_train
+from vesuvius.volumes.cache import DiskCache
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +135,33 @@ def test_segments_of_gpu_memory_grow_unless_the_environment_says_otherwise(
     assert vesuvius_train(tiny_config(), "--dry-run", "training.cuda_allocator=expandable") == 0
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == (present or "expandable_segments:True")
     assert ("which is kept" in capsys.readouterr().err) == warned
+
+
+def test_a_dry_run_leaves_the_chunk_cache_as_it_is(
+    tiny_config: WriteConfig, volume: Path, server: ChunkServer, tmp_path: Path
+) -> None:
+    """Neither a folder is made, nor one of a larger limit shrunk to that of the config, nor a chunk kept."""
+    path = tmp_path / "cache"
+    store = {"cache_dir": str(path), "cache_gib": 0.01}
+    config = tiny_config(data={"volumes": [{"path": server.url_of(volume)}], "store": store})
+    assert vesuvius_train(config, "--dry-run") == 0
+    assert not path.exists()
+    cache = DiskCache(path, 2**30)
+    cache.prepare()
+    for number in range(20):
+        cache.put(str(number), bytes(2**20))
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+    assert vesuvius_train(config, "--dry-run") == 0
+    assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    assert cache.size_bytes() <= 0.01 * 2**30
+
+
+def test_a_dry_run_refuses_a_cache_that_a_run_would_refuse(
+    tiny_config: WriteConfig, volume: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("not a chunk")
+    config = tiny_config(data={"store": {"cache_dir": str(tmp_path / "mine")}})
+    assert vesuvius_train(config, "--dry-run") == 2
+    assert "holds 'notes.txt'" in capsys.readouterr().err

@@ -111,18 +111,51 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
         assert torch.equal(weight, final_weights()[name]), name
 
 
-def test_a_run_without_a_whole_checkpoint_starts_at_0_and_says_so(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+def files_below(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwritten(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     config = tiny_config(training={"save_every": 2})
     assert vesuvius_train(config, "training.max_steps=4") == 0
     for checkpoint in list_checkpoints(Path("runs/tiny/checkpoints")):
         (checkpoint / "manifest.json").unlink()
-    assert vesuvius_train(config, "--resume", "training.max_steps=4") == 0
-    error = capsys.readouterr().err
-    assert "step_00000002 is damaged" in error
-    assert "WARNING no whole checkpoint" in error
-    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 1, 2, 3, 4]
+    before = files_below(Path("runs"))
+    assert vesuvius_train(config, "--resume", "training.max_steps=4", *more) == 6
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if "ERROR" in line)
+    assert "got step_00000002, step_00000004 in runs/tiny/checkpoints, all damaged" in error
+    assert "--resume --restart-damaged" in error
+    assert files_below(Path("runs")) == before
+
+
+def test_restart_damaged_begins_anew_and_keeps_the_damaged_checkpoints(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, checkpoints = tiny_config(training={"save_every": 2, "validate_every": 2}), Path("runs/tiny/checkpoints")
+    assert vesuvius_train(config, "training.max_steps=4") == 0
+    whole = vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=6")
+    assert (whole, [s["step"] for s in steps_of()]) == (0, [1, 2, 3, 4, 5, 6]), "from a whole checkpoint it goes on"
+    for checkpoint in list_checkpoints(checkpoints):
+        (checkpoint / "manifest.json").unlink()
+    damaged = files_below(checkpoints)
+    assert vesuvius_train(config, "--resume", "--restart-damaged", "--dry-run") == 0
+    assert files_below(checkpoints) == damaged
+    assert vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=2") == 0
+    (aside,) = checkpoints.glob("damaged-*")
+    assert f"the damaged checkpoints are kept in {aside}" in capsys.readouterr().err
+    assert files_below(aside) == damaged
+    assert [path.name for path in list_checkpoints(checkpoints)] == ["step_00000002"]
+    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 5, 6, 1, 2]
+    assert vesuvius_train(config, "--resume", "training.max_steps=3") == 0, "as any other run"
+
+
+def test_restart_damaged_goes_with_resume(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        vesuvius_train(tiny_config(), "--restart-damaged")
+    assert "it goes with --resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

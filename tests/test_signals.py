@@ -49,8 +49,9 @@ def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_
     one_step_done(config, tmp_path)
     system = tmp_path / "runs/tiny/system.jsonl"
     system.unlink()
-    # The next step has so many micro-batches that it takes minutes.
-    with Session(config, tmp_path, "--resume", "training.accumulate_steps=100000") as session:
+    # The next step has so many micro-batches that it takes minutes, and none of them is waited for.
+    overrides = ("training.accumulate_steps=100000", "training.prefetch_factor=100")
+    with Session(config, tmp_path, "--resume", *overrides) as session:
         # The monitor starts right before the steps.
         session.wait_until(lambda: system.exists() and len(read_records(system)) > 1, "it was in the step")
         session.process.send_signal(number)

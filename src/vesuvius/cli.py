@@ -19,8 +19,18 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command.  Returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
+    """Run one command.  Returns the exit code.
+
+    Args:
+        argv: arguments; None = those of this process, which is then about to end.
+    """
+    exit_code = _main(sys.argv[1:] if argv is None else argv)
+    if argv is None and "vesuvius.door" in sys.modules:
+        importlib.import_module("vesuvius.door").end_soon(exit_code)
+    return exit_code
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in {"-h", "--help"}:
         print(_help())
         return EXIT_OK if arguments else EXIT_CONFIG

@@ -5,28 +5,62 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
-from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, StorageError, VesuviusError
+from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_INTERRUPTED, EXIT_STOPPED, StorageError, VesuviusError
 from vesuvius.observe.logfile import close_logs, log_to_terminal, silence
 
 log = logging.getLogger(__name__)
+
+_END_WITHIN_S = 0.5
 
 
 def run_door(door: Callable[[list[str]], int], argv: list[str] | None, *, check_install: bool = True) -> int:
     """Run a command's own main with the log on the terminal, its errors as one message and their exit code.
 
     Args:
+        argv: arguments; None = those of this process, which is then about to end.
         check_install: warn of another distribution of the same name; costs some hundredths of a second.
     """
+    exit_code = _run_door(door, sys.argv[1:] if argv is None else argv, check_install)
+    if argv is None:
+        end_soon(exit_code)
+    return exit_code
+
+
+def end_soon(exit_code: int) -> None:
+    """Have the process end with this code within half a second, and behind a stop at once.
+
+    Python would wait for threads that read from a store, which may not answer for minutes, and then takes seconds to
+    free what the system frees anyway.
+    """
+
+    def end() -> None:
+        time.sleep(_END_WITHIN_S)
+        os._exit(exit_code)
+
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):
+                stream.flush()
+    if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD):
+        os._exit(exit_code)
+    threading.Thread(target=end, name="end-soon", daemon=True).start()
+
+
+def _run_door(door: Callable[[list[str]], int], argv: list[str], check_install: bool) -> int:
     log_to_terminal()
     if check_install:
         warn_of_namesake()
     try:
         try:
-            return door(sys.argv[1:] if argv is None else argv)
+            return door(argv)
         finally:
             say("", end="")  # what argparse has printed is still to be flushed
     except VesuviusError as error:

@@ -35,6 +35,11 @@ def _main(argv: list[str]) -> int:
     parser.add_argument(
         "--allow-drift", action="store_true", help="with --resume: go on though the data or the model have changed"
     )
+    parser.add_argument(
+        "--restart-damaged",
+        action="store_true",
+        help="with --resume: where every checkpoint is damaged, move them aside and start at step 0",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check everything, say what would happen, write nothing")
     parser.add_argument(
         "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, GiB"
@@ -44,7 +49,7 @@ def _main(argv: list[str]) -> int:
     if args.vram_gib is not None and not args.dry_run:
         parser.error("--vram-gib only plans; it goes with --dry-run")
     if args.replay is not None:
-        if args.resume or args.allow_drift or args.dry_run or args.print_config:
+        if args.resume or args.allow_drift or args.restart_damaged or args.dry_run or args.print_config:
             parser.error("--replay trains nothing; it goes with overrides alone")
         return _replay(args.replay, args.overrides)
     config = read_config(args.config, args.overrides)
@@ -54,6 +59,8 @@ def _main(argv: list[str]) -> int:
     resume = args.resume or config.training.resume == "auto"
     if args.allow_drift and not resume:
         parser.error("--allow-drift is about going on; it goes with --resume")
+    if args.restart_damaged and not resume:
+        parser.error("--restart-damaged is about checkpoints that there are; it goes with --resume")
     # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
     # docs/performance.md has the figures.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -63,12 +70,13 @@ def _main(argv: list[str]) -> int:
     if args.dry_run:
         from vesuvius.engine.dry_run import dry_run
 
-        say("\n".join(dry_run(config, resume, args.vram_gib, allow_drift=args.allow_drift)))
+        allowed = (args.allow_drift, args.restart_damaged)
+        say("\n".join(dry_run(config, resume, args.vram_gib, *allowed)))
         return EXIT_OK
     from vesuvius.engine.run import train
 
     with _progress_bar(config.stop_step) as on_step:
-        return train(config, args.config, resume, args.allow_drift, on_step)
+        return train(config, args.config, resume, args.allow_drift, on_step, restart_damaged=args.restart_damaged)
 
 
 def _let_segments_grow() -> None:

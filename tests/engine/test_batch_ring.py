@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.conftest import textured, write_array
 from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.engine.batch_ring import BatchRing, exchange
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, VesuviusError
 from vesuvius.stream.feeder import HELD, Batch
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.prepare import prepare_data
@@ -56,11 +56,11 @@ def one_batch(stream: PatchStream, ring: BatchRing) -> LateCopy:
     """As `DeviceFeed.next` does it."""
     ring.wait()
     batch = next(stream)
-    assert np.shares_memory(batch.patches, ring.slot[0].numpy()), "the stream and the ring are at the same slot"
+    slot = ring.take(batch.patches)
     assert batch.condition is not None
-    assert np.shares_memory(batch.condition, ring.slot[1].numpy())
-    copy = LateCopy(ring.slot)
-    ring.advance(copy)
+    assert np.shares_memory(batch.condition, slot[1].numpy())
+    copy = LateCopy(slot)
+    ring.copying(copy)
     return copy
 
 
@@ -138,3 +138,21 @@ def test_the_memory_of_a_slot_is_counted_as_torch_takes_it_for_pinned_buffers() 
     ring = BatchRing(lambda: [torch.zeros(shape, dtype=dtype) for dtype in (torch.uint8, torch.uint16)], 3)
     assert ring.slot_bytes == 8192 + 16384
     assert BatchRing(lambda: [torch.zeros((4, 8, 16, 16), dtype=torch.uint8)], 3).slot_bytes == 8192
+
+
+def test_a_batch_that_lies_in_another_ring_is_an_error_and_not_the_voxels_of_another_batch(job: ReaderJob) -> None:
+    ring, other = BatchRing(allocate, HELD + 2), BatchRing(allocate, HELD + 2)
+    with opened(job, other) as stream, pytest.raises(VesuviusError, match="one of the 4 buffers"):
+        one_batch(stream, ring)
+
+
+def test_a_ring_follows_the_stream_wherever_that_begins_to_fill_it(job: ReaderJob) -> None:
+    """The stream is the one that counts: here its ring is turned by one against that of the device."""
+    ring = BatchRing(allocate, HELD + 2)
+    turned = [[*buffers[1:], buffers[0]] for buffers in (ring.buffers, ring.condition_buffers)]
+    with PatchStream(job, OPTIONS, buffers=turned[0], condition_buffers=turned[1]) as stream:
+        copies = [one_batch(stream, ring) for _ in range(10)]
+        for copy in copies:
+            copy.synchronize()
+    for copy, batch in zip(copies, expected_batches(job, 10), strict=True):
+        np.testing.assert_array_equal(copy.values[0].numpy(), batch.patches)

@@ -76,8 +76,8 @@ def test_ctrl_c_in_a_terminal_reaches_the_readers_too_and_still_saves(
 
 
 def test_a_second_signal_ends_at_once(tiny_config: Callable[..., Path], tmp_path: Path) -> None:
-    # A step of many micro-batches: the first signal waits for it, the second does not.
-    training = {"epochs": 1000, "workers": 0, "accumulate_steps": 2000}
+    # A step of many micro-batches, none of which is waited for: the first signal waits for it, the second does not.
+    training = {"epochs": 1000, "workers": 0, "accumulate_steps": 2000, "prefetch_factor": 100}
     with start(tiny_config(training=training), tmp_path) as process:
         wait_for(process, "INFO model")
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -281,3 +282,23 @@ def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(
     assert all(" is written again; 0 lines were lost" in record.getMessage() for record in working)
     assert len(working) == 2
     assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_monitor_that_hangs_does_not_hold_up_the_end_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a driver that does not answer any more."""
+    answers = threading.Event()
+
+    class HungWatcher(ScriptedWatcher):
+        def look(self) -> Look:
+            if self.looks > 0:
+                answers.wait(60)
+            return super().look()
+
+    started = time.monotonic()
+    with Monitor(paths(tmp_path), Limits(), HungWatcher(lambda look: look), sample_every_s=0.02):
+        time.sleep(0.1)
+    assert time.monotonic() - started < 30
+    assert "left behind" in caplog.text
+    answers.set()

@@ -6,6 +6,7 @@ a walk through a directory that changes meanwhile would count an evicted entry a
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import multiprocessing
@@ -64,7 +65,7 @@ def entries(cache: DiskCache) -> list[Path]:
 
 def create_folders(cache: DiskCache) -> None:
     """All that an old cache has; a new one counts them all the same, which would hide a total that is too low."""
-    cache.check()
+    cache.prepare()
     for name in disk_cache.SUBDIRECTORIES:
         (cache.directory / name).mkdir(exist_ok=True)
 
@@ -144,7 +145,7 @@ def set_last_use(cache: DiskCache, index: int, seconds_ago: float) -> None:
 
 
 def test_what_was_put_is_what_is_got(cache: DiskCache) -> None:
-    cache.check()
+    cache.prepare()
     for index, data in enumerate([b"", b"x", os.urandom(100_000)]):
         cache.put(key(index), data)
         assert cache.get(key(index)) == data
@@ -217,7 +218,7 @@ def test_folders_that_have_grown_count(cache: DiskCache) -> None:
         name.touch()
     for name in names:
         name.unlink()
-    cache.check()
+    cache.prepare()
     check_snapshot(cache)
     cache.put(key(0), bytes(LIMIT - OVERHEAD_BYTES - 2 * BLOCK_BYTES))  # would fit, had they not grown
     check_snapshot(cache)
@@ -244,7 +245,7 @@ def test_a_lower_limit_shrinks_the_directory_at_once_and_a_higher_one_fills(cach
     if first_call == "put":
         lower.put(key(0), chunk(0))
     else:
-        lower.check()
+        lower.prepare()
     check_snapshot(lower)
     few = check_contents(lower)
     assert few > 0
@@ -312,7 +313,7 @@ def test_a_directory_that_holds_something_else_is_refused_and_left_alone(cache: 
     cache.directory.mkdir()
     (cache.directory / "thesis.tex").write_text("ten years")
     with pytest.raises(ConfigError, match=r"thesis\.tex"):
-        cache.check()
+        cache.prepare()
     cache.put(key(0), chunk(0))
     assert [path.name for path in cache.directory.iterdir()] == ["thesis.tex"]
 
@@ -330,17 +331,17 @@ def test_foreign_files_in_our_directory_outlive_evictions(cache: DiskCache) -> N
     assert all(path.exists() for path in foreign)
 
 
-# What check() refuses
+# What check() and prepare() refuse
 
 
 def test_a_limit_without_room_for_entries_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cache_gib"):
-        DiskCache(tmp_path / "cache", OVERHEAD_BYTES).check()
+        DiskCache(tmp_path / "cache", OVERHEAD_BYTES).prepare()
 
 
 def test_a_limit_beyond_the_free_space_is_refused(cache: DiskCache) -> None:
     with pytest.raises(ConfigError, match=r"free for .* GiB more"):
-        DiskCache(cache.directory, 2**60).check()
+        DiskCache(cache.directory, 2**60).prepare()
 
 
 def test_a_file_system_whose_flock_excludes_nobody_is_refused(
@@ -348,7 +349,7 @@ def test_a_file_system_whose_flock_excludes_nobody_is_refused(
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda file, operation: None)  # as some network file systems have it
     with pytest.raises(ConfigError, match="working flock"):
-        cache.check()
+        cache.prepare()
 
 
 def test_a_directory_that_cannot_be_made_is_refused_by_check_and_ignored_by_readers(
@@ -357,7 +358,7 @@ def test_a_directory_that_cannot_be_made_is_refused_by_check_and_ignored_by_read
     (tmp_path / "file").write_text("")
     cache = DiskCache(tmp_path / "file" / "cache", LIMIT)
     with pytest.raises(ConfigError, match="cache_dir"):
-        cache.check()
+        cache.prepare()
     for _ in range(3):
         cache.put(key(0), chunk(0))
         assert cache.get(key(0)) is None
@@ -367,9 +368,9 @@ def test_a_directory_that_cannot_be_made_is_refused_by_check_and_ignored_by_read
 def test_a_process_that_lists_the_directory_while_another_creates_it_is_not_refused(
     cache: DiskCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.check()
+    cache.prepare()
     monkeypatch.setattr(os, "listdir", lambda path: ["3f"])  # what a listing may see of what comes after the state file
-    cache.check()
+    cache.prepare()
 
 
 def use_a_directory_of_somebody_else(parent: Path) -> None:
@@ -378,7 +379,7 @@ def use_a_directory_of_somebody_else(parent: Path) -> None:
         os.setuid(65534)
     cache = DiskCache(Path("cache"), LIMIT)
     with pytest.raises(ConfigError, match="Permission denied"):
-        cache.check()
+        cache.prepare()
     cache.put(key(1), chunk(1))
     assert [cache.get(key(index)) for index in range(2)] == [chunk(0), None]
 
@@ -426,7 +427,7 @@ def test_a_write_that_fails_costs_one_warning_and_nothing_else(
 def use_a_small_disk(mount: Path) -> None:
     """In a mount namespace of our own, with a tmpfs of 8 MiB at `mount`."""
     cache = DiskCache(mount / "cache", 6 * 2**20)
-    cache.check()
+    cache.prepare()
     cache.put(key(0), b"before")
     with open(mount / "filler", "wb", buffering=0) as filler, suppress(OSError):
         while filler.write(bytes(2**16)):
@@ -438,7 +439,7 @@ def use_a_small_disk(mount: Path) -> None:
         assert not cache._incoming.exists(), "what was written of it takes the last of the disk"
         check_snapshot(cache)
     with pytest.raises(ConfigError, match=r"room for all of it|No space left"):
-        cache.check()
+        cache.prepare()
     (mount / "filler").unlink()
     cache.put(key(1), b"after")
     assert cache.get(key(1)) == b"after"
@@ -450,7 +451,7 @@ def use_a_small_disk(mount: Path) -> None:
     assert [cache.get(key(index)) for index in range(3)] == [b"before", b"after", None]
     assert cache.size_bytes() == set_aside
     with pytest.raises(ConfigError, match="Read-only file system"):
-        cache.check()
+        cache.prepare()
 
 
 def test_a_full_and_then_a_read_only_disk_still_serve(tmp_path: Path) -> None:
@@ -553,7 +554,7 @@ def fork_under_the_lock(cache: DiskCache) -> None:
 
 
 def test_a_fork_during_a_put_does_not_keep_the_lock(cache: DiskCache, start: Callable[..., BaseProcess]) -> None:
-    cache.check()
+    cache.prepare()
     finish(start(fork_under_the_lock, cache))
 
 
@@ -587,7 +588,7 @@ def kill_at_each_line(cache: DiskCache, evicts: bool) -> None:
     while status == signal.SIGKILL:
         lines += 1
         cache.drop(key(0))
-        cache.check()  # the total is exact now
+        cache.prepare()  # the total is exact now
         index = 1
         while cache.size_bytes() + (0 if evicts else 200_000) + 110_000 < cache.limit_bytes:
             cache.put(key(index), chunk(index))
@@ -637,7 +638,7 @@ def check_random_kills(cache: DiskCache, start: Callable[..., BaseProcess], kill
         writer.join()
     check_snapshot(cache)
     assert check_contents(cache) > 10
-    cache.check()
+    cache.prepare()
     assert not cache._incoming.exists()
     check_snapshot(cache)
 
@@ -651,3 +652,29 @@ def test_writers_killed_at_random_do_not_harm_the_others_for_long(
     cache: DiskCache, start: Callable[..., BaseProcess]
 ) -> None:
     check_random_kills(cache, start, kills=50)
+
+
+def test_a_file_system_without_locks_is_refused_and_costs_readers_nothing_but_speed(
+    cache: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.prepare()
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(ConfigError, match=r"create, write and lock; got OSError: .*No locks available"):
+        cache.prepare()
+    cache.put(key(0), chunk(0))
+    assert cache.get(key(0)) is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_check_changes_nothing(cache: DiskCache) -> None:
+    cache.check()
+    assert not cache.directory.exists()
+    cache.prepare()
+    cache.put(key(0), chunk(0))
+    before = sorted((path, path.stat().st_mtime_ns) for path in cache.directory.rglob("*"))
+    DiskCache(cache.directory, OVERHEAD_BYTES + 1).check()
+    assert sorted((path, path.stat().st_mtime_ns) for path in cache.directory.rglob("*")) == before

@@ -39,6 +39,9 @@ class MonitorConfig(Section):
     )
     data_share_good: Share = Field(0.15, description="waiting for data, copies or the host is fine below this share")
     gpu_share_good: Share = Field(0.80, description="a run whose device computes more of the time is compute-bound")
+    stall_minutes: float | None = Field(
+        5.0, ge=0, description="minutes without a batch or a step after which the run counts as hung; 0 or null = never"
+    )
     guard: Literal["off", "warn", "act"] = Field(
         "act", description="before memory runs out: act = fewer batches ahead, fewer readers, then save and exit 4"
     )

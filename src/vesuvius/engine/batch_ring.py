@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Unpack
 
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.errors import ConfigError, one_line
+from vesuvius.errors import ConfigError, VesuviusError, one_line
 from vesuvius.stream.feeder import HELD
 from vesuvius.stream.options import StreamChanges
 from vesuvius.stream.stream import PatchStream
@@ -22,7 +23,9 @@ class Copied(Protocol):
 
 
 class BatchRing:
-    """Slots that are filled and copied from in turn.  Before each batch call `wait`, behind its copy `advance`.
+    """Slots that are filled and copied from in turn.
+
+    Before each batch call `wait`, with the batch `take`, and when its copy is under way `copying`.
 
     Args:
         allocate: makes a slot: a tensor [B, Z, Y, X] for patches and, where there are conditions, one for those.
@@ -34,7 +37,8 @@ class BatchRing:
         self._allocate = allocate
         self._slots = [*kept, *(allocate() for _ in range(count - len(kept)))]
         self._copied: list[Copied | None] = [None] * count
-        self._next = 0
+        self._places = {buffer.ctypes.data: place for place, buffer in enumerate(self.buffers)}
+        self._held: deque[int] = deque(maxlen=HELD)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -50,24 +54,33 @@ class BatchRing:
         return [slot[1].numpy() for slot in self._slots if len(slot) > 1]
 
     @property
-    def slot(self) -> list[Tensor]:
-        """That of the batch in hand."""
-        return self._slots[self._next]
-
-    @property
     def slot_bytes(self) -> int:
         """Memory of a slot where it is pinned: torch rounds each buffer up to a power of two."""
         return sum(1 << (part.nbytes - 1).bit_length() for part in self._slots[0])
 
     def wait(self) -> None:
         """The stream is about to fill the buffer of two batches ago: its copy must be over (it long is)."""
-        if (copied := self._copied[self._next - HELD]) is not None:
+        if len(self._held) == HELD and (copied := self._copied[self._held[0]]) is not None:
             copied.synchronize()
 
-    def advance(self, copied: Copied) -> None:
-        """The slot in hand is being copied."""
-        self._copied[self._next] = copied
-        self._next = (self._next + 1) % len(self._slots)
+    def take(self, patches: NDArray[Any]) -> list[Tensor]:
+        """The slot in which the stream has delivered a batch, whose place in the ring the stream alone decides.
+
+        Raises:
+            VesuviusError: these patches lie in no slot: the stream fills another ring.
+        """
+        place = self._places.get(patches.ctypes.data)
+        if place is None:
+            raise VesuviusError(
+                f"a batch must lie in one of the {len(self)} buffers that the stream was given; got one elsewhere; "
+                "report this as a defect"
+            )
+        self._held.append(place)
+        return self._slots[place]
+
+    def copying(self, copied: Copied) -> None:
+        """The slot that was taken last is being copied."""
+        self._copied[self._held[-1]] = copied
 
     def resized(self, count: int) -> BatchRing:
         """Another ring, with as many slots of this one as it has and needs, and new ones.  Waits for all copies.

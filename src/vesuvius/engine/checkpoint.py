@@ -55,7 +55,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
     Raises:
         StorageError: one may not be read, or was written by another version.
     """
-    for path in reversed(_with_replaced(directory)):
+    for path in reversed(list_with_replaced(directory)):
         looked_at = _inode(path)
         damage = find_damage(path)
         if damage is None:
@@ -80,7 +80,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def _with_replaced(directory: Path) -> list[Path]:
+def list_with_replaced(directory: Path) -> list[Path]:
     """As `list_checkpoints`, and those that were about to be replaced when the process was killed.
 
     They are only looked at: `vesuvius sample` comes by here beside a run.  The run's next save gives them their name.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,12 @@ from torch import Tensor
 _CHUNK_BYTES = 2**20  # hashed and then written while it is in the processor's cache
 
 
-def write_state(path: Path, state: dict[str, Any]) -> str:
-    """Write tensors and plain data for `torch.load`; returns the SHA-256 sum.  Raises OSError."""
-    with _HashedFile(path, "wb") as file:
+def write_state(path: Path, state: dict[str, Any], on_progress: Callable[[], None] = lambda: None) -> str:
+    """Write tensors and plain data for `torch.load`; returns the SHA-256 sum.  Raises OSError.
+
+    `on_progress` is called behind each MiB.
+    """
+    with _HashedFile(path, on_progress) as file:
         torch.save(state, file)
         if file.error is not None:
             raise file.error
@@ -84,8 +87,9 @@ class _HashedFile(io.FileIO):
     An error is kept, not raised: torch would go on to its own complaint about the position in the file, which hides it.
     """
 
-    def __init__(self, path: Path, mode: str) -> None:
-        super().__init__(path, mode)
+    def __init__(self, path: Path, on_progress: Callable[[], None]) -> None:
+        super().__init__(path, "wb")
+        self._on_progress = on_progress
         self.hash = hashlib.sha256()
         self.error: OSError | None = None
 
@@ -102,3 +106,4 @@ class _HashedFile(io.FileIO):
                 chunk = chunk[super().write(chunk) :]
             except OSError as error:
                 self.error = error
+        self._on_progress()

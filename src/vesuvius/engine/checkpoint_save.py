@@ -10,7 +10,8 @@ import functools
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from vesuvius.engine.checkpoint import (
     STATE,
     find_damage,
     list_checkpoints,
+    list_with_replaced,
     step_of,
     weights_file,
 )
@@ -63,7 +65,14 @@ class Keep:
         return every | set(steps[-self.keep_last :]) | {step for step in steps if step == self.best_step}
 
 
-def save_checkpoint(directory: Path, step: int, state: dict[str, Any], config_yaml: str, keep: Keep) -> Path:
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    state: dict[str, Any],
+    config_yaml: str,
+    keep: Keep,
+    on_progress: Callable[[], None] = lambda: None,
+) -> Path:
     """Write checkpoint `step`, then point `best` to the best one and delete what is not to be kept.
 
     One of the same step that is there already is replaced.
@@ -73,6 +82,7 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], config_ya
         state: tensors and plain data, as `torch.load(weights_only=True)` can read it; with "averages", by name, of
             which each has "weights", by name.
         config_yaml: resolved config of the run.
+        on_progress: called often while the disk takes the bytes.
 
     Raises:
         StorageError: the disk is full or cannot be written; older checkpoints are untouched, nothing is left behind.
@@ -84,7 +94,7 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], config_ya
         _delete_leftovers(directory)
         _check_space(directory, state, final)
         partial.mkdir()
-        _write_files(partial, step, state, config_yaml)
+        _write_files(partial, step, state, config_yaml, on_progress)
         if final.exists():
             final.rename(final.with_name(f"{REPLACED}{final.name}"))
         partial.rename(final)
@@ -102,15 +112,39 @@ def save_checkpoint(directory: Path, step: int, state: dict[str, Any], config_ya
     return final
 
 
-def _write_files(partial: Path, step: int, state: dict[str, Any], config_yaml: str) -> None:
+def set_aside(directory: Path) -> Path:
+    """Move all checkpoints, and the link to the best one, into a folder of their own beside new ones; returns it.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    aside = directory / time.strftime("damaged-%Y%m%dT%H%M%S")
+    try:
+        aside.mkdir()
+        for path in list_with_replaced(directory):
+            path.rename(aside / path.name)
+        if (directory / BEST).is_symlink():
+            (directory / BEST).rename(aside / BEST)
+        sync(directory)
+    except OSError as error:
+        raise StorageError(
+            f"damaged checkpoints must be movable; got {error}; move what is in {directory} by hand"
+        ) from error
+    return aside
+
+
+def _write_files(
+    partial: Path, step: int, state: dict[str, Any], config_yaml: str, on_progress: Callable[[], None]
+) -> None:
     """Write and flush all files of a checkpoint, the manifest last."""
     averages: dict[str, dict[str, Any]] = state["averages"]
     without_weights = {
         name: {key: value for key, value in average.items() if key != "weights"} for name, average in averages.items()
     }
-    digests = {STATE: write_state(partial / STATE, state | {"averages": without_weights})}
+    digests = {STATE: write_state(partial / STATE, state | {"averages": without_weights}, on_progress)}
     for name, average in averages.items():
         digests[weights_file(name)] = write_weights(partial / weights_file(name), average["weights"])
+        on_progress()
     digests[CONFIG] = write_text(partial / CONFIG, config_yaml)
     manifest = {"format": FORMAT, "step": step, "files": digests}
     write_text(partial / MANIFEST, json.dumps(manifest, indent=1) + "\n")

@@ -30,16 +30,25 @@ class CheckpointWriter:
         directory: `runs/<name>/checkpoints`.
         keep_last, keep_every: as in `Keep`.
         config_yaml: resolved config of the run.
+        on_progress: called on the thread, often, while the disk takes the bytes.
 
     Attributes:
         failures: step and error of each save that failed, for the caller to take out.
     """
 
-    def __init__(self, directory: Path, keep_last: int, keep_every: int | None, config_yaml: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        keep_last: int,
+        keep_every: int | None,
+        config_yaml: str,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self._directory = directory
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._config_yaml = config_yaml
+        self._on_progress = on_progress
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._error: StorageError | None = None
@@ -97,7 +106,9 @@ class CheckpointWriter:
     def _write(self, step: int, keep: Keep) -> None:
         """On the thread."""
         try:
-            path = save_checkpoint(self._directory, step, self._snapshot.state(), self._config_yaml, keep)
+            path = save_checkpoint(
+                self._directory, step, self._snapshot.state(), self._config_yaml, keep, self._on_progress
+            )
         except StorageError as error:
             self._note_failure(step, error)
         else:

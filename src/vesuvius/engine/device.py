@@ -116,7 +116,7 @@ class DeviceFeed:
                 self._ring.wait()
             batch = next(stream)
         if self._ring:
-            raw = self._copy_to_device(self._ring, len(batch.indices), clock)
+            raw = self._copy_to_device(self._ring, batch, clock)
             batch = _copy_of(batch)  # its buffers are filled again two batches on; the device computes meanwhile
         else:
             with clock.copying():
@@ -124,14 +124,15 @@ class DeviceFeed:
         with clock.computing("forward"):
             return self._augmented(batch, *raw)
 
-    def _copy_to_device(self, ring: BatchRing, count: int, clock: StepClock) -> list[Tensor]:
+    def _copy_to_device(self, ring: BatchRing, batch: Batch, clock: StepClock) -> list[Tensor]:
+        slot, count = ring.take(batch.patches), len(batch.indices)
         main = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._copies):
             with clock.copying():
-                raw = [part[:count].to(self._device, non_blocking=True) for part in ring.slot]
+                raw = [part[:count].to(self._device, non_blocking=True) for part in slot]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        ring.advance(event)
+        ring.copying(event)
         main.wait_event(event)
         for part in raw:
             part.record_stream(main)  # or the allocator could hand its memory out while the main stream still reads it

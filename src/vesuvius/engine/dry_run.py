@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from vesuvius.config import Config
-from vesuvius.engine.checkpoint import newest_checkpoint
 from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, MemoryPlan, indexable_batch, largest_batch, plan_memory
 from vesuvius.engine.preflight import Preflight, doubts, preflight
 from vesuvius.engine.ram_plan import plan_ram, ram_limit, ram_warning
+from vesuvius.engine.resume import checkpoint_to_resume
 from vesuvius.engine.run_dir import run_dir
 from vesuvius.engine.start_log import mixing_text
 from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
@@ -19,13 +19,19 @@ from vesuvius.volumes.box import format_box
 ASSUMED_VRAM_GIB = 80  # of an A100 or H100
 
 
-def dry_run(config: Config, resume: bool, vram_gib: float | None = None, *, allow_drift: bool = False) -> list[str]:
+def dry_run(
+    config: Config,
+    resume: bool,
+    vram_gib: float | None = None,
+    allow_drift: bool = False,
+    restart_damaged: bool = False,
+) -> list[str]:
     """What would happen, a line each.  Writes nothing; raises what `preflight` raises.
 
     `vram_gib` is the GPU memory to plan for; None = this machine's GPU, or 80 GiB where there is none.
     """
-    checkpoint = newest_checkpoint(run_dir(config).checkpoints) if resume else None
-    found = preflight(config, resume, checkpoint, allow_drift)
+    checkpoint = checkpoint_to_resume(run_dir(config).checkpoints, restart_damaged) if resume else None
+    found = preflight(config, resume, checkpoint, allow_drift, caches=False)
     training, device = config.training, choose_device()
     return [
         f"run        {found.directory.path}, steps {_steps(config)}",

@@ -23,6 +23,7 @@ from vesuvius.engine.step import TrainStep
 from vesuvius.engine.validation import Validation
 from vesuvius.errors import StorageError
 from vesuvius.observe.metrics import Metrics
+from vesuvius.observe.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Milestones:
         writer: of the checkpoints.
         state: returns all that a checkpoint holds.
         stopping: whether the run should save and end; looked at often.
+        watchdog: learns what the loop waits for.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Milestones:
         writer: CheckpointWriter,
         state: Callable[[], dict[str, Any]],
         stopping: Callable[[], bool],
+        watchdog: Watchdog,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -61,6 +64,7 @@ class Milestones:
         self._writer = writer
         self._state = state
         self._stopping = stopping
+        self._watchdog = watchdog
         self._prepared = False
         self._handed = self._done()  # to the writer, in this session or the one before
         self._validation: Validation | None = None
@@ -91,6 +95,7 @@ class Milestones:
     def save_last(self) -> StorageError | None:
         """Save the present step, unless that has been done, and wait for the disk; returns why the last save failed."""
         self.save()
+        self._watchdog.expects("checkpoint", "the disk")
         failure = self._writer.wait()
         self.record_failures()
         return failure
@@ -114,7 +119,13 @@ class Milestones:
         best = self._progress.best
         if self._handed != self._done():
             self._handed = self._done()
+            self._watchdog.expects("checkpoint", "the disk")
             self._writer.save(self._progress.step, self._state(), best.step if best else None)
+
+    def _alive_and_stopping(self, what: str) -> bool:
+        """Whether to stop, which is asked before each `what`."""
+        self._watchdog.expects(what, "the network")
+        return self._stopping()
 
     def _save_due(self) -> bool:
         """At every multiple, and where the checkpoint of this step does not know of what was made up for."""
@@ -131,7 +142,7 @@ class Milestones:
         assert self._validation is not None
         started, progress = time.monotonic(), self._progress
         denoisers = {name: self._train_step.denoiser(name) for name in self._train_step.weight_names}
-        result = self._validation.run(denoisers, self._stopping)
+        result = self._validation.run(denoisers, lambda: self._alive_and_stopping("batch of a validation"))
         if result is None:
             return False
         loss = result.loss
@@ -164,7 +175,7 @@ class Milestones:
                 self._train_step.denoiser("ema"),
                 self._schedule,
                 self._reference,
-                self._stopping,
+                lambda: self._alive_and_stopping("sampling step of a preview"),
             )
         except OSError as error:  # a full disk: no reason to end a run
             log.error(

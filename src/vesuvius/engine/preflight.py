@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import Config
+from vesuvius.config import Config, DataConfig
 from vesuvius.diffusion.unet import check_torch_version
 from vesuvius.engine.conditioning import volume_scalars
 from vesuvius.engine.network import lay_out_network
@@ -56,13 +56,18 @@ class Preflight:
     free_bytes: int
 
 
-def preflight(config: Config, resume: bool, checkpoint: Path | None, allow_drift: bool = False) -> Preflight:
-    """Check config, torch, volumes, split, plan, grey values, memory sizes and disk space.  Writes nothing.
+def preflight(
+    config: Config, resume: bool, checkpoint: Path | None, allow_drift: bool = False, caches: bool = True
+) -> Preflight:
+    """Check config, torch, volumes, split, plan, grey values, memory sizes and disk space.
+
+    Writes nothing, but for chunks that it reads into the disk cache.
 
     Args:
         resume: the run may exist.
         checkpoint: the whole one to go on from, if there is one.
         allow_drift: go on though the data or what the weights mean have changed.
+        caches: read by way of the disk cache, where one is configured.
 
     Raises:
         ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do
@@ -75,7 +80,7 @@ def preflight(config: Config, resume: bool, checkpoint: Path | None, allow_drift
     if not resume:
         refuse_existing(directory)
     parameters = _check_network(config)
-    data = prepare_data(config.seed, config.data)
+    data = prepare_data(config.seed, config.data if caches else _without_cache(config.data))
     options = StreamOptions.from_config(config.training, config.cluster)
     check_store_need(data.job, options)
     check_store(data.job, options)
@@ -100,6 +105,10 @@ def preflight(config: Config, resume: bool, checkpoint: Path | None, allow_drift
         checkpoint_bytes,
         free_bytes,
     )
+
+
+def _without_cache(config: DataConfig) -> DataConfig:
+    return config.model_copy(update={"store": config.store.model_copy(update={"cache_dir": None})})
 
 
 def _initial_weights(config: Config) -> InitialWeights | None:

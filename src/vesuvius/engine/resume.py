@@ -13,17 +13,18 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Config
 from vesuvius.config_file import parse_stored
-from vesuvius.engine.checkpoint import STATE, load_checkpoint, step_of
+from vesuvius.engine.checkpoint import STATE, list_with_replaced, load_checkpoint, newest_checkpoint, step_of
 from vesuvius.engine.network import lay_out_network
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.step import TrainStep, weight_problems
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, StorageError
 from vesuvius.plan.plan import plan_difference
 from vesuvius.stream.prepare import GreyRange, GreyRanges, PreparedData
 
 # A change here makes it another experiment: the weights would not fit or would not mean the same.
 _FIXED = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
 _GREYS = ("greys", "condition_greys")
+_PLAN_VERSION = "plan.version: "
 _FIXED_BUT_FOR = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 
@@ -47,8 +48,14 @@ class Resumption:
 
     @property
     def other_data(self) -> bool:
-        """Whether grey ranges and the list of unreadable regions are those of other data."""
-        return any(line.startswith(("plan.", "data.", "dtype ")) for line in self.accepted)
+        """Whether the grey ranges are those of other data."""
+        other = [line for line in self.accepted if not line.startswith(_PLAN_VERSION)]
+        return any(line.startswith(("plan.", "data.", "dtype ")) for line in other)
+
+    @property
+    def other_plan(self) -> bool:
+        """Whether the list of unreadable regions is that of another plan."""
+        return self.other_data or any(line.startswith(_PLAN_VERSION) for line in self.accepted)
 
     @property
     def comparable(self) -> bool:
@@ -88,6 +95,26 @@ def run_state(
     }
 
 
+def checkpoint_to_resume(directory: Path, restart_damaged: bool = False) -> Path | None:
+    """The newest whole checkpoint; None where the run is to begin at step 0.
+
+    Args:
+        directory: `runs/<name>/checkpoints`.
+        restart_damaged: begin there also where all checkpoints are damaged; `set_aside` keeps them.
+
+    Raises:
+        StorageError: all are damaged and not `restart_damaged`, or one may not be read.
+    """
+    newest = newest_checkpoint(directory)
+    if newest is None and not restart_damaged and (damaged := list_with_replaced(directory)):
+        names = ", ".join(path.name for path in damaged)
+        raise StorageError(
+            f"a run goes on from a whole checkpoint; got {names} in {directory}, all damaged; restore one from a "
+            "backup, or train anew from step 0 with --resume --restart-damaged, which moves them aside"
+        )
+    return newest
+
+
 def is_finished(checkpoint: Path, config: Config) -> bool:
     """Whether a whole checkpoint is that of the last step, with nothing left to make up for."""
     if step_of(checkpoint) < config.stop_step:
@@ -110,11 +137,16 @@ def read_resumption(path: Path, config: Config, data: PreparedData, allow_drift:
     refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FIXED_BUT_FOR)]
     if _without_paths(before) != _without_paths(now):
         refused += [line for line in drift if line.startswith("data.volumes")]
+    dtypes = [volume["dtype"] for volume in state["volumes"]], [volume.dtype.name for volume in data.volumes]
+    if dtypes[0] != dtypes[1]:
+        refused.append(f"dtype of the volumes: was {', '.join(dtypes[0])}, is {', '.join(dtypes[1])}")
     if state["condition_dtype"] != data.job.condition_dtype:
         refused.append(f"dtype of the conditions: was {state['condition_dtype']}, is {data.job.condition_dtype}")
     if state["plan_hash"] != data.plan.hash:
-        refused = [f"plan.{line}" for line in plan_difference(state["plan"], data.plan.describe())] + refused
+        refused = _plan_changes(state["plan"], data.plan.describe()) + refused
     if refused and not allow_drift:
+        if refused[0].startswith(_PLAN_VERSION):
+            raise ConfigError(_other_version(path, refused))
         raise ConfigError(
             f"a resumed run must keep its data and its model; got differences to {path}:\n  "
             + "\n  ".join(refused)
@@ -125,6 +157,28 @@ def read_resumption(path: Path, config: Config, data: PreparedData, allow_drift:
         _check_weights_fit(state["model"], config, path)
     drift = [line for line in drift if line not in refused]
     return Resumption(path, state["step"], state, drift, refused)
+
+
+def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What of the plan has changed, a line each.  Pure.
+
+    Plans of two versions draw other samples, and what they say of themselves does not compare key by key.
+    """
+    versions = [plan.get("version", 1) for plan in (before, now)]
+    if versions[0] != versions[1]:
+        return [f"{_PLAN_VERSION}was {versions[0]}, is {versions[1]}"]
+    return [f"plan.{line}" for line in plan_difference(before, now)]
+
+
+def _other_version(path: Path, refused: list[str]) -> str:
+    """Why a checkpoint of another version of the plan is refused, in one line."""
+    versions, *beside = (line.removeprefix(_PLAN_VERSION) for line in refused)
+    more = f", and beside {'; '.join(beside)}" if beside else ""
+    return (
+        f"a resumed run must keep its plan, which says which voxels sample i is; got another version of it in {path} "
+        f"({versions}){more}; go on with --allow-drift (weights, optimizer and step are kept, the order of samples "
+        "begins anew), or use the version of vesuvius that the run began with"
+    )
 
 
 def _check_weights_fit(weights: dict[str, torch.Tensor], config: Config, path: Path) -> None:
@@ -144,7 +198,7 @@ def restore(found: Resumption, step: TrainStep, device: torch.device) -> Progres
         # The order in which threads add up is part of a CPU result.
         torch.set_num_threads(state["torch_threads"])
     progress = Progress.from_state(state)
-    if found.other_data:
+    if found.other_plan:
         progress.quarantined = []
     if not found.comparable:
         progress.best = None

@@ -15,7 +15,8 @@ from vesuvius.config_file import dump_config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.autotune import Autotuner
-from vesuvius.engine.checkpoint import newest_checkpoint
+from vesuvius.engine.checkpoint import list_with_replaced
+from vesuvius.engine.checkpoint_save import set_aside
 from vesuvius.engine.checkpoint_writer import CheckpointWriter
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.deaths import Deaths, log_killed_session
@@ -30,12 +31,12 @@ from vesuvius.engine.quarantine import still_quarantined
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.replay_file import ReplayWriter
 from vesuvius.engine.report import StepReporter
-from vesuvius.engine.resume import is_finished, restore, run_state
+from vesuvius.engine.resume import checkpoint_to_resume, is_finished, restore, run_state
 from vesuvius.engine.run_dir import RunDir, run_dir
 from vesuvius.engine.self_test import check_convolution
 from vesuvius.engine.start_log import log_network, log_progress, log_start
 from vesuvius.engine.step import TrainStep, choose_device, choose_kernels, learning_rate
-from vesuvius.engine.stop import StopRequest
+from vesuvius.engine.stop import StoppedError, StopRequest, unless_stopped
 from vesuvius.engine.watching import open_metrics, open_monitor, open_session
 from vesuvius.errors import EXIT_GUARD, EXIT_OK, GpuMemoryError, NonFiniteError, StorageError, VesuviusError
 from vesuvius.observe.clock import StepClock, make_clock
@@ -44,8 +45,11 @@ from vesuvius.observe.metrics import Metrics
 from vesuvius.observe.monitor import Monitor
 from vesuvius.observe.records import JsonLines
 from vesuvius.observe.session import SessionRecord
+from vesuvius.observe.watchdog import Watchdog
+from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
+from vesuvius.volumes.source import prepare_cache
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +60,8 @@ def train(
     resume: bool,
     allow_drift: bool = False,
     on_step: Callable[[int], None] = lambda step: None,
+    *,
+    restart_damaged: bool = False,
 ) -> int:
     """Train, or go on training, until the last step or a wish to stop.
 
@@ -65,6 +71,7 @@ def train(
         resume: go on from the newest whole checkpoint of `runs/<name>`, if there is one.
         allow_drift: go on though the data or what the weights mean have changed.
         on_step: called with the number of each step once it is logged.
+        restart_damaged: where `resume` finds checkpoints and none is whole, move them aside and start at step 0.
 
     Returns:
         EXIT_OK, or the exit code of what stopped it (75 for SIGTERM and time, 130 for Ctrl-C).
@@ -79,20 +86,40 @@ def train(
     with StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
         if resume and existed:  # first of all: another process may be writing the checkpoint to go on from
             held.enter_context(directory.locked(new=False))
-        checkpoint = newest_checkpoint(directory.checkpoints) if resume else None
-        if checkpoint is not None and is_finished(checkpoint, config):
-            log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
+        try:
+            found = unless_stopped(
+                lambda: _before_the_run(config, directory, resume, allow_drift, restart_damaged), stop.wanted
+            )
+        except StoppedError:
+            assert stop.exit_code is not None
+            log.info("stopped before the run began")
+            return stop.exit_code
+        if found is None:
             log_killed_session(directory)
             return EXIT_OK
-        found = preflight(config, resume, checkpoint, allow_drift)
         if not (resume and existed):
             held.enter_context(directory.locked(new=not resume))
         held.enter_context(_storage_errors(directory))
         directory.begin(config, source, found.data.describe(config.data, found.greys))
         open_log(directory.log)
+        if found.resumed is None and list_with_replaced(directory.checkpoints):
+            log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
         log_start(config, found, lost=resume and existed)
         log_killed_session(directory)
         return _train_and_record(config, found, stop, on_step)
+
+
+def _before_the_run(
+    config: Config, directory: RunDir, resume: bool, allow_drift: bool, restart_damaged: bool
+) -> Preflight | None:
+    """What the run goes on from and needs; None where it is finished.  Raises as `train`."""
+    checkpoint = checkpoint_to_resume(directory.checkpoints, restart_damaged) if resume else None
+    if checkpoint is not None and is_finished(checkpoint, config):
+        log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
+        return None
+    found = preflight(config, resume, checkpoint, allow_drift)
+    prepare_cache(config.data.store)
+    return found
 
 
 def _train_and_record(config: Config, found: Preflight, stop: StopRequest, on_step: Callable[[int], None]) -> int:
@@ -173,6 +200,12 @@ class Run:
         self._acts = MemoryActs(
             config, stop, metrics, self.progress, found.data.job.patch_bytes, pinned=self._device.type == "cuda"
         )
+        self._watchdog = Watchdog(
+            60 * (config.monitor.stall_minutes or 0.0),
+            self._directory.stacks,
+            metrics.write,
+            lambda: (self.progress.step, config.stop_step),
+        )
         self._record_start()
 
     def _begin_or_go_on(self) -> Progress:
@@ -204,11 +237,16 @@ class Run:
         """Run steps until the last one or a wish to stop, save, and return the exit code."""
         training, directory = self._config.training, self._directory
         with (
+            self._watchdog,
             open_monitor(
                 self._config, directory, self._device, self._metrics, self._session.limits, self._acts.exit
             ) as monitor,
             CheckpointWriter(
-                directory.checkpoints, training.keep_last, training.keep_every, dump_config(self._config)
+                directory.checkpoints,
+                training.keep_last,
+                training.keep_every,
+                dump_config(self._config),
+                on_progress=lambda: self._watchdog.alive("checkpoint"),
             ) as writer,
         ):
             deaths = Deaths(directory, self._session, self.progress, monitor, self._acts)
@@ -253,6 +291,7 @@ class Run:
             writer,
             self._state,
             self._stop.wanted,
+            self._watchdog,
         )
 
     def _run_steps(self, milestones: Milestones, monitor: Monitor, deaths: Deaths) -> None:
@@ -264,15 +303,20 @@ class Run:
         milestones.do_what_is_due()  # what the stop of the session before has cut short
         if progress.step >= config.stop_step:
             return
-        with PatchStream(
-            job,
-            options,
-            first=progress.sample_index,
-            stop=stop_sample,
-            buffers=feed.buffers,
-            condition_buffers=feed.condition_buffers,
-            quarantined=progress.quarantined,
-        ) as stream:
+        self._watchdog.expects("batch", "the readers to start")
+        with (
+            PatchStream(
+                job,
+                options,
+                first=progress.sample_index,
+                stop=stop_sample,
+                buffers=feed.buffers,
+                condition_buffers=feed.condition_buffers,
+                quarantined=progress.quarantined,
+                interrupted=self._stop.wanted,
+            ) as stream,
+            self._watchdog.with_readers(stream.dump_reader_stacks),
+        ):
             clock = make_clock(self._device)
             tuner = Autotuner(config, job, self._session.limits, self._metrics, progress)
             reporter = StepReporter(
@@ -289,11 +333,15 @@ class Run:
             )
             try:
                 while progress.step < config.stop_step and not self._stop.wanted():
-                    self._one_step(feed, stream, clock, reporter)
+                    try:
+                        self._one_step(feed, stream, clock, reporter)
+                    except StreamInterrupted:
+                        log.info("step %d was waiting for data and is given up; --resume does it", progress.step + 1)
+                        break
                     self._record_events(stream, deaths)
                     with clock.pausing():
-                        self._acts.obey(stream, monitor, reporter.longest_step_s)
                         if not self._stop.wanted():
+                            self._acts.obey(stream, monitor, reporter.longest_step_s)
                             tuner.act(stream, feed, monitor)
                     milestones.record_failures()
                     milestones.prepare()
@@ -308,21 +356,29 @@ class Run:
                 raise
             finally:
                 self._record_events(stream, deaths)
+                self._watchdog.expects("end of the readers", "them to end")
 
     def _one_step(self, feed: DeviceFeed, stream: PatchStream, clock: StepClock, reporter: StepReporter) -> None:
-        """One optimizer step over all micro-batches of its global batch, and the report of those that are finished."""
+        """One optimizer step over all micro-batches of its global batch, and the report of those that are finished.
+
+        Raises:
+            StreamInterrupted: a stop is wanted and a micro-batch is not there; the step counts as not begun.
+        """
         config, progress = self._config, self.progress
         lr = learning_rate(progress.step, config.training)
         timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
         batches = []
         for t in np.split(timesteps, config.training.accumulate_steps):
+            self._watchdog.expects("batch", stream.waiting_for)
             batch = feed.next(stream, clock)
+            self._watchdog.expects("step", "the network to compute it")
             self._step.accumulate(batch.x_0, batch.indices, t, batch.condition, clock.computing)
             batches.append((batch.stored, t))
         result = self._step.apply(lr, clock.computing)
         clock.step_done()
         reporter.launched(progress.step + 1, progress.sample_index, lr, result, batches)
         progress.advance(config.global_batch)
+        self._watchdog.expects("step", "what is done between two steps")
         reporter.report()
 
     def _settle(self, reporter: StepReporter, error: Exception) -> None:

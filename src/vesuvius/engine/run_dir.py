@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -21,6 +20,7 @@ import torch
 from vesuvius.config import Config
 from vesuvius.config_file import dump_config
 from vesuvius.errors import ConfigError, StorageError
+from vesuvius.file_lock import take_lock
 from vesuvius.observe.run_files import runs_root
 
 TUNE = "tune"
@@ -99,6 +99,10 @@ class RunDir:
         return self.path / "nonfinite"
 
     @property
+    def stacks(self) -> Path:
+        return self.path / "stacks"
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tb"
 
@@ -108,7 +112,7 @@ class RunDir:
 
         Raises:
             ConfigError: it exists although it is to be new, or another process is at work in it.
-            StorageError: it cannot be made.
+            StorageError: it cannot be made, or its file system has no locks.
         """
         if new:
             refuse_existing(self)
@@ -117,13 +121,11 @@ class RunDir:
         except OSError as error:
             raise StorageError(f"the run directory must be writable; got {error}; choose another place") from error
         with (self.path / _LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not take_lock(lock.fileno(), self.path / _LOCK):
                 raise ConfigError(
                     f"one process may work on a run; got {self.path}, where another one is at work; "
                     "wait for it or stop it"
-                ) from None
+                )
             if new:
                 refuse_existing(self)  # another process may have begun and ended it meanwhile
             yield

@@ -8,12 +8,24 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from types import FrameType
+from typing import TypeVar
 
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_POLL_S = 0.1
+
+
+class StoppedError(Exception):
+    """A stop was wanted before there was anything to save."""
 
 
 class StopRequest:
@@ -60,3 +72,27 @@ class StopRequest:
         if self.exit_code is None:
             self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
         log.info("%s: stopping after the step in hand; a second one ends at once", signal.Signals(number).name)
+
+
+def unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:
+    """What `work` returns or raises, for as long as nobody wants to stop.
+
+    It runs on a thread of its own: Python handles signals in the main thread, and not while that reads from a store
+    which does not answer.  After a stop the thread is left to its read; `door.end_soon` does not wait for it.
+
+    Raises:
+        StoppedError: `stopping()` came true first.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="before-the-run").start()
+    while not stopping():
+        if wait([done], timeout=_POLL_S).done:
+            return done.result()
+    raise StoppedError

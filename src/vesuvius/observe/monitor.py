@@ -34,6 +34,7 @@ GuardMode = Literal["off", "warn", "act"]
 _RATES_OVER_S = 10.0
 _MOMENTS = 120
 _BLIND_EVERY_S = 600.0
+_JOIN_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,10 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive():  # in a driver, or on a disk, that does not answer; it must not hold up the end
+            log.warning("the monitor does not end within %.0f s and is left behind with its files open", _JOIN_S)
+            return
         self._records.close()
         self._lines.close()
         self._recent.close()

@@ -47,6 +47,7 @@ class Notes:
         sign_time: when anything was last recorded: a validation takes longer than a step.
         step_s_p95: of the last steps, without their pauses.
         verdict: the last one on what holds the run up.
+        hung: what the run's own watchdog says it hangs in, and since when (seconds since 1970); None = it does not.
     """
 
     session: SessionRecord | None = None
@@ -57,6 +58,7 @@ class Notes:
     sign_time: float | None = None
     step_s_p95: float | None = None
     verdict: str | None = None
+    hung: tuple[str, float] | None = None
 
 
 def runs_root() -> Path:
@@ -166,7 +168,19 @@ def notes_of(
         sign_time=metrics[-1]["time"] if metrics else None,
         step_s_p95=quantile(work_s, 0.95) if work_s else None,
         verdict=str(verdicts[-1]) if verdicts else None,
+        hung=_hung(metrics),
     )
+
+
+def _hung(metrics: Sequence[Mapping[str, Any]]) -> tuple[str, float] | None:
+    """Of the last event of the watchdog, unless something has come since."""
+    for record in reversed(metrics):
+        if record["kind"] == "step" or record.get("event") == "recovered":
+            return None
+        if record.get("event") == "hung" and record.get("text"):
+            seconds = record.get("seconds")
+            return str(record["text"]), record["time"] - (seconds if _is_number(seconds) else 0.0)
+    return None
 
 
 def _peaks(moments: Sequence[Moment], system: Sequence[Mapping[str, Any]]) -> dict[str | int, Peak]:

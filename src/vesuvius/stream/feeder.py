@@ -6,9 +6,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,12 @@ from vesuvius.stream.wait_time import WaitTime
 
 # A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
 HELD = 2
-_JOIN_S = 3.0
+_POLL_S = 0.2
+_JOIN_S = 1.0
+
+
+class StreamInterrupted(Exception):  # noqa: N818 - no error: the way out of a wait
+    """A batch was asked for, none was ready, and whoever asked wants to stop."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ class Feeder:
         first: index of the first sample.
         rings: buffers to deliver patches in, and those for conditions; either may be empty, for new arrays.
         held: the last batches of a feeder before this one, which are in the buffers at the end of the rings.
+        interrupted: asked several times a second while a batch is waited for: whether to give that up.
 
     Raises:
         ConfigError: a ring has fewer than three buffers.
@@ -100,8 +106,10 @@ class Feeder:
         first: int,
         rings: Sequence[Sequence[NDArray[Any]]],
         held: Sequence[Batch] = (),
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         check_rings(rings)
+        self._interrupted = interrupted
         self._job = job
         self._patches = cutter.patches()
         self._starved = cutter.starved
@@ -124,14 +132,18 @@ class Feeder:
         self._thread.start()
 
     def next_batch(self) -> Batch | None:
-        """The next batch, or None at the end.  Raises what reading and cutting raise."""
+        """The next batch, or None at the end.
+
+        Raises what reading and cutting raise.  Raises StreamInterrupted where none is ready and `interrupted` says so;
+        nothing is lost by that.
+        """
         if self._ended:
             return None
         if len(self.held) == HELD:
             self.held.popleft()
             self._free.put(None)
         empty = self._ready.empty()
-        ready = self._ready.get()
+        ready = self._wait_for_batch()
         if not isinstance(ready, Batch):
             self._ended = True
             if ready is not None:
@@ -141,6 +153,14 @@ class Feeder:
         size = ready.patches.nbytes + (0 if ready.condition is None else ready.condition.nbytes)
         self._delivered = self._delivered.plus(FeederFigures(batches=1, ran_empty=empty, delivered_bytes=size))
         return ready
+
+    def waiting_for(self) -> str:
+        """What a batch that does not come is waiting for, for people.  Any thread may ask."""
+        if not self._ready.empty():
+            return "the device: a batch is ready"
+        if self._starved.waiting:
+            return f"regions to be read, for sample {self._expected} on"
+        return f"patches to be cut, for sample {self._expected} on"
 
     @property
     def figures(self) -> FeederFigures:
@@ -156,6 +176,15 @@ class Feeder:
     def join(self) -> None:
         """Wait for the thread, but not for ever: a read from a dead network may take its time."""
         self._thread.join(_JOIN_S)
+
+    def _wait_for_batch(self) -> Batch | BaseException | None:
+        while True:
+            stopping = self._interrupted()
+            try:
+                return self._ready.get(timeout=0.0 if stopping else _POLL_S)
+            except Empty:
+                if stopping:
+                    raise StreamInterrupted from None
 
     def _run(self) -> None:
         try:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypedDict
 
@@ -87,6 +88,8 @@ class PatchStream(Iterator[Batch]):
             are delivered in them in turn, each valid until the second `next` after it.  New arrays by default.
         condition_buffers: the same for conditions.
         quarantined: `quarantined` of an earlier stream over the same volumes; what they name is not tried again.
+        interrupted: asked several times a second while a batch is waited for; `next` then raises StreamInterrupted, and
+            the stream is where it was before.
 
     Attributes:
         readers: figures of each living reader process by pid.
@@ -110,12 +113,14 @@ class PatchStream(Iterator[Batch]):
         buffers: Sequence[NDArray[Any]] = (),
         condition_buffers: Sequence[NDArray[Any]] = (),
         quarantined: Sequence[dict[str, Any]] = (),
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         assert first % job.world == 0, "a stream starts between two global rounds of samples"
         self._job = with_quarantined(job, quarantined)
         self._options = options
         self._next_sample = first
         self._stop = _ENDLESS if stop is None else stop
+        self._interrupted = interrupted
         self._buffers = (buffers, condition_buffers)
         self._pids: dict[str, int] = {}
         self.readers: dict[int, ReaderFigures] = {}
@@ -223,6 +228,19 @@ class PatchStream(Iterator[Batch]):
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
         self._event("reconfigured", f"readers changed at sample {self._next_sample}: {text}", changes)
 
+    def waiting_for(self) -> str:
+        """What a batch that does not come is waiting for, for people.  Any thread may ask."""
+        if (feeder := self._feeder) is None:
+            return "the readers to start or to end"
+        workers = self._options.workers
+        return f"{feeder.waiting_for()} ({f'{workers} readers' if workers else 'no readers: the trainer reads'})"
+
+    def dump_reader_stacks(self, path: Path) -> None:
+        """Have each reader process on this machine append the stacks of its threads to a file.  Any thread may call.
+
+        With `workers: 0` there are none: the threads that read are the trainer's.
+        """
+
     def reader_memory(self) -> dict[int, int]:
         """Bytes of private memory of each reader process, by pid, as it last said."""
         memory = {pid: figures.rss_anon_bytes for pid, figures in self.readers.copy().items()}
@@ -263,7 +281,9 @@ class PatchStream(Iterator[Batch]):
         first = self._next_sample + self._job.rank
         ahead = batches_ahead(self._job.patch_bytes, self._options)
         rings = [_rotated(ring, self._delivered) for ring in self._buffers]
-        self._feeder = Feeder(self._job, cutter, self._options.batch_size, ahead, first, rings, self._held)
+        self._feeder = Feeder(
+            self._job, cutter, self._options.batch_size, ahead, first, rings, self._held, self._interrupted
+        )
 
     def _close_readers(self) -> None:
         if self._feeder is not None:

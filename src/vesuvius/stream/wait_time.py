@@ -18,6 +18,11 @@ class WaitTime:
         self._state = (self.seconds, None)
 
     @property
+    def waiting(self) -> bool:
+        """Whether a wait goes on."""
+        return self._state[1] is not None
+
+    @property
     def seconds(self) -> float:
         """So far, a wait that goes on included."""
         total, since = self._state

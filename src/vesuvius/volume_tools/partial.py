@@ -12,7 +12,6 @@ So nothing unfinished can be opened as a volume, and a chunk that is in place, o
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, StorageError
+from vesuvius.file_lock import take_lock
 
 RECORD = "vesuvius_copy"
 """Attribute of a finished volume that says what it is a copy of."""
@@ -182,12 +182,10 @@ class PartialVolume:
 
     def _claim(self) -> None:
         """Lock, compare the arguments, remove what a killed process left half-written, read the list of air."""
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(self._lock.fileno(), self.path / "lock"):
             raise ConfigError(
                 f"one process may write a volume; got another one that writes {self.path}; wait for it or end it"
-            ) from None
+            )
         recorded = _record_path(self._out)
         if recorded.exists():
             check_record(self.path, _parsed(recorded.read_text()), self._record)

@@ -12,6 +12,7 @@ loss tears, the CRC tells, and a total from before the present boot is not trust
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import hashlib
@@ -52,8 +53,8 @@ _warned: set[Path] = set()
 class DiskCache:
     """Bytes by key, in files.  Cheap to construct and to pickle: it does no I/O before its first call.
 
-    Only `check` raises.  A cache that cannot be read or written costs speed, never a read: `get` then misses, `put`
-    stores nothing, and the log says so once per process.
+    Only `check` and `prepare` raise.  A cache that cannot be read or written costs speed, never a read: `get` then
+    misses, `put` stores nothing, and the log says so once per process.
 
     Attributes:
         directory: created where absent; holds nothing but the cache.
@@ -65,18 +66,34 @@ class DiskCache:
     limit_bytes: int
 
     def check(self) -> None:
+        """Look whether `prepare` can do its work.  Changes nothing.
+
+        Raises:
+            ConfigError: the directory could not be created or written, holds foreign files, or has too little free
+                space for the limit; or the limit leaves no room for an entry.
+        """
+        self._check_limit()
+        with self._refused():
+            there = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
+            if not there.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+            if not os.access(there, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+            if there == self.directory:
+                self._check_ours()
+            self._check_room(there, self.size_bytes())
+
+    def prepare(self) -> None:
         """Create the directory and shrink it to the limit; scans it, so for once per run, before the readers start.
+
+        Waits for other writers.
 
         Raises:
             ConfigError: the directory cannot be created or written, holds foreign files, has too little free space for
                 the limit, or its file system has no working flock; or the limit leaves no room for an entry.
         """
-        if self.limit_bytes <= OVERHEAD_BYTES:
-            raise ConfigError(
-                f"the disk cache needs more than the {OVERHEAD_BYTES} bytes of its empty folders; got a limit of "
-                f"{self.limit_bytes}; raise data.store.cache_gib"
-            )
-        try:
+        self._check_limit()
+        with self._refused():
             self._create()
             with self._locked() as state:
                 if not _excludes_others(self._state):
@@ -87,19 +104,7 @@ class DiskCache:
                 self._incoming.write_bytes(b"")
                 held = self._make_room(0)
                 _write_total(state, held)
-            free = shutil.disk_usage(self.directory).free
-        except OSError as error:
-            raise ConfigError(
-                f"the disk cache needs a directory that it can create, write and lock; got {type(error).__name__}: "
-                f"{error} at {self.directory}; set data.store.cache_dir to a folder of yours on a local disk, or to "
-                "null for no cache"
-            ) from error
-        if free < self.limit_bytes - held:
-            raise ConfigError(
-                f"the disk of the cache must have room for all of it; got {free / 2**30:.2f} GiB free for "
-                f"{(self.limit_bytes - held) / 2**30:.2f} GiB more at {self.directory}; lower data.store.cache_gib, "
-                "free space, or set data.store.cache_dir to another disk"
-            )
+            self._check_room(self.directory, held)
 
     def get(self, key: str) -> bytes | None:
         """The bytes stored under `key`, None where there are none.  Removes an entry that is damaged."""
@@ -174,6 +179,28 @@ class DiskCache:
 
     def _create(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._check_ours()
+        os.close(os.open(self._state, os.O_RDWR | os.O_CREAT, 0o666))
+
+    def _check_limit(self) -> None:
+        if self.limit_bytes <= OVERHEAD_BYTES:
+            raise ConfigError(
+                f"the disk cache needs more than the {OVERHEAD_BYTES} bytes of its empty folders; got a limit of "
+                f"{self.limit_bytes}; raise data.store.cache_gib"
+            )
+
+    def _check_room(self, there: Path, held: int) -> None:
+        """Raises ConfigError where the disk of a folder cannot take what is missing to the limit."""
+        free = shutil.disk_usage(there).free
+        if free < self.limit_bytes - held:
+            raise ConfigError(
+                f"the disk of the cache must have room for all of it; got {free / 2**30:.2f} GiB free for "
+                f"{(self.limit_bytes - held) / 2**30:.2f} GiB more at {self.directory}; lower data.store.cache_gib, "
+                "free space, or set data.store.cache_dir to another disk"
+            )
+
+    def _check_ours(self) -> None:
+        """Raises ConfigError where the directory holds what is not of a cache."""
         names = os.listdir(self.directory)
         # In this order: our first file is the state, so whoever has listed another of ours finds the state afterwards.
         if names and not self._state.exists():
@@ -181,7 +208,18 @@ class DiskCache:
                 f"the disk cache needs an empty or new directory; got {self.directory}, which holds {min(names)!r} "
                 "and was not made by it; set data.store.cache_dir to a folder of its own"
             )
-        os.close(os.open(self._state, os.O_RDWR | os.O_CREAT, 0o666))
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        """What the system says of the directory, as an error with a remedy."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"the disk cache needs a directory that it can create, write and lock; got {type(error).__name__}: "
+                f"{error} at {self.directory}; set data.store.cache_dir to a folder of yours on a local disk, or to "
+                "null for no cache"
+            ) from error
 
     @contextmanager
     def _locked(self) -> Iterator[int]:

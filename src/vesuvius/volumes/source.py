@@ -537,10 +537,17 @@ def open_cache(config: StoreConfig) -> DiskCache | None:
 
 
 def check_cache(config: StoreConfig) -> None:
-    """Raises ConfigError where the disk cache cannot be used.  Creates its folder."""
+    """Raises ConfigError where the disk cache cannot be used.  Changes nothing."""
     cache = open_cache(config)
     if cache is not None:
         cache.check()
+
+
+def prepare_cache(config: StoreConfig) -> None:
+    """Create the folder of the disk cache and shrink it to its limit.  Raises as `check_cache`."""
+    cache = open_cache(config)
+    if cache is not None:
+        cache.prepare()
 
 
 def _read_file(path: Path, byte_range: ByteRange | None) -> bytes:

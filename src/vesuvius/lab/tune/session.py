@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shlex
@@ -17,6 +16,7 @@ from types import FrameType
 from vesuvius.config import Config
 from vesuvius.engine.run_dir import TUNE, describe_environment, run_dir
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError, StorageError
+from vesuvius.file_lock import take_lock
 from vesuvius.lab.tune.ledger import Ledger, check_same
 from vesuvius.lab.tune.policy.policy import expected_trials, propose
 from vesuvius.lab.tune.policy.prediction import Forecast
@@ -298,13 +298,12 @@ def _locked(directory: Path) -> Iterator[int]:
     except OSError as error:
         raise StorageError(f"the run directory must be writable; got {error}; choose another place") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take_lock(descriptor, directory / ".lock"):
+            raise ConfigError(
+                f"one tune may work on a run, with one trial; got {directory}, where another, or a trial that outlived "
+                "its tune, is at work; wait for it or stop it"
+            )
         yield descriptor
-    except BlockingIOError:
-        raise ConfigError(
-            f"one tune may work on a run, with one trial; got {directory}, where another, or a trial that outlived its "
-            "tune, is at work; wait for it or stop it"
-        ) from None
     finally:
         os.close(descriptor)
 

@@ -68,6 +68,7 @@ class Inspection:
         name: of that, for people.
         state: of the run or process; `elsewhere` = on another machine, where only its files can be read.
         state_text: the same for people, with the figure that says so.
+        stalled: the run's own watchdog says that it hangs: no validation or save, which only look so from outside.
         rows: the parts, then the total.
         limit_bytes: the smallest limit.
         page_cache_bytes: files that the system keeps in memory and gives back when asked; no part of the total.
@@ -91,6 +92,7 @@ class Inspection:
     name: str
     state: State
     state_text: str
+    stalled: bool = False
     rows: tuple[Row, ...] = ()
     limit_bytes: int | None = None
     page_cache_bytes: int | None = None
@@ -113,12 +115,12 @@ class Inspection:
 
     @property
     def exit_code(self) -> int:
-        """A kill outweighs the risk: 0, 10, 11 or 12."""
+        """A kill outweighs the risk, and a critical risk a run that hangs: 0, 10, 11 or 12."""
         if self.kills:
             return EXIT_MEMORY_KILL
-        return {Level.WARN: EXIT_MEMORY_WARN, Level.CRITICAL: EXIT_MEMORY_CRITICAL}.get(
-            self.level or Level.LOW, EXIT_OK
-        )
+        if self.level is Level.CRITICAL:
+            return EXIT_MEMORY_CRITICAL
+        return EXIT_MEMORY_WARN if self.stalled or self.level is Level.WARN else EXIT_OK
 
     @property
     def is_over(self) -> bool:
@@ -131,7 +133,7 @@ def as_json(found: Inspection) -> dict[str, Any]:
     plain: dict[str, Any] = {
         name: getattr(found, name)
         for name in (
-            *("time", "what", "name", "state", "state_text", "exit_code", "reason", "limit_bytes"),
+            *("time", "what", "name", "state", "state_text", "stalled", "exit_code", "reason", "limit_bytes"),
             *("page_cache_bytes", "pss_bytes", "vram_limit_bytes", "no_gpus"),
         )
     }

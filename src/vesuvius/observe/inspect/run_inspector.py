@@ -53,6 +53,7 @@ class RunInspector:
             f"run {self._directory.name}",
             state,
             text,
+            stalled=state in ("hung", "elsewhere") and notes.hung is not None,
             no_gpus=self._viewpoint.no_gpus,
             steps=_steps(notes, now),
             kills=self._kills(notes, look, state),
@@ -126,13 +127,16 @@ class RunInspector:
 
 
 def _living_state(notes: Notes, look: Look, now: float) -> tuple[State, str]:
+    why = _PROCESS_STATES.get(look.processes[0].state, "")
+    if notes.hung is not None:
+        text, since = notes.hung
+        return "hung", f"{text}, since {format_time(since)}" + (f"; {why}" if why else "")
     if notes.sign_time is None or notes.step is None:
         return "running", f"process {look.processes[0].pid} is at work, no step yet"
     p95 = notes.step_s_p95
     silent_s = now - notes.sign_time
     if p95 is None or silent_s <= max(HUNG_AFTER_S, HUNG_AFTER_P95 * p95):
         return "running", f"process {look.processes[0].pid} is at work"
-    why = _PROCESS_STATES.get(look.processes[0].state, "")
     return "hung", (
         f"no step for {format_duration(silent_s)}, where 95 % take less than {p95:.2f} s: it hangs, validates or "
         f"saves" + (f"; {why}" if why else "")
