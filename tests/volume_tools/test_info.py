@@ -350,12 +350,12 @@ def test_the_region_is_the_one_that_training_would_use(tmp_path: Path, patch: Tr
         augment=DataConfig.model_fields["augment"].default.model_copy(update={"turn": False}),
     )
     plan = prepare_data(0, config).plan
-    assert (region.patches_per_region, region.regions_per_task) == (plan.patches_per_region, plan.regions_per_task)
+    assert (region.patches_per_region, region.regions_in_flight) == (plan.patches_per_region, plan.regions_in_flight)
     assert region.amplification == plan.read_amplification(0)
-    assert region.regions == plan.volumes[0].region_count
-    boxes = [plan.volumes[0].region(number) for number in range(region.regions)]
+    assert region.regions == plan.volumes[0].visits_per_pass
+    boxes = [plan.visit(number).region for number in range(region.regions)]
     largest = max(np.prod([hi - lo for lo, hi in zip(*box, strict=True)]) for box in boxes)
-    assert region.regions_bytes == largest * plan.regions_per_task
+    assert region.regions_bytes == largest * plan.regions_in_flight
 
 
 def test_a_volume_that_is_too_small_is_told_so(tmp_path: Path) -> None:
