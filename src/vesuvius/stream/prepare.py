@@ -126,6 +126,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
         store=config.store,
         missing_chunk=config.missing_chunk,
         max_quarantined=config.max_quarantined,
+        max_reader_deaths=config.max_reader_deaths,
         rank=rank,
         world=world,
     )

@@ -76,6 +76,21 @@ class SourceFigures:
     cache_misses: int = 0
 
 
+@dataclass(frozen=True)
+class Outage:
+    """A store does not answer.
+
+    Attributes:
+        since: when the first read that is still being tried failed, seconds since 1970.
+        cause: why the last try of that read failed.
+        address: of the store.
+    """
+
+    since: float
+    cause: str
+    address: str
+
+
 class FetchError(Exception):
     """An object could not be read, however often it was tried."""
 
@@ -92,12 +107,14 @@ class Source:
         address: folder or URL.
         cache_scope: what names in the cache start with; another volume has another one.  While it is empty, as when
             metadata are read, nothing is cached.
+        outage: set while reads fail and are tried again.  May be read from any thread at any time.
     """
 
     address: str
     config: StoreConfig
     cache_scope: str = ""
     figures: SourceFigures = field(default_factory=SourceFigures)
+    outage: Outage | None = None
 
     def __post_init__(self) -> None:
         self._store = open_store(self.address, self.config)

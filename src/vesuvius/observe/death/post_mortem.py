@@ -35,7 +35,7 @@ class ReaderEnd:
         pid, node: which it was, and the host name of its machine; '' = this one.
         exit_type, exit_detail: Ray's account; None and '' where Ray does not tell.
         time: when Ray noticed, seconds since 1970; None where it does not tell.
-        new_pid: the reader in its place.
+        new_pid: another reader on that machine.
     """
 
     pid: int
