@@ -5,6 +5,7 @@ It held with Ray 2.60.0; `pyproject.toml` allows no release for which nobody has
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from vesuvius.stream.ray import private
 
 # isort: split
 import ray
+from ray._private import utils, worker
 from ray.data import ActorPoolStrategy, DataContext
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -177,9 +179,14 @@ def test_the_threads_that_fetch_blocks_have_these_names(tmp_path: Path) -> None:
     assert known == {"iter_threaded", "Prefetcher"}, new
 
 
-def test_sigterm_and_the_messages_of_daemons_are_in_functions_that_ray_has() -> None:
-    from ray._private import utils, worker
+def test_a_node_is_ended_by_a_function_with_these_parameters() -> None:
+    parameters = inspect.signature(private.Node.kill_all_processes).parameters
+    assert list(parameters) == ["self", "check_alive", "allow_graceful", "wait"]
+    assert "kill_all_processes" in inspect.getsource(worker.shutdown)
+    assert "disconnect" in inspect.getsource(worker.shutdown)
 
+
+def test_sigterm_and_the_messages_of_daemons_are_in_functions_that_ray_has() -> None:
     with private.without_sigterm_handler() as handler:
         assert utils.set_sigterm_handler is handler
     assert callable(utils.set_sigterm_handler)

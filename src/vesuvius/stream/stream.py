@@ -33,6 +33,7 @@ from vesuvius.stream.options import (
 )
 from vesuvius.stream.reader import Block, BlockReport, Reader, ReaderJob, RegionKey, check_quarantine
 from vesuvius.stream.reader_figures import ReaderFigures, ReaderTotals
+from vesuvius.stream.stacks import dump_stacks
 
 if TYPE_CHECKING:
     from vesuvius.stream.ray.watch import ReaderDeath  # Ray is not needed with workers: 0
@@ -246,6 +247,17 @@ class PatchStream(Iterator[Batch]):
         self._open_readers()
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
         self._event("reconfigured", f"readers changed at sample {self._next_sample}: {text}", changes)
+
+    def dump_reader_stacks(self, path: Path) -> None:
+        """Append the stacks of all threads of each reader process on this machine to a file, within two seconds.
+
+        With `workers: 0` there are none: the threads that read are the trainer's.  Any thread may call.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._options.workers and self._job.notes_dir is not None:
+            dump_stacks(Path(self._job.notes_dir), path)
 
     def reader_memory(self) -> dict[int, int]:
         """Bytes of private memory of each reader process, by pid, as it last said."""

@@ -20,6 +20,7 @@ import ray._private.utils
 import ray._private.worker
 import ray.data
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+from ray._private.node import Node
 from ray.core.generated import common_pb2, gcs_pb2
 from ray.data import DataContext
 from ray.data._internal.execution.execution_callback import ExecutionCallback
@@ -191,14 +192,23 @@ def quiet_daemon_messages(take: Callable[[Any], None]) -> Any:
 def shut_down(when_handlers_are_back: Callable[[], None]) -> None:
     """`ray.shutdown`, which early on puts back the signal handlers that its C++ core found.
 
+    It sends SIGTERM to each daemon and waits a second before it kills it.  Ours hold SIGTERM back, so they are killed
+    at once, which saves five seconds.
+
     Args:
         when_handlers_are_back: called right behind that.
     """
-    disconnect = ray._private.state.state.disconnect
+    disconnect, kill = ray._private.state.state.disconnect, Node.kill_all_processes
 
     def tell_and_disconnect() -> None:
         when_handlers_are_back()
         disconnect()  # type: ignore[no-untyped-call]
 
-    with mock.patch.object(ray._private.state.state, "disconnect", tell_and_disconnect):
+    def kill_at_once(node: Node, check_alive: bool = True, allow_graceful: bool = False, wait: bool = False) -> None:
+        kill(node, check_alive, False, wait)
+
+    with (
+        mock.patch.object(ray._private.state.state, "disconnect", tell_and_disconnect),
+        mock.patch.object(Node, "kill_all_processes", kill_at_once),
+    ):
         ray.shutdown()

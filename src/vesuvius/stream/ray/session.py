@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from vesuvius.stream.ray import private
 log = logging.getLogger(__name__)
 
 _JOIN_S = 3.0
+_ANNOUNCEMENT = b"RAY_BACKEND_LOG_LEVEL"
 
 
 class Session:
@@ -117,7 +119,7 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     try:
         # ray.init would take SIGTERM and exit from wherever the process is; the trainer could not save.  Giving it back
         # afterwards is too late: a signal in between has left locks held for ever.
-        with _sigterm_blocked(), _without_stderr(), private.without_sigterm_handler():
+        with _sigterm_blocked(), _without_announcement(), private.without_sigterm_handler():
             ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -157,13 +159,18 @@ def _sigterm_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Drop what is written to file descriptor 2: Ray's C++ core announces there which log level it was given."""
+def _without_announcement() -> Iterator[None]:
+    """Hold back what is written to file descriptor 2, and then write it, without the line in which Ray's C++ core
+    announces its log level."""
     saved = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            held.seek(0)
+            for line in held:
+                if _ANNOUNCEMENT not in line:
+                    os.write(saved, line)
+            os.close(saved)
