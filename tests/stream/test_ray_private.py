@@ -182,6 +182,7 @@ def test_the_threads_that_fetch_blocks_have_these_names(tmp_path: Path) -> None:
 def test_a_node_is_ended_by_a_function_with_these_parameters() -> None:
     parameters = inspect.signature(private.Node.kill_all_processes).parameters
     assert list(parameters) == ["self", "check_alive", "allow_graceful", "wait"]
+    assert any("DashboardAgent" in " ".join(child.cmdline()) for child in private._children_of_daemons())
     assert "kill_all_processes" in inspect.getsource(worker.shutdown)
     assert "disconnect" in inspect.getsource(worker.shutdown)
 

@@ -132,7 +132,7 @@ def test_a_stream_that_nobody_closes_does_not_keep_the_interpreter(
     ended = time.time()
     assert done.returncode == {"exit": 3, "error": 1}[end], done.stderr
     began, *children = done.stdout.split()
-    assert ended - float(began) < 15, "two seconds where nobody else computes"
+    assert ended - float(began) < 30, "two seconds where nobody else computes; it was 30 to 40, or for ever"
     deadline = time.monotonic() + 30
     while (left := [pid for pid in map(int, children) if not is_gone(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,16 @@ from vesuvius.plan.occupancy import foreground_map
 from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
 from vesuvius.plan.split import Split, split_volume
 from vesuvius.stream.reader import ReaderJob
+from vesuvius.stream.start_reads import Kind
+from vesuvius.volumes.box import Box
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
 
 _PATCHES_PER_ESTIMATE = 16
 _PERCENTILES = (0.5, 99.5)
 _SEED = 0  # not the run's: runs with other seeds on the same data see the same model values, so that they compare
+
+ReadBox = Callable[[Kind, int, Box], NDArray[Any]]
+"""Reads a box of a volume, or of its condition, by the number of the volume."""
 
 
 @dataclass(frozen=True)
@@ -47,23 +54,43 @@ class PreparedData:
     plan: Plan
     job: ReaderJob
 
-    def grey_ranges(self, config: DataConfig) -> GreyRanges:
+    def read(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
+        """As `Volume.read`, of the volume of this number or of its condition."""
+        volumes = self.volumes if kind == "volume" else self.conditions
+        return volumes[number].read(box)
+
+    def grey_ranges(self, config: DataConfig, read: ReadBox | None = None) -> GreyRanges:
         """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
+
+        Args:
+            read: what reads them, e.g. `StartReads.read`; by default this process does.
 
         Raises:
             DataError: an estimate is needed where all sampled voxels are air or equal.
         """
         conditions = () if config.condition_classes else self.conditions
+        read = read or self.read
         return GreyRanges(
-            self._ranges("data.normalize", config.normalize, self.volumes),
-            self._ranges("data.condition_normalize", config.condition_normalize, conditions),
+            self._ranges("data.normalize", config.normalize, self.volumes, partial(read, "volume")),
+            self._ranges(
+                "data.condition_normalize", config.condition_normalize, conditions, partial(read, "condition")
+            ),
         )
 
-    def _ranges(self, key: str, normalize: NormalizeConfig, volumes: tuple[Volume, ...]) -> tuple[GreyRange, ...]:
+    def _ranges(
+        self,
+        key: str,
+        normalize: NormalizeConfig,
+        volumes: tuple[Volume, ...],
+        read: Callable[[int, Box], NDArray[Any]],
+    ) -> tuple[GreyRange, ...]:
         if normalize.low is not None and normalize.high is not None:
             return (GreyRange(normalize.low, normalize.high),) * len(volumes)
         plan = replace(self.plan, seed=_SEED)
-        return tuple(estimate_grey_range(volume, plan, number, key) for number, volume in enumerate(volumes))
+        return tuple(
+            estimate_grey_range(volume, plan, number, key, partial(read, number))
+            for number, volume in enumerate(volumes)
+        )
 
     def describe(self, config: DataConfig, greys: GreyRanges) -> dict[str, Any]:
         """What `split.json` holds."""
@@ -156,7 +183,9 @@ def _plan(volume: Volume, split: Split, spec: VolumeConfig, voxel_bytes: int, co
     )
 
 
-def estimate_grey_range(volume: Volume, plan: Plan, number: int, key: str = "data.normalize") -> GreyRange:
+def estimate_grey_range(
+    volume: Volume, plan: Plan, number: int, key: str, read: Callable[[Box], NDArray[Any]]
+) -> GreyRange:
     """0.5th and 99.5th percentile of the material in some patches of the plan: the same for the same plan.
 
     Voxels equal to the fill value are masked air and left out, because their share differs from volume to volume.
@@ -170,7 +199,7 @@ def estimate_grey_range(volume: Volume, plan: Plan, number: int, key: str = "dat
         z, y, x = ((a + b - p) // 2 for a, b, p in zip(start, stop, plan.patch_zyx, strict=True))
         size_z, size_y, size_x = plan.patch_zyx
         try:
-            voxels = volume.read(((z, y, x), (z + size_z, y + size_y, x + size_x)))
+            voxels = read(((z, y, x), (z + size_z, y + size_y, x + size_x)))
         except UnreadableChunkError:
             continue  # the readers will meet it, report it and put it into quarantine
         material.append(voxels[voxels != volume.fill_value])
