@@ -223,7 +223,7 @@ def shut_down(when_handlers_are_back: Callable[[], None]) -> None:
 def _children_of_daemons() -> list[psutil.Process]:
     """Workers and agents of the Ray that this process has started; none of a cluster that it is connected to."""
     found: list[psutil.Process] = []
-    node = ray._private.worker._global_node
+    node: Any = ray._private.worker._global_node
     for info in itertools.chain.from_iterable(node.all_processes.values() if node else ()):
         with suppress(psutil.Error):
             found += psutil.Process(info.process.pid).children(recursive=True)
