@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ with Notebook(Path(sys.argv[1])).reading(Place("v.zarr", ((0, 0, 0), (8, 8, 8)),
 # What comes on the command line behind the folder and the volume is done to the codecs first.
 READS = """
 import sys
+import time
 from pathlib import Path
 from vesuvius.config import ArrayConfig
 from vesuvius.stream.guarded import GuardedReads
@@ -143,6 +145,20 @@ def test_a_chunk_that_was_given_up_is_named_without_a_try(tmp_path: Path) -> Non
     reads = GuardedReads(tmp_path / "notes", role="trainer")
     with pytest.raises(UnreadableChunkError, match=r"killed its reader \(SIGSEGV\)"):
         reads.read(open_volume(ArrayConfig(path=str(path))), ((0, 0, 0), (8, 8, 8)))
+    reads.close()
+
+
+def test_a_reader_that_waits_for_its_store_says_so(tmp_path: Path) -> None:
+    volume = open_volume(ArrayConfig(path=str(write_sharded(tmp_path / "v.zarr", textured((64, 64, 64))))))
+    reads = GuardedReads(tmp_path / "notes", actor="an actor")
+    reads.publish_outages([volume])
+    outage = Outage(1000.0, "connection refused", "http://store")
+    for expected in (outage, None):
+        volume.source.outage = expected
+        deadline = time.monotonic() + 30
+        while (said := read_notes(tmp_path / "notes")[0].outage) != expected and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert said == expected
     reads.close()
 
 

@@ -96,6 +96,26 @@ def test_a_kill_is_tried_again_and_bounded(poisoned: Path, caplog: pytest.LogCap
             reads.read("volume", 0, sound)
 
 
+def test_a_mask_that_aborts_is_an_error_and_a_sound_one_gives_the_same_map(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    mask = write_sharded(tmp_path / "mask.zarr", (textured(SHAPE) > 120).astype(np.uint8))
+    spec = VolumeConfig(path=str(path), mask={"path": str(mask)})  # type: ignore[arg-type]
+    config = DataConfig(volumes=(spec,), patch_size=(8, 16, 16), min_foreground=0.1)
+    with StartReads(config) as reads:
+        apart = prepare_data(0, config, foreground=reads.foreground_map)
+        assert apart.plan.hash == prepare_data(0, config).plan.hash
+        coarser = write_sharded(tmp_path / "half.zarr", np.ones((96, 96, 96), np.uint8))
+        poison(coarser, (0, 0, 2))  # the array ends within its shard, which is then read in part
+        odd = write_array(tmp_path / "odd.zarr", textured((96, 96, 96)))
+        spec = VolumeConfig(path=str(odd), mask={"path": str(coarser)})  # type: ignore[arg-type]
+    config = DataConfig(volumes=(spec,), patch_size=(8, 16, 16), min_foreground=0.1)
+    with (
+        StartReads(config) as reads,
+        pytest.raises(DataError, match=r"got SIGABRT while the mask .*half\.zarr was read"),
+    ):
+        prepare_data(0, config, foreground=reads.foreground_map)
+
+
 def test_an_error_of_the_other_process_is_the_same_here(tmp_path: Path) -> None:
     missing = config_of(tmp_path / "none.zarr")
     with StartReads(missing) as reads, pytest.raises(DataError, match="a volume must exist"):

@@ -76,14 +76,14 @@ def preflight(config: Config, resume: bool, checkpoint: Path | None, allow_drift
     if not resume:
         refuse_existing(directory)
     parameters = _check_network(config)
-    data = prepare_data(config.seed, config.data)
-    options = StreamOptions.from_config(config.training, config.cluster)
-    check_store_need(data.job, options)
-    check_store(data.job, options)
-    check_cache(config.data.store)
-    resumed = read_resumption(checkpoint, config, data, allow_drift) if checkpoint else None
-    keeps_data = resumed is not None and not resumed.other_data
     with StartReads(config.data, directory.reading if resume and directory.exists() else None) as reads:
+        data = prepare_data(config.seed, config.data, foreground=reads.foreground_map)
+        options = StreamOptions.from_config(config.training, config.cluster)
+        check_store_need(data.job, options)
+        check_store(data.job, options)
+        check_cache(config.data.store)
+        resumed = read_resumption(checkpoint, config, data, allow_drift) if checkpoint else None
+        keeps_data = resumed is not None and not resumed.other_data
         greys = stored_greys(resumed.state) if resumed and keeps_data else data.grey_ranges(config.data, reads.read)
         fixed = _fixed_patches(config, data, reads)
     scalars = stored_scalars(resumed.state) if resumed and keeps_data else volume_scalars(config, data)

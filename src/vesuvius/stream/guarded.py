@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,10 @@ class GuardedReads:
             return notes.reading(Place(volume.name, box, chunk, volume.grid.box_of(chunk)))
 
         return volume.read_with_care(box, note_chunk, out)
+
+    def noting(self, place: Place) -> AbstractContextManager[None]:
+        """Around what reads a place by itself: a crash is told of, and nothing is read with care."""
+        return self._notes.reading(place) if self._notes is not None else nullcontext()
 
     def publish_outages(self, volumes: Sequence[Volume]) -> None:
         """From now on, say in the note which of these volumes' stores does not answer.  On a thread of its own: the one

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, NormalizeConfig, VolumeConfig
 from vesuvius.errors import DataError
+from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.plan.occupancy import foreground_map
 from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
 from vesuvius.plan.split import Split, split_volume
@@ -26,6 +27,7 @@ _SEED = 0  # not the run's: runs with other seeds on the same data see the same 
 
 ReadBox = Callable[[Kind, int, Box], NDArray[Any]]
 """Reads a box of a volume, or of its condition, by the number of the volume."""
+MakeForeground = Callable[[Volume, VolumeConfig, DataConfig], ForegroundMap | None]
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,15 @@ class PreparedData:
         }
 
 
-def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -> PreparedData:
+def prepare_data(
+    seed: int, config: DataConfig, rank: int = 0, world: int = 1, foreground: MakeForeground = foreground_map
+) -> PreparedData:
     """Open and check all volumes and lay the plan.
 
     Reads metadata; with `data.min_foreground` also what the foreground map is made of.
+
+    Args:
+        foreground: what makes those maps, e.g. `StartReads.foreground_map`; by default this process does.
 
     Raises:
         DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not go together.
@@ -141,7 +148,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
     voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
     splits = tuple(split_volume(v.name, v.shape_zyx, config.patch_size, config.validation) for v in volumes)
     planned = [
-        _plan(volume, split, spec, voxel_bytes, config)
+        _plan(volume, split, spec, voxel_bytes, config, foreground)
         for spec, volume, split in zip(config.volumes, volumes, splits, strict=True)
     ]
     plan = make_plan(seed, config, planned)
@@ -169,7 +176,14 @@ def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
     return next(iter(dtypes), None)
 
 
-def _plan(volume: Volume, split: Split, spec: VolumeConfig, voxel_bytes: int, config: DataConfig) -> PlanVolume:
+def _plan(
+    volume: Volume,
+    split: Split,
+    spec: VolumeConfig,
+    voxel_bytes: int,
+    config: DataConfig,
+    foreground: MakeForeground,
+) -> PlanVolume:
     return plan_volume(
         volume.name,
         split,
@@ -179,7 +193,7 @@ def _plan(volume: Volume, split: Split, spec: VolumeConfig, voxel_bytes: int, co
         spec.weight,
         config,
         voxel_bytes=voxel_bytes,
-        foreground=foreground_map(volume, spec, config),
+        foreground=foreground(volume, spec, config),
     )
 
 

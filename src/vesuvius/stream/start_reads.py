@@ -21,10 +21,12 @@ from typing import IO, Any, Literal, Self
 
 from numpy.typing import NDArray
 
-from vesuvius.config import ArrayConfig, DataConfig
+from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import DataError, VesuviusError, one_line
+from vesuvius.plan.foreground import ForegroundMap
+from vesuvius.plan.occupancy import foreground_map
 from vesuvius.stream.guarded import GuardedReads
-from vesuvius.stream.notes import read_notes
+from vesuvius.stream.notes import Place, read_notes
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -81,7 +83,25 @@ class StartReads:
             else:
                 return voxels
 
-    def _ask(self, request: tuple[Kind, int, Box]) -> Any:
+    def foreground_map(self, volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:
+        """As `vesuvius.plan.occupancy.foreground_map`; a mask or a coarse level is read in the other process.
+
+        Raises:
+            DataError: as that, or a codec has ended the process.
+        """
+        if config.min_foreground == 0 or (spec.mask is None and config.foreground.source == "chunks"):
+            return foreground_map(volume, spec, config)  # decodes nothing
+        try:
+            found: ForegroundMap = self._ask(("foreground", config.volumes.index(spec), None))
+        except EOFError:
+            how = self._take_death()
+            raise DataError(
+                f"the foreground of {volume.name} must be readable; got {how} while {_source_of(spec, config)} was "
+                "read; restore it, or name another mask or level"
+            ) from None
+        return found
+
+    def _ask(self, request: tuple[Kind | Literal["foreground"], int, Box | None]) -> Any:
         """Raises EOFError where the process dies, and what the request raises there."""
         process = self._process or self._start()
         assert process.stdin is not None
@@ -113,8 +133,8 @@ class StartReads:
         _send(process.stdin, (self._config, self._notes))
         return process
 
-    def _take_death(self) -> None:
-        """Log it; the next request starts another process.  Raises where it should not."""
+    def _take_death(self) -> str:
+        """Log it, and return what ended the process; the next request starts another.  Raises where it should not."""
         assert self._process is not None
         pid = self._process.pid
         code = self._end()
@@ -141,6 +161,7 @@ class StartReads:
             said,
             "reads that with care" if crash else "tries again",
         )
+        return how
 
     def _end(self) -> int:
         """Close the pipes and wait for the process, not for ever; returns its exit code."""
@@ -173,11 +194,18 @@ def serve() -> None:
         except EOFError:
             break
         try:
-            volume = opened.get((kind, number)) or open_volume(
-                _spec(config, kind, number), config.store, config.missing_chunk
+            part: Kind = "volume" if kind == "foreground" else kind
+            volume = opened.get((part, number)) or open_volume(
+                _spec(config, part, number), config.store, config.missing_chunk
             )
-            opened[kind, number] = volume
-            answer: tuple[str, Any] = "done", reads.read(volume, box)
+            opened[part, number] = volume
+            answer: tuple[str, Any]
+            if kind == "foreground":
+                spec = config.volumes[number]
+                with reads.noting(Place(_source_of(spec, config), ((0, 0, 0), volume.shape_zyx))):
+                    answer = "done", foreground_map(volume, spec, config)
+            else:
+                answer = "done", reads.read(volume, box)
         except VesuviusError as error:
             answer = "error", _Carried(error)
         with lock:
@@ -222,6 +250,11 @@ def _spec(config: DataConfig, kind: Kind, number: int) -> ArrayConfig:
         return spec
     assert spec.condition is not None, "conditions are asked for where there are some"
     return spec.condition
+
+
+def _source_of(spec: VolumeConfig, config: DataConfig) -> str:
+    """What the foreground is read from, where something is."""
+    return f"level {config.foreground.level} of {spec.path}" if spec.mask is None else f"the mask {spec.mask.path}"
 
 
 def _send(out: IO[bytes], message: Any) -> None:
