@@ -58,7 +58,7 @@ def test_more_deaths_than_allowed_end_the_run_with_exit_6(
     assert done.returncode == 6, done.stderr
     errors = [line for line in done.stderr.splitlines() if "data.max_reader_deaths=0" in line]
     assert len(errors) == 1, done.stderr
-    assert "got 1, the last while it read volume" in errors[0] or "got 1 at the start" in errors[0]
+    assert "got 1, the last: reader" in errors[0] or "got 1 at the start" in errors[0]
     assert "Traceback" not in done.stderr
     assert "workers=0" not in done.stderr, "it would take the trainer along"
 

@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
 from vesuvius.errors import ConfigError
+from vesuvius.stream import at_exit
 from vesuvius.stream import stream as stream_module
 from vesuvius.stream.ray import blocks as ray_blocks
 from vesuvius.stream.ray import session as ray_session
@@ -148,6 +149,6 @@ def is_gone(pid: int) -> bool:
 
 def test_a_closed_stream_is_not_closed_again_at_exit(volume: Path) -> None:
     with open_stream(make_job(volume)) as stream:
-        assert stream in stream_module._open_streams
-    assert not stream_module._open_streams
+        assert stream in at_exit._open
+    assert not at_exit._open
     assert isinstance(stream, PatchStream)

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +18,7 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.plan.plan import Task
+from vesuvius.stream.at_exit import close_at_exit, is_closed
 from vesuvius.stream.cutter import Cutter
 from vesuvius.stream.feeder import Batch, Feeder, FeederFigures, check_rings
 from vesuvius.stream.notes import Note, take_over
@@ -146,7 +145,7 @@ class PatchStream(Iterator[Batch]):
         self._temporary_notes: tempfile.TemporaryDirectory[str] | None = None
         if job.notes_dir is not None:
             _say_crashes(take_over(Path(job.notes_dir)))
-        _close_at_exit(self)
+        close_at_exit(self)
         try:
             self._open_readers()
         except BaseException:
@@ -178,7 +177,7 @@ class PatchStream(Iterator[Batch]):
         try:
             self._close_readers()
         finally:
-            _open_streams.discard(self)
+            is_closed(self)
             if self._session is not None:
                 self._session.close()
                 self._session = None
@@ -231,7 +230,7 @@ class PatchStream(Iterator[Batch]):
 
         Raises:
             ConfigError: /dev/shm is too small for that, or a ring has fewer than 3 buffers; the stream goes on as it
-                was.
+                was.  Where new readers cannot start, `next` raises the error again until another call succeeds.
         """
         check_rings((buffers or (), condition_buffers))
         changes = {"workers": workers, "prefetch_factor": prefetch_factor, "prefetch_bytes": prefetch_bytes}
@@ -370,36 +369,17 @@ class PatchStream(Iterator[Batch]):
         """On the thread of the watch; returns what ends the stream."""
         self.reader_deaths += 1
         self.readers.pop(death.pid, None)
-        note, cause = death.note, death.cause
-        crash, place = (note.crash, note.place) if note else (None, None)
-        why = [f"{crash}, by its own account"] if crash else []
-        why.append(str(cause or "Ray does not say why").rstrip("."))
         others = [pid for pid, reader in self.readers.copy().items() if reader.node == death.node]
-        reading = f" while it read {place}" if place else ""
         self._event(
-            "reader_died",
-            f"reader {death.pid or '?'} on {death.node} was killed or died ({'; '.join(why)}){reading}; another reads "
-            "its task again",
-            {
-                "pid": death.pid,
-                "node": death.node,
-                "new_pid": others[0] if others else None,
-                "exit_type": cause.exit_type if cause else None,
-                "exit_detail": cause.detail if cause else "",
-                "exit_time": cause.time if cause else None,
-                "signal": crash,
-                "volume": place.volume if place else None,
-                "box": place.box if place else None,
-                "chunk": place.chunk if place else None,
-            },
+            "reader_died", f"{death}; another reads its task again", death.fields(others[0] if others else None)
         )
         limit = self._job.max_reader_deaths
         if self.reader_deaths <= limit:
             return None
         return DataError(
-            f"at most data.max_reader_deaths={limit} readers may die in one session; got {self.reader_deaths}, the last"
-            f"{reading}: {'; '.join(why)}; restore the volume if readers crash, lower training.workers or "
-            "data.reader_mib if memory is short, or raise the limit"
+            f"at most data.max_reader_deaths={limit} readers may die in one session; got {self.reader_deaths}, the "
+            f"last: {death}; restore the volume if readers crash, lower training.workers or data.reader_mib if memory "
+            "is short, or raise the limit"
         )
 
     def _quarantine(self, record: dict[str, Any]) -> None:
@@ -416,25 +396,6 @@ class PatchStream(Iterator[Batch]):
     def _event(self, kind: EventKind, text: str, fields: Any) -> None:
         self.events.append(StreamEvent(kind, text, dict(fields)))
         log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
-
-
-_open_streams: set[PatchStream] = set()
-
-
-def _close_at_exit(stream: PatchStream) -> None:
-    """Have a stream closed when the interpreter exits, if nobody has closed it by then.
-
-    `atexit` comes too late: the interpreter first waits for threads, among them Ray Data's, which wait for a block.
-    """
-    if not _open_streams:
-        with suppress(RuntimeError):  # the interpreter is already on its way out
-            threading._register_atexit(_close_open_streams)  # type: ignore[attr-defined]
-    _open_streams.add(stream)
-
-
-def _close_open_streams() -> None:
-    for stream in list(_open_streams):
-        stream.close()
 
 
 def _say_crashes(crashed: Sequence[Note]) -> None:

@@ -38,7 +38,7 @@ class RayCause:
 
 
 def reader_death_cause(pid: int, node: str) -> RayCause | None:
-    """Why a reader that has died did, to be asked once its successor is at work; None where Ray does not tell.
+    """Why a reader that has died did; None where Ray does not tell, or does not yet.
 
     Takes a few milliseconds, at most two seconds; never raises.
 

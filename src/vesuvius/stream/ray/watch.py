@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
 from vesuvius.errors import one_line
-from vesuvius.stream.notes import Note, read_notes
+from vesuvius.stream.notes import Note, Place, read_notes
 from vesuvius.stream.outage_log import OutageLog
 from vesuvius.stream.ray import private
 from vesuvius.stream.ray.deaths import RayCause, reader_death_cause
@@ -40,6 +41,34 @@ class ReaderDeath:
     node: str
     cause: RayCause | None
     note: Note | None
+
+    def __str__(self) -> str:
+        crash, place = self._left
+        why = [f"{crash}, by its own account"] if crash else []
+        why.append(str(self.cause or "Ray does not say why").rstrip("."))
+        reading = f" while it read {place}" if place else ""
+        return f"reader {self.pid or '?'} on {self.node} was killed or died ({'; '.join(why)}){reading}"
+
+    def fields(self, other_pid: int | None) -> dict[str, Any]:
+        """As data, for `ReaderEnd`; `other_pid`: a living reader of the same machine."""
+        (crash, place), cause = self._left, self.cause
+        return {
+            "pid": self.pid,
+            "node": self.node,
+            "new_pid": other_pid,
+            "exit_type": cause.exit_type if cause else None,
+            "exit_detail": cause.detail if cause else "",
+            "exit_time": cause.time if cause else None,
+            "signal": crash,
+            "volume": place.volume if place else None,
+            "box": place.box if place else None,
+            "chunk": place.chunk if place else None,
+        }
+
+    @property
+    def _left(self) -> tuple[str | None, Place | None]:
+        """The fatal signal and what was read, where the reader has left them."""
+        return (self.note.crash, self.note.place) if self.note else (None, None)
 
 
 class ReaderWatch:
