@@ -17,6 +17,7 @@ import zarr
 
 from tests.chunk_server import ChunkServer
 from tests.conftest import run_vesuvius, textured, write_array
+from tests.volumes.test_axes import axis, ome_06, sequence
 from vesuvius import volume
 from vesuvius.config_file import read_config
 from vesuvius.stream.prepare import prepare_data
@@ -151,6 +152,44 @@ def test_info_says_what_the_volume_is(tmp_path, capsys):
     assert "  codec        blosc zstd level 3, no shuffle" in lines
     stored = len([path for path in (tmp_path / "v.zarr" / "0").glob("*/*/*") if path.is_file()])
     assert f"  stored       {stored} of 48 chunks" in captured.out
+
+
+TURNED = [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]]
+
+
+@pytest.mark.parametrize(
+    ("transform", "dtype", "message"),
+    [
+        ({"type": "rotation", "rotation": TURNED}, "int16", "got rotation with the row [0.0, 0.8, -0.6]"),
+        ({"type": "affine", "affine": [[*row, 0] for row in TURNED]}, "int16", "got affine with the row"),
+        ({"type": "scale", "scale": [1, 1, 1]}, "complex64", "got complex64"),
+        ({"type": "scale", "scale": [1, 1, 1]}, str, "voxels must be bool, or integers or floats"),
+    ],
+    ids=["rotation", "affine", "complex", "text"],
+)
+def test_info_of_what_cannot_be_read_ends_with_one_line(tmp_path, capsys, transform, dtype, message):
+    attributes = ome_06(transform, systems={"physical": [axis(name) for name in "zyx"]})
+    zarr.create_group(str(tmp_path / "v.zarr"), zarr_format=3, attributes=attributes)
+    zarr.create_array(str(tmp_path / "v.zarr/0"), shape=(32, 32, 32), dtype=dtype, zarr_format=3)
+    assert volume.main(["info", str(tmp_path / "v.zarr")]) == 6
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert message in line
+
+
+def test_info_shows_size_and_unit_of_0_6(tmp_path, capsys):
+    scale = {"type": "scale", "scale": [4, 2, 2]}
+    steps = sequence(scale, {"type": "translation", "translation": [1, 0, 0]})
+    attributes = ome_06(steps, systems={"physical": [axis(name, "nanometer") for name in "xyz"]})
+    zarr.create_group(str(tmp_path / "v.zarr"), zarr_format=3, attributes=attributes)
+    write_array(tmp_path / "v.zarr/0", textured((32, 48, 64), dtype="int16"), zarr_format=3)
+    assert volume.main(["info", str(tmp_path / "v.zarr"), "--patch", "8,16,16"]) == 0
+    out = capsys.readouterr().out
+    assert "OME-Zarr 0.6 'image', zarr v3, axes x, y, z" in out
+    assert "2x2x4 nanometer" in out
+    assert "  corner       z 0, y 0, x 1 nanometer" in out
+    assert "int16" in out
 
 
 def test_the_snippet_of_info_is_a_config_with_the_figures_that_it_tells(tmp_path, capsys):

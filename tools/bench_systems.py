@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -312,7 +312,7 @@ def task_round_batches(job: ReaderJob, setup: Setup) -> int:
 
 
 class OurTasks(IterableDataset[tuple[torch.Tensor, int]]):
-    """Samples of our tasks, worker w of N taking tasks w, w + N, ...; a task's decoded bytes come with its first."""
+    """Our samples, each worker reading and cutting those of one rank; decoded bytes come with the sample after them."""
 
     def __init__(self, job: ReaderJob) -> None:
         self._job = job
@@ -323,13 +323,13 @@ class OurTasks(IterableDataset[tuple[torch.Tensor, int]]):
 
         worker = get_worker_info()
         assert worker is not None
-        # Twice the regions of a task: a batch may hold views of the task before.
-        reader = Reader(self._job, ring=2 * self._job.blocks_per_task + 1)
-        tasks = itertools.islice(self._job.plan.tasks(0, 2**62), worker.id, None, worker.num_workers)
-        pairs = itertools.pairwise(tasks)
+        job = replace(self._job, rank=worker.id, world=worker.num_workers)
+        # Those in flight and those of a task more: a batch may hold views of regions that have left.
+        reader = Reader(job, ring=job.plan.regions_in_flight + job.blocks_per_task + 1)
+        pairs = itertools.pairwise(job.tasks(0, 2**62))
         blocks = (block for task, ahead in pairs for block in reader.blocks(task, ahead))
         reports: list[BlockReport] = []
-        for patch in Cutter(self._job, blocks, reports.append).patches():
+        for patch in Cutter(job, blocks, reports.append, 0, 2**62).patches():
             bytes_read = sum(report.bytes_read for report in reports)
             reports.clear()
             yield torch.from_numpy(patch.voxels[0]), bytes_read
@@ -434,7 +434,7 @@ def _decode(job: ReaderJob, worker: int, setup: Setup) -> tuple[float, int]:
     from vesuvius.volumes.volume import open_volume
 
     volume = open_volume(job.volumes[0])
-    region_zyx = [axis[0][1] - axis[0][0] for axis in job.plan.volumes[0].intervals_zyx]
+    region_zyx = job.plan.volumes[0].cells.region_zyx(job.plan.patch_zyx)
     sides = [max(round(r / c), 1) * c for r, c in zip(region_zyx, volume.chunk_zyx, strict=True)]
     zs, ys, xs = (range(0, size, side) for size, side in zip(volume.shape_zyx, sides, strict=True))
     mine = itertools.cycle(list(itertools.product(zs, ys, xs))[worker :: setup.workers] or [(0, 0, 0)])

@@ -33,8 +33,9 @@ from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.randomness import Purpose, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.unet import UNet
-from vesuvius.engine.conditioning import Conditioner, scale_and_offset
+from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import DeviceFeed
+from vesuvius.engine.greys import grey_scales, normalised
 from vesuvius.engine.network import build_network
 from vesuvius.engine.step import TrainStep, choose_device, learning_rate, parameter_count
 from vesuvius.observe.clock import HostClock
@@ -129,8 +130,7 @@ def _held_out_patch(config: Config, data: PreparedData, greys: GreyRanges, numbe
     size = config.data.patch_size
     z, y, x = (int(rng.integers(lo, hi - n + 1)) for lo, hi, n in zip(start, stop, size, strict=True))
     voxels = data.volumes[0].read(((z, y, x), (z + size[0], y + size[1], x + size[2])))
-    scale, offset = scale_and_offset(greys.volumes[0])
-    return (voxels[None].astype(np.float32) * scale + offset).astype(np.float32)
+    return normalised(torch.from_numpy(voxels[None]), grey_scales(greys.volumes[:1])).numpy()
 
 
 def _train(

@@ -99,7 +99,11 @@ def _add_source(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> 
     parser.add_argument("path", metavar=metavar, help=meaning)
     parser.add_argument("--level", type=_natural, default=0, help="level of the pyramid, 0 = finest (default: 0)")
     parser.add_argument(
-        "--select", type=_naturals, default=(), metavar="I,...", help="indices that fix the axes before z, y, x"
+        "--select",
+        type=_naturals,
+        default=(),
+        metavar="I,...",
+        help="indices that fix the other axes than z, y, x",
     )
 
 

@@ -83,9 +83,9 @@ def copy_text(figures: CopyFigures, out: Path, source: str) -> str:
 
 
 def _title(facts: VolumeFacts) -> str:
-    kind = "bare array" if facts.ome_version is None and facts.axes is None else f"OME-Zarr {facts.ome_version or '?'}"
+    kind = f"OME-Zarr {facts.ome_version or '?'}" if facts.chosen.path else "bare array"
     title = f" {facts.title!r}" if facts.title else ""
-    axes = ", ".join(facts.axes) if facts.axes else "not named, taken as z, y, x"
+    axes = ", ".join(name or "(no name)" for name in facts.axes) if facts.axes else "not named, taken as z, y, x"
     return f"{facts.spec.path}: {kind}{title}, zarr v{facts.chosen.zarr_format}, axes {axes}"
 
 
@@ -157,14 +157,13 @@ def _patch_rows(facts: VolumeFacts) -> Iterator[tuple[str, str]]:
         f"{region.amplification:.2f} bytes decoded per byte of patch, with {region.patches_per_region} patches (K) "
         f"from each of {region.regions} regions",
     )
-    yield "", f"of up to {_times(region.region_zyx)} voxels, {region.regions_per_task} regions (R) mixed at a time"
+    yield "", f"of up to {_times(region.region_zyx)} voxels, {region.regions_in_flight} regions (M) mixed at a time"
     yield (
         "memory",
-        f"{_bytes(region.regions_bytes)} for the R decoded regions of a reader; its program and chunks on their way "
-        "come on top",
+        f"{_bytes(region.regions_bytes)} for the M decoded regions; readers, and what they have ready, come on top",
     )
     if region.repeats:
-        yield "note", "there are fewer regions than R: batches repeat them"
+        yield "note", "there are fewer regions than M: batches repeat them"
     divisor = ModelConfig().divisor_zyx
     if any(p % d for p, d in zip(facts.patch_zyx, divisor, strict=True)):
         yield "note", f"the default network needs a patch that is a multiple of {_times(divisor)}"
@@ -181,7 +180,7 @@ def _yaml(facts: VolumeFacts) -> Iterator[str]:
         yield f"      select: {list(spec.select)}"
     yield f"  patch_size: {list(facts.patch_zyx)}"
     yield f"  patches_per_region: {region.patches_per_region}"
-    yield f"  regions_per_task: {region.regions_per_task}"
+    yield f"  regions_in_flight: {region.regions_in_flight}"
     if facts.patch_zyx[1] != facts.patch_zyx[2]:
         yield "  augment: {turn: false} # a quarter turn needs y = x"
     if facts.grey and facts.grey.percentiles:

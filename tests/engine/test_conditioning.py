@@ -67,17 +67,30 @@ def test_grey_conditions_are_normalised_by_the_range_of_their_volume_and_marked_
     assert condition.channels[:, 1].unique().tolist() == [1.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.float32])
-def test_labels_become_channels_of_0_and_1_and_a_label_beyond_them_none(dtype: torch.dtype) -> None:
-    raw = torch.tensor([0, 1, 2, 255]).to(dtype).view(1, 1, 1, 1, 4)
+LABELS: dict[str, list[float]] = {
+    "bool": [0, 1],
+    "uint8": [0, 1, 2, 255],
+    "int8": [0, 1, 2, -1, -128],
+    "int16": [0, 1, 2, -1, 256],
+    "uint16": [0, 1, 2, 256, 65535],
+    "int32": [0, 1, 2, -1, 2**24 + 1, -(2**31)],
+    "uint32": [0, 1, 2, 2**31, 2**32 - 1],
+    "int64": [0, 1, 2, -1, 2**32, 2**33 + 1, -(2**63)],
+    "uint64": [0, 1, 2, 2**32, 2**64 - 1],
+    "float16": [0, 1, 2, 0.5, -1],
+    "float32": [0, 1, 2, 0.5, -1],
+    "float64": [0, 1, 2, 0.5, -1, 1e300],
+}
+
+
+@pytest.mark.parametrize("dtype", LABELS)
+def test_labels_become_channels_of_0_and_1_and_a_label_beyond_them_none(dtype: str) -> None:
+    labels = LABELS[dtype]
+    raw = torch.from_numpy(np.array(labels, dtype)).view(1, 1, 1, 1, -1)
     condition = Conditioner(3, [], NO_SCALARS, CPU)(raw, [0])
     assert condition.channels is not None
-    assert condition.channels[0, :, 0, 0].tolist() == [
-        [1.0, 0.0, 0.0, 0.0],
-        [0.0, 1.0, 0.0, 0.0],
-        [0.0, 0.0, 1.0, 0.0],
-        [1.0, 1.0, 1.0, 1.0],
-    ]
+    expected = [[float(label == channel) for label in labels] for channel in range(3)]
+    assert condition.channels[0, :, 0, 0].tolist() == [*expected, [1.0] * len(labels)]
 
 
 def test_scalars_are_those_of_the_samples_volume(tmp_path: Path) -> None:

@@ -25,9 +25,15 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+DTYPES = [*INTEGERS, "float16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
 def test_symmetries_move_voxels_and_change_none(dtype: str) -> None:
     patch = textured((4, 6, 6), dtype=dtype)
+    if dtype == "bool":
+        patch ^= textured((4, 6, 6)) > 100
     out = apply_symmetries(torch.from_numpy(np.stack([patch] * len(ALL))), ALL).numpy()
     assert out.dtype == patch.dtype
     for turned, symmetry in zip(out, ALL, strict=True):
@@ -37,7 +43,7 @@ def test_symmetries_move_voxels_and_change_none(dtype: str) -> None:
     assert len({turned.tobytes() for turned in out}) == 16
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "int8"])
 def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtype: str) -> None:
     volumes = []
     for number in range(2):
@@ -60,6 +66,55 @@ def test_the_grey_range_becomes_minus_one_to_one_per_volume(tmp_path: Path, dtyp
     for value, number in zip(x_0, drawn, strict=True):
         # grey 50 lies in the middle of 0..100, grey 150 at the top of 100..150
         torch.testing.assert_close(value, torch.full_like(value, float(number)))
+
+
+PAIRS = {"bool": "int8", "int16": "int32", "uint32": "int64", "int64": "bool", "float16": "uint64", "float64": "int16"}
+
+
+@pytest.mark.parametrize(("dtype", "workers"), [*((dtype, 0) for dtype in PAIRS), ("int16", 1)])
+def test_patches_and_labels_of_any_dtype_and_order_of_axes_are_those_that_the_plan_names(
+    request: pytest.FixtureRequest, tmp_path: Path, dtype: str, workers: int
+) -> None:
+    """From the store to the device: the scan is stored x, c, y, z, its labels y, x, z."""
+    if workers:
+        request.getfixturevalue("ray_cluster")
+    scan = (textured((96, 80, 72)) - 100).astype(np.int8).astype("float64")
+    if dtype.startswith("u") or dtype == "bool":
+        scan = scan > 0 if dtype == "bool" else np.abs(scan)
+    labels = textured((96, 80, 72), seed=1) % 3
+    stored_scan = np.stack([np.zeros_like(scan.T), scan.T], axis=1).astype(dtype)
+    stored_labels = labels.transpose(1, 2, 0).astype(PAIRS[dtype])
+    write_array(tmp_path / "scan.zarr", stored_scan, 16, zarr_format=3, dimension_names=["x", "c", "y", "z"])
+    write_array(tmp_path / "labels.zarr", stored_labels, 16, zarr_format=3, dimension_names=["y", "x", "z"])
+    config = DataConfig.model_validate(
+        {
+            "volumes": (
+                {
+                    "path": str(tmp_path / "scan.zarr"),
+                    "select": (1,),
+                    "condition": {"path": str(tmp_path / "labels.zarr")},
+                },
+            ),
+            "patch_size": (8, 16, 12),
+            "patches_per_region": 2,
+            "regions_per_task": 4,
+            "augment": {"flip": False, "turn": False},
+            "condition_classes": 3,
+        }
+    )
+    data, options = prepare_data(0, config), StreamOptions(8, workers=workers)
+    feed = DeviceFeed(
+        CPU, options, data.job, [GreyRange(-100, 100)], Conditioner(3, [], np.zeros((1, 0), np.float32), CPU)
+    )
+    with PatchStream(data.job, options) as stream:
+        batch = feed.next(stream, HostClock())
+    assert batch.condition.channels is not None
+    for row, index in enumerate(batch.indices):
+        part = tuple(slice(s, s + n) for s, n in zip(data.plan.sample(int(index)).start_zyx, (8, 16, 12), strict=True))
+        # 1e-6: float32 rounding of values up to 2.
+        np.testing.assert_allclose(batch.x_0[row, 0], scan[part] / 100, rtol=0, atol=1e-6)
+        expected = np.stack([labels[part].astype(PAIRS[dtype]) == label for label in range(3)])
+        np.testing.assert_array_equal(batch.condition.channels[row, :3], expected)
 
 
 def _textured_feed(path: Path, device: torch.device) -> tuple[DeviceFeed, PreparedData, StreamOptions]:

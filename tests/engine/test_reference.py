@@ -10,7 +10,7 @@ import torch
 from tests.conftest import textured, write_array
 from tests.engine.test_conditioning import make_config, write_group
 from vesuvius.config import Config
-from vesuvius.engine.conditioning import Conditioner, scale_and_offset, volume_scalars
+from vesuvius.engine.conditioning import Conditioner, volume_scalars
 from vesuvius.engine.reference import Reference
 from vesuvius.stream.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.prepare import prepare_data
@@ -50,9 +50,9 @@ def test_patches_and_conditions_are_scaled_by_the_range_of_their_own_volume(tmp_
     assert x_0.dtype == torch.float32
     assert x_0.shape == (8, 1, 8, 16, 16)
     for row, number in enumerate(fixed.volumes):
-        scale, offset = scale_and_offset(greys.volumes[number])
+        low, high = greys.volumes[number].low, greys.volumes[number].high
         # 1e-5: float32 rounding of model values near 1.
-        np.testing.assert_allclose(x_0[row, 0], fixed.patches[row] * scale + offset, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(x_0[row, 0], (fixed.patches[row] - low) * 2 / (high - low) - 1, rtol=0, atol=1e-5)
         # The condition's voxels and range are twice its volume's, so its model values are the same.
         torch.testing.assert_close(condition.channels[row, 0], x_0[row, 0], rtol=0, atol=1e-5)
         assert condition.channels[row, 1].unique().tolist() == [1.0]

@@ -123,12 +123,14 @@ def spoil(path: Path, data: PreparedData, sample: int, value: float) -> None:
     array[tuple(voxel)] = value
 
 
-def spoiled_config(tiny_config: WriteConfig, sample: int = 6, value: float = 1e30, **sections: Any) -> Config:
-    """A config on a float32 volume in which one voxel of one sample is spoiled.
+def spoiled_config(
+    tiny_config: WriteConfig, sample: int = 6, value: float = 1e30, dtype: str = "float32", **sections: Any
+) -> Config:
+    """A config on a volume of floats in which one voxel of one sample is spoiled.
 
     1e30 overflows float32 when squared in the loss: a real infinity.
     """
-    path = write_array(Path("volume-f32.zarr").absolute(), textured((96, 128, 128), dtype="float32"))
+    path = write_array(Path("floats.zarr").absolute(), textured((96, 128, 128), dtype=dtype))
     data = {
         "volumes": [{"path": str(path)}],
         "normalize": {"low": 0.0, "high": 200.0},
@@ -167,9 +169,9 @@ def test_one_bad_sample_among_four_is_the_one_that_is_named(
     assert "vesuvius train --replay" in str(error)
 
 
-@pytest.mark.parametrize("amp", ["off", "bf16"])
-def test_a_replay_is_the_same_step_bit_by_bit(tiny_config: WriteConfig, amp: str) -> None:
-    session, _ = stop_at_bad_step(spoiled_config(tiny_config, training={"amp": amp}))
+@pytest.mark.parametrize(("amp", "dtype"), [("off", "float32"), ("bf16", "float32"), ("off", "float64")])
+def test_a_replay_is_the_same_step_bit_by_bit(tiny_config: WriteConfig, amp: str, dtype: str) -> None:
+    session, _ = stop_at_bad_step(spoiled_config(tiny_config, dtype=dtype, training={"amp": amp}))
     replayed = replay(Path("nonfinite/step_00000002.pt"))
     assert [loss if math.isfinite(loss) else None for loss in replayed.outcome.losses] == session.events()[0]["losses"]
     assert replayed.exit_code == 5

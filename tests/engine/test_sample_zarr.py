@@ -3,33 +3,67 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from vesuvius.engine.conditioning import scale_and_offset
+from vesuvius.engine.greys import grey_scales, normalised
 from vesuvius.engine.sample_zarr import published_when_whole, to_greys
 from vesuvius.errors import StorageError
 from vesuvius.stream.prepare import GreyRange
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float32", "float64"]
+)
 def test_greys_are_what_the_normalisation_makes_the_model_values_of(dtype: str) -> None:
     greys = np.array([0, 1, 53, 100, 144, 255], dtype)
     grey = GreyRange(53.0, 144.0)
-    scale, offset = scale_and_offset(grey)
-    back = to_greys(greys.astype(np.float32) * np.float32(scale) + np.float32(offset), grey, np.dtype(dtype))
+    model = normalised(torch.from_numpy(greys).view(1, -1), grey_scales([grey]))[0].numpy()
+    back = to_greys(model, grey, np.dtype(dtype))
     assert back.dtype == dtype
-    # float32 model values up to 4 are rounded by up to 2.4e-7, in two operations: 2e-5 of a grey value here
-    np.testing.assert_allclose(back, greys, rtol=0, atol=0 if back.dtype.kind == "u" else 3e-5)
+    # float32 model values up to 4 are rounded by up to 2.4e-7, in three operations: 3e-5 of a grey value here
+    np.testing.assert_allclose(back, greys, rtol=0, atol=3e-5 if back.dtype.kind == "f" else 0)
 
 
-def test_integers_are_rounded_and_clipped_to_the_dtype_and_floats_are_not() -> None:
-    x_0 = np.array([-9.0, -1.0, 0.006, 0.9, 9.0], np.float32)
-    grey = GreyRange(0.0, 200.0)
-    assert to_greys(x_0, grey, np.dtype("uint8")).tolist() == [0, 0, 101, 190, 255]
-    assert to_greys(x_0, grey, np.dtype("uint16")).tolist() == [0, 0, 101, 190, 1000]
-    np.testing.assert_allclose(to_greys(x_0, grey, np.dtype("float32")), [-800, 0, 100.6, 190, 1000], rtol=1e-6)
+FAR = np.array([-9.0, -1.0, 0.006, 0.9, 9.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("uint8", [0, 0, 101, 190, 255]),
+        ("int8", [-128, 0, 101, 127, 127]),
+        ("int16", [-800, 0, 101, 190, 1000]),
+        ("uint16", [0, 0, 101, 190, 1000]),
+        ("uint64", [0, 0, 101, 190, 1000]),
+    ],
+)
+def test_integers_are_rounded_and_clipped_to_the_dtype(dtype: str, expected: list[int]) -> None:
+    assert to_greys(FAR, GreyRange(0.0, 200.0), np.dtype(dtype)).tolist() == expected
+
+
+def test_bool_is_rounded() -> None:
+    assert to_greys(FAR, GreyRange(0.0, 1.0), np.dtype(bool)).tolist() == [False, False, True, True, True]
+
+
+def test_floats_are_not_rounded() -> None:
+    greys = to_greys(FAR, GreyRange(0.0, 200.0), np.dtype("float32"))
+    np.testing.assert_allclose(greys, [-800, 0, 100.6, 190, 1000], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64", "float16"])
+def test_what_lies_beyond_the_dtype_neither_wraps_around_nor_becomes_infinite(dtype: str) -> None:
+    least, most = info_of(dtype).min, info_of(dtype).max
+    low, high = to_greys(FAR[[0, -1]], GreyRange(float(least), float(most)), np.dtype(dtype)).tolist()
+    assert low == least
+    assert most * (1 - 2.0**-52) <= high <= most, "the largest 8-byte integer is no float64"
+
+
+def info_of(dtype: str) -> np.iinfo[Any] | np.finfo[Any]:
+    return np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
 
 
 def test_an_error_leaves_what_was_there_and_nothing_new(tmp_path: Path) -> None:

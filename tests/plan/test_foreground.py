@@ -1,10 +1,14 @@
-"""The foreground map: equal to counting voxels, at every position of every region, exactly."""
+"""The foreground map, and the starts that qualify: equal to counting voxels, exactly.
+
+Wrong programs that these tests are to catch: a bound that leaves a start out, a start with two positions, a fallback
+that is not uniform, a threshold that is off by rounding.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -14,37 +18,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vesuvius.config import Triple
-from vesuvius.plan.foreground import ForegroundMap
+from vesuvius.plan.foreground import ForegroundMap, QualifyingStarts, qualifying_starts
 
-Intervals = tuple[tuple[int, int], ...]
 Voxels = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A map, a patch that fits, and regions as they may lie."""
+    """A map, a patch that fits, and a box of starts in cells of some size."""
 
     map: ForegroundMap
     patch: Triple
-    intervals: tuple[Intervals, Intervals, Intervals]
-
-    def regions(self) -> list[tuple[Triple, Triple]]:
-        """All regions, x counted first."""
-        return [((z0, y0, x0), (z1, y1, x1)) for (z0, z1), (y0, y1), (x0, x1) in product(*self.intervals)]
+    first: Triple
+    counts: Triple
+    cells: Triple
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Cells from 1 voxel to more than a region; regions start and end anywhere."""
+    """Map cells from 1 voxel to more than the volume; starts begin and end anywhere."""
     axes = []
     for _ in range(3):
         size = draw(st.integers(1, 12))
         patch = draw(st.integers(1, min(size, 6)))
-        starts = draw(st.lists(st.integers(0, size - patch), min_size=1, max_size=3, unique=True))
-        intervals = tuple((lo, draw(st.integers(lo + patch, size))) for lo in sorted(starts))
-        axes.append((size, patch, draw(st.integers(1, 14)), intervals))
-    shape, patch_zyx, cell, intervals_zyx = zip(*axes, strict=True)
-    return Case(a_map(shape, cell, draw(st.integers(0, 2**32)), draw(st.floats(0, 1))), patch_zyx, intervals_zyx)
+        first = draw(st.integers(0, size - patch))
+        count = draw(st.integers(1, size - patch - first + 1))
+        axes.append((size, patch, draw(st.integers(1, 14)), first, count, draw(st.integers(1, 9))))
+    shape, patch_zyx, cell, first_zyx, counts, cells = zip(*axes, strict=True)
+    foreground = a_map(shape, cell, draw(st.integers(0, 2**32)), draw(st.floats(0, 1)))
+    return Case(foreground, patch_zyx, first_zyx, counts, cells)
 
 
 def a_map(shape: Triple, cell: Triple, seed: int, full: float) -> ForegroundMap:
@@ -70,11 +72,6 @@ def all_fractions(foreground: ForegroundMap, patch: Triple) -> Voxels:
     return np.asarray(windows.sum((3, 4, 5)) / (255 * np.prod(patch)))
 
 
-def of_region(fractions: Voxels, region: tuple[Triple, Triple], patch: Triple) -> Voxels:
-    """The part of `all_fractions` for the positions inside the region."""
-    return fractions[tuple(slice(lo, hi - p + 1) for lo, hi, p in zip(*region, patch, strict=True))]
-
-
 def some_minimum(fractions: Voxels, any_minimum: float, attained: bool) -> float:
     """`any_minimum`, or the fraction nearest to it that some patch has to the last bit."""
     if not attained or not fractions.any():
@@ -94,42 +91,54 @@ def test_patch_fraction_equals_the_mean_over_the_voxels(case: Case) -> None:
         assert case.map.patch_fraction((z, y, x), case.patch) == fraction
 
 
-@settings(max_examples=400, deadline=None)
-@given(case=cases(), any_minimum=minima, attained=st.booleans(), above=st.booleans())
-def test_a_region_is_eligible_if_and_only_if_one_of_its_positions_is(
-    case: Case, any_minimum: float, attained: bool, above: bool
-) -> None:
+def starts_that_qualify(case: Case, minimum: float) -> QualifyingStarts | None:
+    """Of the box of starts that the case names."""
+    stop = tuple(lo + n for lo, n in zip(case.first, case.counts, strict=True))
+    return qualifying_starts(case.map, (case.first, (stop[0], stop[1], stop[2])), case.patch, minimum, case.cells)
+
+
+def counted(case: Case, minimum: float) -> set[Triple]:
+    """The starts that qualify, by counting voxels."""
     fractions = all_fractions(case.map, case.patch)
-    minimum = some_minimum(fractions, any_minimum, attained)
+    boxes = [range(lo, lo + n) for lo, n in zip(case.first, case.counts, strict=True)]
+    return {start for start in product(*boxes) if fractions[start] >= minimum}  # type: ignore[misc]
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=cases(), any_minimum=minima, attained=st.booleans(), above=st.booleans(), refine=st.integers(0, 3))
+def test_each_start_that_qualifies_has_one_position_and_no_other_start_has_any(
+    case: Case, any_minimum: float, attained: bool, above: bool, refine: int
+) -> None:
+    """So a position drawn uniformly, and drawn again where it has no start, is a uniform start."""
+    minimum = some_minimum(all_fractions(case.map, case.patch), any_minimum, attained)
     if above:
         minimum = min(1.0, float(np.nextafter(minimum, 2)))
-    best = [of_region(fractions, region, case.patch).max() for region in case.regions()]
-    eligible = case.map.eligible_regions(case.intervals, case.patch, minimum)
-    assert eligible.dtype == np.uint32
-    assert eligible.tolist() == [number for number, fraction in enumerate(best) if fraction >= minimum]
-
-
-def test_regions_of_more_than_one_batch_are_all_evaluated() -> None:
-    foreground = a_map((7, 90, 90), (3, 3, 3), seed=5, full=0.3)
-    along = tuple((lo, lo + 7) for lo in range(0, 84, 2))  # 42 x 42 regions per interval of z; a batch holds some 500
-    case = Case(foreground, (4, 4, 4), (((0, 6), (1, 7)), along, along))
-    fractions = all_fractions(foreground, case.patch)
-    best = np.array([of_region(fractions, region, case.patch).max() for region in case.regions()])
-    for minimum in (0.5, 0.7, 0.9):
-        expected = np.flatnonzero(best >= minimum)
-        assert 50 < expected.size < best.size - 50
-        np.testing.assert_array_equal(foreground.eligible_regions(case.intervals, case.patch, minimum), expected)
+    expected = counted(case, minimum)
+    found = starts_that_qualify(case, minimum)
+    if found is None:
+        assert not expected
+        return
+    for _ in range(refine):
+        found = found.refined()
+    starts = [start for position in range(found.positions) if (start := found.at(position))]
+    assert len(starts) == len(set(starts))
+    assert set(starts) == expected
 
 
 @settings(max_examples=50, deadline=None)
 @given(case=cases(), minimum=minima)
-def test_a_full_volume_is_all_eligible_and_an_empty_one_not_at_all(case: Case, minimum: float) -> None:
+def test_in_a_full_volume_all_starts_qualify_and_in_an_empty_one_none(case: Case, minimum: float) -> None:
     full = ForegroundMap(np.full_like(case.map.fraction, 255), case.map.cell_zyx, case.map.shape_zyx)
     empty = ForegroundMap(np.zeros_like(case.map.fraction), case.map.cell_zyx, case.map.shape_zyx)
-    everything = list(range(len(case.regions())))
-    assert full.eligible_regions(case.intervals, case.patch, 1.0).tolist() == everything
-    assert full.eligible_regions(case.intervals, case.patch, minimum).tolist() == everything
-    assert empty.eligible_regions(case.intervals, case.patch, minimum).size == 0
+    for least in (minimum, 1.0):
+        assert counted(replace(case, map=full), least) == {
+            start
+            for found in [starts_that_qualify(replace(case, map=full), least)]
+            if found
+            for position in range(found.positions)
+            if (start := found.at(position))
+        }
+    assert starts_that_qualify(replace(case, map=empty), minimum) is None
 
 
 def test_exactly_a_tenth_is_a_tenth() -> None:
@@ -138,65 +147,40 @@ def test_exactly_a_tenth_is_a_tenth() -> None:
     fraction[0, 0, 4] = 255
     foreground = ForegroundMap(fraction, (1, 1, 1), (1, 1, 10))
     assert foreground.patch_fraction((0, 0, 0), (1, 1, 10)) == 0.1
-    assert foreground.eligible_regions((((0, 1),), ((0, 1),), ((0, 10),)), (1, 1, 10), 0.1).tolist() == [0]
-
-
-@settings(max_examples=200, deadline=None)
-@given(case=cases(), any_minimum=minima, attained=st.booleans(), seed=st.integers(0, 2**32))
-def test_a_drawn_start_lies_inside_its_region_and_suffices_where_the_region_is_eligible(
-    case: Case, any_minimum: float, attained: bool, seed: int
-) -> None:
-    fractions = all_fractions(case.map, case.patch)
-    minimum = some_minimum(fractions, any_minimum, attained)
-    regions = case.regions()
-    eligible = set(case.map.eligible_regions(case.intervals, case.patch, minimum).tolist())
-    for number, region in enumerate(regions):
-        start = case.map.draw_start(np.random.default_rng(seed), region, case.patch, minimum)
-        assert all(type(s) is int for s in start)
-        assert all(lo <= s <= hi - p for lo, hi, s, p in zip(*region, start, case.patch, strict=True))
-        if number in eligible:
-            assert case.map.patch_fraction(start, case.patch) >= minimum
-            assert fractions[start] >= minimum
+    assert qualifying_starts(foreground, ((0, 0, 0), (1, 1, 1)), (1, 1, 10), 0.1, (1, 1, 1)) is not None
 
 
 @pytest.mark.parametrize("block", [(1, 2, 3), (0, 0, 0), (3, 3, 3)])
-def test_the_only_position_of_a_large_region_is_found(block: Triple) -> None:
+def test_the_only_start_of_a_volume_is_found_without_a_long_search(block: Triple) -> None:
     fraction = np.zeros((4, 4, 4), np.uint8)
     fraction[block] = 255
     foreground = ForegroundMap(fraction, (16, 16, 16), (64, 64, 64))
-    region: tuple[Triple, Triple] = ((0, 0, 0), (64, 64, 64))
-    for seed in range(5):  # 64 draws hit one of 49^3 positions once in 1800 seeds
-        start = foreground.draw_start(np.random.default_rng(seed), region, (16, 16, 16), 1.0)
-        assert start == tuple(16 * b for b in block)
+    found = qualifying_starts(foreground, ((0, 0, 0), (49, 49, 49)), (16, 16, 16), 1.0, (16, 16, 16))
+    assert found is not None
+    assert found.positions < 50, "blocks were refined"
+    assert found.draw(np.random.default_rng(0)) == tuple(16 * b for b in block)
 
 
-def test_starts_are_drawn_evenly_from_all_positions_that_suffice() -> None:
+def test_starts_are_drawn_evenly_from_all_that_qualify_in_a_cell() -> None:
     fraction = np.zeros((2, 3, 3), np.uint8)
     fraction[:, 1, 1:], fraction[1, 2, 1] = 255, 200
-    foreground = ForegroundMap(fraction, (4, 3, 3), (7, 8, 9))
-    region, patch, minimum = ((1, 1, 2), (7, 8, 9)), (2, 3, 3), 2 / 3
-    inside = of_region(all_fractions(foreground, patch), region, patch)
+    foreground, patch, minimum = ForegroundMap(fraction, (4, 3, 3), (7, 8, 9)), (2, 3, 3), 2 / 3
+    found = qualifying_starts(foreground, ((0, 0, 0), (6, 6, 7)), patch, minimum, (4, 4, 4))
+    assert found is not None
+    cell = ((1, 1, 2), (6, 6, 7))
+    inside = all_fractions(foreground, patch)[1:6, 1:6, 2:7]
     valid = {(z + 1, y + 1, x + 2) for z, y, x in np.argwhere(inside >= minimum).tolist()}
     assert 20 < len(valid) < 0.6 * inside.size
     assert (inside == minimum).any()
     rng = np.random.default_rng(0)
     counts = dict.fromkeys(valid, 0)
     for _ in range(200 * len(valid)):
-        counts[foreground.draw_start(rng, region, patch, minimum)] += 1
+        start = found.draw_in(rng, cell)
+        assert start is not None
+        counts[start] += 1
     # 5 standard deviations of a count of mean 200; a seeded draw, so it cannot fail by chance.
     assert max(abs(count - 200) for count in counts.values()) < 5 * 200**0.5
-
-
-def test_the_same_seed_draws_the_same_start() -> None:
-    foreground = a_map((40, 50, 60), (8, 8, 8), seed=1, full=0.4)
-    region: tuple[Triple, Triple] = ((3, 5, 7), (40, 50, 60))
-
-    def starts(seed: int) -> list[Triple]:
-        rng = np.random.default_rng((seed, 3, 17))
-        return [foreground.draw_start(rng, region, (12, 12, 12), 0.4) for _ in range(5)]
-
-    assert starts(0) == starts(0) != starts(1)
-    assert starts(0)[:2] == [(10, 35, 39), (12, 28, 19)]
+    assert found.draw_in(rng, ((0, 0, 0), (1, 1, 1))) is None, "a cell without one"
 
 
 def test_the_hash_changes_with_cells_their_size_and_the_shape_but_not_with_the_layout() -> None:
@@ -223,18 +207,15 @@ def test_what_does_not_fit_is_refused() -> None:
     for start in ((0, 0, 9), (-1, 0, 0)):
         with pytest.raises(ValueError, match="inside the volume"):
             foreground.patch_fraction(start, (4, 4, 4))
-    for interval in ((0, 13), (-1, 8), (3, 6)):
-        with pytest.raises(ValueError, match="inside the volume and hold a patch"):
-            foreground.eligible_regions((((0, 8),), ((0, 8),), (interval,)), (4, 4, 4), 0.5)
     for minimum in (0.0, 1.01, float("nan")):
         with pytest.raises(ValueError, match="min_fraction"):
-            foreground.eligible_regions((((0, 8),), ((0, 8),), ((0, 8),)), (4, 4, 4), minimum)
+            qualifying_starts(foreground, ((0, 0, 0), (5, 5, 9)), (4, 4, 4), minimum, (4, 4, 4))
 
 
 LARGE = """
 import resource
 import numpy as np
-from vesuvius.plan.foreground import ForegroundMap
+from vesuvius.plan.foreground import ForegroundMap, qualifying_starts
 
 shape = (75784, 32693, 32693)
 fraction = np.zeros((593, 256, 256), np.uint8)
@@ -245,15 +226,15 @@ for z in range(593):  # an ellipse of a quarter of the plane that wanders, turns
     u, v = cy * np.cos(6 * t) + cx * np.sin(6 * t), cx * np.cos(6 * t) - cy * np.sin(6 * t)
     fraction[z][(u / a) ** 2 + (v * a / 5215) ** 2 < 1] = 255
 foreground = ForegroundMap(fraction, (128, 128, 128), shape)
-intervals = [[(lo, min(lo + 256, size)) for lo in range(0, size - 136, 128)] for size in shape]
-eligible = foreground.eligible_regions(intervals, (72, 136, 136), 0.5)
-print(eligible.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+stop = tuple(size - p + 1 for size, p in zip(shape, (72, 136, 136)))
+found = qualifying_starts(foreground, ((0, 0, 0), stop), (72, 136, 136), 0.5, (128, 128, 128))
+print(found.blocks.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
 @pytest.mark.long
 def test_the_map_of_the_largest_scroll_needs_little_memory() -> None:
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
-    eligible, peak_kib = (int(word) for word in done.stdout.split())
-    assert 9e6 < eligible < 11e6
+    blocks, peak_kib = (int(word) for word in done.stdout.split())
+    assert 9e6 < blocks < 12e6
     assert peak_kib * 1024 < 1.5e9

@@ -20,7 +20,7 @@ from tests.conftest import textured, write_array
 from tests.s3 import upload
 from tests.stream.test_stream import collect, open_stream
 from tests.volumes.test_volume import LAYOUTS, write_ome
-from vesuvius.config import ArrayConfig, DataConfig, ForegroundConfig, StoreConfig, VolumeConfig
+from vesuvius.config import ArrayConfig, DataConfig, ForegroundConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.plan import occupancy
 from vesuvius.plan.occupancy import SIDECAR, chunk_occupancy, coarse_map, list_chunks, write_sidecar
@@ -373,20 +373,24 @@ def shares_of(prepared: PreparedData, voxels: Voxels, mask: Voxels, batches: int
     return shares
 
 
-def eligible_by_counting(prepared: PreparedData, mask: Voxels, least: float) -> list[tuple[Any, Any]]:
-    """The regions that hold a patch with enough foreground, at any of its positions."""
+def qualifying_by_counting(prepared: PreparedData, mask: Voxels, least: float) -> set[tuple[int, ...]]:
+    """The starts in the training box whose patch holds enough foreground."""
     size = prepared.plan.patch_zyx
     total = np.pad(mask.astype(np.int64).cumsum(0).cumsum(1).cumsum(2), ((1, 0),) * 3)
     for axis, length in enumerate(size):  # the sum of each window, from sums over all before
         stop = total.take(range(length, total.shape[axis]), axis)
         total = stop - total.take(range(total.shape[axis] - length), axis)
     enough = total >= least * np.prod(size)
-    found = []
-    for axes in itertools.product(*prepared.plan.volumes[0].intervals_zyx):
-        starts = tuple(slice(lo, hi - p + 1) for (lo, hi), p in zip(axes, size, strict=True))
-        if enough[starts].any():
-            found.append(tuple(zip(*axes, strict=True)))
-    return found
+    axes = prepared.plan.volumes[0].cells.axes
+    box = tuple(slice(axis.first, axis.first + axis.count) for axis in axes)
+    return {tuple(axis.first + i for axis, i in zip(axes, at, strict=True)) for at in np.argwhere(enough[box]).tolist()}
+
+
+def qualifying_of(prepared: PreparedData) -> set[Triple]:
+    """The starts that the plan draws from."""
+    found = prepared.plan.volumes[0].foreground
+    assert found is not None
+    return {start for position in range(found.positions) if (start := found.at(position))}
 
 
 def test_every_patch_holds_the_share_of_a_mask_of_voxels(tmp_path: Path) -> None:
@@ -399,12 +403,12 @@ def test_every_patch_holds_the_share_of_a_mask_of_voxels(tmp_path: Path) -> None
     prepared = prepare_data(0, data_config(path, **options))
     volume = prepared.plan.volumes[0]
     assert volume.foreground is not None
-    assert volume.foreground.cell_zyx == (1, 1, 1)
+    assert volume.foreground.map.cell_zyx == (1, 1, 1)
     shares = shares_of(prepared, voxels, mask, 60)
     assert 0.3 <= min(shares) < 0.9, "patches at the border come too"
-    regions = [volume.region(number) for number in range(volume.region_count)]
-    assert regions == eligible_by_counting(prepared, mask, 0.3)
-    assert 0 < len(regions) < 0.8 * np.prod([len(axis) for axis in volume.intervals_zyx])
+    starts = qualifying_of(prepared)
+    assert starts == qualifying_by_counting(prepared, mask, 0.3)
+    assert 0 < len(starts) < 0.8 * volume.cells.starts
 
 
 @pytest.mark.parametrize("remote", [False, True])
@@ -431,8 +435,7 @@ def test_every_patch_holds_enough_foreground_at_the_resolution_of_its_map(
     prepared = prepare_data(0, data_config(server.url_of(path) if remote else path, min_foreground=0.4, **options))
     shares = shares_of(prepared, textured((96, 128, 128)), mask, 24)
     assert 0.4 <= min(shares) < 0.99
-    volume = prepared.plan.volumes[0]
-    assert [volume.region(n) for n in range(volume.region_count)] == eligible_by_counting(prepared, mask, 0.4)
+    assert qualifying_of(prepared) == qualifying_by_counting(prepared, mask, 0.4)
 
 
 def test_the_same_map_gives_the_same_plan_and_another_one_another(tmp_path: Path) -> None:
@@ -449,7 +452,7 @@ def test_the_same_map_gives_the_same_plan_and_another_one_another(tmp_path: Path
 def test_a_volume_without_enough_foreground_says_so(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
     put_sidecar(path, np.zeros((3, 4, 4), bool))
-    with pytest.raises(DataError, match=r"must hold data.min_foreground of foreground; got none with 0.5 in"):
+    with pytest.raises(DataError, match=r"must hold data.min_foreground of foreground; got none with 0.5 among 932137 starts in"):
         prepare_data(0, data_config(path, min_foreground=0.5))
 
 
@@ -473,7 +476,7 @@ with PatchStream(prepared.job, StreamOptions(batch_size=2, workers=0)) as stream
 assert batch.patches.shape == (2, 72, 136, 136) and not batch.patches.any(), "air"
 (peak_kib,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 volume = prepared.plan.volumes[0]
-print(peak_kib * 1024, volume.region_count, prepared_s, time.monotonic() - started)
+print(peak_kib * 1024, volume.visits_per_pass, prepared_s, time.monotonic() - started)
 """
 
 

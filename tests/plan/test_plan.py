@@ -1,8 +1,14 @@
-"""The plan: every voxel is reached, no region repeats early, batches are mixed, the order depends on nothing else."""
+"""The plan: every start is equally likely, batches are mixed, volumes come by weight, and nothing else has an effect.
+
+Wrong programs that these tests are to catch: one that reaches every voxel, but draws some starts more often; one that
+weighs border cells or poor cells as full ones; one whose batches come from few places; one whose samples depend on who
+reads them.
+"""
 
 from __future__ import annotations
 
-from itertools import islice
+import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -10,162 +16,254 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vesuvius.config import AugmentConfig, DataConfig, Triple, VolumeConfig
-from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_difference, plan_volume
-from vesuvius.plan.split import split_volume
+from tests.plan.layouts import LAYOUTS, Layout, chi_square_p, data_config, plan_of, planned
+from vesuvius.config import AugmentConfig, Triple, ValidationConfig
+from vesuvius.plan.foreground import ForegroundMap
+from vesuvius.plan.plan import Plan, make_plan, plan_difference
+
+SMALL = Layout((96, 128, 128), (8, 16, 16), (32, 32, 32), options={"patches_per_region": 4})
+# 9 x 11 x 13 starts in cells of 4 x 8 x 4: ragged at all ends.
+TINY = Layout((12, 18, 18), (4, 8, 6), (4, 8, 4), options={"regions_in_flight": 8, "patches_per_region": 6})
+APART = 1000  # samples, more than a region or a pass lasts
 
 
-def data_config(patch: Triple = (8, 16, 16), k: int = 4, r: int = 4, **options: Any) -> DataConfig:
-    turn = patch[1] == patch[2]
-    options = {"augment": AugmentConfig(turn=turn)} | options
-    return DataConfig(
-        volumes=(VolumeConfig(path="v"),), patch_size=patch, patches_per_region=k, regions_per_task=r, **options
+def starts_of(plan: Plan, count: int, step: int = 1) -> Any:
+    return np.array([plan.sample(step * n).start_zyx for n in range(count)])
+
+
+def counts_per_start(plan: Plan, layout: Layout, count: int) -> Any:
+    """How often each start was drawn, by samples so far apart that they are independent."""
+    shape = [size - patch + 1 for size, patch in zip(layout.shape, layout.patch, strict=True)]
+    numbers = np.ravel_multi_index(tuple(starts_of(plan, count, APART).T), shape)
+    return np.bincount(numbers, minlength=math.prod(shape))
+
+
+@pytest.mark.parametrize("draws", [8_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_start_is_drawn_alike(seed: int, draws: int) -> None:
+    plan = plan_of(TINY, seed)
+    assert plan.volumes[0].visits_per_pass > 8, "several cells, border cells among them"
+    counts = counts_per_start(plan, TINY, draws)
+    assert chi_square_p(counts, np.full(counts.shape, draws / counts.size)) > 0.01
+
+
+def test_that_test_sees_border_cells_of_full_weight() -> None:
+    """What stood here before: each region as likely as any other."""
+    volume, rng, counts = planned(TINY), np.random.default_rng(0), np.zeros((9, 11, 13))
+    for _ in range(20_000):
+        axes = [list(axis.cells(axis.phases[0])) for axis in volume.cells.axes]
+        z, y, x = (int(rng.integers(*axis[int(rng.integers(len(axis)))])) for axis in axes)
+        counts[z, y, x] += 1
+    assert chi_square_p(counts.ravel(), np.full(counts.size, 20_000 / counts.size)) < 1e-6
+
+
+def cylinder(shape: Triple, cell: Triple) -> ForegroundMap:
+    """A cylinder along z of half the width, cut at an angle."""
+    z, y, x = np.meshgrid(*[np.arange(-(-s // c)) * c for s, c in zip(shape, cell, strict=True)], indexing="ij")
+    inside = (y - shape[1] / 2) ** 2 + (x - shape[2] / 2 - z / 4) ** 2 < (shape[1] / 3) ** 2
+    return ForegroundMap(np.where(inside, 255, 40 * (x % 3 == 0)).astype(np.uint8), cell, shape)
+
+
+@pytest.mark.parametrize("draws", [8_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", range(5))
+def test_with_a_foreground_map_every_start_that_qualifies_is_drawn_alike(seed: int, draws: int) -> None:
+    foreground = cylinder(TINY.shape, (2, 3, 3))
+    layout = TINY._replace(options=TINY.options | {"min_foreground": 0.5})
+    plan = plan_of(layout, seed, foreground=foreground)
+    counts = counts_per_start(plan, layout, draws)
+    shape = [size - patch + 1 for size, patch in zip(layout.shape, layout.patch, strict=True)]
+    qualifies = np.array([foreground.patch_fraction(s, layout.patch) >= 0.5 for s in np.ndindex(*shape)])
+    assert 0.1 < qualifies.mean() < 0.7
+    assert not counts[~qualifies].any()
+    assert chi_square_p(counts[qualifies], np.full(qualifies.sum(), draws / qualifies.sum())) > 0.01
+
+
+def test_the_share_of_foreground_comes_as_often_as_starts_have_it() -> None:
+    """A cylinder in air, patches of a fifth of its width: hardly any patch should hold 50 to 60 %."""
+    layout = Layout((64, 128, 128), (12, 24, 24), (32, 32, 32), options={"min_foreground": 0.5})
+    foreground = cylinder(layout.shape, (4, 4, 4))
+    plan = plan_of(layout, foreground=foreground)
+    drawn = np.array([foreground.patch_fraction(plan.sample(7 * n).start_zyx, layout.patch) for n in range(4000)])
+    rng = np.random.default_rng(0)
+    every = [tuple(map(int, rng.integers(0, [53, 105, 105]))) for _ in range(15_000)]
+    ideal = np.array([foreground.patch_fraction(start, layout.patch) for start in every])  # type: ignore[arg-type]
+    ideal = ideal[ideal >= 0.5]
+    edges = [0.5, 0.6, 0.7, 0.8, 0.9, 1.01]
+    have, wanted = (np.histogram(a, edges)[0] / len(a) for a in (drawn, ideal))
+    np.testing.assert_allclose(have, wanted, atol=0.025)  # 4 standard errors of clusters of K
+
+
+def coverage(starts: Any, layout: Layout) -> float:
+    """Standard deviation over mean of how often interior voxels are in a patch."""
+    covered = np.zeros([size + 1 for size in layout.shape], np.int32)
+    for corner in itertools.product((0, 1), repeat=3):
+        where = starts + np.array(corner) * np.array(layout.patch)
+        np.add.at(covered, tuple(where.T), (-1) ** sum(corner))
+    for axis in range(3):
+        np.cumsum(covered, axis=axis, out=covered)
+    inside = covered[tuple(slice(p, s - p) for p, s in zip(layout.patch, layout.shape, strict=True))]
+    return float(inside.std() / inside.mean())
+
+
+def test_voxels_are_covered_as_evenly_as_by_ideal_uniform_patches() -> None:
+    """A quarter of the size of a 512x1024x1024 volume with 72x136x136 patches, 20,000 samples."""
+    layout = Layout((128, 256, 256), (18, 34, 34), (32, 32, 32))
+    stop = [size - patch + 1 for size, patch in zip(layout.shape, layout.patch, strict=True)]
+    rng = np.random.default_rng(0)
+    ideal = np.mean([coverage(rng.integers(0, stop, (20_000, 3)), layout) for _ in range(3)])
+    ours = np.mean([coverage(starts_of(plan_of(layout, seed), 20_000), layout) for seed in range(2)])
+    assert ours < 1.1 * ideal
+
+
+@pytest.mark.parametrize("name", ["u8", "u8 160^3", "u16, little memory", "chunks of 64^3"])
+def test_consecutive_batches_come_from_other_places(name: str) -> None:
+    plan = plan_of(LAYOUTS[name])
+    assert plan.regions_in_flight == 64
+    starts = starts_of(plan, 3000)
+    for axis in range(3):
+        assert abs(np.corrcoef(starts[:-8, axis], starts[8:, axis])[0, 1]) < 0.2
+    for first in range(0, 1000, 8):
+        assert len({plan.sample(i).region for i in range(first, first + 8)}) >= 7, "almost always 8 regions"
+
+
+def test_read_amplification_is_at_most_one_where_k_may_follow() -> None:
+    for name in ("u8", "u8 with a split", "u8 160^3", "u16, little memory", "f32 144^3", "4096^3, 64^3", "ragged"):
+        assert plan_of(LAYOUTS[name]).read_amplification(0) <= 1.0, name
+
+
+def test_regions_in_flight_follow_from_memory_and_can_be_set() -> None:
+    assert plan_of(LAYOUTS["f32 144^3"]).regions_in_flight == 48, "beyond 1.5 GiB there are fewer"
+    layout = LAYOUTS["u8"]
+    assert plan_of(layout._replace(options={"regions_in_flight": 24})).regions_in_flight == 24
+
+
+def test_each_cell_comes_about_once_a_pass_in_a_new_order() -> None:
+    plan = plan_of(SMALL)
+    count = plan.volumes[0].visits_per_pass
+    orders = [[plan.visit_of_volume(0, p * count + n).region for n in range(count)] for p in range(3)]
+    for order in orders:
+        assert len(set(order)) > 0.85 * count  # a border cell may come in place of another
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_patches_of_a_visit_are_spread_over_its_cell() -> None:
+    """Uniform draws leave a quarter of the cell's length without a start in 1 of 30 visits of 26; a lattice in none."""
+    plan = plan_of(LAYOUTS["u8"])
+    for slot in range(100, 120):
+        visit = plan.visit(slot)
+        starts = np.array([plan.start(index, visit) for index in plan.mixing.samples_of(slot)])
+        assert len(starts) == plan.patches_per_region
+        for axis in range(3):
+            lo, hi = visit.cell[0][axis], visit.cell[1][axis]
+            gaps = np.diff([lo, *sorted(starts[:, axis]), hi])
+            assert starts[:, axis].min() >= lo
+            assert starts[:, axis].max() < hi
+            assert gaps.max() <= max(0.25 * (hi - lo), 2)
+
+
+def test_patches_lie_in_their_region_and_regions_in_the_training_box() -> None:
+    for name, layout in LAYOUTS.items():
+        plan = plan_of(layout)
+        train = plan.volumes[0].train
+        for index in range(0, 40_000, 997):
+            sample = plan.sample(index)
+            stop = [s + p for s, p in zip(sample.start_zyx, layout.patch, strict=True)]
+            for axis in range(3):
+                inner, outer = sample.region[0][axis], sample.region[1][axis]
+                assert train[0][axis] <= inner <= sample.start_zyx[axis], name
+                assert stop[axis] <= outer <= train[1][axis], name
+
+
+def test_held_out_voxels_are_never_cut() -> None:
+    plan = plan_of(TINY._replace(shape=(40, 18, 18), options=TINY.options | {"validation": ValidationConfig()}))
+    assert plan.volumes[0].train[1][0] < 40
+    assert starts_of(plan, 5000)[:, 0].max() + 4 == plan.volumes[0].train[1][0], "up to the last voxel, and no further"
+
+
+def test_independent_patches_are_uniform_and_share_nothing() -> None:
+    layout = TINY._replace(options={"order": "independent"})
+    plan = plan_of(layout)
+    assert plan.patches_per_region == 1
+    assert plan.sample(5).region == (
+        plan.sample(5).start_zyx,
+        tuple(s + p for s, p in zip(plan.sample(5).start_zyx, layout.patch, strict=True)),
     )
-
-
-def planned(
-    shape: Triple, config: DataConfig, chunk: Triple = (32, 32, 32), name: str = "v", weight: float = 1.0
-) -> PlanVolume:
-    split = split_volume(name, shape, config.patch_size, config.validation)
-    return plan_volume(name, split, shape, chunk, "uint8", weight, config)
-
-
-def simple_plan(shape: Triple = (96, 128, 128), seed: int = 0, **options: Any) -> Plan:
-    config = data_config(**options)
-    return make_plan(seed, config, [planned(shape, config)])
-
-
-shapes = st.tuples(*[st.integers(20, 300)] * 3)
-patches = st.tuples(*[st.integers(1, 6)] * 3)
-chunks = st.tuples(*[st.sampled_from([8, 16, 32, 64, 128])] * 3)
-
-
-@settings(max_examples=60, deadline=None)
-@given(shape=shapes, patch=patches, chunk=chunks, r=st.integers(1, 8))
-def test_regions_cover_the_training_box_and_each_holds_a_patch(
-    shape: Triple, patch: Triple, chunk: Triple, r: int
-) -> None:
-    config = data_config(patch, r=r)
-    volume = planned(shape, config, chunk)
-    for intervals, lo, hi, size in zip(volume.intervals_zyx, *volume.train, patch, strict=True):
-        covered = np.zeros(hi - lo, bool)
-        for a, b in intervals:
-            assert lo <= a
-            assert b <= hi
-            assert b - a >= size
-            covered[a - lo : b - lo] = True
-        assert covered.all()
-        assert len(set(intervals)) == len(intervals)
-
-
-def test_every_training_voxel_is_cut_sooner_or_later_and_no_other_voxel_ever_is() -> None:
-    plan = simple_plan((40, 20, 20), patch=(8, 8, 8), k=8)
-    (start, stop) = plan.volumes[0].train
-    seen = np.zeros((40, 20, 20), bool)
-    for i in range(40_000):
-        z, y, x = plan.sample(i).start_zyx
-        seen[z : z + 8, y : y + 8, x : x + 8] = True
-    train = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-    assert seen[train].all()
-    seen[train] = False
-    assert not seen.any()
-
-
-@settings(max_examples=40, deadline=None)
-@given(shape=shapes, r=st.integers(1, 8), seed=st.integers(0, 5), passes=st.integers(0, 3))
-def test_no_region_comes_again_before_all_have_been_seen(shape: Triple, r: int, seed: int, passes: int) -> None:
-    plan = simple_plan(shape, seed, patch=(4, 4, 4), r=r)
-    count = plan.volumes[0].region_count
-    slots = range(passes * count, (passes + 1) * count)
-    assert len({plan.region_of_slot(slot) for slot in slots}) == count
-
-
-@settings(max_examples=40, deadline=None)
-@given(shape=shapes, r=st.integers(1, 12), seed=st.integers(0, 3), first=st.integers(0, 5000))
-def test_any_r_regions_in_a_row_differ_if_there_are_that_many(shape: Triple, r: int, seed: int, first: int) -> None:
-    plan = simple_plan(shape, seed, patch=(4, 4, 4), r=r)
-    in_a_row = {plan.region_of_slot(slot) for slot in range(first, first + r)}
-    assert len(in_a_row) == min(r, plan.volumes[0].region_count)
-
-
-def test_each_run_of_r_samples_holds_one_patch_of_each_region_of_its_task() -> None:
-    plan = simple_plan(k=4, r=4)
-    for task in range(5):
-        regions = {plan.region_of_slot(slot) for slot in range(4 * task, 4 * task + 4)}
-        for run in range(4):
-            samples = [plan.sample(16 * task + 4 * run + place) for place in range(4)]
-            assert {(s.volume, s.region) for s in samples} == regions
-
-
-def test_passes_come_in_different_orders() -> None:
-    plan = simple_plan()
-    count = plan.volumes[0].region_count
-    first, second = ([plan.region_of_slot(p * count + i) for i in range(count)] for p in range(2))
-    assert first != second
-    assert sorted(first) == sorted(second)
-
-
-def test_too_few_regions_repeat_within_a_run_and_the_plan_says_so() -> None:
-    plan = simple_plan((16, 32, 32), patch=(16, 32, 32), r=8, validation={"fraction": 0.0})
-    assert plan.volumes[0].region_count == 1
-    assert plan.repeats_within_a_run
-    assert not simple_plan().repeats_within_a_run
-
-
-def test_regions_shrink_until_there_are_two_runs_of_them() -> None:
-    config = data_config((8, 16, 16), r=8)
-    volume = planned((96, 128, 128), config, chunk=(128, 128, 128))
-    assert volume.region_count >= 16
-
-
-def test_a_real_scroll_is_read_in_regions_of_two_chunks_with_amplification_below_one() -> None:
-    config = data_config((72, 136, 136), k=16, r=8)
-    volume = planned((14376, 7888, 8096), config, chunk=(128, 128, 128))
-    plan = make_plan(0, config, [volume])
-    assert volume.region(0) == ((0, 0, 0), (256, 256, 256))
-    assert plan.read_amplification(0) < 1
-    first_samples = {plan.sample(i).region for i in range(8)}
-    assert len(first_samples) == 8
+    starts = starts_of(plan, 10_000)  # in a row: each is independent of all others
+    counts = np.bincount(np.ravel_multi_index(tuple(starts.T), (9, 11, 13)), minlength=9 * 11 * 13)
+    assert chi_square_p(counts, np.full(counts.size, 10_000 / counts.size)) > 0.01
 
 
 @settings(max_examples=20, deadline=None)
 @given(weights=st.lists(st.floats(0.05, 20), min_size=2, max_size=5), seed=st.integers(0, 10))
-def test_volumes_are_drawn_by_weight_and_each_still_without_repeats(weights: list[float], seed: int) -> None:
-    config = data_config()
-    volumes = [planned((96, 128, 128), config, name=str(i), weight=w) for i, w in enumerate(weights)]
-    plan = make_plan(seed, config, volumes)
-    drawn = [plan.region_of_slot(slot) for slot in range(1000)]
+def test_volumes_are_drawn_by_weight(weights: list[float], seed: int) -> None:
+    volumes = [planned(SMALL, name=str(i), weight=w) for i, w in enumerate(weights)]
+    plan = make_plan(seed, data_config(**SMALL.options), volumes)
+    drawn = [plan.visit(slot).volume for slot in range(1000)]
     for number, weight in enumerate(weights):
-        own = [region for volume, region in drawn if volume == number]
         # Dealt out, not tossed: off by one per level of the deal at most, and by the unfinished block of 64.
-        assert abs(len(own) - 1000 * weight / sum(weights)) <= 64
-        head = own[: volumes[number].region_count]
-        assert len(set(head)) == len(head)
+        assert abs(drawn.count(number) - 1000 * weight / sum(weights)) <= 64
+    assert [plan.volume_of(i) for i in range(0, 5000, 37)] == [plan.sample(i).volume for i in range(0, 5000, 37)]
 
 
-def test_ranks_split_the_samples_and_each_reads_regions_of_its_own() -> None:
-    plan = simple_plan(k=4, r=4)
-    by_rank = [{plan.sample(i).region for i in range(rank, 16, 2)} for rank in range(2)]
-    assert len(by_rank[0]) == len(by_rank[1]) == 2
-    assert not by_rank[0] & by_rank[1]
+def test_starts_of_several_volumes_are_drawn_alike_within_each_and_by_weight() -> None:
+    other = TINY._replace(shape=(9, 12, 15))
+    volumes = [planned(TINY, name="a", weight=3), planned(other, name="b", weight=1)]
+    plan = make_plan(0, data_config(TINY.patch, **TINY.options), volumes)
+    expected = [w / 4 * 15_000 / n for w, n in ((3, 9 * 11 * 13), (1, 6 * 5 * 10)) for _ in range(n)]
+    counts = np.zeros(len(expected))
+    for n in range(15_000):
+        sample = plan.sample(APART * n)
+        shape = (6, 5, 10) if sample.volume else (9, 11, 13)
+        counts[int(np.ravel_multi_index(sample.start_zyx, shape)) + 9 * 11 * 13 * sample.volume] += 1
+    # Volumes are dealt, so their shares are nearer to the weights than by chance.
+    assert chi_square_p(counts, expected) > 0.01
 
 
-def test_tasks_cut_a_range_at_task_borders() -> None:
-    plan = simple_plan(k=4, r=4)
-    assert [(t.first, t.stop) for t in plan.tasks(5, 40)] == [(5, 16), (16, 32), (32, 40)]
-    assert [t.first for t in islice(plan.tasks(0, 2**62), 3)] == [0, 16, 32]
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_ranks_read_what_their_samples_need_and_nothing_else(world: int) -> None:
+    plan, read = plan_of(SMALL), []
+    for rank in range(world):
+        slots = [slot for task in plan.tasks(48, 1200, rank, world) for slot in task.slots]
+        wanted = {plan.mixing.slot_of(index) for index in range(48, 1200) if index % world == rank}
+        assert set(slots) == wanted
+        assert slots == sorted(slots), "in the order of the plan, none twice"
+        read += slots
+    assert len(read) == len(set(read)), "no region is read by two ranks"
+
+
+def test_more_ranks_than_groups_share_regions_and_miss_none() -> None:
+    plan = plan_of(SMALL)
+    for rank in range(16):
+        slots = {slot for task in plan.tasks(0, 640, rank, 16) for slot in task.slots}
+        assert slots >= {plan.mixing.slot_of(index) for index in range(rank, 640, 16)}
+
+
+def test_tasks_are_the_same_wherever_a_stream_starts() -> None:
+    plan = plan_of(SMALL)
+    whole = {task.slots for task in plan.tasks(0, 4000)}
+    later = [task.slots for task in plan.tasks(1003, 4000)]
+    cut = [slots for slots in later if slots not in whole]
+    assert len(cut) <= 64 // 8, "only those whose regions are in flight at the start"
+    assert len(later) > 90
+    assert next(plan.tasks(0, 2**62)).slots == tuple(range(8)), "an endless stream begins at once"
 
 
 def test_the_seed_changes_the_order_and_symmetries_can_be_switched_off() -> None:
-    starts = [[simple_plan(seed=seed).sample(i).start_zyx for i in range(20)] for seed in (0, 1)]
-    assert starts[0] != starts[1]
-    plain = simple_plan(augment=AugmentConfig(flip=False, turn=False))
+    assert starts_of(plan_of(SMALL, 0), 20).tolist() != starts_of(plan_of(SMALL, 1), 20).tolist()
+    plain = plan_of(SMALL._replace(options=SMALL.options | {"augment": AugmentConfig(flip=False, turn=False)}))
     assert {(*plain.augmentation(i).flip_zyx, plain.augmentation(i).turns) for i in range(50)} == {
         (False, False, False, 0)
     }
-    mixed = simple_plan()
+    mixed = plan_of(SMALL)
     assert {mixed.augmentation(i).turns for i in range(50)} == {0, 1, 2, 3}
-    assert [mixed.sample(i).start_zyx for i in range(20)] == [plain.sample(i).start_zyx for i in range(20)]
+    assert starts_of(mixed, 20).tolist() == starts_of(plain, 20).tolist()
+
+
+def test_too_few_starts_repeat_and_the_plan_says_so() -> None:
+    plan = plan_of(LAYOUTS["hardly larger than a patch"]._replace(shape=(73, 137, 138)))
+    assert plan.repeats
+    assert len({plan.sample(i).start_zyx for i in range(400)}) == 2 * 2 * 3
+    assert not plan_of(SMALL).repeats
 
 
 def test_the_sequence_is_pinned() -> None:
@@ -173,20 +271,22 @@ def test_the_sequence_is_pinned() -> None:
 
     Bump it only on purpose, and say so in the CHANGELOG.
     """
-    plan = simple_plan()
+    plan = plan_of(SMALL)
     starts = [plan.sample(i).start_zyx for i in (0, 1, 2, 3, 100)]
-    assert starts == [(52, 107, 78), (52, 65, 90), (30, 45, 69), (61, 33, 48), (54, 97, 74)]
-    assert plan.hash == "ab36cf11f885ffcb"
+    assert starts == [(6, 28, 54), (12, 33, 41), (86, 111, 27), (25, 32, 55), (45, 79, 29)]
+    assert plan.hash == "da4f9fc8589a7edf"
 
 
 def test_the_hash_follows_what_moves_samples_and_the_difference_is_shown() -> None:
-    plan, other = simple_plan(), simple_plan(k=8)
-    assert plan.hash == simple_plan().hash
+    plan, other = plan_of(SMALL), plan_of(SMALL._replace(options={"patches_per_region": 8}))
+    assert plan.hash == plan_of(SMALL).hash
     assert plan.hash != other.hash
-    lines = plan_difference(plan.describe(), other.describe())
-    assert "patches_per_region: was 4, is 8" in lines
+    assert "patches_per_region: was 4, is 8" in plan_difference(plan.describe(), other.describe())
+    how_it_is_read = plan_of(SMALL._replace(options=SMALL.options | {"regions_per_task": 3}))
+    assert how_it_is_read.hash == plan.hash, "tasks are how it is read, not what"
 
 
-@pytest.mark.parametrize("index", [0, 1, 10**6, 10**9])
+@pytest.mark.parametrize("index", [0, 1, 10**6, 10**9, 10**15])
 def test_any_sample_is_found_directly(index: int) -> None:
-    assert simple_plan().sample(index).index == index
+    for layout in (SMALL, LAYOUTS["the largest scroll"]):
+        assert plan_of(layout).sample(index).index == index

@@ -29,6 +29,7 @@ from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
 from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import PartialVolume
+from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.volume import open_volume
 
 Voxels = np.ndarray[Any, Any]
@@ -180,6 +181,40 @@ def test_the_place_of_the_box_is_kept(
         ]
     if unit:
         assert open_volume(ArrayConfig(path=str(tmp_path / "c.zarr"), level=1)).voxel_size_um == (8, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [("bool", True), ("int8", -5), ("int16", -1024), ("int64", -(2**62) - 1), ("uint64", 2**64 - 1), ("float16", 0.5)],
+)
+def test_a_copy_keeps_dtype_fill_value_and_air_and_halves_in_it(tmp_path: Path, dtype: str, fill: Any) -> None:
+    voxels = (textured((48, 32, 32)) > 100) if dtype == "bool" else (textured((48, 32, 32)) // 2).astype(dtype)
+    voxels[16:32] = fill
+    source = write_array(tmp_path / "v.zarr", voxels, chunk=16, fill_value=fill)
+    figures = copy_box(CopyRequest(ArrayConfig(path=str(source)), tmp_path / "c.zarr", levels=2), QUICK)
+    assert figures.air >= 4
+    group = zarr.open_group(tmp_path / "c.zarr", mode="r")
+    for level, expected in enumerate((voxels, halve(voxels))):
+        array = group[str(level)]
+        assert isinstance(array, zarr.Array)
+        assert array.dtype == np.dtype(dtype)
+        assert array.fill_value == fill
+        np.testing.assert_array_equal(np.asarray(array[:]), expected)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_copy_of_permuted_axes_is_in_zyx(server: ChunkServer, tmp_path: Path, remote: bool) -> None:
+    voxels = textured((48, 64, 80))
+    stored = np.stack([voxels.T // 2, voxels.T], axis=1)
+    path = tmp_path / "served/v.zarr"
+    array = zarr.create_array(
+        str(path), shape=stored.shape, chunks=(20, 1, 16, 12), dtype="uint8", dimension_names=["x", "c", "y", "z"]
+    )
+    array[...] = stored
+    source = ArrayConfig(path=server.url + "/v.zarr" if remote else str(path), select=(1,))
+    copy_box(CopyRequest(source, tmp_path / "c.zarr", START, (40, 33, 21)), QUICK)
+    np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), cut(voxels, START, (40, 33, 21)))
+    assert zarr.open_group(tmp_path / "c.zarr", mode="r")["0"].chunks == (12, 16, 20)
 
 
 def test_the_place_in_a_bare_array_is_told_in_voxels(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.stream.prepare import prepare_data
 from vesuvius.volume_tools import info as describe
 from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar, uniform_facts
-from vesuvius.volumes.geometry import level_geometry, read_multiscale
+from vesuvius.volume_words import info_text
 from vesuvius.volumes.volume import open_volume
 
 PATCH = (8, 16, 16)
@@ -67,45 +67,38 @@ def test_a_level_that_cannot_be_opened_does_not_hide_the_others(tmp_path: Path) 
     assert "each level in the metadata must exist" in reason
 
 
-CODECS: list[tuple[dict[str, Any], str]] = [
-    ({}, "blosc zstd level 3, no shuffle"),
-    ({"compressors": numcodecs.Blosc("lz4", 5, shuffle=1)}, "blosc lz4 level 5, byte shuffle"),
-    ({"compressors": None}, "none: raw bytes"),
-    ({"filters": [numcodecs.Delta(dtype="u1")], "compressors": numcodecs.GZip(2)}, "delta, then gzip level 2"),
-    ({"zarr_format": 3, "compressors": zarr.codecs.ZstdCodec(level=7)}, "zstd level 7"),
+V3 = {"zarr_format": 3}
+SHARDED = V3 | {"shards": (64, 64, 64)}
+CODECS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "uint8", "blosc zstd level 3, no shuffle"),
+    ({"compressors": numcodecs.Blosc("lz4", 5, shuffle=1)}, "uint8", "blosc lz4 level 5, byte shuffle"),
+    ({"compressors": None}, "uint8", "none: raw bytes"),
+    ({"filters": [numcodecs.Delta(dtype="u1")], "compressors": numcodecs.GZip(2)}, "uint8", "delta, then gzip level 2"),
+    (V3 | {"compressors": zarr.codecs.ZstdCodec(level=7)}, "uint8", "bytes, then zstd level 7"),
+    (V3 | {"compressors": None, "serializer": zarr.codecs.BytesCodec(endian="big")}, "uint16", "big-endian bytes"),
     (
-        {"zarr_format": 3, "compressors": zarr.codecs.BloscCodec(cname="zstd", clevel=4, shuffle="bitshuffle")},
-        "blosc zstd level 4, bit shuffle",
+        V3 | {"compressors": zarr.codecs.BloscCodec(cname="zstd", clevel=4, shuffle="bitshuffle")},
+        "uint16",
+        "little-endian bytes, then blosc zstd level 4, bit shuffle",
     ),
-    ({"zarr_format": 3, "shards": (64, 64, 64), "compressors": zarr.codecs.GzipCodec(level=1)}, "gzip level 1"),
+    (
+        V3 | {"filters": zarr.codecs.TransposeCodec(order=(2, 1, 0)), "compressors": None},
+        "uint8",
+        "transpose [2, 1, 0], then bytes",
+    ),
+    (
+        SHARDED | {"compressors": zarr.codecs.GzipCodec(level=1)},
+        "uint16",
+        "shards of 32x32x32 chunks (little-endian bytes, then gzip level 1; "
+        "index at the end: little-endian bytes, then crc32c)",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), CODECS, ids=[words for _, words in CODECS])
-def test_codecs_are_told_in_words(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    array = open_volume(
-        ArrayConfig(path=str(write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **options)))
-    ).array
-    assert codec_words(array) == words
-
-
-def test_scale_and_translation_of_level_and_pyramid_are_applied_in_order(tmp_path: Path) -> None:
-    path = write_pyramid(tmp_path / "v.zarr", textured((16, 16, 16)), levels=1)
-    group = zarr.open_group(path, mode="a")
-    multiscales = group.attrs["multiscales"]
-    multiscales[0]["datasets"][0]["coordinateTransformations"].append({"type": "translation", "translation": [1, 2, 3]})
-    multiscales[0]["coordinateTransformations"] = [
-        {"type": "scale", "scale": [10, 10, 2]},
-        {"type": "translation", "translation": [0, 0, 5]},
-    ]
-    group.attrs["multiscales"] = multiscales
-    multiscale = read_multiscale(open_volume(ArrayConfig(path=str(path))))
-    assert multiscale is not None
-    geometry = level_geometry(multiscale.entry, "0")
-    assert geometry is not None
-    assert geometry.scale_zyx == (24, 24, 4.8)
-    assert geometry.translation_zyx == (10, 20, 11)
-    assert geometry.units_zyx == ("micrometer",) * 3
+@pytest.mark.parametrize(("options", "dtype", "words"), CODECS, ids=[words for *_, words in CODECS])
+def test_codecs_are_told_in_words(tmp_path: Path, options: dict[str, Any], dtype: str, words: str) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64), dtype=dtype), **options)
+    assert codec_words(open_volume(ArrayConfig(path=str(path))).array) == words
 
 
 STORES: dict[str, dict[str, Any]] = {
@@ -191,7 +184,7 @@ def test_sidecars_go_where_they_belong(tmp_path: Path) -> None:
         make_sidecar(ArrayConfig(path=str(path), select=(1,)), tmp_path / "file" / "o.npz")
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "uint32", "int64", "float16", "float32", "float64"])
 def test_grey_values_are_those_of_the_material(tmp_path: Path, dtype: str) -> None:
     voxels = textured((48, 48, 48), dtype=dtype)
     voxels[::5] = 0
@@ -205,6 +198,12 @@ def test_grey_values_are_those_of_the_material(tmp_path: Path, dtype: str) -> No
     np.testing.assert_allclose([grey.mean, grey.std], [material.mean(), material.std()], rtol=1e-10)
     np.testing.assert_allclose(grey.percentiles, np.percentile(material, (0.5, 50, 99.5)), rtol=1e-6)
     assert grey.air_share == pytest.approx(1 - material.size / voxels.size)
+
+
+def test_grey_values_of_bool(tmp_path: Path) -> None:
+    grey = look(write_array(tmp_path / "v.zarr", textured((48, 48, 48)) > 100, chunk=16), places=27).grey
+    assert grey is not None
+    assert (grey.minimum, grey.maximum, grey.mean, grey.std, grey.percentiles) == (1, 1, 1, 0, (1, 1, 1))
 
 
 def test_grey_values_are_taken_where_something_is_stored_and_are_the_same_each_time(tmp_path: Path) -> None:
@@ -236,6 +235,80 @@ def test_an_unreadable_place_is_counted_and_the_others_are_used(tmp_path: Path) 
     grey = look(path, patch=(16, 16, 16), places=27).grey
     assert grey is not None
     assert (grey.places, grey.unreadable) == (26, 1)
+
+
+def test_a_damaged_index_of_a_shard_is_told_and_the_rest_looked_at(
+    server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_pyramid(tmp_path / "v.zarr", textured((64, 64, 64)), levels=1, zarr_format=3, shards=(32, 32, 32))
+    shard = path / "0/c/0/1/0"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-10] + bytes([data[-10] ^ 1]) + data[-9:])
+    facts = look(path, (16, 16, 16), places=64)
+    assert facts.occupancy.present is None
+    assert "a shard's index must match its checksum; got another one in 0/c/0/1/0" in str(facts.occupancy.unknown)
+    for found in (facts, look(server.url_of(path), (16, 16, 16), places=64)):
+        assert found.grey is not None
+        assert (found.grey.tried, found.grey.found, found.grey.places) == (64, 56, 56)
+    assert "chunk [0, 2, 0]" in caplog.text
+    assert "0/c/0/1/0; restore the shard" in caplog.text
+    assert "network" not in caplog.text + str(facts)
+
+
+def test_axes_are_told_as_they_are_stored_and_everything_else_in_zyx(tmp_path: Path) -> None:
+    path = tmp_path / "v.zarr"
+    array = zarr.create_array(
+        str(path), shape=(20, 2, 30, 40), chunks=(5, 1, 6, 8), dtype="int16", dimension_names=["x", "c", "y", "z"]
+    )
+    array[...] = textured((20, 2, 30, 40), dtype="int16")
+    facts = describe_volume(ArrayConfig(path=str(path), select=(1,)), (8, 8, 8), QUICK)
+    assert facts.axes == ("x", "c", "y", "z")
+    assert facts.chosen.shape == (20, 2, 30, 40)
+    assert facts.chosen.chunk_zyx == (8, 6, 5)
+    assert (facts.occupancy.present, facts.occupancy.total) == (100, 100)
+    with pytest.raises(ConfigError, match="add --out FILE"):
+        make_sidecar(ArrayConfig(path=str(path), select=(1,)), None)
+
+
+def test_a_level_that_is_rotated_or_holds_no_numbers_does_not_hide_the_others(tmp_path: Path) -> None:
+    def level(path: str, transform: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "path": path,
+            "coordinateTransformations": [transform | {"input": {"path": path}, "output": {"name": "physical"}}],
+        }
+
+    scale = {"type": "scale", "scale": [4.0, 2.0, 2.0]}
+    shift = {"type": "translation", "translation": [1.0, 0.5, 0.5]}
+    turned = [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]]
+    axes = [{"name": name, "type": "space", "unit": "nanometer"} for name in "zyx"]
+    entry = {
+        "coordinateSystems": [{"name": "physical", "axes": axes}],
+        "datasets": [
+            level("0", scale),
+            level("1", {"type": "sequence", "transformations": [scale, shift]}),
+            level("2", {"type": "rotation", "rotation": turned}),
+            level("3", {"type": "affine", "affine": [[*row, 0.0] for row in turned]}),
+            level("4", scale),
+        ],
+    }
+    path = tmp_path / "v.zarr"
+    zarr.create_group(str(path), zarr_format=3, attributes={"ome": {"version": "0.6", "multiscales": [entry]}})
+    for name in "0123":
+        write_array(path / name, textured((32, 32, 32)), chunk=16, zarr_format=3)
+    zarr.create_array(str(path / "4"), shape=(32, 32, 32), dtype="complex64", zarr_format=3)
+    facts = look(path, level=1)
+    assert [facts.ome_version, facts.axes] == ["0.6", ("z", "y", "x")]
+    assert [found.path for found in facts.levels] == ["0", "1"]
+    geometry = facts.chosen.geometry
+    assert geometry is not None
+    assert (geometry.scale_zyx, geometry.translation_zyx) == ((4, 2, 2), (1, 0.5, 0.5))
+    assert geometry.units_zyx == ("nanometer",) * 3
+    broken = dict(facts.broken)
+    assert list(broken) == ["2", "3", "4"]
+    assert "got rotation with the row" in broken["2"]
+    assert "got affine with the row" in broken["3"]
+    assert "got complex64" in broken["4"]
+    assert "4x2x2 nanometer" in info_text(facts)
 
 
 @given(

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from vesuvius.volume_tools.pyramid import halve, level_shapes
 
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, "bool", "float16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(4, 6, 8), (5, 3, 7), (1, 2, 1)])
 def test_each_voxel_is_the_mean_of_those_that_exist(dtype: str, shape: tuple[int, int, int]) -> None:
-    most = {"uint8": 256, "uint16": 65536, "float32": 1000}[dtype]
-    voxels = np.random.default_rng(0).integers(0, most, shape).astype(dtype)
-    voxels[:1] = most - 1  # as large as can be: a sum that overflows shows
+    rng = np.random.default_rng(0)
+    ends = (
+        (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+        if dtype in INTEGERS
+        else (0, 1 if dtype == "bool" else 999)
+    )
+    voxels = rng.integers(*ends, shape, dtype if dtype in INTEGERS else np.int64, endpoint=True).astype(dtype)
+    voxels[:1] = ends[1]  # as large as can be, and as small: a sum that overflows shows
+    voxels[-1:, :1] = ends[0]
     halved = halve(voxels)
     assert halved.dtype == voxels.dtype
     assert [halved.shape] == level_shapes(shape, 2)[1:]
     for z, y, x in itertools.product(*map(range, halved.shape)):
-        mean = voxels[2 * z : 2 * z + 2, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].astype(np.float64).mean()
-        # float32: eight whole numbers below 1000 add up exactly, so the one division is all that rounds.
-        assert halved[z, y, x] == (np.float32(mean) if dtype == "float32" else np.floor(mean + 0.5))
+        block = [Fraction(v.item()) for v in voxels[2 * z : 2 * z + 2, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].flat]
+        mean = sum(block) / len(block)
+        if dtype.startswith("float"):
+            # Eight whole numbers below 1000 add up exactly, so the division and the cast are all that rounds.
+            assert halved[z, y, x] == np.float64(float(mean)).astype(dtype)
+        else:
+            assert int(halved[z, y, x]) == math.floor(mean + Fraction(1, 2))
 
 
 def test_shapes_are_halved_and_rounded_up() -> None:

@@ -23,6 +23,7 @@ from zarr.storage import LocalStore, WrapperStore
 from tests.chunk_server import ChunkServer
 from tests.conftest import textured
 from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.chunks import ChunkGrid, Request
 from vesuvius.volumes.source import Source
@@ -42,19 +43,22 @@ class Recorder(WrapperStore[LocalStore]):
         return await super().get(key, prototype, byte_range)
 
 
-def asked_by_zarr(path: Path, name: str, select: tuple[int, ...], box: Box) -> Counter[Request]:
+ZYX = Axes((0, 1, 2))
+
+
+def asked_by_zarr(path: Path, name: str, axes: Axes, box: Box) -> Counter[Request]:
     """What zarr-python asks for when it reads a box; not through zarrs, which reads files itself."""
     recorder = Recorder(LocalStore(str(path), read_only=True))
     with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}):
         array = zarr.open_array(recorder, path=name, mode="r")
         recorder.asked.clear()
-        array[(*select, *(slice(*pair) for pair in zip(*box, strict=True)))]
+        array[axes.stored([slice(*pair) for pair in zip(*box, strict=True)], axes.select)]
     return Counter(recorder.asked)
 
 
-def grid_of(path: Path, name: str = "", select: tuple[int, ...] = ()) -> ChunkGrid:
+def grid_of(path: Path, name: str = "", axes: Axes = ZYX) -> ChunkGrid:
     array = zarr.open_array(LocalStore(str(path), read_only=True), path=name, mode="r")
-    return ChunkGrid(array, select, Source(str(path), StoreConfig()))
+    return ChunkGrid(array, axes, Source(str(path), StoreConfig()))
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,15 @@ class Layout:
     """An array as it may lie on disk, and a box of it.
 
     Attributes:
-        lead: axes before z, y, x: size, chunk, chunks per shard and the index that is read.
+        others: axes beside z, y, x: size, chunk, chunks per shard and the index that is read.
+        zyx: where z, y and x are among all axes.
         holes: chunks of zyx that are not stored.
     """
 
     options: dict[str, Any]
     name: str
-    lead: tuple[tuple[int, int, int, int], ...]
+    others: tuple[tuple[int, int, int, int], ...]
+    zyx: tuple[int, int, int]
     shape: tuple[int, int, int]
     chunk: tuple[int, int, int]
     per_shard: tuple[int, int, int] | None
@@ -76,24 +82,30 @@ class Layout:
     holes: frozenset[tuple[int, int, int]]
 
     @property
-    def select(self) -> tuple[int, ...]:
-        return tuple(index for *_, index in self.lead)
+    def axes(self) -> Axes:
+        return self.at(tuple(index for *_, index in self.others))
+
+    def at(self, select: tuple[int, ...]) -> Axes:
+        return Axes(self.zyx, select)
 
     def write(self, path: Path) -> None:
         """Write the array: ones, zeros (which zarr does not store) in the holes."""
-        sizes, chunks, per_shard, _ = zip(*self.lead, strict=True) if self.lead else ((),) * 4
-        voxels = np.ones((*sizes, *self.shape), np.uint8)
+        sizes, chunks, per_shard, _ = zip(*self.others, strict=True) if self.others else ((),) * 4
+        voxels = np.ones(self.axes.stored(self.shape, sizes), np.uint8)
+        everywhere = [slice(None)] * len(sizes)
         for hole in self.holes:
-            voxels[(..., *(slice(i * c, (i + 1) * c) for i, c in zip(hole, self.chunk, strict=True)))] = 0
-        shards = None
+            part = [slice(i * c, (i + 1) * c) for i, c in zip(hole, self.chunk, strict=True)]
+            voxels[self.axes.stored(part, everywhere)] = 0
+        stored_chunks, shards = self.axes.stored(self.chunk, chunks), None
         if self.per_shard:
-            shards = tuple(c * n for c, n in zip((*chunks, *self.chunk), (*per_shard, *self.per_shard), strict=True))
+            counts = self.axes.stored(self.per_shard, per_shard)
+            shards = tuple(c * n for c, n in zip(stored_chunks, counts, strict=True))
         array = zarr.create_array(
             str(path),
             name=self.name or None,
             shape=voxels.shape,
             dtype="uint8",
-            chunks=(*chunks, *self.chunk),
+            chunks=stored_chunks,
             shards=shards,
             fill_value=0,
             **self.options,
@@ -114,10 +126,10 @@ ENCODINGS: list[dict[str, Any]] = [
 def layouts(draw: st.DrawFn) -> Layout:
     options = draw(st.sampled_from(ENCODINGS))
     sharded = options["zarr_format"] == 3 and draw(st.booleans())
-    lead = []
+    others = []
     for _ in range(draw(st.integers(0, 2))):
         size = draw(st.integers(1, 3))
-        lead.append((size, draw(st.integers(1, size)), draw(st.integers(1, 2)), draw(st.integers(0, size - 1))))
+        others.append((size, draw(st.integers(1, size)), draw(st.integers(1, 2)), draw(st.integers(0, size - 1))))
     axes = []
     for _ in range(3):
         size = draw(st.integers(1, 9))
@@ -128,7 +140,8 @@ def layouts(draw: st.DrawFn) -> Layout:
     holes = draw(st.sets(st.tuples(*(st.integers(0, n - 1) for n in counts)), max_size=6))
     name = draw(st.sampled_from(["", "0", "a/1"]))
     shards = per_shard if sharded else None
-    return Layout(options, name, tuple(lead), shape, chunk, shards, (start, stop), frozenset(holes))
+    zyx = tuple(draw(st.permutations(range(3 + len(others))))[:3])
+    return Layout(options, name, tuple(others), zyx, shape, chunk, shards, (start, stop), frozenset(holes))
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -136,8 +149,8 @@ def layouts(draw: st.DrawFn) -> Layout:
 def test_the_grid_names_what_zarr_asks_for(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> None:
     path = tmp_path_factory.mktemp("v")
     layout.write(path)
-    grid = grid_of(path, layout.name, layout.select)
-    expected = asked_by_zarr(path, layout.name, layout.select, layout.box)
+    grid = grid_of(path, layout.name, layout.axes)
+    expected = asked_by_zarr(path, layout.name, layout.axes, layout.box)
     assert Counter(grid.requests(layout.box)) == expected
     assert Counter(grid.requests(layout.box)) == expected, "the same again, from the indices that it keeps"
     within = set(grid.chunks_of(layout.box))
@@ -149,7 +162,7 @@ def test_the_grid_names_what_zarr_asks_for(tmp_path_factory: pytest.TempPathFact
 def test_the_place_of_a_key_is_where_it_came_from(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> None:
     path = tmp_path_factory.mktemp("v")
     layout.write(path)
-    grid = grid_of(path, layout.name, layout.select)
+    grid = grid_of(path, layout.name, layout.axes)
     per_object = layout.per_shard or (1, 1, 1)
     for chunk in itertools.product(*map(range, grid.counts_zyx)):
         place = tuple(i // n for i, n in zip(chunk, per_object, strict=True))
@@ -157,11 +170,11 @@ def test_the_place_of_a_key_is_where_it_came_from(tmp_path_factory: pytest.TempP
     folder = f"{layout.name}/" if layout.name else ""
     for other in ("zarr.json", ".zarray", ".chunk_occupancy.npz", "notes/1.txt", "0/0", "9/9/9/9/9/9/9"):
         assert grid.place_of(folder + other) is None
-    if layout.lead:
-        other_selects = itertools.product(*(range(size) for size, *_ in layout.lead))
-        keys = {select: grid_of(path, layout.name, select).key_of((0, 0, 0)) for select in other_selects}
+    if layout.others:
+        other_selects = itertools.product(*(range(size) for size, *_ in layout.others))
+        keys = {select: grid_of(path, layout.name, layout.at(select)).key_of((0, 0, 0)) for select in other_selects}
         for key in keys.values():
-            assert (grid.place_of(key) == (0, 0, 0)) == (key == keys[layout.select]), "of other fixed axes"
+            assert (grid.place_of(key) == (0, 0, 0)) == (key == keys[layout.axes.select]), "of other fixed axes"
 
 
 def test_a_box_of_chunks_ends_at_the_array(tmp_path: Path) -> None:
@@ -209,7 +222,7 @@ def test_an_index_at_either_end_leads_to_the_bytes_of_each_chunk(tmp_path: Path,
         assert bytes(voxels) == textured(SHAPE)[part].tobytes()
     assert (index[3] == 2**64 - 1).all()
     np.testing.assert_array_equal(grid.present_in_shard((0, 0, 0)), index[..., 0] != 2**64 - 1)
-    assert Counter(grid.requests(CORNER)) == asked_by_zarr(path, "", (), CORNER)
+    assert Counter(grid.requests(CORNER)) == asked_by_zarr(path, "", ZYX, CORNER)
     assert grid.absent(((16, 0, 0), (32, 8, 16))) == [(3, 0, 0), (3, 0, 1)]
 
 
@@ -220,7 +233,7 @@ def test_an_absent_shard_has_no_index_and_only_absent_chunks(tmp_path: Path) -> 
     assert grid.shard_index("c/0/0/0") is None
     assert not grid.present_in_shard((0, 0, 0)).any()
     assert grid.absent(CORNER) == [(0, 0, 0)]
-    assert Counter(grid.requests(CORNER)) == asked_by_zarr(path, "", (), CORNER)
+    assert Counter(grid.requests(CORNER)) == asked_by_zarr(path, "", ZYX, CORNER)
 
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {

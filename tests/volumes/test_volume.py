@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 import zarr
 from numcodecs import Delta
+from zarr.codecs import BytesCodec
 
+from tests.chunk_server import ChunkServer
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
 from vesuvius.config import VolumeConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.volume import SUPPORTED_DTYPES, Volume, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
 
 
 def whole(volume: Volume) -> np.ndarray[Any, Any]:
@@ -45,6 +48,13 @@ def write_ome(path: Path, levels: dict[str, np.ndarray[Any, Any]], axes: str = "
     return path
 
 
+DTYPES = [
+    "bool",
+    *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)),
+    "float16",
+    "float32",
+    "float64",
+]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "v2": {},
     "v2-dots": {"chunk_key_encoding": {"name": "v2", "separator": "."}},
@@ -54,29 +64,90 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        *(pytest.param(dtype, LAYOUTS[name], id=f"{name}-{dtype}") for name in LAYOUTS for dtype in SUPPORTED_DTYPES),
-        pytest.param("uint8", {"filters": [Delta(dtype="u1")]}, id="v2-filter-uint8"),
-    ],
-)
-def test_every_layout_reads_back_what_was_written(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
-    voxels = textured((70, 50, 64), dtype=dtype)
-    path = write_array(tmp_path / "v.zarr", voxels, **options)
+def full_range(dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Voxels all over the dtype's range: those that a conversion on the way would round, wrap or clip."""
+    rng = np.random.default_rng(0)
+    if dtype == "bool":
+        return rng.random(shape) < 0.5
+    if dtype.startswith("float"):
+        limits = np.finfo(dtype)
+        return (rng.uniform(-1, 1, shape) * 10.0 ** rng.integers(0, limits.maxexp // 4, shape)).astype(dtype)
+    ends = np.iinfo(dtype)
+    voxels = rng.integers(ends.min, ends.max, shape, dtype, endpoint=True)
+    voxels.flat[:2] = ends.min, ends.max
+    return voxels
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_layout_and_dtype_reads_back_what_was_written(tmp_path: Path, dtype: str, layout: str) -> None:
+    voxels = full_range(dtype, (70, 50, 64))
+    path = write_array(tmp_path / "v.zarr", voxels, **LAYOUTS[layout])
     volume = open_at(path)
     assert volume.shape_zyx == (70, 50, 64)
     assert volume.chunk_zyx == (32, 32, 32), "the unit of decoding is the inner chunk, not the shard"
     assert volume.dtype == np.dtype(dtype)
-    np.testing.assert_array_equal(whole(volume), voxels)
+    read = whole(volume)
+    assert read.dtype == np.dtype(dtype)
+    assert read.tobytes() == voxels.tobytes()
     np.testing.assert_array_equal(volume.read(((31, 0, 5), (34, 50, 64))), voxels[31:34, :, 5:])
 
 
-def test_big_endian_voxels_come_in_native_order(tmp_path: Path) -> None:
-    voxels = textured((32, 32, 32), dtype="uint16")
-    volume = open_at(write_array(tmp_path / "v.zarr", voxels.astype(">u2")))
-    assert whole(volume).dtype == np.dtype("uint16")
-    np.testing.assert_array_equal(whole(volume), voxels)
+def test_a_filter_is_undone(tmp_path: Path) -> None:
+    voxels = textured((70, 50, 64))
+    path = write_array(tmp_path / "v.zarr", voxels, filters=[Delta(dtype="u1")])
+    np.testing.assert_array_equal(whole(open_at(path)), voxels)
+
+
+BIG_ENDIAN: dict[str, dict[str, Any]] = {
+    "v2": {},
+    "v3": {"zarr_format": 3, "serializer": BytesCodec(endian="big")},
+    "v3-sharded": {"zarr_format": 3, "serializer": BytesCodec(endian="big"), "shards": (64, 64, 64)},
+}
+
+
+@pytest.mark.parametrize("options", BIG_ENDIAN.values(), ids=BIG_ENDIAN)
+@pytest.mark.parametrize("dtype", ["uint16", "int16", "uint32", "int64", "float16", "float32", "float64"])
+def test_big_endian_voxels_come_in_native_order(
+    server: ChunkServer, tmp_path: Path, dtype: str, options: dict[str, Any]
+) -> None:
+    voxels = full_range(dtype, (40, 32, 32))
+    path = write_array(tmp_path / "v.zarr", voxels.astype(np.dtype(dtype).newbyteorder(">")), **options)
+    for address in (str(path), server.url_of(path)):
+        volume = open_volume(VolumeConfig(path=address))
+        assert volume.dtype == np.dtype(dtype)
+        out = np.empty_like(voxels)
+        assert volume.read(((0, 0, 0), volume.shape_zyx), out) is out
+        assert out.tobytes() == voxels.tobytes()
+        volume.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [("int16", -1024), ("int64", -(2**62) - 1), ("uint64", 2**64 - 1), ("bool", True), ("float16", -0.5)],
+)
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_an_absent_chunk_has_the_fill_value_exactly(tmp_path: Path, dtype: str, fill: Any, zarr_format: int) -> None:
+    path = write_array(tmp_path / "v.zarr", np.zeros((32, 32, 64), dtype), fill_value=fill, zarr_format=zarr_format)
+    (path / ("0/0/1" if zarr_format == 2 else "c/0/0/1")).unlink()
+    volume = open_at(path)
+    assert volume.fill_value == fill
+    assert (whole(volume)[:, :, 32:] == volume.fill_value).all()
+    assert not (whole(volume)[:, :, :32] == volume.fill_value).any()
+
+
+NO_NUMBERS = ["complex64", "complex128", "S4", [("a", "u1"), ("b", "<u2")], "M8[s]", "m8[s]", str]
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("dtype", NO_NUMBERS, ids=str)
+def test_voxels_that_are_no_real_numbers_are_refused_in_one_line(tmp_path: Path, dtype: Any, zarr_format: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of zarr: v3 does not specify some of them
+        zarr.create_array(str(tmp_path / "v.zarr"), shape=(8, 8, 8), dtype=dtype, zarr_format=zarr_format)
+        with pytest.raises(DataError, match=r"voxels must be bool, or integers or floats .*; convert") as refusal:
+            open_at(tmp_path / "v.zarr")
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_zarrs_pipeline_is_used_and_its_fallback_is_named(tmp_path: Path) -> None:
@@ -113,16 +184,14 @@ REFUSALS = [
     ("missing", {}, "must exist"),
     ("text file", {}, "neither"),
     ("empty directory", {}, "neither"),
-    ("group without multiscales", {}, "arrays in it: inner"),
+    ("group without multiscales", {}, r"a group without multiscales metadata; set path to .*v\.zarr/inner$"),
     ("ome", {"level": 2}, "level must be one of 0..1; got 2"),
     ("ome with a missing level", {"level": 1}, "each level in the metadata must exist"),
-    ("xyz axes", {}, "axes x, y, z"),
     ("array", {"level": 1}, "level 0 only"),
     ("2D", {}, "three axes z, y, x; got 2 axes"),
     ("5D", {}, r"set data.volumes\[\].select to 2 indices, e.g. \[0, 0\]"),
     ("5D", {"select": (0, 9)}, "inside the array"),
     ("array", {"select": (0,)}, "set data.volumes"),
-    ("int16", {}, "uint8, uint16, float32; got int16"),
     ("unknown codec", {}, "metadata must be readable"),
     ("broken metadata", {}, "metadata must be readable"),
 ]
@@ -153,16 +222,12 @@ def _write_wrong(kind: str, path: Path) -> None:
         case "ome with a missing level":
             write_ome(path, {"0": voxels, "1": voxels})
             (path / "1" / ".zarray").unlink()
-        case "xyz axes":
-            write_ome(path, {"0": voxels}, axes="xyz")
         case "array":
             write_array(path, voxels)
         case "2D":
             write_array(path, textured((32, 32)))
         case "5D":
             write_array(path, textured((1, 1, 32, 32, 32)))
-        case "int16":
-            write_array(path, voxels.astype("int16"))
         case "unknown codec" | "broken metadata":
             write_array(path, voxels)
             metadata = json.loads((path / ".zarray").read_text())

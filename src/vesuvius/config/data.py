@@ -100,17 +100,20 @@ class DataConfig(Section):
     volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
     patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
     patches_per_region: PositiveInt | None = Field(
-        None, description="K, patches cut from each region read; null = as many as make read amplification 0.8"
+        None, description="K, patches cut from each region read; null = as many as make read amplification 0.8, 4 to 64"
     )
-    regions_per_task: PositiveInt = Field(
-        8, description="R, regions mixed in every run of R samples; higher = better mixed, more object store"
+    regions_in_flight: PositiveInt | None = Field(
+        None, description="M, regions that samples are mixed from, in the object store; null = 64, fewer beyond 1.5 GiB"
+    )
+    regions_per_task: PositiveInt = Field(8, description="R, regions that a reader reads in one task")
+    order: Literal["regions", "independent"] = Field(
+        "regions",
+        description="independent = a region of its own for every patch: slow, to measure what sharing regions costs",
     )
     region_size: SizeZYX | None = Field(
         None, description="voxels (z, y, x) read and decoded at once; null = from chunks, patch and reader_mib"
     )
-    reader_mib: PositiveInt = Field(
-        256, description="MiB of the R decoded regions of a task, which wait in the object store; bounds the region"
-    )
+    reader_mib: PositiveInt = Field(256, description="MiB of the R decoded regions of a task; bounds the region")
     min_foreground: float = Field(
         0.0, ge=0, le=1, description="least share of foreground in every patch; 0 = patches from everywhere"
     )

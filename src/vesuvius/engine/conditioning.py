@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vesuvius.config import Config
 from vesuvius.diffusion.condition import Condition
+from vesuvius.engine.greys import grey_scales, normalised, signed_view
 from vesuvius.engine.transfer import to_device
 from vesuvius.errors import DataError
 from vesuvius.stream.prepare import GreyRange, PreparedData
@@ -37,7 +38,7 @@ class Conditioner:
         device: torch.device,
     ) -> None:
         self._classes = classes
-        self._scales = np.array([scale_and_offset(grey) for grey in greys], np.float32)
+        self._scales = grey_scales(greys)
         self._scalars = scalars
         self._device = device
 
@@ -54,24 +55,19 @@ class Conditioner:
         )
 
     def _channels(self, raw: Tensor, volumes: Sequence[int]) -> Tensor:
-        values = raw.to(self._device).float()
-        present = torch.ones_like(values)
+        raw = raw.to(self._device)
         if self._classes:
-            # A label beyond the classes, such as 255 for "ignore", leaves all channels 0.
-            labels = [(values == label).float() for label in range(self._classes)]
-            return torch.cat([*labels, present], dim=1)
-        per_sample = to_device(torch.from_numpy(self._scales[list(volumes)]), self._device)
-        scale, offset = per_sample.view(-1, 2, 1, 1, 1, 1).unbind(1)
-        return torch.cat([values * scale + offset, present], dim=1)
+            # A label beyond the classes, such as 255 or -1 for "ignore", leaves all channels 0.  So do labels that
+            # become negative here, or are rounded: they are larger.
+            values = signed_view(raw).float()
+            channels = [(values == label).float() for label in range(self._classes)]
+        else:
+            channels = [normalised(raw, self._scales[list(volumes)])]
+        return torch.cat([*channels, torch.ones_like(channels[0])], dim=1)
 
     def _scalars_of(self, volumes: Sequence[int]) -> Tensor:
         rows = self._scalars[list(volumes)]
         return to_device(torch.from_numpy(np.hstack([rows, np.ones((len(rows), 1), np.float32)])), self._device)
-
-
-def scale_and_offset(grey: GreyRange) -> tuple[float, float]:
-    """Grey value times scale plus offset = model value: low becomes -1, high +1."""
-    return 2 / (grey.high - grey.low), -(grey.high + grey.low) / (grey.high - grey.low)
 
 
 def volume_scalars(config: Config, data: PreparedData) -> NDArray[np.float32]:

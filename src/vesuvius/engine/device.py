@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vesuvius.diffusion.condition import Condition
 from vesuvius.engine.batch_ring import BatchRing, exchange
-from vesuvius.engine.conditioning import Conditioner, scale_and_offset
-from vesuvius.engine.transfer import to_device
+from vesuvius.engine.conditioning import Conditioner
+from vesuvius.engine.greys import grey_scales, normalised, signed_view
 from vesuvius.observe.clock import StepClock
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.feeder import HELD, Batch
@@ -161,27 +161,19 @@ def _copy_of(batch: Batch) -> Batch:
     return Batch(batch.patches.copy(), batch.indices, None if batch.condition is None else batch.condition.copy())
 
 
-def grey_scales(greys: Sequence[GreyRange]) -> NDArray[np.float32]:
-    """Scale and offset from grey to model values, float32 [volumes, 2]."""
-    return np.array([scale_and_offset(grey) for grey in greys], np.float32)
-
-
-def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDArray[np.float32]) -> Tensor:
+def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDArray[np.float64]) -> Tensor:
     """From stored voxels to what the network learns.
 
     Args:
         raw: [B, Z, Y, X] in the stored dtype.
         augmentations: of each sample.
-        scales: `grey_scales` of each sample's volume, float32 [B, 2].
+        scales: `grey_scales` of each sample's volume, float64 [B, 2].
 
     Returns:
         float32 [B, 1, Z, Y, X] on the device of `raw`.
     """
-    scale, offset = scales.T
-    gain, shift = np.array([[a.gain, a.offset] for a in augmentations], np.float32).T
-    factors = to_device(torch.from_numpy(np.stack([scale * gain, offset * gain + shift])), raw.device)
-    factor, summand = factors.view(2, -1, 1, 1, 1, 1).unbind(0)
-    return apply_symmetries(raw, augmentations).unsqueeze(1).float() * factor + summand
+    gains, shifts = [a.gain for a in augmentations], [a.offset for a in augmentations]
+    return normalised(apply_symmetries(raw, augmentations).unsqueeze(1), scales, gains, shifts)
 
 
 def make_condition(
@@ -196,10 +188,8 @@ def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> 
 
     Moves voxels, changes none: any dtype, any device.
     """
-    if patches.dtype == torch.uint16:  # torch cannot flip uint16; the bits are moved as int16
-        return apply_symmetries(patches.view(torch.int16), augmentations).view(torch.uint16)
     out = torch.empty_like(patches)
-    for target, patch, augmentation in zip(out, patches, augmentations, strict=True):
+    for target, patch, augmentation in zip(signed_view(out), signed_view(patches), augmentations, strict=True):
         axes = [axis for axis, flip in enumerate(augmentation.flip_zyx) if flip]
         target.copy_(torch.rot90(torch.flip(patch, axes), augmentation.turns, (1, 2)))
     return out

@@ -10,6 +10,7 @@ from vesuvius.engine.memory_plan import LARGEST_PLANNED_BATCH, MemoryPlan, index
 from vesuvius.engine.preflight import Preflight, doubts, preflight
 from vesuvius.engine.ram_plan import plan_ram, ram_limit, ram_warning
 from vesuvius.engine.run_dir import run_dir
+from vesuvius.engine.start_log import mixing_text
 from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
 from vesuvius.observe.units import GIB, gib, size_text
 from vesuvius.stream.prepare import PreparedData
@@ -69,18 +70,14 @@ def _data_lines(config: Config, found: Preflight) -> list[str]:
             f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
             f"  regions  {_regions(data, number)}",
         ]
-    if data.plan.repeats_within_a_run:
-        lines.append(
-            f"WARN       fewer regions than data.regions_per_task={config.data.regions_per_task}: batches repeat them"
-        )
-    return [*lines, f"plan       {data.plan.hash}, {data.plan.samples_per_task} samples a task"]
+    return [*lines, f"plan       {data.plan.hash}, {mixing_text(data.job)}"]
 
 
 def _regions(data: PreparedData, number: int) -> str:
     planned = data.plan.volumes[number]
-    largest = [max(hi - lo for lo, hi in axis) for axis in planned.intervals_zyx]
+    largest = planned.cells.region_zyx(data.plan.patch_zyx)
     amplification = data.plan.read_amplification(number)
-    return f"{planned.region_count} of up to {_times(largest)}, read amplification {amplification:.2f}"
+    return f"{planned.visits_per_pass} a pass, of up to {_times(largest)}, read amplification {amplification:.2f}"
 
 
 def _memory_lines(config: Config, device: torch.device, vram_gib: float | None) -> list[str]:

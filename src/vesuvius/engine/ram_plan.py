@@ -19,7 +19,7 @@ from vesuvius.observe.system.look import look_around
 from vesuvius.observe.system.roots import Roots
 from vesuvius.observe.units import GIB, size_text
 from vesuvius.stream.feeder import HELD
-from vesuvius.stream.options import StreamOptions, batches_ahead, store_bytes, store_need_bytes
+from vesuvius.stream.options import StreamOptions, batches_ahead, store_ahead_bytes, store_bytes, store_need_bytes
 from vesuvius.stream.prepare import PreparedData, prepare_data
 from vesuvius.stream.reader import STAGED_BYTES_MAX
 
@@ -112,7 +112,7 @@ def ram_warning(config: Config, data: PreparedData, plan: RamPlan, limit: RamLim
     elif plan.step_bytes and plan.step_bytes > plan.total_bytes / 2:
         remedy = "lower training.train_batch_size and raise training.accumulate_steps"
     else:
-        remedy = "lower data.reader_mib and training.workers, or training.prefetch_factor"
+        remedy = "lower data.regions_in_flight, data.reader_mib, training.workers or training.prefetch_factor"
     return (
         f"memory should stay below {WARN_SHARE:.0%} of {size_text(limit.limit_bytes)} ({limit.whose}); got "
         f"{size_text(plan.total_bytes)} predicted; {remedy}"
@@ -136,7 +136,7 @@ def _plan(config: Config, data: PreparedData, network: _Network | None, gpu: boo
     job, training = data.job, config.training
     options = StreamOptions.from_config(training, config.cluster)
     on_gpu = network.gpu if network else gpu
-    ring = _READER_RING if training.workers else job.blocks_per_task + 1  # ours, not Ray's copy of it
+    ring = _READER_RING if training.workers else job.plan.regions_in_flight + 1  # ours, not Ray's copy
     reader = {
         "reader_ring_bytes": ring * job.block_bytes,
         "reader_staged_bytes": _staged_bytes(data),
@@ -165,7 +165,8 @@ def _plan(config: Config, data: PreparedData, network: _Network | None, gpu: boo
 
 def _tasks(config: Config, data: PreparedData) -> int:
     """Of the whole run."""
-    return -(-config.stop_step * config.global_batch // data.plan.samples_per_task)
+    slots = data.plan.mixing.slots(0, config.stop_step * config.global_batch)
+    return -(-len(slots) // data.plan.regions_per_task)
 
 
 def _executions_at_once(tasks: int) -> int:
@@ -179,7 +180,8 @@ def _readers_at_once(config: Config, data: PreparedData) -> int:
 
 def _store_bytes(config: Config, data: PreparedData, options: StreamOptions) -> int:
     job, tasks = data.job, _tasks(config, data)
-    need_bytes = int(_executions_at_once(tasks) * (1 + _STORE_HOLES) * store_need_bytes(job, options))
+    handing_over = (_executions_at_once(tasks) - 1) * store_ahead_bytes(job, options)
+    need_bytes = int((1 + _STORE_HOLES) * (store_need_bytes(job, options) + handing_over))
     run_bytes = tasks * job.blocks_per_task * job.block_bytes
     return min(min(need_bytes, run_bytes) + job.plan.map_bytes, store_bytes(job, options))
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from vesuvius.diffusion.condition import Condition
 from vesuvius.engine.conditioning import Conditioner
-from vesuvius.engine.device import grey_scales, model_values
+from vesuvius.engine.device import model_values
+from vesuvius.engine.greys import grey_scales
 from vesuvius.engine.transfer import to_device
 from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.fixed_patches import FixedPatches

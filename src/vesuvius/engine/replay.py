@@ -18,7 +18,8 @@ from vesuvius.config import Config
 from vesuvius.config_file import parse_stored
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner
-from vesuvius.engine.device import grey_scales, make_condition, model_values
+from vesuvius.engine.device import make_condition, model_values
+from vesuvius.engine.greys import grey_scales
 from vesuvius.engine.network import build_network, lay_out_network
 from vesuvius.engine.outcome import StepOutcome
 from vesuvius.engine.replay_file import StoredStep, read_stored_step

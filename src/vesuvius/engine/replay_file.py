@@ -51,7 +51,7 @@ class StoredStep:
         scale: what the loss was multiplied by.
         torch_threads: of the process; the order of sums on a CPU follows from it.
         indices, timesteps, volumes: int64 [G], the last being the numbers of the volumes that the samples come from.
-        flips_zyx, turns, gains, offsets: their augmentations, [G, 3] and [G].
+        flips_zyx, turns, gains, offsets: their augmentations, [G, 3] and [G]; the latter two float64.
         patches, conditions: [G, Z, Y, X] in the stored dtypes; the latter None without conditions.
         volume_names: [V].
         greys, condition_greys: low and high of each volume, float64 [V, 2]; [0, 2] without grey conditions.
@@ -165,8 +165,8 @@ class ReplayWriter:
             volumes=torch.tensor([plan.volume_of(int(index)) for index in indices]),
             flips_zyx=torch.tensor([a.flip_zyx for a in augmentations]),
             turns=torch.tensor([a.turns for a in augmentations]),
-            gains=torch.tensor([a.gain for a in augmentations]),
-            offsets=torch.tensor([a.offset for a in augmentations]),
+            gains=torch.tensor([a.gain for a in augmentations], dtype=torch.float64),
+            offsets=torch.tensor([a.offset for a in augmentations], dtype=torch.float64),
             patches=torch.from_numpy(np.concatenate([part.patches for part in parts])),
             conditions=torch.from_numpy(np.concatenate(conditions)) if conditions else None,
             volume_names=[volume.name for volume in self._data.volumes],

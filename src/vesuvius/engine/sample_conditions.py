@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.diffusion.randomness import Purpose
-from vesuvius.engine.conditioning import scale_and_offset
+from vesuvius.engine.greys import grey_scales, normalised
 from vesuvius.plan.split import split_volume
 from vesuvius.stream.prepare import GreyRange
 from vesuvius.volumes.box import Box
@@ -39,7 +40,7 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         split = split_volume(self.volume.name, self.volume.shape_zyx, config.patch_size, config.validation)
         self._box = split.validation or split.train
         labels = config.condition_classes
-        self._scale = (2 / max(1, labels - 1), -1.0) if labels else scale_and_offset(greys[number])
+        self._grey = GreyRange(0, max(1, labels - 1)) if labels else greys[number]
 
     def __exit__(self, *_: object) -> None:
         self.volume.close()
@@ -54,8 +55,8 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
 
     def to_model_values(self, stored: NDArray[Any]) -> NDArray[np.float32]:
         """For a picture: low grey, or label 0, becomes -1, high grey, or the last label, +1.  Pure."""
-        scale, offset = self._scale
-        return stored.astype(np.float32) * np.float32(scale) + np.float32(offset)
+        values: NDArray[np.float32] = normalised(torch.from_numpy(stored), grey_scales([self._grey])).numpy()
+        return values
 
     def _read(self, start_zyx: Triple) -> NDArray[Any]:
         z, y, x = (start + size for start, size in zip(start_zyx, self._patch_zyx, strict=True))

@@ -74,12 +74,16 @@ class SampleArray:
 
 
 def to_greys(x_0: NDArray[np.float32], grey: GreyRange, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Model values -> grey values of a volume: -1 becomes low, +1 high.  Integers are rounded and clipped.  Pure."""
+    """Model values -> grey values of a volume: -1 becomes low, +1 high.  Clipped to the dtype; integers and bool are
+    rounded.  Pure."""
     greys = grey.low + (x_0.astype(np.float64) + 1) * ((grey.high - grey.low) / 2)
-    if dtype.kind in "ui":
-        limits = np.iinfo(dtype)
-        greys = np.rint(greys).clip(limits.min, limits.max)
-    return greys.astype(dtype)
+    if dtype.kind == "f":
+        limits = np.finfo(dtype)
+        return greys.clip(limits.min, limits.max).astype(dtype)
+    least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    greys, top = np.rint(greys), float(most)
+    # The largest integer of 8 bytes is no float64: the next one above it would wrap around.
+    return greys.clip(least, top if int(top) <= most else np.nextafter(top, 0)).astype(dtype)
 
 
 def check_target(out: Path, overwrite: bool) -> None:

@@ -11,7 +11,8 @@ from vesuvius.config import Config
 from vesuvius.engine.preflight import Preflight, doubts
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.step import AmpMode, parameter_count
-from vesuvius.observe.units import format_duration
+from vesuvius.observe.units import format_duration, size_text
+from vesuvius.stream.reader import ReaderJob
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +35,33 @@ def log_start(config: Config, found: Preflight, lost: bool) -> None:
     data = found.data
     for volume, planned in zip(data.volumes, data.plan.volumes, strict=True):
         log.info(
-            "volume %s: %s %s, %d regions, decoded by %s",
+            "volume %s: %s %s, %d regions a pass, decoded by %s",
             volume.name,
             "x".join(map(str, volume.shape_zyx)),
             volume.dtype,
-            planned.region_count,
+            planned.visits_per_pass,
             volume.codec_pipeline,
         )
-    if data.plan.repeats_within_a_run:
+    log.info("plan %s: %s", data.plan.hash, mixing_text(data.job))
+    if data.plan.repeats:
         log.warning(
-            "the volumes hold fewer regions than data.regions_per_task=%d: batches repeat regions; use larger volumes, "
-            "a smaller data.patch_size or a smaller data.validation.guard",
-            config.data.regions_per_task,
+            "the volumes hold fewer patch positions than data.regions_in_flight=%d: batches repeat patches; use larger "
+            "volumes, a smaller data.patch_size or a smaller data.validation.guard",
+            data.plan.regions_in_flight,
         )
     if config.training.validate_every and not any(split.validation for split in data.splits):
         log.info("no validation: data.validation.fraction is 0")
+
+
+def mixing_text(job: ReaderJob) -> str:
+    """What a batch is drawn from.  Pure."""
+    plan = job.plan
+    if plan.independent:
+        return "every patch is drawn independently and read for itself (data.order=independent)"
+    return (
+        f"a batch is drawn from {plan.regions_in_flight} regions in flight "
+        f"({size_text(plan.regions_in_flight * job.block_bytes)}), {plan.patches_per_region} patches from each"
+    )
 
 
 def _log_drift(found: Preflight) -> None:

@@ -1,17 +1,19 @@
-"""Where a volume holds foreground: a coarse map, so that the plan chooses patches without reading voxels.  Pure.
+"""Which starts have enough foreground: a coarse map of the volume, on which patches are drawn without reading.  Pure.
 
-The foreground of a patch is counted in 255ths of a voxel, sum(fraction x overlap of patch and cell), a whole number
-below 2^52: float64 sums it without rounding.  As the patch moves along one axis, its overlap with every cell is linear
-between breakpoints (an edge of the patch meets a boundary of cells), so the sum is multilinear in the start and
-greatest where each axis is at a breakpoint or at the region's own first or last start.
+The foreground of a patch is counted in 255ths of a voxel, sum(fraction x overlap of patch and map cell), a whole number
+below 2^52: float64 sums it without rounding.
+
+Starts that qualify are drawn by rejection: a block is taken from a list of all blocks of starts that may hold one, a
+start of it at random, and again until one qualifies.  Whatever the list holds beyond need costs time and changes
+nothing: every start that qualifies is equally likely.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,19 +22,23 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.volumes.box import Box
 
-Intervals = Sequence[tuple[int, int]]
-
 _FULL = 255
-_DRAWS = 64
-_VALUES_MAX = 2**16  # float64 values in a batch of regions: 512 KiB, so that a batch stays in the cache
+_DRAWS_IN_A_CELL = 64
+_DRAWS_MAX = 2**20
+# The list of blocks is refined until this share of starts drawn from it qualifies, while it has no more blocks than
+# `_REFINED_MAX`: what is larger is a large volume, in which most blocks are foreground throughout.
+_ACCEPTED = 1 / 8
+_TRIALS = 256
+_REFINED_MAX = 200_000
+_GATHERED_MAX = 2**22  # values of the map that a refinement looks at in one go: 32 MiB
 
 
 @dataclass(frozen=True, eq=False)
 class ForegroundMap:
-    """Share of each cell of a volume that is foreground.  Compared by identity; compare `hash` for content.
+    """Share of each map cell of a volume that is foreground.  Compared by identity; compare `hash` for content.
 
     fraction: uint8 (nz, ny, nx), 0 none ... 255 all of the cell.
-    cell_zyx: edge lengths of a cell in voxels.
+    cell_zyx: edge lengths of a map cell in voxels.
     shape_zyx: voxels of the volume.  The last cell of an axis may stick out of it; its fraction is that of its inside.
     """
 
@@ -60,131 +66,187 @@ class ForegroundMap:
         sizes = zip(start_zyx, patch_zyx, self.shape_zyx, strict=True)
         if any(start < 0 or patch < 1 or start + patch > size for start, patch, size in sizes):
             raise ValueError(f"a patch must lie inside the volume; got {patch_zyx} at {start_zyx} in {self.shape_zyx}")
-        return self._sum(start_zyx, patch_zyx) / (_FULL * math.prod(patch_zyx))
+        return self.patch_sum(start_zyx, patch_zyx) / (_FULL * math.prod(patch_zyx))
 
-    def eligible_regions(
-        self, intervals_zyx: Sequence[Intervals], patch_zyx: Triple, min_fraction: float
-    ) -> NDArray[np.uint32]:
-        """Sorted numbers (as `PlanVolume.region` counts) of the regions with a patch of at least `min_fraction`.
-
-        Exact: a region is among them if and only if `patch_fraction` >= `min_fraction` for a patch inside it.  Takes
-        one interval of z at a time.  A cell of the least fraction that suffices, or more, is bright: a region of only
-        bright cells is in, one without any is out, and only the others are evaluated.
-        """
-        z, y, x = map(_axis, intervals_zyx, patch_zyx, self.cell_zyx, self.shape_zyx)
-        plane = y.count * x.count
-        assert z.count * plane < 2**32, "region numbers must fit uint32"
-        least = _least_sum(min_fraction, patch_zyx)
-        bright = -(-least // math.prod(patch_zyx))
-        most_values = math.prod(max(len(axis.starts), len(axis.cells)) for axis in (z, y, x))
-        batch = max(1, _VALUES_MAX // most_values)
-        found = []
-        for iz in range(z.count):
-            slab = self.fraction[z.cells[0, iz] : z.cells[-1, iz] + 1]
-            eligible = _filter(np.minimum, slab, y, x) >= bright
-            mixed = np.flatnonzero((_filter(np.maximum, slab, y, x) >= bright) & ~eligible)
-            for first in range(0, mixed.size, batch):
-                some = mixed[first : first + batch]
-                sums = _sums_at_breakpoints(slab, z, y, x, iz, *np.divmod(some, x.count))
-                eligible[some] = sums.max(axis=(0, 1, 2)) >= least
-            found.append(np.flatnonzero(eligible).astype(np.uint32) + np.uint32(iz * plane))
-        return np.concatenate(found)
-
-    def draw_start(self, rng: np.random.Generator, region: Box, patch_zyx: Triple, min_fraction: float) -> Triple:
-        """A patch start inside `region`, uniform over those of at least `min_fraction`.
-
-        `region` is one of the plan's: inside the volume, no smaller than a patch.  Draws positions until one suffices;
-        after 64 in vain takes the position with the most foreground, which suffices if the region is eligible.  So
-        where a share p of the positions suffices, that one comes up with probability (1 - p)^64 on top of its due.
-        """
-        least = _least_sum(min_fraction, patch_zyx)
-        last = np.subtract(region[1], patch_zyx)
-        for z, y, x in rng.integers(region[0], last, size=(_DRAWS, 3), endpoint=True).tolist():
-            if self._sum((z, y, x), patch_zyx) >= least:
-                return z, y, x
-        return self._best_start(region, patch_zyx)
-
-    def _sum(self, start_zyx: Triple, patch_zyx: Triple) -> int:
-        """Foreground of one patch in 255ths of a voxel."""
+    def patch_sum(self, start_zyx: Triple, patch_zyx: Triple) -> int:
+        """Foreground of the patch at `start_zyx`, inside the volume, in 255ths of a voxel."""
         where, overlap = zip(*map(_overlap, start_zyx, patch_zyx, self.cell_zyx), strict=True)
         z, y, x = overlap
         foreground: float = self.fraction[where] @ x @ y @ z
         return int(foreground)
 
-    def _best_start(self, region: Box, patch_zyx: Triple) -> Triple:
-        """The start inside the region of the patch with the most foreground; the first one of equals."""
-        z, y, x = map(
-            _axis, [[extent] for extent in zip(*region, strict=True)], patch_zyx, self.cell_zyx, self.shape_zyx
-        )
-        slab = self.fraction[z.cells[0, 0] : z.cells[-1, 0] + 1]
-        only = np.zeros(1, np.intp)
-        sums = _sums_at_breakpoints(slab, z, y, x, 0, only, only)[..., 0]
-        iz, iy, ix = np.unravel_index(int(sums.argmax()), sums.shape)
-        return int(z.starts[iz, 0]), int(y.starts[iy, 0]), int(x.starts[ix, 0])
 
+@dataclass(frozen=True, eq=False)
+class QualifyingStarts:
+    """The starts of a box whose patch holds at least `min_fraction` of foreground.
 
-@dataclass(frozen=True)
-class _Axis:
-    """The R intervals of one axis, each with up to B breakpoints and C cells; shorter lists repeat their last entry."""
+    Attributes:
+        starts: the box of starts that they are taken from.
+        edge_zyx: of a block of starts; blocks at the end of an axis stick out of the box.
+        blocks: rising numbers of the blocks that may hold a start that qualifies; x counts fastest.
+    """
 
-    starts: NDArray[np.int64]  # (B, R)
-    cells: NDArray[np.int64]  # (C, R)
-    overlap: NDArray[np.float64]  # (B, C, R), voxels of the patch at the breakpoint inside the cell; 0 for repetitions
+    map: ForegroundMap
+    patch_zyx: Triple
+    min_fraction: float
+    starts: Box
+    edge_zyx: Triple
+    blocks: NDArray[np.uint32] = field(repr=False)
+
+    @cached_property
+    def positions(self) -> int:
+        """How many starts the blocks have, those that do not qualify included."""
+        return len(self.blocks) * math.prod(self.edge_zyx)
 
     @property
-    def count(self) -> int:
-        return int(self.starts.shape[1])
+    def nbytes(self) -> int:
+        """Memory of the map and of the list of blocks."""
+        return self.map.fraction.nbytes + self.blocks.nbytes
+
+    @cached_property
+    def hash(self) -> str:
+        """Changes where another start could qualify."""
+        text = f"{self.map.hash} {self.patch_zyx} {self.min_fraction} {self.starts} {self.edge_zyx} {len(self.blocks)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def qualifies(self, start_zyx: Triple) -> bool:
+        """Whether the patch at a start inside the volume holds enough foreground."""
+        return self.map.patch_sum(start_zyx, self.patch_zyx) >= self._least
+
+    def at(self, position: int) -> Triple | None:
+        """The start at a position 0 <= p < `positions` if it qualifies, else None."""
+        number, within = divmod(position, math.prod(self.edge_zyx))
+        block = np.unravel_index(int(self.blocks[number]), self._counts)
+        place = np.unravel_index(within, self.edge_zyx)
+        z, y, x = (
+            int(lo + b * edge + p) for lo, b, edge, p in zip(self.starts[0], block, self.edge_zyx, place, strict=True)
+        )
+        inside = all(s < stop for s, stop in zip((z, y, x), self.starts[1], strict=True))
+        return (z, y, x) if inside and self.qualifies((z, y, x)) else None
+
+    def draw(self, rng: np.random.Generator) -> Triple:
+        """A start, uniform over those that qualify.
+
+        Raises:
+            LookupError: none in 2^20 draws.
+        """
+        for _ in range(_DRAWS_MAX):
+            start = self.at(int(rng.integers(self.positions)))
+            if start is not None:
+                return start
+        raise LookupError
+
+    def draw_in(self, rng: np.random.Generator, cell: Box) -> Triple | None:
+        """A start in a cell, uniform over those that qualify; None where 64 draws find none."""
+        for z, y, x in rng.integers(*cell, size=(_DRAWS_IN_A_CELL, 3)).tolist():
+            if self.qualifies((z, y, x)):
+                return z, y, x
+        return None
+
+    @cached_property
+    def _least(self) -> int:
+        return _least_sum(self.min_fraction, self.patch_zyx)
+
+    @cached_property
+    def _counts(self) -> Triple:
+        z, y, x = (-(-(hi - lo) // edge) for lo, hi, edge in zip(*self.starts, self.edge_zyx, strict=True))
+        return z, y, x
+
+    def refined(self) -> QualifyingStarts:
+        """The same starts with blocks of half the edges, of which those that cannot hold one are left out."""
+        edges = [max(edge // 2, 1) for edge in self.edge_zyx]
+        finer = replace(self, edge_zyx=(edges[0], edges[1], edges[2]), blocks=self.blocks[:0])
+        parts = [range(old // new) for old, new in zip(self.edge_zyx, edges, strict=True)]
+        at = np.array(np.unravel_index(self.blocks, self._counts)).T
+        found = []
+        for part in itertools.product(*parts):
+            block = at * np.array([len(p) for p in parts]) + np.array(part)
+            block = block[(block < finer._counts).all(axis=1)]
+            if block.size:
+                block = block[finer._bounds(block) >= self._least]
+                found.append(np.ravel_multi_index(tuple(block.T), finer._counts).astype(np.uint32))
+        return replace(finer, blocks=np.sort(np.concatenate(found)) if found else self.blocks[:0])
+
+    def accepted_share(self) -> float:
+        """Estimate of how many of the positions qualify."""
+        rng = np.random.default_rng(0)
+        drawn = rng.integers(self.positions, size=_TRIALS).tolist()
+        return sum(self.at(position) is not None for position in drawn) / _TRIALS
+
+    def _bounds(self, blocks: NDArray[np.intp]) -> NDArray[np.float64]:
+        """No patch that starts in a block (n, 3) holds more foreground than this, in 255ths of a voxel.
+
+        Each map cell counts with its largest overlap with any of those patches.  Exact where a block is one start.
+        """
+        axes = [
+            _reach(lo, hi, edge, patch, cell, counted)
+            for lo, hi, edge, patch, cell, counted in zip(
+                *self.starts, self.edge_zyx, self.patch_zyx, self.map.cell_zyx, self.map.fraction.shape, strict=True
+            )
+        ]
+        batch = max(_GATHERED_MAX // math.prod(cells.shape[1] for cells, _ in axes), 1)
+        bounds = np.empty(len(blocks))
+        for first in range(0, len(blocks), batch):
+            some = blocks[first : first + batch].T
+            (z, wz), (y, wy), (x, wx) = ((cells[n], weight[n]) for (cells, weight), n in zip(axes, some, strict=True))
+            shares = self.map.fraction[z[:, :, None, None], y[:, None, :, None], x[:, None, None, :]]
+            bounds[first : first + batch] = np.einsum("nzyx,nz,ny,nx->n", shares, wz, wy, wx, optimize=True)
+        return bounds
 
 
-def _axis(intervals: Intervals, patch: int, cell: int, size: int) -> _Axis:
-    if any(lo < 0 or lo + patch > hi or hi > size for lo, hi in intervals):
-        raise ValueError(f"regions must lie inside the volume and hold a patch; got {intervals} in {size} for {patch}")
-    breakpoints = [_breakpoints(lo, hi, patch, cell) for lo, hi in intervals]
-    longest = max(len(found) for found in breakpoints)
-    starts = np.array([found + found[-1:] * (longest - len(found)) for found in breakpoints]).T
-    first, last = np.array([(lo // cell, (hi - 1) // cell) for lo, hi in intervals]).T
-    cells = first + np.arange(np.max(last - first) + 1)[:, None]
-    overlap = np.minimum(starts[:, None] + patch, (cells + 1) * cell) - np.maximum(starts[:, None], cells * cell)
-    return _Axis(starts, np.minimum(cells, last), np.maximum(overlap, 0).astype(np.float64))
+def qualifying_starts(
+    foreground: ForegroundMap, starts: Box, patch_zyx: Triple, min_fraction: float, cell_zyx: Triple
+) -> QualifyingStarts | None:
+    """The starts of a box that qualify; None where none does, or so few that none is found.
+
+    Args:
+        cell_zyx: largest cell of the plan; blocks are about as large.
+
+    Raises:
+        ValueError: `min_fraction` is not above 0 and at most 1.
+    """
+    bright = -(-_least_sum(min_fraction, patch_zyx) // math.prod(patch_zyx))
+    z, y, x = (2 ** (edge.bit_length() - 1) for edge in cell_zyx)  # powers of 2, to be halved
+    brightest = foreground.fraction
+    for axis, (lo, hi, edge, patch, cell) in enumerate(
+        zip(*starts, (z, y, x), patch_zyx, foreground.cell_zyx, strict=True)
+    ):
+        first = np.arange(lo, hi, edge)
+        cells, last = first // cell, (np.minimum(first + edge, hi) + patch - 2) // cell
+        reached = [brightest.take(np.minimum(cells + n, last), axis) for n in range(int((last - cells).max()) + 1)]
+        brightest = np.maximum.reduce(reached)
+    # A patch whose cells are all darker than that has too little: at least one of them must be so bright.
+    blocks = np.flatnonzero(brightest >= bright).astype(np.uint32)
+    assert brightest.size < 2**32, "numbers of blocks must fit uint32"
+    found = QualifyingStarts(foreground, patch_zyx, min_fraction, starts, (z, y, x), blocks)
+    while len(found.blocks) and found.accepted_share() < _ACCEPTED:
+        if len(found.blocks) > _REFINED_MAX or max(found.edge_zyx) == 1:
+            try:
+                found.draw(np.random.default_rng(0))
+            except LookupError:
+                return None
+            return found
+        found = found.refined()
+    return found if len(found.blocks) else None
 
 
-def _breakpoints(lo: int, hi: int, patch: int, cell: int) -> list[int]:
-    """The starts in lo..hi-patch between which the overlap with every cell is linear, both ends included."""
-    last = hi - patch
-    at_start = range(-(-lo // cell) * cell, last + 1, cell)
-    at_stop = range(-(-(lo + patch) // cell) * cell - patch, last + 1, cell)
-    return sorted({lo, last, *at_start, *at_stop})
+def _reach(
+    lo: int, hi: int, edge: int, patch: int, cell: int, counted: int
+) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """For each block along an axis: the map cells that its patches touch, and the most that one overlaps with each.
 
-
-def _filter(extreme: np.ufunc, slab: NDArray[np.uint8], y: _Axis, x: _Axis) -> NDArray[np.uint8]:
-    """Minimum or maximum of the cells of each region of a slab, counted along x first."""
-    plane: NDArray[np.uint8] = extreme.reduce(slab, axis=0)
-    for axis in (y, x):  # the second turn of the plane brings y back in front
-        plane = extreme.reduce([plane.take(cells, axis=0) for cells in axis.cells], axis=0).T.copy()
-    return plane.ravel()
-
-
-def _sums_at_breakpoints(
-    slab: NDArray[np.uint8], z: _Axis, y: _Axis, x: _Axis, iz: int, iy: NDArray[np.intp], ix: NDArray[np.intp]
-) -> NDArray[np.float64]:
-    """Foreground (Bz, By, Bx, n) in 255ths of a voxel of the patches at all breakpoints of n regions (iz, iy, ix)."""
-    where = y.cells[:, None, iy] * slab.shape[2] + x.cells[None, :, ix]
-    sums: NDArray[np.float64] = slab.reshape(len(slab), -1).take(where, axis=1).astype(np.float64)
-    sums = np.tensordot(z.overlap[:, : len(slab), iz], sums, axes=1)
-    sums = _contract(y.overlap[:, :, iy], sums)
-    return _contract(x.overlap[:, :, ix], sums.swapaxes(1, 2)).swapaxes(1, 2)
-
-
-def _contract(weights: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """sum_c weights[b, c, n] values[a, c, d, n] as (a, b, d, n): an einsum, 3 times as fast as numpy's."""
-    total: NDArray[np.float64] = weights[:, 0, None] * values[:, 0, None]
-    for c in range(1, weights.shape[1]):
-        total += weights[:, c, None] * values[:, c, None]
-    return total
+    Both (blocks, cells touched at most); cells that are not touched have overlap 0.
+    """
+    first = np.arange(lo, hi, edge)
+    last = np.minimum(first + edge, hi) - 1  # last start
+    cells = (first // cell)[:, None] + np.arange(int(((last + patch - 1) // cell - first // cell).max()) + 1)
+    overlap = np.minimum(last[:, None] + patch - cells * cell, (cells + 1) * cell - first[:, None])
+    overlap = overlap.clip(0, min(patch, cell))
+    return np.minimum(cells, counted - 1), overlap.astype(np.float64)
 
 
 def _overlap(start: int, patch: int, cell: int) -> tuple[slice, NDArray[np.float64]]:
-    """The cells that a patch touches along one axis, and how many of its voxels lie in each."""
+    """The map cells that a patch touches along one axis, and how many of its voxels lie in each."""
     first, last = start // cell, (start + patch - 1) // cell
     voxels = [cell] * (last - first + 1)
     voxels[0] -= start - first * cell

@@ -51,7 +51,7 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
         return None
     if spec.mask is not None:
         mask = open_volume(spec.mask, config.store)
-        return coarse_map(volume, mask, 0.0, config.patch_size)
+        return coarse_map(volume, mask, None, config.patch_size)
     if config.foreground.source == "level":
         coarse_spec = ArrayConfig(path=spec.path, level=config.foreground.level, select=spec.select)
         return coarse_map(
@@ -160,8 +160,8 @@ def list_chunks(volume: Volume) -> Bools:
     return _inner_occupancy(volume, occupancy) if grid.shard_zyx and grid.indexed else occupancy
 
 
-def coarse_map(volume: Volume, coarse: Volume, threshold: float, patch_zyx: Triple) -> ForegroundMap:
-    """The map of a coarser array's voxels above a threshold.  Streams the array once.
+def coarse_map(volume: Volume, coarse: Volume, threshold: float | None, patch_zyx: Triple) -> ForegroundMap:
+    """The map of a coarser array's voxels above a threshold; None = that are not 0.  Streams the array once.
 
     Cells are a quarter of a patch or one coarse voxel, whichever is larger, and larger still where there would be more
     than 64 million.
@@ -183,7 +183,8 @@ def coarse_map(volume: Volume, coarse: Volume, threshold: float, patch_zyx: Trip
         for number, box in enumerate(_with_progress(boxes, what, len(boxes))):
             for near in boxes[number : number + 2]:
                 coarse.stage(near)
-            share = _share_of_cells(coarse.read(box) > threshold, merged)
+            voxels = coarse.read(box)
+            share = _share_of_cells(voxels != 0 if threshold is None else voxels > threshold, merged)
             first = [lo // m for lo, m in zip(box[0], merged, strict=True)]
             fraction[tuple(slice(lo, lo + n) for lo, n in zip(first, share.shape, strict=True))] = share
     z, y, x = cell
@@ -314,7 +315,7 @@ def _kept_listing(volume: Volume) -> Path:
     """Where the listing of a volume is kept between runs."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
-    name = hashlib.sha256(f"{address}#{volume.array.path}#{volume.select}".encode()).hexdigest()[:24]
+    name = hashlib.sha256(f"{address}#{volume.array.path}#{volume.axes}".encode()).hexdigest()[:24]
     return root / "vesuvius" / "occupancy" / f"{name}.npz"
 
 

@@ -1,11 +1,14 @@
-"""Second stop of a patch: which voxels sample i is cut from.  Pure: no I/O, no state, a function of (seed, i).
+"""Which voxels sample i is: a function of (seed, i).  No I/O, no state.
 
-The order of samples depends on the seed and the `data` section alone.  Sample i belongs to task i // (K R); within
-its task, run k = (i % (K R)) // R holds one patch from each of the task's R regions, so a batch of R patches mixes R
-regions while every region is read once for K patches.  Regions of a volume come in a random order, none again before
-all have been seen; a volume is drawn for each region by its weight.  Where a foreground map is given, only regions
-and positions with enough foreground come, found on the map and not by reading.  Ranks take samples by index modulo
-their number, which gives each rank its own regions where R is a multiple of it.
+Every start in the training box (with a foreground map: every start that qualifies) is equally likely for every sample;
+volumes come in proportion to their weights.  A volume's starts are partitioned into cells (`cells.py`).  A pass over a
+volume visits about as many cells as it has: the starts at equal distances along a walk through all cells, from a random
+first one, say which.  So each cell comes in proportion to the starts it owns, in a random order, and hardly ever twice.
+A visited cell's region is read once, and K patches are cut from it, each at a start that is uniform in the cell.
+Patches of M regions are mixed (`mixing.py`).
+
+The order of samples depends on the seed, the `data` section and the volumes' metadata alone: not on batches, workers or
+ranks.
 """
 
 from __future__ import annotations
@@ -14,28 +17,33 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vesuvius.config import AugmentConfig, DataConfig, Triple
 from vesuvius.errors import DataError
-from vesuvius.plan.foreground import ForegroundMap
+from vesuvius.plan.cells import Cells, cells_of_region_size, lay_cells, region_of
+from vesuvius.plan.foreground import ForegroundMap, QualifyingStarts, qualifying_starts
+from vesuvius.plan.mixing import GROUPS, Mixing
 from vesuvius.plan.permutation import permuted
 from vesuvius.plan.split import Split
 from vesuvius.volumes.box import Box
 
-# Second word of every random seed below: keeps the draws for different purposes independent.
-_ORDER, _VOLUME, _START, _AUGMENT, _SUBSTITUTE = 1, 2, 3, 4, 5
+# Second word of every random seed below (and of `mixing.py`, 6): keeps the draws for different purposes independent.
+_ORDER, _VOLUME, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 2, 3, 4, 5, 7, 8, 9
 _SLOTS_PER_DRAW = 64
+# Steps of a lattice that fills a box evenly (Roberts' R3 sequence: powers of the root of x^4 = x + 1).
+_LATTICE = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
 # Patches per region are chosen such that this many bytes are decoded per byte of patch, within bounds.
-_READ_AMPLIFICATION = 0.8
+_READ_AMPLIFICATION = 0.95
 _PATCHES_PER_REGION = (4, 64)
-
-Interval = tuple[int, int]
+# Regions in flight by default: 64, fewer where that would take more than 1.5 GiB, at least one of each group.
+_REGIONS_IN_FLIGHT = 64
+_IN_FLIGHT_BYTES = 3 * 2**29
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,9 @@ class PlanVolume:
     """What the plan knows of a volume.
 
     Attributes:
-        intervals_zyx: the extents of its regions along each axis; a region is one of each.
-        foreground: where there is something to see, or None where every region and position counts.
-        eligible: with `foreground`, the numbers of the regions that hold a patch with enough of it, rising.
+        voxel_bytes: bytes that a reader holds per voxel, those of a condition included.
+        cells: a partition of the starts in the training box.
+        foreground: the starts that qualify; None = all.
     """
 
     name: str
@@ -54,24 +62,19 @@ class PlanVolume:
     train: Box
     chunk_zyx: Triple
     dtype: str
-    intervals_zyx: tuple[tuple[Interval, ...], tuple[Interval, ...], tuple[Interval, ...]]
-    foreground: ForegroundMap | None = None
-    eligible: NDArray[np.uint32] | None = None
+    voxel_bytes: int
+    cells: Cells
+    foreground: QualifyingStarts | None = None
 
-    @cached_property
-    def region_count(self) -> int:
-        """How many regions come in one pass."""
-        return math.prod(len(axis) for axis in self.intervals_zyx) if self.eligible is None else len(self.eligible)
+    @property
+    def positions(self) -> int:
+        """Length of the walk that a pass divides into equal parts."""
+        return self.foreground.positions if self.foreground else self.cells.starts
 
-    def region(self, number: int) -> Box:
-        """The box of region `number`, 0 <= number < region_count; without a map they count along x first."""
-        z_list, y_list, x_list = self.intervals_zyx
-        if self.eligible is not None:
-            number = int(self.eligible[number])
-        rest, ix = divmod(number, len(x_list))
-        iz, iy = divmod(rest, len(y_list))
-        (z0, z1), (y0, y1), (x0, x1) = z_list[iz], y_list[iy], x_list[ix]
-        return (z0, y0, x0), (z1, y1, x1)
+    @property
+    def visits_per_pass(self) -> int:
+        """Cells visited in one pass: so many that the largest comes once at the most."""
+        return max(self.positions // self.cells.largest, 1)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,23 @@ class Augmentation:
 
 
 @dataclass(frozen=True)
+class Visit:
+    """A cell whose region is read for one slot.
+
+    Attributes:
+        volume: number of the volume.
+        cell: the box of starts.
+        anchor_zyx: the start that chose the cell; itself uniform over those in the cell that qualify.
+        region: the voxels that the cell's patches cover.
+    """
+
+    volume: int
+    cell: Box
+    anchor_zyx: Triple
+    region: Box
+
+
+@dataclass(frozen=True)
 class Sample:
     """Where sample `index` comes from."""
 
@@ -101,51 +121,80 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """The unit of work of one reader: samples first <= i < stop, all of one task of the plan."""
+    """The unit of work of one reader: the slots whose regions it reads, rising."""
 
-    first: int
-    stop: int
+    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The order of all samples.  Small and picklable: the trainer and every reader hold the same one."""
+    """The order of all samples.  Small and picklable: the trainer and every reader hold the same one.
+
+    Attributes:
+        independent: every sample has a region of its own and a start drawn independently of all others.
+    """
 
     seed: int
     patch_zyx: Triple
-    patches_per_region: int
+    mixing: Mixing
     regions_per_task: int
     augment: AugmentConfig
-    min_foreground: float
+    independent: bool
     volumes: tuple[PlanVolume, ...]
 
     @property
+    def patches_per_region(self) -> int:
+        return self.mixing.patches
+
+    @property
+    def regions_in_flight(self) -> int:
+        return self.mixing.regions
+
+    @property
     def samples_per_task(self) -> int:
+        """Samples that the regions of a task give."""
         return self.patches_per_region * self.regions_per_task
 
     @cached_property
     def region_voxels_max(self) -> int:
         """Voxels of the largest region."""
-        return max(
-            math.prod(max(hi - lo for lo, hi in axis) for axis in volume.intervals_zyx) for volume in self.volumes
-        )
+        return max(math.prod(volume.cells.region_zyx(self.patch_zyx)) for volume in self.volumes)
 
     @property
     def map_bytes(self) -> int:
-        """Memory of the foreground maps and of the lists of eligible regions."""
-        maps = [volume.foreground.fraction.nbytes for volume in self.volumes if volume.foreground]
-        return sum(maps) + sum(volume.eligible.nbytes for volume in self.volumes if volume.eligible is not None)
+        """Memory of what is known of the foreground."""
+        return sum(volume.foreground.nbytes for volume in self.volumes if volume.foreground)
 
     @property
-    def repeats_within_a_run(self) -> bool:
-        """Whether there are fewer regions than a run of samples wants to mix."""
-        return sum(volume.region_count for volume in self.volumes) < self.regions_per_task
+    def repeats(self) -> bool:
+        """Whether there are fewer cells than regions in flight, so that some are in flight twice."""
+        return sum(volume.visits_per_pass for volume in self.volumes) < self.regions_in_flight
 
     def sample(self, index: int, attempt: int = 0) -> Sample:
-        """Where sample `index` (0, 1, 2, ...) comes from; `attempt` as in `region_of_slot`.  Pure."""
-        volume, region = self.region_of_slot(self.slot_of(index), attempt)
-        seed = (self.seed, _START, index, attempt) if attempt else (self.seed, _START, index)
-        return Sample(index, volume, region, self._draw_start(np.random.default_rng(seed), volume, region))
+        """Where sample `index` (0, 1, 2, ...) comes from; `attempt` as in `visit`.  Pure."""
+        visit = self.visit(self.mixing.slot_of(index), attempt)
+        return Sample(index, visit.volume, visit.region, self.start(index, visit, attempt))
+
+    def start(self, index: int, visit: Visit, attempt: int = 0) -> Triple:
+        """Where in the cell of its visit sample `index` starts.  Pure.
+
+        The starts of a visit are a lattice, shifted by a uniform vector and wrapped: each is uniform in the cell, and
+        together they are spread over it.
+        """
+        if self.independent:
+            return visit.anchor_zyx
+        slot = self.mixing.slot_of(index)
+        shifts = np.random.default_rng((self.seed, _START, slot, attempt)).integers(*visit.cell).tolist()
+        turn = self.mixing.turn_of(index)
+        z, y, x = (
+            lo + (shift - lo + int(turn * step % 1 * (hi - lo))) % (hi - lo)
+            for shift, step, lo, hi in zip(shifts, _LATTICE, *visit.cell, strict=True)
+        )
+        foreground = self.volumes[visit.volume].foreground
+        if foreground is None or foreground.qualifies((z, y, x)):
+            return z, y, x
+        rng = np.random.default_rng((self.seed, _RETRY, index, attempt))
+        return foreground.draw_in(rng, visit.cell) or visit.anchor_zyx
 
     def augmentation(self, index: int) -> Augmentation:
         """What is done to sample `index`, whichever patch it is.  Pure."""
@@ -162,56 +211,67 @@ class Plan:
 
     def volume_of(self, index: int) -> int:
         """The volume of sample `index`, also where its region is replaced.  Pure."""
-        return self._volume_of_slot(self.slot_of(index))[0]
+        return self._volume_of_slot(self.mixing.slot_of(index))[0]
 
-    def slot_of(self, index: int) -> int:
-        """The region slot of sample `index`."""
-        task, within = divmod(index, self.samples_per_task)
-        return task * self.regions_per_task + within % self.regions_per_task
+    def visit(self, slot: int, attempt: int = 0) -> Visit:
+        """What is read for slot 0, 1, 2, ...  Pure.
 
-    def region_of_slot(self, slot: int, attempt: int = 0) -> tuple[int, Box]:
-        """Volume number and box of region slot 0, 1, 2, ...; task n holds slots n R to n R + R - 1.  Pure.
-
-        Attempts 1, 2, ... are other regions of the same volume, for one that cannot be read.
+        Attempts 1, 2, ... are other cells of the same volume, for a region that cannot be read.
         """
-        volume, visit = self._volume_of_slot(slot)
-        if not attempt:
-            return volume, self.region_of_visit(volume, visit)
-        rng = np.random.default_rng((self.seed, _SUBSTITUTE, slot, attempt))
-        return volume, self.volumes[volume].region(int(rng.integers(self.volumes[volume].region_count)))
+        number, count = self._volume_of_slot(slot)
+        if attempt or self.independent:
+            volume = self.volumes[number]
+            phases, _ = self._pass(number, count // volume.visits_per_pass)
+            return self._drawn_visit(number, phases, (self.seed, _SUBSTITUTE, slot, attempt))
+        return self.visit_of_volume(number, count)
 
-    def region_of_visit(self, volume: int, visit: int) -> Box:
-        """The box that slot number `visit` (0, 1, 2, ...) of this one volume reads.  Pure."""
-        return self.volumes[volume].region(self._region_number(volume, visit))
+    def visit_of_volume(self, number: int, count: int) -> Visit:
+        """Visit number `count` (0, 1, 2, ...) to this one volume.  Pure."""
+        volume = self.volumes[number]
+        visits = volume.visits_per_pass
+        again, place = divmod(count, visits)
+        phases, first = self._pass(number, again)
+        position = permuted(place, visits, (self.seed, _ORDER, number, again)) * volume.positions + first
+        position //= visits
+        if volume.foreground is None:
+            cell = volume.cells.cell_at(position, phases)
+            return Visit(number, cell, cell[0], region_of(cell, self.patch_zyx))
+        anchor = volume.foreground.at(position)
+        if anchor is None:
+            return self._drawn_visit(number, phases, (self.seed, _PROPOSAL, number, count))
+        return self._visit_at(number, anchor, phases)
 
-    def tasks(self, first: int, stop: int) -> Iterator[Task]:
-        """The tasks that hold samples first <= i < stop, the first and the last one cut to them."""
-        while first < stop:
-            end = min((first // self.samples_per_task + 1) * self.samples_per_task, stop)
-            yield Task(first, end)
-            first = end
+    def tasks(self, first: int, stop: int, rank: int = 0, world: int = 1) -> Iterator[Task]:
+        """What must be read, in this order, for the samples first <= i < stop that are `rank` modulo `world`."""
+        slots, size = self.mixing.slots(first, stop), self.regions_per_task
+        for begin in range(slots.start // size * size, slots.stop, size):
+            within = range(max(begin, slots.start), min(begin + size, slots.stop))
+            needed = tuple(slot for slot in within if self._is_needed(slot, first, stop, rank, world))
+            if needed:
+                yield Task(needed)
 
     def describe(self) -> dict[str, Any]:
         """Everything the order of samples depends on, as plain data, with its first samples as a fingerprint.
 
         The fingerprint also catches a numpy whose random streams differ.
         """
-        first = [self.sample(i) for i in range(self.regions_per_task)]
+        first = [self.sample(i) for i in range(GROUPS)]
         return {
+            "version": _VERSION,
             "seed": self.seed,
+            "order": "independent" if self.independent else "regions",
             "patch_size": list(self.patch_zyx),
             "patches_per_region": self.patches_per_region,
-            "regions_per_task": self.regions_per_task,
+            "regions_in_flight": self.regions_in_flight,
             "augment": self.augment.model_dump(),
-            "min_foreground": self.min_foreground,
             "volumes": [
                 {  # not its path: a volume may move to another disk between stop and resume
                     "weight": volume.weight,
                     "dtype": volume.dtype,
                     "shape": list(volume.shape_zyx),
                     "train": [list(volume.train[0]), list(volume.train[1])],
-                    "regions": volume.region_count,
-                    "intervals": hashlib.sha256(repr(volume.intervals_zyx).encode()).hexdigest()[:16],
+                    "cells": hashlib.sha256(repr(volume.cells.axes).encode()).hexdigest()[:16],
+                    "min_foreground": volume.foreground.min_fraction if volume.foreground else 0.0,
                     "foreground": volume.foreground.hash if volume.foreground else None,
                 }
                 for volume in self.volumes
@@ -224,33 +284,36 @@ class Plan:
         """Changes when any sample could."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()[:16]
 
-    def read_amplification(self, volume: int) -> float:
-        """Bytes decoded per byte of patch delivered from this volume, on average over its regions."""
-        planned = self.volumes[volume]
-        return decoded_voxels(planned) / (self.patches_per_region * math.prod(self.patch_zyx))
+    def read_amplification(self, number: int) -> float:
+        """Bytes decoded per byte of patch delivered from this volume, on average over all starts."""
+        volume = self.volumes[number]
+        decoded = volume.cells.decoded_voxels(self.patch_zyx, volume.chunk_zyx)
+        return decoded / (self.patches_per_region * math.prod(self.patch_zyx))
 
-    def _draw_start(self, rng: np.random.Generator, volume: int, region: Box) -> Triple:
-        foreground = self.volumes[volume].foreground
-        if foreground is not None:
-            return foreground.draw_start(rng, region, self.patch_zyx, self.min_foreground)
-        stops = [stop - patch + 1 for stop, patch in zip(region[1], self.patch_zyx, strict=True)]
-        z, y, x = rng.integers(region[0], stops).tolist()
-        return z, y, x
+    def _pass(self, number: int, again: int) -> tuple[Triple, int]:
+        """The phases of pass `again` over a volume, and where on its walk the first visit is, times the visits."""
+        return _draw_pass(self.seed, number, again, self.volumes[number].cells, self.volumes[number].positions)
 
-    def _region_number(self, volume: int, visit: int) -> int:
-        """Which region the volume's slot number `visit` (0, 1, 2, ...) reads.
+    def _drawn_visit(self, number: int, phases_zyx: Triple, seed: tuple[int, ...]) -> Visit:
+        """A visit to the cell of a start that is uniform over those of the volume that qualify."""
+        rng, volume = np.random.default_rng(seed), self.volumes[number]
+        if volume.foreground is not None:
+            return self._visit_at(number, volume.foreground.draw(rng), phases_zyx)
+        z, y, x = rng.integers([a.first for a in volume.cells.axes], [a.first + a.count for a in volume.cells.axes])
+        return self._visit_at(number, (int(z), int(y), int(x)), phases_zyx)
 
-        Even and odd regions take turns in coming in a new random order, so the end of one pass and the start
-        of the next share no region.  With fewer than 2 R regions that gap would be too short: one random
-        order is then repeated.
-        """
-        count = self.volumes[volume].region_count
-        again, position = divmod(visit, count)
-        if count < 2 * self.regions_per_task:
-            return permuted(position, count, (self.seed, _ORDER, volume))
-        even = (count + 1) // 2
-        odd, position = (0, position) if position < even else (1, position - even)
-        return 2 * permuted(position, count // 2 if odd else even, (self.seed, _ORDER, volume, again, odd)) + odd
+    def _visit_at(self, number: int, anchor_zyx: Triple, phases_zyx: Triple) -> Visit:
+        cell = self.volumes[number].cells.cell_of(anchor_zyx, phases_zyx)
+        return Visit(number, cell, anchor_zyx, region_of(cell, self.patch_zyx))
+
+    def _is_needed(self, slot: int, first: int, stop: int, rank: int, world: int) -> bool:
+        """Whether one of the samples first <= i < stop, i = rank modulo world, is cut from this slot."""
+        if self.mixing.groups % world == 0 and slot % self.mixing.groups % world != rank:
+            return False
+        rounds, size = self.mixing.rounds_of(slot), self.mixing.regions
+        if first <= rounds.start * size and rounds.stop * size <= stop:
+            return True
+        return any(first <= index < stop for index in self.mixing.samples_of(slot))
 
     def _volume_of_slot(self, slot: int) -> tuple[int, int]:
         """The slot's volume, and how many earlier slots went to the same volume."""
@@ -263,13 +326,18 @@ class Plan:
 
 def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> Plan:
     """The plan of a run.  Pure."""
+    patch = config.patch_size
+    independent = config.order == "independent"
+    region_bytes = max(math.prod(v.cells.region_zyx(patch)) * v.voxel_bytes for v in volumes)
+    fitting = max(min(_IN_FLIGHT_BYTES // region_bytes, _REGIONS_IN_FLIGHT) // GROUPS, 1) * GROUPS
+    patches = 1 if independent else config.patches_per_region or _patches_per_region(patch, volumes)
     return Plan(
         seed=seed,
-        patch_zyx=config.patch_size,
-        patches_per_region=config.patches_per_region or _patches_per_region(config.patch_size, volumes),
+        patch_zyx=patch,
+        mixing=Mixing(seed, config.regions_in_flight or fitting, patches),
         regions_per_task=config.regions_per_task,
         augment=config.augment,
-        min_foreground=config.min_foreground,
+        independent=independent,
         volumes=tuple(volumes),
     )
 
@@ -286,70 +354,51 @@ def plan_volume(
     voxel_bytes: int | None = None,
     foreground: ForegroundMap | None = None,
 ) -> PlanVolume:
-    """Lay regions over the training box of a volume.  Pure.
+    """Lay cells over the starts in the training box of a volume (`cells.lay_cells`).  Pure.
 
-    A region is two strides long on each axis and one starts at every stride, so neighbours overlap by half and every
-    patch position but a few is inside some region.  The stride is a whole number of chunks such that a region holds
-    1.75 patches; it is shortened where R regions would exceed `data.reader_mib`, or the volume would have fewer than
-    2 R regions.  `data.region_size` replaces all that.
+    R regions fit `data.reader_mib`, and a volume has at least as many cells as regions in flight where its starts allow
+    it.  `data.region_size` replaces all that.
 
     Args:
         voxel_bytes: bytes that a reader holds per voxel; more than the dtype's where a condition is read as well.
         foreground: what `data.min_foreground` is measured on.
 
     Raises:
-        DataError: a region is smaller than a patch, or no region holds enough foreground.
+        DataError: a region is smaller than a patch, or no start holds enough foreground.
     """
-    patch = config.patch_size
+    patch, voxel_bytes = config.patch_size, voxel_bytes or np.dtype(dtype).itemsize
     if config.region_size is not None and any(r < p for r, p in zip(config.region_size, patch, strict=True)):
         raise DataError(
             f"a region must hold a patch; got data.region_size {list(config.region_size)} for patch {list(patch)}; "
             "enlarge it or set it to null"
         )
-    strides = _strides(split.train, chunk_zyx, voxel_bytes or np.dtype(dtype).itemsize, config)
-    z, y, x = (_intervals(lo, hi, stride, p) for lo, hi, stride, p in zip(*split.train, strides, patch, strict=True))
+    if config.order == "independent":
+        cells = cells_of_region_size(split.train, patch, patch)
+    elif config.region_size is not None:
+        cells = cells_of_region_size(split.train, patch, config.region_size)
+    else:
+        region_bytes_max = config.reader_mib * 2**20 // config.regions_per_task
+        wanted = config.regions_in_flight or _REGIONS_IN_FLIGHT
+        cells = lay_cells(split.train, patch, chunk_zyx, voxel_bytes, region_bytes_max, wanted)
+    planned = PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, voxel_bytes, cells)
     if foreground is None:
-        return PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, (z, y, x))
-    eligible = foreground.eligible_regions((z, y, x), patch, config.min_foreground)
-    if not len(eligible):
+        return planned
+    last = [axis.first + axis.count for axis in cells.axes]
+    starts = split.train[0], (last[0], last[1], last[2])
+    found = qualifying_starts(foreground, starts, patch, config.min_foreground, cells.longest_zyx)
+    if found is None:
         raise DataError(
-            f"some patch must hold data.min_foreground of foreground; got none with {config.min_foreground:g} in "
-            f"{len(z) * len(y) * len(x)} regions of {name}; lower it, or check data.foreground and the mask"
+            f"some patch must hold data.min_foreground of foreground; got none with {config.min_foreground:g} among "
+            f"{cells.starts} starts in {name}; lower it, or check data.foreground and the mask"
         )
-    return PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, (z, y, x), foreground, eligible)
-
-
-def _strides(train: Box, chunk_zyx: Triple, voxel_bytes: int, config: DataConfig) -> list[int]:
-    """Distance between the starts of neighbouring regions along each axis."""
-    patch = config.patch_size
-    if config.region_size is not None:
-        return [-(-size // 2) for size in config.region_size]
-    strides = [chunk * math.ceil(1.75 * p / (2 * chunk)) for p, chunk in zip(patch, chunk_zyx, strict=True)]
-    shortest = [math.ceil(0.625 * p) for p in patch]
-    while True:
-        intervals = [_intervals(lo, hi, stride, p) for lo, hi, stride, p in zip(*train, strides, patch, strict=True)]
-        region_bytes = voxel_bytes * math.prod(max(hi - lo for lo, hi in axis) for axis in intervals)
-        enough = math.prod(len(axis) for axis in intervals) >= 2 * config.regions_per_task
-        shorter = [a for a in range(3) if strides[a] > shortest[a]]
-        if (enough and config.regions_per_task * region_bytes <= config.reader_mib * 2**20) or not shorter:
-            return strides
-        axis = max(shorter, key=lambda a: strides[a] / patch[a])
-        strides[axis] = max(strides[axis] // 2, shortest[axis])
-
-
-def decoded_voxels(volume: PlanVolume) -> float:
-    """Voxels that are decoded to read one region, whole chunks, on average over the regions."""
-    decoded = 1.0
-    for intervals, chunk in zip(volume.intervals_zyx, volume.chunk_zyx, strict=True):
-        decoded *= float(np.mean([(-(-hi // chunk) - lo // chunk) * chunk for lo, hi in intervals]))
-    return decoded
+    return replace(planned, foreground=found)
 
 
 def _patches_per_region(patch: Triple, volumes: Sequence[PlanVolume]) -> int:
     """So many that the volume with the costliest regions reaches the read amplification aimed at."""
     low, high = _PATCHES_PER_REGION
-    wanted = max(decoded_voxels(volume) for volume in volumes) / (_READ_AMPLIFICATION * math.prod(patch))
-    return min(max(math.ceil(wanted), low), high)
+    decoded = max(volume.cells.decoded_voxels(patch, volume.chunk_zyx) for volume in volumes)
+    return min(max(math.ceil(decoded / (_READ_AMPLIFICATION * math.prod(patch))), low), high)
 
 
 def plan_difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -361,23 +410,10 @@ def plan_difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def _intervals(lo: int, hi: int, stride: int, patch: int) -> tuple[Interval, ...]:
-    """Extents of length 2 x stride, one at each multiple of stride, that cover lo..hi and each hold a patch."""
-    found: list[Interval] = []
-    for start in range(lo // stride * stride, hi, stride):
-        found.append((max(start, lo), min(start + 2 * stride, hi)))
-        if found[-1][1] == hi:
-            break
-    # An end piece shorter than a patch is dropped and its neighbour grown over it.
-    while len(found) > 1 and found[-1][1] - found[-1][0] < patch:
-        found.pop()
-        found[-1] = (found[-1][0], hi)
-    while len(found) > 1 and found[0][1] - found[0][0] < patch:
-        found.pop(0)
-        found[0] = (lo, found[0][1])
-    if any(b - a < patch for a, b in found):
-        raise DataError(f"a region must hold a patch; got {found} for patch {patch}; report this as a defect")
-    return tuple(found)
+@lru_cache(maxsize=64)
+def _draw_pass(seed: int, number: int, again: int, cells: Cells, positions: int) -> tuple[Triple, int]:
+    rng = np.random.default_rng((seed, _PASS, number, again))
+    return cells.draw_phases(rng), int(rng.integers(positions))
 
 
 @lru_cache(maxsize=32)

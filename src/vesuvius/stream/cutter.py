@@ -1,4 +1,4 @@
-"""Fourth stop of a patch: out of the regions of a task into a batch, in the order of the plan."""
+"""Out of the regions in flight into patches, in the order of the plan."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from vesuvius.plan.plan import Task
+from vesuvius.errors import VesuviusError
 from vesuvius.stream.reader import Block, BlockReport, ReaderJob, head_of, regions_in
 from vesuvius.stream.wait_time import WaitTime
 from vesuvius.volumes.box import Box, shape_of, slices
+
+
+class StreamOrderError(VesuviusError):
+    """Blocks or samples came in another order than the plan's: nothing may be trained on them."""
 
 
 @dataclass(frozen=True)
@@ -27,62 +31,89 @@ class Patch:
     voxels: list[NDArray[Any]]
 
 
-_Region = tuple[int, Box, list[NDArray[Any]]]
+@dataclass(frozen=True)
+class _Region:
+    """A region in flight, and which attempt of its slot it is."""
+
+    attempt: int
+    box: Box
+    voxels: list[NDArray[Any]]
 
 
 class Cutter:
-    """Turns the blocks of tasks into the patches of their samples.
+    """Turns blocks into the patches of samples first <= i < stop.
+
+    Holds the regions that samples to come are cut from: at most M of the plan, and those that came before they were
+    needed, which is none where blocks come one by one.
 
     Args:
-        job: what was read.
-        blocks: the blocks of consecutive tasks, in order.
+        job: what is read.
+        blocks: the blocks of `job.tasks(first, stop)`, in order.
         on_report: called with what the reader says of itself in each block.
 
     Attributes:
         starved: the time in which there was no block to cut from.
     """
 
-    def __init__(self, job: ReaderJob, blocks: Iterator[Block], on_report: Callable[[BlockReport], None]) -> None:
+    def __init__(
+        self, job: ReaderJob, blocks: Iterator[Block], on_report: Callable[[BlockReport], None], first: int, stop: int
+    ) -> None:
         self._job = job
         self._blocks = blocks
         self._on_report = on_report
+        self._indices = range(first + job.rank, stop, job.world)
+        self._expected = (slot for task in job.tasks(first, stop) for slot in task.slots)
+        self._in_flight: dict[int, _Region] = {}
         self.starved = WaitTime()
 
     def patches(self) -> Generator[Patch]:
-        """The patches in the order of the samples.  A region is let go once the last of its task is cut."""
-        while (first_block := self._next_block()) is not None:
-            task, regions = self._take_regions(first_block)
-            del first_block
-            for index in range(task.first, task.stop):
-                if index % self._job.world == self._job.rank:
-                    yield self._cut(index, regions)
-            del regions  # views into the object store: held, they would keep it full
+        """The patches in the order of the samples.  A region is let go once its last patch is taken.
 
-    def _take_regions(self, block: Block) -> tuple[Task, dict[int, _Region]]:
-        """All regions of the task that a block begins: by slot, which attempt it is, its box and its voxels."""
-        task = Task(*head_of(block).task)
-        slots = self._job.slots(task)
-        regions: dict[int, _Region] = {}
-        while True:
-            head = head_of(block)
-            expected = (task.first, task.stop), slots[len(regions)]
-            assert (head.task, head.slot) == expected, f"blocks out of order: expected {expected}, got {head}"
-            regions[head.slot] = (head.attempt, head.box, regions_in(block, self._job, shape_of(head.box)))
-            self._on_report(head.report)
-            if len(regions) == len(slots):
-                return task, regions
-            following = self._next_block()
-            assert following is not None, f"a task must come whole; got {len(regions)} of {len(slots)} blocks"
-            block = following
+        Raises:
+            StreamOrderError: a block is missing or out of order.
+        """
+        mixing = self._job.plan.mixing
+        try:
+            for index in self._indices:
+                slot = mixing.slot_of(index)
+                while slot not in self._in_flight:
+                    self._take_block(slot)
+                yield self._cut(index, self._in_flight[slot])
+                if index // mixing.regions == mixing.last_round_of(slot):
+                    del self._in_flight[slot]
+        finally:
+            self._in_flight.clear()  # views into the object store: held, they would keep it full
 
-    def _next_block(self) -> Block | None:
+    def _take_block(self, wanted: int) -> None:
+        """Take the next block in."""
         with self.starved:
-            return next(self._blocks, None)
+            block = next(self._blocks, None)
+        expected = next(self._expected, None)
+        if block is None:
+            raise StreamOrderError(
+                f"readers must deliver every region; got the end where slot {expected} was next and {wanted} is "
+                "needed; report this as a defect"
+            )
+        head = head_of(block)
+        if head.slot != expected:
+            raise StreamOrderError(
+                f"regions must come in the order of the plan; got slot {head.slot} for {expected}; report this as a "
+                "defect"
+            )
+        self._on_report(head.report)
+        self._in_flight[head.slot] = _Region(
+            head.attempt, head.region, regions_in(block, self._job, shape_of(head.region))
+        )
 
-    def _cut(self, index: int, regions: dict[int, _Region]) -> Patch:
-        attempt, box, arrays = regions[self._job.plan.slot_of(index)]
-        sample = self._job.plan.sample(index, attempt)
-        assert sample.region == box, f"a block must hold the region of its slot: expected {sample.region}, got {box}"
-        z, y, x = (start + size for start, size in zip(sample.start_zyx, self._job.plan.patch_zyx, strict=True))
-        part = slices((sample.start_zyx, (z, y, x)), box[0])
-        return Patch(index, [array[part] for array in arrays])
+    def _cut(self, index: int, region: _Region) -> Patch:
+        plan = self._job.plan
+        visit = plan.visit(plan.mixing.slot_of(index), region.attempt)
+        if visit.region != region.box:
+            raise StreamOrderError(
+                f"a block must hold the region of its slot; got {region.box} for {visit.region}; report this as a "
+                "defect"
+            )
+        start = plan.start(index, visit, region.attempt)
+        z, y, x = (lo + size for lo, size in zip(start, plan.patch_zyx, strict=True))
+        part = slices((start, (z, y, x)), region.box[0])
+        return Patch(index, [voxels[part] for voxels in region.voxels])

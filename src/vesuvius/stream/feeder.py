@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError
-from vesuvius.stream.cutter import Cutter
+from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.reader import ReaderJob
 from vesuvius.stream.wait_time import WaitTime
 
@@ -194,6 +194,9 @@ class Feeder:
             return None
         # A lost, repeated or reordered sample must never train silently.
         expected = self._expected + self._job.world * np.arange(len(indices))
-        assert np.array_equal(indices, expected), f"samples out of order: expected {expected}, got {indices}"
+        if not np.array_equal(indices, expected):
+            raise StreamOrderError(
+                f"samples must come in the order of the plan; got {indices} for {expected}; report this as a defect"
+            )
         self._expected += self._job.world * len(indices)
         return Batch(arrays[0][: len(indices)], expected, arrays[1][: len(indices)] if len(arrays) > 1 else None)

@@ -26,7 +26,14 @@ log = logging.getLogger(__name__)
 
 # Not those of the config: two runs that differ in seed, mixing or reading show the same patches, so that they compare.
 _SEED = 0
-_LAYOUT: dict[str, Any] = {"patches_per_region": 1, "regions_per_task": 8, "region_size": None, "reader_mib": 256}
+_LAYOUT: dict[str, Any] = {
+    "order": "regions",
+    "patches_per_region": 1,
+    "regions_in_flight": 8,
+    "regions_per_task": 8,
+    "region_size": None,
+    "reader_mib": 256,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +104,7 @@ def _fixed_plan(data: PreparedData, config: DataConfig) -> tuple[Plan, list[int]
 def _plan_slab(data: PreparedData, number: int, layout: DataConfig) -> PlanVolume | None:
     """Regions over the validation box of a volume; None, with a warning, where it has too little foreground."""
     volume, box = data.volumes[number], data.splits[number].validation
+    foreground = data.plan.volumes[number].foreground
     assert box is not None, "every volume has a validation box where data.validation.fraction is above 0"
     try:
         return plan_volume(
@@ -107,7 +115,7 @@ def _plan_slab(data: PreparedData, number: int, layout: DataConfig) -> PlanVolum
             volume.dtype.name,
             layout.volumes[number].weight,
             layout,
-            foreground=data.plan.volumes[number].foreground,
+            foreground=None if foreground is None else foreground.map,
         )
     except DataError as error:  # a slab holds a patch, and so does each of its regions: what it lacks is foreground
         log.warning("volume %s has no part in validation, as its held-out end looks like air: %s", volume.name, error)

@@ -55,8 +55,10 @@ class GuardedReads:
             return volume.read(box, out)
         struck = strikes.on(volume.name, box)
         for note in struck:
-            if note.place is not None and note.place.chunk is not None:
-                raise UnreadableChunkError(volume.name, box, note.place.chunk, f"killed its reader ({note.crash})")
+            place = note.place
+            if place is not None and place.chunk is not None and place.chunk_box is not None:
+                cause = f"killed its reader ({note.crash})"
+                raise UnreadableChunkError(volume.name, box, place.chunk, place.chunk_box, cause)
         if not struck:
             with notes.reading(Place(volume.name, box)):
                 return volume.read(box, out)

@@ -26,7 +26,7 @@ import psutil
 
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
-from vesuvius.volumes.box import Box, format_box
+from vesuvius.volumes.box import Box, format_box, intersects
 from vesuvius.volumes.source import Outage
 
 # One page: a reader of the file never sees half of a record.
@@ -239,9 +239,7 @@ class Strikes:
 
 
 def _is_on(place: Place, volume: str, box: Box) -> bool:
-    struck = place.chunk_box or place.box
-    overlap = all(max(a, c) < min(b, d) for a, b, c, d in zip(*struck, *box, strict=True))
-    return place.volume == volume and overlap
+    return place.volume == volume and intersects(place.chunk_box or place.box, box)
 
 
 def _read_note(path: Path) -> Note | None:

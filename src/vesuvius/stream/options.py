@@ -70,12 +70,21 @@ class StreamChanges(TypedDict, total=False):
 def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Bytes of the object store that can be in use at once.  0 with `workers: 0`.  Pure.
 
-    The tasks that each worker may finish ahead and the block it works on, the task being cut, and the one after it.
+    The regions in flight, which the trainer holds, and what is ahead of them.
     """
     if options.workers == 0:
         return 0
+    return job.plan.regions_in_flight * job.block_bytes + store_ahead_bytes(job, options)
+
+
+def store_ahead_bytes(job: ReaderJob, options: StreamOptions) -> int:
+    """Bytes of the blocks between readers and trainer.  Pure.
+
+    The tasks that each worker may finish ahead, the block that it works
+    on, and a task that is fetched to the trainer's machine.
+    """
     per_worker = TASKS_IN_FLIGHT * job.blocks_per_task + 1
-    return (options.workers * per_worker + 2 * job.blocks_per_task) * job.block_bytes
+    return (options.workers * per_worker + job.blocks_per_task) * job.block_bytes
 
 
 def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:
@@ -101,14 +110,16 @@ def with_less_prefetch(patch_bytes: int, options: StreamOptions) -> StreamOption
 def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Size of a private Ray's object store; 0 with `workers: 0`.  Pure.
 
-    Twice the need, because one execution of readers hands over to the next, and a quarter of it more, because Ray's
-    limit is soft (0.25 GiB configured, 0.64 GiB seen in use).  The plan's maps lie there too, once for all readers.
+    The need, what is ahead once more, because one execution of readers hands over to the next, and a quarter of all,
+    because Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use).  The plan's maps lie there too, once for
+    all readers.
     """
     if options.workers == 0:
         return 0
     if options.cluster.object_store_gib is not None:
         return int(options.cluster.object_store_gib * 2**30)
-    return max(9 * store_need_bytes(job, options) // 4, 2**28) + job.plan.map_bytes
+    need = store_need_bytes(job, options) + store_ahead_bytes(job, options)
+    return max(5 * need // 4, 2**28) + job.plan.map_bytes
 
 
 def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
@@ -117,7 +128,8 @@ def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
     if configured is not None and configured * 2**30 < need:
         raise ConfigError(
             f"cluster.object_store_gib must hold what the readers have in flight; got {configured:g} GiB and "
-            f"{need / 2**30:.2f} GiB needed; raise it or set it to null, or lower training.workers or data.reader_mib"
+            f"{need / 2**30:.2f} GiB needed; raise it or set it to null, or lower training.workers, "
+            "data.regions_in_flight or data.reader_mib"
         )
 
 
@@ -131,6 +143,6 @@ def check_store(job: ReaderJob, options: StreamOptions) -> None:
     if size > free:
         raise ConfigError(
             f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "
-            "free; start the container with a larger --shm-size, or lower training.workers, data.reader_mib "
-            "or cluster.object_store_gib"
+            "free; start the container with a larger --shm-size, or lower data.regions_in_flight (now "
+            f"{job.plan.regions_in_flight}), training.workers, data.reader_mib or cluster.object_store_gib"
         )

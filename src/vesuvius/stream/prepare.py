@@ -20,6 +20,7 @@ from vesuvius.stream.reader import ReaderJob
 from vesuvius.stream.start_reads import Kind
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
+from vesuvius.volumes.voxels import percentiles
 
 _PATCHES_PER_ESTIMATE = 16
 _PERCENTILES = (0.5, 99.5)
@@ -202,14 +203,17 @@ def estimate_grey_range(
 ) -> GreyRange:
     """0.5th and 99.5th percentile of the material in some patches of the plan: the same for the same plan.
 
-    Voxels equal to the fill value are masked air and left out, because their share differs from volume to volume.
+    Voxels equal to the fill value are masked air and left out, because their share differs from volume to volume.  Of
+    bool it is 0 to 1, whatever is drawn.
 
     Raises:
         DataError: nothing but air, or one grey value only.
     """
+    if volume.dtype == np.bool_:
+        return GreyRange(0.0, 1.0)
     material: list[NDArray[Any]] = []
     for visit in range(4 * _PATCHES_PER_ESTIMATE):
-        start, stop = plan.region_of_visit(number, visit)
+        start, stop = plan.visit_of_volume(number, visit).region
         z, y, x = ((a + b - p) // 2 for a, b, p in zip(start, stop, plan.patch_zyx, strict=True))
         size_z, size_y, size_x = plan.patch_zyx
         try:
@@ -219,10 +223,10 @@ def estimate_grey_range(
         material.append(voxels[voxels != volume.fill_value])
         if len(material) == _PATCHES_PER_ESTIMATE:
             break
-    low, high = np.percentile(np.concatenate(material), _PERCENTILES) if any(map(len, material)) else (0.0, 0.0)
+    low, high = percentiles(np.concatenate(material), _PERCENTILES) if any(map(len, material)) else (0.0, 0.0)
     if not low < high:
         raise DataError(
             f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} "
             f"patches of {volume.name}; set {key}.low and {key}.high"
         )
-    return GreyRange(float(low), float(high))
+    return GreyRange(low, high)

@@ -1,4 +1,4 @@
-"""Third stop of a patch: read each region of a task once and hand it over.
+"""Read each region of a task once and hand it over.
 
 The same code runs in a Ray worker and in the trainer (`workers: 0`), so both deliver the same bytes.  Patches are cut
 in the trainer (`cutter.py`), straight out of the regions in shared memory: that saves a copy of each patch.
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from vesuvius.config import StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
-from vesuvius.plan.plan import Plan, Task
+from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.guarded import GuardedReads
-from vesuvius.volumes.box import Box, format_box, shape_of
+from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
 
 Block = NDArray[np.uint8]
@@ -36,8 +36,8 @@ _ALIGNED = 64
 STAGED_BYTES_MAX = 64 * 2**20
 _SUBSTITUTES_TRIED = 100
 
-RegionKey = tuple[int, Box]
-"""Volume number and box."""
+DamagedBox = tuple[int, Box]
+"""Volume number and voxels that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReaderJob:
 
     Attributes:
         dtype, condition_dtype: of the patches; the latter None without conditions.
-        quarantined: regions that are known to be unreadable and are replaced without a try.
+        quarantined: known damage; regions that touch it are replaced without a try.
         max_reader_deaths: readers that may die in one stream.
         notes_dir: folder of each machine where readers leave notes of what they read; None = a temporary one.
     """
@@ -58,7 +58,7 @@ class ReaderJob:
     store: StoreConfig = StoreConfig()
     missing_chunk: Literal["air", "error"] = "air"
     max_quarantined: int = 0
-    quarantined: frozenset[RegionKey] = frozenset()
+    quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
     world: int = 1
     max_reader_deaths: int = 32
@@ -81,13 +81,12 @@ class ReaderJob:
 
     @property
     def blocks_per_task(self) -> int:
-        """At most; a task that is cut, or shared with other ranks, may need fewer regions."""
+        """At most; tasks at the ends of a stream, or shared with other ranks, may need fewer regions."""
         return self.plan.regions_per_task
 
-    def slots(self, task: Task) -> list[int]:
-        """The region slots that this rank's samples of a task come from, in the order of their first sample."""
-        indices = (i for i in range(task.first, task.stop) if i % self.world == self.rank)
-        return list(dict.fromkeys(map(self.plan.slot_of, indices)))
+    def tasks(self, first: int, stop: int) -> Iterator[Task]:
+        """What must be read, in this order, for this rank's samples first <= i < stop."""
+        return self.plan.tasks(first, stop, self.rank, self.world)
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class BlockReport:
         bytes_read: bytes decoded, whole chunks.
         bytes_fetched: bytes that came over the network.
         requests, retries, cache_hits, cache_misses: as `SourceFigures`.
-        quarantined: regions found unreadable.
+        quarantined: damage found.
     """
 
     pid: int
@@ -125,27 +124,24 @@ class BlockHead:
     """What a block holds.
 
     Attributes:
-        task: first and stop of the task that it was read for.
-        slot: region slot of the plan.
+        slot: of the plan.
         attempt: 0, or which substitute stands in for an unreadable region.
-        box: (start_zyx, stop_zyx) of the region.
+        region: the voxels (start_zyx, stop_zyx).
         report: what the reader says of itself.
     """
 
-    task: tuple[int, int]
     slot: int
     attempt: int
-    box: Box
+    region: Box
     report: BlockReport
 
 
 def head_of(block: Block) -> BlockHead:
     """The head of a block."""
     fields = json.loads(block[:HEAD_BYTES].tobytes())
-    first, stop = fields["task"]
-    (z0, y0, x0), (z1, y1, x1) = fields["box"]
-    box = (z0, y0, x0), (z1, y1, x1)
-    return BlockHead((first, stop), fields["slot"], fields["attempt"], box, BlockReport(**fields["report"]))
+    (z0, y0, x0), (z1, y1, x1) = fields["region"]
+    region = (z0, y0, x0), (z1, y1, x1)
+    return BlockHead(fields["slot"], fields["attempt"], region, BlockReport(**fields["report"]))
 
 
 def regions_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
@@ -175,8 +171,8 @@ class Reader:
             open_volume(spec.condition, job.store, job.missing_chunk) if spec.condition else None
             for spec in job.volumes
         ]
-        self._bad = set(job.quarantined)
-        self._staged: list[RegionKey] = []
+        self._damaged = set(job.quarantined)
+        self._staged: list[_RegionKey] = []
         self._since = _Tally(self._opened)
         notes_dir = Path(job.notes_dir) if job.notes_dir else None
         self._reads = GuardedReads(notes_dir, "reader" if actor else "trainer", actor)
@@ -184,7 +180,7 @@ class Reader:
             self._reads.publish_outages(self._opened)
 
     def blocks(self, task: Task, ahead: Task | None = None) -> Iterator[Block]:
-        """Yield the regions that the rank's samples of a task come from, each once; valid for one round of the ring.
+        """Yield the regions of a task's slots, each once; valid for one round of the ring.
 
         The number of blocks and their voxels depend on the task alone, so a task that is run again after its worker
         died gives the same.
@@ -196,21 +192,22 @@ class Reader:
         Raises:
             DataError: a chunk is absent and must not be, or no region can be read in place of an unreadable one.
         """
-        plan = self._job.plan
-        slots = self._job.slots(task)
-        queue = [plan.region_of_slot(slot) for slot in slots]
+        visits = [self._job.plan.visit(slot) for slot in task.slots]
+        queue = [(visit.volume, visit.region) for visit in visits]
         if any(key not in queue for key in self._staged):  # another task came than was foreseen
             for volume in self._opened:
                 volume.unstage()
             self._staged.clear()
-        queue += [plan.region_of_slot(slot) for slot in self._job.slots(ahead)] if ahead else []
-        for number, slot in enumerate(slots):
+        for slot in ahead.slots if ahead else ():
+            visit = self._job.plan.visit(slot)
+            queue.append((visit.volume, visit.region))
+        for number, (slot, visit) in enumerate(zip(task.slots, visits, strict=True)):
             self._stage(queue[number:])
             block = next(self._ring)
-            attempt = self._fill(block, slot)
-            self._write_head(block, task, slot, attempt)
+            attempt, region = self._fill(block, slot, visit)
+            self._write_head(block, slot, attempt, region)
             yield block
-        self._stage(queue[len(slots) :])
+        self._stage(queue[len(visits) :])
 
     def close(self) -> None:
         """End the threads that fetch."""
@@ -227,84 +224,93 @@ class Reader:
         condition = self._conditions[number]
         return [self._volumes[number], condition] if condition else [self._volumes[number]]
 
-    def _stage(self, queue: list[RegionKey]) -> None:
+    def _stage(self, queue: list[_RegionKey]) -> None:
         """Have the chunks of the next regions fetched, as many as are to be held at once."""
         held = 0
         for key in queue:
             held += math.prod(shape_of(key[1])) * np.dtype(self._job.dtype).itemsize
             if held > STAGED_BYTES_MAX and key is not queue[0]:
                 return
-            if key not in self._staged and key not in self._bad:
+            if key not in self._staged and not self._is_damaged(key):
                 self._staged.append(key)
                 for volume in self._arrays(key[0]):
                     volume.stage(key[1])
 
-    def _fill(self, block: Block, slot: int) -> int:
-        """Read the region of a slot into a block, or another in its place; returns the attempt that it is."""
-        if self._try_region(block, self._job.plan.region_of_slot(slot)):
-            return 0
-        return self._fill_with_substitute(block, slot)
+    def _fill(self, block: Block, slot: int, visit: Visit) -> tuple[int, Box]:
+        """Read the region of a slot into a block, or another in its place; which attempt it is, and the region.
 
-    def _try_region(self, block: Block, key: RegionKey) -> bool:
-        """Decode a region into a block, or put it into quarantine and return False."""
-        if key in self._staged:
+        Raises:
+            DataError: none of the substitutes can be read.
+        """
+        for attempt in range(_SUBSTITUTES_TRIED + 1):
+            instead = self._job.plan.visit(slot, attempt) if attempt else visit
+            if self._try_region(block, (instead.volume, instead.region)):
+                return attempt, instead.region
+        raise DataError(
+            f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
+            f"volume {self._volumes[visit.volume].name}, region {format_box(visit.region)}; restore the volume"
+        )
+
+    def _try_region(self, block: Block, key: _RegionKey) -> bool:
+        """Decode a region into a block, or put what is damaged into quarantine and return False."""
+        staged = key in self._staged
+        if staged:
             self._staged.remove(key)
-        if key in self._bad:
-            return False
         number, box = key
+        if self._is_damaged(key):
+            if staged:
+                self._unstage(key)
+            return False
         started = time.perf_counter()
         try:
             for volume, out in zip(self._arrays(number), regions_in(block, self._job, shape_of(box)), strict=True):
                 self._reads.read(volume, box, out)
                 self._since.bytes_read += _decoded_bytes(volume, box)
         except UnreadableChunkError as error:
-            self._bad.add(key)
-            record = {
-                "volume": error.volume,
-                "number": number,
-                "region": [list(box[0]), list(box[1])],
-                "chunk": list(error.chunk),
-                "cause": error.cause,
-            }
-            self._since.quarantined.append(record)
-            check_quarantine(len(self._bad), self._job.max_quarantined, record)
+            self._unstage(key)
+            self._quarantine(number, error)
             return False
         finally:
             self._since.decode_s += time.perf_counter() - started
         return True
 
-    def _fill_with_substitute(self, block: Block, slot: int) -> int:
-        """The first attempt whose region can be read; one that is not of the task anyway, if there is such a one.
+    def _unstage(self, key: _RegionKey) -> None:
+        """Let go of what was fetched for a region that will not be read, or not to its end."""
+        for volume in self._arrays(key[0]):
+            volume.release(key[1])
 
-        What is of the task says the plan: a rank, or a resume in the middle of a task, reads a part of it only.
-        """
-        plan = self._job.plan
-        first = slot - slot % plan.regions_per_task
-        of_task = {plan.region_of_slot(other) for other in range(first, first + plan.regions_per_task)}
-        drawn = {attempt: plan.region_of_slot(slot, attempt) for attempt in range(1, _SUBSTITUTES_TRIED + 1)}
-        for attempt, key in sorted(drawn.items(), key=lambda item: item[1] in of_task):
-            if self._try_region(block, key):
-                return attempt
-        volume, box = plan.region_of_slot(slot)
-        raise DataError(
-            f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
-            f"volume {self._volumes[volume].name}, region {format_box(box)}; restore the volume"
-        )
+    def _is_damaged(self, key: _RegionKey) -> bool:
+        return any(number == key[0] and intersects(box, key[1]) for number, box in self._damaged)
 
-    def _write_head(self, block: Block, task: Task, slot: int, attempt: int) -> None:
-        box = self._job.plan.region_of_slot(slot, attempt)[1]
+    def _quarantine(self, number: int, error: UnreadableChunkError) -> None:
+        """Remember and report damage."""
+        self._damaged.add((number, error.box))
+        record = {
+            "volume": error.volume,
+            "number": number,
+            "box": [list(error.box[0]), list(error.box[1])],
+            "chunk": list(error.chunk),
+            "cause": error.cause,
+        }
+        self._since.quarantined.append(record)
+        check_quarantine(len(self._damaged), self._job.max_quarantined, record)
+
+    def _write_head(self, block: Block, slot: int, attempt: int, region: Box) -> None:
         report = self._since.report(self._node, self._actor)
-        head = json.dumps(asdict(BlockHead((task.first, task.stop), slot, attempt, box, report))).encode()
+        head = json.dumps(asdict(BlockHead(slot, attempt, region, report))).encode()
         assert len(head) <= HEAD_BYTES, f"a head must fit into {HEAD_BYTES} bytes; got {len(head)}"
         block[:HEAD_BYTES] = np.frombuffer(head.ljust(HEAD_BYTES), np.uint8)
 
 
+_RegionKey = tuple[int, Box]  # volume number and region
+
+
 def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:
-    """Raises DataError where more regions are unreadable than `data.max_quarantined`; `last` is the record of one."""
+    """Raises DataError where more places are damaged than `data.max_quarantined`; `last` is the record of one."""
     if count > limit:
         raise DataError(
-            f"at most data.max_quarantined={limit} regions may be unreadable; got {count}, the last: volume "
-            f"{last['volume']}, region {last['region']}, chunk {last['chunk']}: {last['cause']}; restore the volume or "
+            f"at most data.max_quarantined={limit} places of the volumes may be damaged; got {count}, the last: volume "
+            f"{last['volume']}, voxels {last['box']}, chunk {last['chunk']}: {last['cause']}; restore the volume or "
             "raise the limit"
         )
 

@@ -12,7 +12,7 @@ class ReaderTotals:
     """What readers have done, added up over their blocks.
 
     Attributes:
-        blocks: how many; all of a task are counted before the first of its samples is cut.
+        blocks: how many; each is counted before the first of its samples is cut.
         others: as in `BlockReport`.
     """
 

@@ -30,7 +30,7 @@ from vesuvius.stream.options import (
     store_bytes,
     store_need_bytes,
 )
-from vesuvius.stream.reader import Block, BlockReport, Reader, ReaderJob, RegionKey, check_quarantine
+from vesuvius.stream.reader import Block, BlockReport, DamagedBox, Reader, ReaderJob, check_quarantine
 from vesuvius.stream.reader_figures import ReaderFigures, ReaderTotals
 from vesuvius.stream.stacks import dump_stacks
 
@@ -94,13 +94,13 @@ class PatchStream(Iterator[Batch]):
         buffers: a ring of at least 3 arrays (batch_size, Z, Y, X) of the job's dtype, e.g. of pinned memory; batches
             are delivered in them in turn, each valid until the second `next` after it.  New arrays by default.
         condition_buffers: the same for conditions.
-        quarantined: `quarantined` of an earlier stream over the same plan; those regions are not tried again.
+        quarantined: `quarantined` of an earlier stream over the same volumes; what they name is not tried again.
 
     Attributes:
         readers: figures of each living reader process by pid.
         reader_deaths: readers that died and were replaced.
         events: what happened so far, the last 10,000; whoever takes them out may.
-        quarantined: a record for each unreadable region, which others replace.
+        quarantined: a record for each place that is damaged; regions that touch one are replaced.
         store_peak_bytes: most bytes seen in Ray's object store; None without Ray.
 
     Raises:
@@ -302,7 +302,7 @@ class PatchStream(Iterator[Batch]):
         self.readers.clear()
         self._job = with_quarantined(self._job, self.quarantined)
         self._source = self._open_source()
-        cutter = Cutter(self._job, self._source, self._take_report)
+        cutter = Cutter(self._job, self._source, self._take_report, self._next_sample, self._stop)
         first = self._next_sample + self._job.rank
         ahead = batches_ahead(self._job.patch_bytes, self._options)
         rings = [_rotated(ring, self._delivered) for ring in self._buffers]
@@ -383,12 +383,12 @@ class PatchStream(Iterator[Batch]):
         )
 
     def _quarantine(self, record: dict[str, Any]) -> None:
-        if region_key(record) in {region_key(known) for known in self.quarantined}:
+        if damaged_box(record) in {damaged_box(known) for known in self.quarantined}:
             return
         self.quarantined.append(record)
         text = (
-            f"region {record['region']} of {record['volume']} cannot be read and is replaced by others: chunk "
-            f"{record['chunk']}: {record['cause']}"
+            f"voxels {record['box']} of {record['volume']} cannot be read; regions that touch them are replaced by "
+            f"others: chunk {record['chunk']}: {record['cause']}"
         )
         self._event("quarantine", text, record)
         check_quarantine(len(self.quarantined), self._job.max_quarantined, record)
@@ -431,8 +431,8 @@ class _LocalBlocks(Iterator[Block]):
     """Blocks that are read in this process."""
 
     def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
-        self._reader = Reader(job, ring=job.blocks_per_task + 1)  # the cutter holds those of a task
-        self._blocks = self._read(job.plan.tasks(first, stop))
+        self._reader = Reader(job, ring=job.plan.regions_in_flight + 1)  # the cutter holds those in flight
+        self._blocks = self._read(job.tasks(first, stop))
 
     def _read(self, tasks: Iterator[Task]) -> Iterator[Block]:
         task = next(tasks, None)
@@ -451,12 +451,12 @@ class _LocalBlocks(Iterator[Block]):
         self._reader.close()
 
 
-def region_key(record: dict[str, Any]) -> RegionKey:
-    """The region that a record of the quarantine is about."""
-    (z0, y0, x0), (z1, y1, x1) = record["region"]
+def damaged_box(record: dict[str, Any]) -> DamagedBox:
+    """Volume and voxels that a record of the quarantine is about.  Records of version 0.1 call the voxels region."""
+    (z0, y0, x0), (z1, y1, x1) = record["box"] if "box" in record else record["region"]
     return int(record["number"]), ((z0, y0, x0), (z1, y1, x1))
 
 
 def with_quarantined(job: ReaderJob, records: Sequence[dict[str, Any]]) -> ReaderJob:
-    """The job, with regions that are replaced without a try."""
-    return replace(job, quarantined=frozenset(map(region_key, records)))
+    """The job, with known damage."""
+    return replace(job, quarantined=frozenset(map(damaged_box, records)))

@@ -30,7 +30,7 @@ from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import PartialVolume, check_record, finished_record, is_begun, partial_path
 from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.box import Box, shape_of, slices
-from vesuvius.volumes.geometry import Geometry, level_geometry, read_multiscale
+from vesuvius.volumes.geometry import Geometry
 from vesuvius.volumes.source import FetchError
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, metadata_hash, open_volume
 
@@ -329,8 +329,7 @@ def _stored_share(volume: Volume, plan: CopyPlan) -> float:
 def _multiscale_of(volume: Volume, plan: CopyPlan, out: Path) -> dict[str, Any]:
     """OME-Zarr 0.4 metadata of the copy.  Its voxels keep their place: the box's offset is a translation, in the units
     of the source; in voxels where that has no scale.  As in the published scrolls, all levels begin at one corner."""
-    source = read_multiscale(volume)
-    geometry = (level_geometry(source.entry, volume.array.path) if source else None) or _VOXELS
+    geometry = volume.geometry or _VOXELS
     offset = zip(geometry.translation_zyx, geometry.scale_zyx, plan.source_box[0], strict=True)
     corner = [t + size * lo for t, size, lo in offset]
     axes = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,8 @@ from vesuvius.plan.occupancy import SIDECAR, Bools, list_chunks, read_sidecar, s
 from vesuvius.plan.plan import make_plan, plan_volume
 from vesuvius.plan.split import split_volume
 from vesuvius.volume_tools.places import GreyFacts, grey_facts
-from vesuvius.volumes.geometry import Geometry, Multiscale, level_geometry, read_multiscale
+from vesuvius.volumes.axes import Names
+from vesuvius.volumes.geometry import Geometry, read_multiscale
 from vesuvius.volumes.source import open_store
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -40,7 +42,7 @@ class LevelFacts:
 
     Attributes:
         path: of the array within the group; '' for a bare array.
-        shape: all axes, also those before z, y, x.
+        shape: all axes in stored order.
         geometry: None for a bare array, or where the metadata give no scale.
         decoder: 'zarrs' or 'zarr-python'.
     """
@@ -92,14 +94,14 @@ class RegionFacts:
         region_zyx: the largest region.
         regions: in the training part.
         amplification: bytes decoded per byte of patch.
-        regions_bytes: R decoded regions: what a task of a reader takes.
-        repeats: whether there are fewer regions than R, so that a run of samples repeats some.
+        regions_bytes: M decoded regions: what those in flight take.
+        repeats: whether there are fewer regions than M, so that some are in flight twice.
     """
 
     region_zyx: Triple
     regions: int
     patches_per_region: int
-    regions_per_task: int
+    regions_in_flight: int
     amplification: float
     regions_bytes: int
     repeats: bool
@@ -111,7 +113,7 @@ class VolumeFacts:
 
     Attributes:
         ome_version, title: None for a bare array.
-        axes: names of all axes; None where the metadata do not name them.
+        axes: names of the chosen level's axes in stored order; None where the metadata do not name them.
         broken: path of each level that cannot be opened, and why.
         chosen: the level that the rest is about.
         region, no_region: the one or the other: why these patches cannot be drawn from this level.
@@ -121,7 +123,7 @@ class VolumeFacts:
     patch_zyx: Triple
     ome_version: str | None
     title: str | None
-    axes: tuple[str, ...] | None
+    axes: Names | None
     levels: tuple[LevelFacts, ...]
     broken: tuple[tuple[str, str], ...]
     chosen: LevelFacts
@@ -157,8 +159,8 @@ def describe_volume(
     volume = open_volume(spec, store)
     try:
         multiscale = read_multiscale(volume)
-        chosen = _level_facts(volume, spec.level, multiscale)
-        levels, broken = _all_levels(spec, chosen, volume.level_paths, store, multiscale)
+        chosen = _level_facts(volume, spec.level)
+        levels, broken = _all_levels(spec, chosen, volume.level_paths, store)
         occupancy, stored = _occupancy(volume, listing)
         grey = grey_facts(volume, stored, patch_zyx, places) if places else None
         region, no_region = _region_facts(volume, spec, patch_zyx)
@@ -170,7 +172,7 @@ def describe_volume(
         patch_zyx=patch_zyx,
         ome_version=multiscale.version if multiscale else None,
         title=multiscale.title if multiscale else None,
-        axes=multiscale.axes if multiscale else None,
+        axes=volume.axis_names if any(volume.axis_names) else None,
         levels=levels,
         broken=broken,
         chosen=chosen,
@@ -224,23 +226,38 @@ def codec_words(array: zarr.Array[Any]) -> str:
     """How chunks are encoded, in words.  Pure."""
     if array.metadata.zarr_format == 2:
         configs = [codec.get_config() for codec in (*array.filters, *array.compressors)]
-        steps = [(str(config["id"]), config) for config in configs]
-    else:
-        dicts = [codec.to_dict() for codec in (*array.filters, *array.compressors)]
-        steps = [(str(step["name"]), step.get("configuration") or {}) for step in dicts]
-    return ", then ".join(_step_words(name, config) for name, config in steps) or "none: raw bytes"
+        return _chain([(str(config["id"]), config) for config in configs]) or "none: raw bytes"
+    return _chain_v3([codec.to_dict() for codec in array.metadata.codecs])
+
+
+def _chain_v3(codecs: Sequence[Any]) -> str:
+    return _chain([(str(codec["name"]), codec.get("configuration") or {}) for codec in codecs])
+
+
+def _chain(steps: Sequence[tuple[str, Any]]) -> str:
+    return ", then ".join(_step_words(name, config) for name, config in steps)
 
 
 def _step_words(name: str, config: Any) -> str:
-    if name == "blosc":
-        shuffle = config.get("shuffle")
-        shuffle_words = _SHUFFLES.get(_SHUFFLES_V3.get(shuffle, shuffle), f"shuffle {shuffle}")
-        return f"blosc {config.get('cname')} level {config.get('clevel')}, {shuffle_words}"
+    match name:
+        case "blosc":
+            shuffle = config.get("shuffle")
+            shuffle_words = _SHUFFLES.get(_SHUFFLES_V3.get(shuffle, shuffle), f"shuffle {shuffle}")
+            return f"blosc {config.get('cname')} level {config.get('clevel')}, {shuffle_words}"
+        case "bytes":
+            return f"{config['endian']}-endian bytes" if config.get("endian") else "bytes"
+        case "sharding_indexed":
+            chunk = "x".join(map(str, config["chunk_shape"]))
+            index = _chain_v3(config["index_codecs"])
+            where = config.get("index_location", "end")
+            return f"shards of {chunk} chunks ({_chain_v3(config['codecs'])}; index at the {where}: {index})"
+        case "transpose":
+            return f"transpose {list(config['order'])}"
     level = config.get("level")
     return name if level is None else f"{name} level {level}"
 
 
-def _level_facts(volume: Volume, level: int, multiscale: Multiscale | None) -> LevelFacts:
+def _level_facts(volume: Volume, level: int) -> LevelFacts:
     array = volume.array
     return LevelFacts(
         level=level,
@@ -253,12 +270,12 @@ def _level_facts(volume: Volume, level: int, multiscale: Multiscale | None) -> L
         zarr_format=array.metadata.zarr_format,
         codec=codec_words(array),
         decoder=volume.codec_pipeline,
-        geometry=level_geometry(multiscale.entry, array.path) if multiscale else None,
+        geometry=volume.geometry,
     )
 
 
 def _all_levels(
-    spec: ArrayConfig, chosen: LevelFacts, paths: tuple[str, ...], store: StoreConfig, multiscale: Multiscale | None
+    spec: ArrayConfig, chosen: LevelFacts, paths: tuple[str, ...], store: StoreConfig
 ) -> tuple[tuple[LevelFacts, ...], tuple[tuple[str, str], ...]]:
     """The facts of the levels that can be opened, and what is wrong with the others."""
     levels, broken = [], []
@@ -271,7 +288,7 @@ def _all_levels(
         except DataError as error:
             broken.append((path, one_line(error)))
             continue
-        levels.append(_level_facts(volume, level, multiscale))
+        levels.append(_level_facts(volume, level))
         volume.close()
     return tuple(levels), tuple(broken)
 
@@ -328,16 +345,16 @@ def _region_facts(volume: Volume, spec: ArrayConfig, patch_zyx: Triple) -> tuple
     except DataError as error:
         return None, str(error)
     plan = make_plan(0, config, [planned])
-    z, y, x = (max(hi - lo for lo, hi in axis) for axis in planned.intervals_zyx)
+    z, y, x = planned.cells.region_zyx(patch_zyx)
     return (
         RegionFacts(
             region_zyx=(z, y, x),
-            regions=planned.region_count,
+            regions=planned.visits_per_pass,
             patches_per_region=plan.patches_per_region,
-            regions_per_task=plan.regions_per_task,
+            regions_in_flight=plan.regions_in_flight,
             amplification=plan.read_amplification(0),
-            regions_bytes=plan.regions_per_task * z * y * x * volume.dtype.itemsize,
-            repeats=plan.repeats_within_a_run,
+            regions_bytes=plan.regions_in_flight * z * y * x * volume.dtype.itemsize,
+            repeats=plan.repeats,
         ),
         None,
     )
@@ -349,7 +366,7 @@ def _beside(volume: Volume) -> Path:
         raise ConfigError(
             f"a sidecar is written to a disk; got the address {volume.source.address} and no place; add --out FILE"
         )
-    if math.prod(volume.array.shape[: len(volume.select)]) > 1:
+    if math.prod(volume.axes.others_of(volume.array.shape)) > 1:
         raise ConfigError(
             "a sidecar beside an array holds for all that `select` can choose; got an array of shape "
             f"{list(volume.array.shape)}; add --out FILE"

@@ -17,6 +17,7 @@ from vesuvius.plan.occupancy import Bools
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.source import FetchError
 from vesuvius.volumes.volume import UnreadableChunkError, Volume
+from vesuvius.volumes.voxels import percentiles
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ class GreyFacts:
     Attributes:
         places: boxes that were read.
         unreadable: boxes that could not be.
-        tried, found: chunks that were asked for at random, and those of them that are stored; None where it was known
-            which are.
+        tried, found: chunks that were asked for at random, and those of them that are known to be stored; None where it
+            was known which are.
         voxels: voxels read.
         air_share: share of them that equal the fill value; the other figures are of the rest.
         percentiles: at `PERCENTILES`.
@@ -91,7 +92,7 @@ def grey_facts(volume: Volume, stored: Bools | None, patch_zyx: Triple, places: 
         maximum=float(values.max()) if some else None,
         mean=float(values.mean(dtype=np.float64)) if some else None,
         std=float(values.std(dtype=np.float64)) if some else None,
-        percentiles=tuple(float(value) for value in np.percentile(values, PERCENTILES)) if some else None,
+        percentiles=percentiles(values, PERCENTILES) if some else None,
     )
 
 
@@ -110,11 +111,14 @@ def _stored_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
         tried += 1
         try:
             stored_there = _is_stored(volume, (z, y, x))
-        except (FetchError, ValueError) as error:
+        except FetchError as error:
             raise DataError(
                 f"a volume's store must say whether a chunk is there; got {one_line(error)} for chunk {[z, y, x]} of "
                 f"{volume.name}; check the address, the network and the credentials"
             ) from error
+        except ValueError as error:
+            log.warning("chunk %s of %s is passed over: %s; restore the shard", [z, y, x], volume.name, error)
+            continue
         if stored_there:
             found.append((z, y, x))
         if len(found) == count:

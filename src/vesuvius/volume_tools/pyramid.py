@@ -9,9 +9,6 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 
-# What eight voxels are summed in.
-_SUM_DTYPE = {"uint8": np.uint16, "uint16": np.uint32, "float32": np.float32}
-
 
 def level_shapes(shape_zyx: Triple, levels: int) -> list[Triple]:
     """The shapes of all levels from the finest; each half of the one above, rounded up."""
@@ -23,21 +20,34 @@ def halve(voxels: NDArray[Any]) -> NDArray[Any]:
     """Mean of 2x2x2 voxels, or of as many as exist at an odd end; of whole numbers rounded half up.
 
     Args:
-        voxels: (Z, Y, X) of uint8, uint16 or float32.
+        voxels: (Z, Y, X) of any stored dtype.
 
     Returns:
-        The same dtype, each axis half as long, rounded up.  Of labels 0 and 1 that is the majority.
+        The same dtype, each axis half as long, rounded up.  Of labels 0 and 1, or bool, that is the majority.
     """
-    sum_dtype = _SUM_DTYPE[voxels.dtype.name]
-    total: NDArray[Any] = voxels.astype(sum_dtype)
-    count: NDArray[Any] = np.ones((1, 1, 1), sum_dtype)
+    per_axis = [np.minimum(2, size - np.arange(0, size, 2)) for size in voxels.shape]
+    z, y, x = np.ix_(*per_axis)
+    count: NDArray[Any] = (z * y * x).astype(np.uint8)
+    if voxels.dtype.kind == "f":
+        mean: NDArray[Any] = _pair_sums(voxels.astype(_sum_dtype(voxels.dtype))) / count
+    elif voxels.dtype.itemsize < 8:
+        mean = (_pair_sums(voxels.astype(_sum_dtype(voxels.dtype))) + count // 2) // count
+    else:  # integers of 8 bytes have no larger dtype to be summed in: eighths and remainders are; count divides 8
+        mean = _pair_sums(voxels >> 3) * (8 // count) + (_pair_sums(voxels & 7) + count // 2) // count
+    return mean.astype(voxels.dtype, copy=False)
+
+
+def _sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What eight voxels are summed in."""
+    kind = "u" if dtype.kind == "b" else dtype.kind
+    return np.dtype(f"{kind}{max(4, dtype.itemsize) if kind == 'f' else 2 * dtype.itemsize}")
+
+
+def _pair_sums(voxels: NDArray[Any]) -> NDArray[Any]:
+    """Sums of 2x2x2, or of as many as exist."""
     for axis in range(3):
-        pairs = np.moveaxis(total, axis, 0)
+        pairs = np.moveaxis(voxels, axis, 0)
         folded = pairs[::2].copy()
         folded[: len(pairs) // 2] += pairs[1::2]
-        total = np.moveaxis(folded, 0, axis)
-        ones: NDArray[Any] = np.full(len(folded), 2, sum_dtype)
-        ones[len(pairs) // 2 :] = 1
-        count = count * ones.reshape([-1 if a == axis else 1 for a in range(3)])
-    mean: NDArray[Any] = total / count if voxels.dtype.kind == "f" else (total + count // 2) // count
-    return mean.astype(voxels.dtype, copy=False)
+        voxels = np.moveaxis(folded, 0, axis)
+    return voxels

@@ -27,6 +27,11 @@ def intersection(a: Box, b: Box) -> Box:
     return (z0, y0, x0), (z1, y1, x1)
 
 
+def intersects(a: Box, b: Box) -> bool:
+    """Whether two boxes share a voxel."""
+    return all(lo < hi for lo, hi in zip(*intersection(a, b), strict=True))
+
+
 def format_box(box: Box) -> str:
     """'z 0:128, y 0:256, x 128:256'."""
     return ", ".join(f"{axis} {lo}:{hi}" for axis, lo, hi in zip("zyx", *box, strict=True))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 
 from vesuvius.config import Triple
+from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.source import ByteRange, Source
 
@@ -40,34 +41,35 @@ class ChunkGrid:
 
     Attributes:
         array: the array; sharded or not.
-        select: indices that fix the axes before z, y, x.
+        axes: which of its axes are z, y, x.  Chunks and boxes are z, y, x; keys and indices of shards are in stored
+            order.
         source: where its objects are.
     """
 
     array: zarr.Array[Any]
-    select: tuple[int, ...]
+    axes: Axes
     source: Source
     _indices: OrderedDict[str, bytes | None] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def chunk_zyx(self) -> Triple:
-        z, y, x = self.array.chunks[-3:]
-        return z, y, x
+        return self.axes.zyx_of(self.array.chunks)
+
+    @property
+    def shape_zyx(self) -> Triple:
+        return self.axes.zyx_of(self.array.shape)
 
     @property
     def counts_zyx(self) -> Triple:
         """Chunks along each axis."""
-        z, y, x = (-(-size // chunk) for size, chunk in zip(self.array.shape[-3:], self.chunk_zyx, strict=True))
+        z, y, x = (-(-size // chunk) for size, chunk in zip(self.shape_zyx, self.chunk_zyx, strict=True))
         return z, y, x
 
     @property
     def shard_zyx(self) -> Triple | None:
         """Voxels of a shard; None where chunks are objects of their own."""
-        if self.array.shards is None:
-            return None
-        z, y, x = self.array.shards[-3:]
-        return z, y, x
+        return None if self.array.shards is None else self.axes.zyx_of(self.array.shards)
 
     def chunks_of(self, box: Box) -> Iterator[Triple]:
         """Coordinates of the chunks that a box touches."""
@@ -78,14 +80,14 @@ class ChunkGrid:
     def box_of(self, chunk: Triple) -> Box:
         """The voxels of a chunk, cut at the end of the array."""
         start = tuple(i * c for i, c in zip(chunk, self.chunk_zyx, strict=True))
-        stop = (min(lo + c, size) for lo, c, size in zip(start, self.chunk_zyx, self.array.shape[-3:], strict=True))
+        stop = (min(lo + c, size) for lo, c, size in zip(start, self.chunk_zyx, self.shape_zyx, strict=True))
         (z0, y0, x0), (z1, y1, x1) = start, stop
         return (z0, y0, x0), (z1, y1, x1)
 
     def key_of(self, chunk: Triple) -> str:
         """The object that holds a chunk: its own, or its shard's."""
-        outer = self.array.shards or self.array.chunks
-        place = [i * c // o for i, c, o in zip(chunk, self.chunk_zyx, outer[-3:], strict=True)]
+        outer_zyx = self.shard_zyx or self.chunk_zyx
+        place = [i * c // o for i, c, o in zip(chunk, self.chunk_zyx, outer_zyx, strict=True)]
         return self._folder + self._name(place)
 
     def place_of(self, key: str) -> Triple | None:
@@ -133,7 +135,7 @@ class ChunkGrid:
             self.source.forget(key)
             with self._lock:
                 data = self._indices.pop(key, None)
-            index = None if data is None else self._parse_index(data)
+            index = None if data is None else self._parse_index(key, data)
             if index is not None:
                 for chunk in chunks:
                     self.source.forget(key, self._range_in(index, chunk))
@@ -159,11 +161,11 @@ class ChunkGrid:
         """Which chunks of the shard that starts at a chunk are stored: bool over its (z, y, x).  Errors as below."""
         index = self.shard_index(self.key_of(chunk))
         if index is None:
-            return np.zeros(self._chunks_per_shard[-3:], bool)
-        for lead in self._within_shard(chunk)[: len(self.select)]:
-            index = index[lead]
-        present: NDArray[np.bool_] = index[..., 0] != np.uint64(_ABSENT)
-        return present
+            return np.zeros(self.axes.zyx_of(self._chunks_per_shard), bool)
+        others = self.axes.others_of(self._within_shard(chunk))
+        everywhere: Any = self.axes.stored((slice(None),) * 3, others)
+        present: NDArray[np.bool_] = index[everywhere][..., 0] != np.uint64(_ABSENT)
+        return self.axes.to_zyx(present)
 
     def shard_index(self, key: str) -> NDArray[np.uint64] | None:
         """Offset and length of each chunk of a shard, (..., 2), 2^64 - 1 where absent; None for an absent shard.
@@ -177,7 +179,7 @@ class ChunkGrid:
             data = self._indices.get(key)
         if not known:
             data = self.source.get(key, self.index_range)
-        index = None if data is None else self._parse_index(data)
+        index = None if data is None else self._parse_index(key, data)
         with self._lock:
             self._indices[key] = data
             self._indices.move_to_end(key)
@@ -210,8 +212,8 @@ class ChunkGrid:
 
     def _name(self, place: Sequence[Any]) -> str:
         outer = self.array.shards or self.array.chunks
-        lead = [i // o for i, o in zip(self.select, outer, strict=False)]
-        name: str = self.array.metadata.encode_chunk_key((*lead, *place))
+        others = [i // o for i, o in zip(self.axes.select, self.axes.others_of(outer), strict=True)]
+        name: str = self.array.metadata.encode_chunk_key(self.axes.stored(place, others))
         return name
 
     @cached_property
@@ -236,12 +238,12 @@ class ChunkGrid:
     def _index_bytes(self) -> int:
         return 16 * math.prod(self._chunks_per_shard) + 4 * (len(list(self._codec.index_codecs)) - 1)
 
-    def _parse_index(self, data: bytes) -> NDArray[np.uint64]:
+    def _parse_index(self, key: str, data: bytes) -> NDArray[np.uint64]:
         count = math.prod(self._chunks_per_shard)
         if len(data) != self._index_bytes:
-            raise ValueError(f"a shard's index has {self._index_bytes} bytes; got {len(data)}")
+            raise ValueError(f"a shard's index has {self._index_bytes} bytes; got {len(data)} of {key}")
         if len(data) % 16 and google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
-            raise ValueError("a shard's index must match its checksum")
+            raise ValueError(f"a shard's index must match its checksum; got another one in {key}")
         return np.frombuffer(data, "<u8", 2 * count).reshape(*self._chunks_per_shard, 2)
 
     def _range_in(self, index: NDArray[np.uint64], chunk: Triple) -> ByteRange | None:
@@ -257,5 +259,5 @@ class ChunkGrid:
 
     def _within_shard(self, chunk: Triple) -> Coords:
         """Position of a chunk in its shard's index."""
-        lead = (i // c for i, c in zip(self.select, self.array.chunks, strict=False))
-        return tuple(i % n for i, n in zip((*lead, *chunk), self._chunks_per_shard, strict=True))
+        others = [i // c for i, c in zip(self.axes.select, self.axes.others_of(self.array.chunks), strict=True)]
+        return tuple(i % n for i, n in zip(self.axes.stored(chunk, others), self._chunks_per_shard, strict=True))

@@ -30,15 +30,16 @@ from zarr.storage import LocalStore
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
+from vesuvius.volumes.axes import Axes, Names, find_axes
 from vesuvius.volumes.box import Box, format_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid
-from vesuvius.volumes.geometry import FloatTriple, level_geometry
+from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
+from vesuvius.volumes.levels import Level, pick_level
 from vesuvius.volumes.source import ClosedError, FetchError, Source, SourceFigures, is_remote
 from vesuvius.volumes.staged import StagedStore
 
 log = logging.getLogger(__name__)
 
-SUPPORTED_DTYPES = ("uint8", "uint16", "float32")
 _PYTHON_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
 
 
@@ -46,15 +47,15 @@ class UnreadableChunkError(DataError):
     """A chunk that could not be fetched or decoded, after all tries.
 
     Attributes:
-        volume, region, chunk, cause: what to write into the quarantine.
+        volume, box, chunk, cause: what to write into the quarantine; the box holds all voxels that are damaged.
     """
 
-    def __init__(self, volume: str, region: Box, chunk: Triple, cause: str) -> None:
+    def __init__(self, volume: str, region: Box, chunk: Triple, box: Box, cause: str) -> None:
         super().__init__(
             f"every chunk of a volume must be readable; got {cause} in volume {volume}, region {format_box(region)}, "
             f"chunk {list(chunk)}; restore the chunk from its source, or remove it (absent = air)"
         )
-        self.volume, self.region, self.chunk, self.cause = volume, region, chunk, cause
+        self.volume, self.box, self.chunk, self.cause = volume, box, chunk, cause
 
 
 class Volume:
@@ -64,8 +65,9 @@ class Volume:
         name: path and level as the user gave them, for messages.
         shape_zyx: voxels.
         chunk_zyx: voxels of the unit that is decoded at once (the inner chunk of a sharded array).
-        dtype: stored dtype; one of uint8, uint16, float32.
-        voxel_size_um: edge lengths (z, y, x) where the metadata give them in micrometres, else None.
+        dtype: stored dtype in native byte order: bool, or integers or floats of up to 8 bytes.
+        axis_names: of the array, in stored order; None where an axis has no name.
+        geometry: where its voxels lie in space; None where the metadata do not say.
         level_paths: the arrays of its pyramid from the finest; empty for a bare array.
         wait_s: seconds for which `read` has waited for staged bytes, in all.
     """
@@ -74,27 +76,28 @@ class Volume:
         self,
         name: str,
         array: zarr.Array[Any],
-        select: tuple[int, ...],
-        voxel_size_um: FloatTriple | None,
+        axes: Axes,
+        axis_names: Names,
+        geometry: Geometry | None,
         level_paths: tuple[str, ...],
         source: Source,
         missing_chunk: Literal["air", "error"],
     ) -> None:
         self.name = name
         self.array = array
-        self.select = select
-        self.voxel_size_um = voxel_size_um
+        self.axes = axes
+        self.axis_names = axis_names
+        self.geometry = geometry
         self.level_paths = level_paths
         self.source = source
-        self.grid = ChunkGrid(array, select, source)
+        self.grid = ChunkGrid(array, axes, source)
         self.wait_s = 0.0
         self._missing_chunk = missing_chunk
         self._staged = array.store if isinstance(array.store, StagedStore) else None
 
     @cached_property
     def shape_zyx(self) -> Triple:
-        z, y, x = self.array.shape[-3:]
-        return z, y, x
+        return self.grid.shape_zyx
 
     @property
     def chunk_zyx(self) -> Triple:
@@ -105,9 +108,20 @@ class Volume:
         return np.dtype(self.array.dtype).newbyteorder("=")
 
     @property
+    def select(self) -> tuple[int, ...]:
+        """Where the axes other than z, y, x are fixed."""
+        return self.axes.select
+
+    @property
+    def voxel_size_um(self) -> FloatTriple | None:
+        """Edge lengths (z, y, x) where the metadata give them in units of length, else None."""
+        return None if self.geometry is None else self.geometry.voxel_size_um
+
+    @property
     def fill_value(self) -> float:
-        """Grey value of an absent chunk: air."""
-        return float(self.array.fill_value or 0)
+        """Grey value of an absent chunk: air.  Of integer dtypes an int, as large ones are no exact floats."""
+        value: float = self.dtype.type(self.array.fill_value or 0).item()
+        return value
 
     @property
     def codec_pipeline(self) -> str:
@@ -129,6 +143,11 @@ class Volume:
         if self._staged is not None:
             self._staged.unstage()
 
+    def release(self, box: Box) -> None:
+        """Forget what was staged for a box that is not read after all."""
+        if self._staged is not None:
+            self._staged.release(box)
+
     def read(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """Read and decode a box; absent chunks come as the fill value.
 
@@ -147,7 +166,7 @@ class Volume:
         try:
             self._settle(box)
             self._check_present(box)
-            _read_into(self.array, self.select, box, out)
+            _read_into(self.array, self.axes, box, out)
             _check_finite(out)
         except (DataError, ClosedError):
             raise
@@ -202,13 +221,14 @@ class Volume:
             try:
                 self._check_present(part)
                 with around(chunk):
-                    voxels[...] = self._plain_array[_selection(self.select, part)]
+                    _read_into(self._plain_array, self.axes, part, voxels)
                 _check_finite(voxels)
             except (DataError, ClosedError):
                 raise
             except Exception as error:
                 kind = "" if isinstance(error, FetchError) else f"{type(error).__name__}: "
-                raise UnreadableChunkError(self.name, box, chunk, kind + one_line(error, 400)) from error
+                cause = kind + one_line(error, 400)
+                raise UnreadableChunkError(self.name, box, chunk, self.grid.box_of(chunk), cause) from error
 
     @cached_property
     def _plain_array(self) -> zarr.Array[Any]:
@@ -233,7 +253,7 @@ def open_volume(
     """Open what `data.volumes[]` names.  Reads metadata only.
 
     Raises:
-        DataError: nothing there, not a zarr, no such level, not three axes z, y, x, or a dtype that is not supported.
+        DataError: nothing there, not a zarr, no such level, no axes z, y, x, or a dtype that is not supported.
     """
     _use_one_codec_thread()
     with warnings.catch_warnings():
@@ -248,28 +268,26 @@ def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal[
         raise DataError(f"a volume must exist; got {spec.path}, which is not there; {_how_to_get_data(spec.path)}")
     source = Source(spec.path, config)
     node = _open_node(source)
-    voxel_size_um: FloatTriple | None = None
-    level_paths: tuple[str, ...] = ()
+    level: Level | None = None
     if isinstance(node, zarr.Group):
-        array, axes, voxel_size_um, level_paths = _pick_level(node, spec)
+        level = pick_level(node, spec)
+        array, name = level.array, f"{spec.path} level {spec.level}"
     else:
-        array, axes = node, None
+        array, name = node, spec.path
         if spec.level:
             raise DataError(
                 f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point path "
                 "at the OME-Zarr group"
             )
+    _check_dtype(name, array)
+    space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
+    axes, axis_names = find_axes(name, array, space.array_names(array.ndim) if space else None, spec.select)
     if not np.dtype(array.dtype).isnative:  # zarrs decodes native byte order only, and says so at the first read
         with zarr.config.set(_PYTHON_PIPELINE):
             array = zarr.open_array(array.store_path, mode="r")
-    name = spec.path if not isinstance(node, zarr.Group) else f"{spec.path} level {spec.level}"
-    _check_axes(name, array, axes, spec.select)
-    if np.dtype(array.dtype).newbyteorder("=").name not in SUPPORTED_DTYPES:
-        raise DataError(
-            f"voxels must be one of {', '.join(SUPPORTED_DTYPES)}; got {array.dtype} in {name}; convert the volume"
-        )
     source.cache_scope = f"{spec.path.rstrip('/')}#{metadata_hash(array)}"
-    return Volume(name, array, spec.select, voxel_size_um, level_paths, source, missing_chunk)
+    geometry, paths = (space.geometry(axes.zyx), level.paths) if space and level else (None, ())
+    return Volume(name, array, axes, axis_names, geometry, paths, source, missing_chunk)
 
 
 def metadata_hash(array: zarr.Array[Any]) -> str:
@@ -278,17 +296,22 @@ def metadata_hash(array: zarr.Array[Any]) -> str:
     return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _selection(select: tuple[int, ...], box: Box) -> Any:
-    return (*select, *slices(box))
+def _check_dtype(name: str, array: zarr.Array[Any]) -> None:
+    dtype = np.dtype(array.dtype)
+    if dtype.kind not in "buif" or dtype.itemsize > 8:
+        raise DataError(
+            f"voxels must be bool, or integers or floats of up to 8 bytes; got {dtype} in {name}; convert the volume"
+        )
 
 
-def _read_into(array: zarr.Array[Any], select: tuple[int, ...], box: Box, out: NDArray[Any]) -> None:
-    """Decode a box into `out` without a copy, where zarr can."""
-    if array.dtype == out.dtype and out.flags.c_contiguous:
+def _read_into(array: zarr.Array[Any], axes: Axes, box: Box, out: NDArray[Any]) -> None:
+    """Decode a box into `out`, without a copy where z, y, x are stored in this order and zarr can."""
+    selection: Any = axes.stored(slices(box), axes.select)
+    if array.dtype == out.dtype and out.flags.c_contiguous and not axes.permuted:
         buffer = default_buffer_prototype().nd_buffer.from_numpy_array(out)
-        array.get_basic_selection(_selection(select, box), out=buffer)
+        array.get_basic_selection(selection, out=buffer)
     else:
-        out[...] = array[_selection(select, box)]
+        out[...] = axes.to_zyx(np.asarray(array[selection]))
 
 
 def _check_finite(voxels: NDArray[Any]) -> None:
@@ -332,74 +355,3 @@ def _how_to_get_data(path: str) -> str:
         f"write a synthetic scroll there with `vesuvius volume synth {path}`, download a real one (its address is in "
         'configs/exp001_full.yaml), or name another: "data.volumes=[{path: PATH.zarr, level: 0}]"'
     )
-
-
-def _pick_level(
-    group: zarr.Group, spec: ArrayConfig
-) -> tuple[zarr.Array[Any], list[str] | None, FloatTriple | None, tuple[str, ...]]:
-    """The array of one level of an OME-Zarr group, its axis names, its voxel size in micrometres, all levels' paths."""
-    attributes: Any = group.attrs.asdict()
-    ome = attributes.get("ome", attributes)  # OME-Zarr 0.5 nests its metadata under "ome", 0.4 does not
-    try:
-        multiscale = ome["multiscales"][0]
-        datasets = list(multiscale["datasets"])
-        paths = [str(dataset["path"]) for dataset in datasets]
-        axes = [axis if isinstance(axis, str) else dict(axis) for axis in multiscale.get("axes", [])]
-    except (KeyError, IndexError, TypeError) as error:
-        arrays = "unknown"
-        if not is_remote(spec.path):
-            arrays = ", ".join(sorted(name for name, _ in group.arrays())) or "none"
-        raise DataError(
-            f"a group must be an OME-Zarr with multiscales metadata, or path must name an array in it; got the group "
-            f"{spec.path} without them (arrays in it: {arrays}); set path to {spec.path.rstrip('/')}/ARRAY"
-        ) from error
-    if spec.level >= len(paths):
-        raise DataError(
-            f"level must be one of 0..{len(paths) - 1}; got {spec.level} of {spec.path}; change data.volumes[].level"
-        )
-    try:
-        array = group[paths[spec.level]]
-    except Exception as error:
-        raise DataError(
-            f"each level in the metadata must exist; got {type(error).__name__}: {one_line(error)} for level "
-            f"{spec.level} ({paths[spec.level]!r}) of {spec.path}; copy the missing level or choose another"
-        ) from error
-    if not isinstance(array, zarr.Array):
-        raise DataError(f"a level must be an array; got a group at {spec.path}/{paths[spec.level]}; check its metadata")
-    names = [axis if isinstance(axis, str) else str(axis.get("name")) for axis in axes] or None
-    return array, names, _voxel_size_um(multiscale, paths[spec.level]), tuple(paths)
-
-
-def _voxel_size_um(entry: Any, path: str) -> FloatTriple | None:
-    """Where the metadata do not give it, or not in a form that can be read, it is unknown: patches do not need it."""
-    try:
-        geometry = level_geometry(entry, path)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return geometry.voxel_size_um if geometry else None
-
-
-def _check_axes(name: str, array: zarr.Array[Any], axes: list[str] | None, select: tuple[int, ...]) -> None:
-    leading = array.ndim - 3
-    axes_text = f"axes {', '.join(axes)}" if axes else f"{array.ndim} axes"
-    if leading < 0:
-        raise DataError(
-            f"a volume has three axes z, y, x; got {axes_text} of shape {array.shape} in {name}; stack its slices into "
-            "one array (Z, Y, X)"
-        )
-    if axes is not None and axes[-3:] != ["z", "y", "x"]:
-        raise DataError(
-            f"a volume needs axes z, y, x as its last three; got {axes_text} of shape "
-            f"{array.shape} in {name}; rewrite it in that order"
-        )
-    if len(select) != leading:
-        raise DataError(
-            f"a volume has three axes z, y, x, and `select` fixes each axis before them; got {axes_text} of shape "
-            f"{array.shape} in {name} with select={list(select)}; set data.volumes[].select to {leading} "
-            f"{'index' if leading == 1 else 'indices'}, e.g. {[0] * leading}"
-        )
-    for index, size in zip(select, array.shape, strict=False):
-        if index >= size:
-            raise DataError(
-                f"select must lie inside the array; got {list(select)} for shape {array.shape} in {name}; lower it"
-            )

@@ -77,7 +77,7 @@ class RayBlocks(Iterator[Block]):
         self._workers = workers
         self._tasks_in_flight = tasks_in_flight
         self._store_bytes = store_bytes
-        self._tasks = job.plan.tasks(first, stop)
+        self._tasks = job.tasks(first, stop)
         self._upcoming: _Segment | None = None
         self._failure: DataError | None = None
         self._failed = threading.Event()
@@ -159,23 +159,22 @@ class _RayReader:
         self._reader = Reader(ray.get(job[0]), _RING, node=socket.gethostname(), actor=actor)
 
     def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Block]]:
-        first, stop, ahead_first, ahead_stop = (int(row[name][0]) for name in _ROW)
-        ahead = Task(ahead_first, ahead_stop) if ahead_stop else None
-        for block in self._reader.blocks(Task(first, stop), ahead):
+        task, ahead = (Task(tuple(row[name][0].tolist())) for name in _ROW)
+        for block in self._reader.blocks(task, ahead):
             yield {"bytes": block[None]}  # one row: Ray takes seconds over a column of as many bytes
 
 
 # Ray has copied a block into the object store before it asks for the next one; one more to be safe.
 _RING = 2
-_ROW = ("first", "stop", "ahead_first", "ahead_stop")
+_ROW = ("slots", "slots_ahead")
 
 
 def _rows(tasks: list[Task], workers: int) -> list[pa.Table]:
     """One row per task; with it the task that the same reader will probably get next, readers taking turns."""
-    ahead = [*tasks[workers:], *[Task(0, 0)] * workers]
+    ahead = [*tasks[workers:], *[Task(())] * workers]
     return [
-        pa.table({name: [value] for name, value in zip(_ROW, (t.first, t.stop, a.first, a.stop), strict=True)})
-        for t, a in zip(tasks, ahead, strict=False)
+        pa.table({name: pa.array([one.slots], pa.list_(pa.int64())) for name, one in zip(_ROW, both, strict=True)})
+        for both in zip(tasks, ahead, strict=False)
     ]
 
 
@@ -193,7 +192,7 @@ class _Segment:
         store_bytes: int,
     ) -> None:
         self.tasks = tasks
-        self._blocks_per_task = len(job.slots(tasks[len(tasks) // 2])) or 1
+        self._blocks_per_task = len(tasks[len(tasks) // 2].slots)
         self._blocks = 0
         self._began: float | None = None
         self._execution = _Execution()
@@ -223,7 +222,7 @@ class _Segment:
         return tasks_left <= min(max(tasks_in_overlap, _OVERLAP_TASKS), len(self.tasks) / 2)
 
     def next_block(self) -> Block | None:
-        """The next block, or None at the end; of a task without samples for this rank Ray makes an empty one.
+        """The next block, or None at the end.
 
         Raises the reader's own error.
         """

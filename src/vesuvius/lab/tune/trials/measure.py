@@ -82,9 +82,8 @@ def reader_seconds(steps: Sequence[Record], measured: Sequence[Record], task: Ta
     """Seconds that a sample takes one reader, and the part of them that it decodes; None where nothing was read.
 
     Readers count their blocks, and each gives the same number of samples, whether these are delivered by now or not.
-    All blocks of a task are counted before its first sample is cut.  So the first task, which is read while
-    everything is cold, is left out where another one was counted, and counts where it is the only one.  On a local
-    disk reading is part of decoding.
+    What is read while everything is cold is left out where as many blocks as a task has were counted later.  On a
+    local disk reading is part of decoding.
 
     Args:
         steps: all records of kind `step`.

@@ -1,0 +1,197 @@
+"""How the starts of a volume's patches are partitioned into cells.  Pure.
+
+A start is the first voxel of a patch.  Along each axis the starts are cut into intervals of one length, those at the
+ends shorter; a cell is one interval per axis, so every start belongs to exactly one cell.  The region of a cell is what
+its patches cover: the cell and patch - 1 voxels more.  The cuts move by a phase, which is drawn anew for each pass over
+the volume, so that no voxel is always near one.
+
+A region is read as whole chunks, so lengths that divide a chunk, or that chunks divide, are cheap at some phases: with
+chunks of 128 and patches of 136 voxels, a cell of 128 starts needs three chunks at 122 phases, four at the other six.
+Only the cheap ones are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from vesuvius.config import Triple
+from vesuvius.volumes.box import Box
+
+# Phases that an average over all of them looks at, evenly spaced.
+_PHASES_AVERAGED = 16
+
+
+@dataclass(frozen=True)
+class AxisCells:
+    """Cells along one axis.
+
+    Attributes:
+        first, count: the starts first <= s < first + count.
+        length: of a cell, in starts.
+        phases: voxels of the volume, modulo the length, at which a cell may begin.
+    """
+
+    first: int
+    count: int
+    length: int
+    phases: tuple[int, ...]
+
+    def cell_of(self, start: int, phase: int) -> tuple[int, int]:
+        """The cell that owns a start: (first start, behind the last)."""
+        lo = start - (start - phase) % self.length
+        return max(lo, self.first), min(lo + self.length, self.first + self.count)
+
+    def cells(self, phase: int) -> Iterator[tuple[int, int]]:
+        """All cells, in rising order."""
+        start = self.first
+        while start < self.first + self.count:
+            cell = self.cell_of(start, phase)
+            yield cell
+            start = cell[1]
+
+    def decoded_voxels(self, patch: int, chunk: int) -> float:
+        """Voxels along this axis of the chunks that a region touches, on average over all starts and phases."""
+        total, phases = 0.0, self.phases[:: -(-len(self.phases) // _PHASES_AVERAGED)]
+        for phase in phases:
+            for lo, hi in self.cells(phase):
+                total += (hi - lo) * chunk * _chunks_touched(lo, hi + patch - 1, chunk)
+        return total / (self.count * len(phases))
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Cells of a volume: one of each axis."""
+
+    axes: tuple[AxisCells, AxisCells, AxisCells]
+
+    @cached_property
+    def starts(self) -> int:
+        """How many starts there are."""
+        return math.prod(axis.count for axis in self.axes)
+
+    @cached_property
+    def longest_zyx(self) -> Triple:
+        """Starts of the largest cell along each axis."""
+        z, y, x = (min(axis.length, axis.count) for axis in self.axes)
+        return z, y, x
+
+    @property
+    def largest(self) -> int:
+        """Starts of the largest cell."""
+        return math.prod(self.longest_zyx)
+
+    def draw_phases(self, rng: np.random.Generator) -> Triple:
+        """A phase for each axis."""
+        z, y, x = (axis.phases[int(rng.integers(len(axis.phases)))] for axis in self.axes)
+        return z, y, x
+
+    def cell_of(self, start_zyx: Triple, phases_zyx: Triple) -> Box:
+        """The cell that owns a start: a box of starts."""
+        z, y, x = (axis.cell_of(s, p) for axis, s, p in zip(self.axes, start_zyx, phases_zyx, strict=True))
+        return (z[0], y[0], x[0]), (z[1], y[1], x[1])
+
+    def cell_at(self, position: int, phases_zyx: Triple) -> Box:
+        """The cell that owns position 0 <= p < `starts`, where positions count through cell after cell.
+
+        So positions at equal distances meet cells in proportion to the starts they own.
+        """
+        behind = [math.prod(axis.count for axis in self.axes[n + 1 :]) for n in range(3)]
+        cell: list[tuple[int, int]] = []
+        width = 1  # starts of the cell along the axes so far
+        for axis, phase, rest in zip(self.axes, phases_zyx, behind, strict=True):
+            lo, hi = axis.cell_of(axis.first + position // (width * rest), phase)
+            position -= (lo - axis.first) * width * rest
+            width *= hi - lo
+            cell.append((lo, hi))
+        z, y, x = cell
+        return (z[0], y[0], x[0]), (z[1], y[1], x[1])
+
+    def decoded_voxels(self, patch_zyx: Triple, chunk_zyx: Triple) -> float:
+        """Voxels of the chunks that a region touches, on average over all starts and phases."""
+        return math.prod(axis.decoded_voxels(p, c) for axis, p, c in zip(self.axes, patch_zyx, chunk_zyx, strict=True))
+
+    def region_zyx(self, patch_zyx: Triple) -> Triple:
+        """Voxels of the largest region along each axis."""
+        z, y, x = (cell + patch - 1 for cell, patch in zip(self.longest_zyx, patch_zyx, strict=True))
+        return z, y, x
+
+
+def region_of(cell: Box, patch_zyx: Triple) -> Box:
+    """The voxels that the patches of a cell cover."""
+    z, y, x = (hi + patch - 1 for hi, patch in zip(cell[1], patch_zyx, strict=True))
+    return cell[0], (z, y, x)
+
+
+def lay_cells(
+    train: Box, patch_zyx: Triple, chunk_zyx: Triple, voxel_bytes: int, region_bytes_max: int, cells_wanted: int
+) -> Cells:
+    """Cells that make reading cheap and batches varied.
+
+    Per axis they are about as long as a patch or a chunk, whichever is longer; shorter where a region would exceed
+    `region_bytes_max`, or a volume would have fewer than `cells_wanted` cells.
+
+    Args:
+        train: the voxels that patches may cover.
+        voxel_bytes: bytes that a reader holds per voxel.
+    """
+    counts = [hi - lo - patch + 1 for lo, hi, patch in zip(*train, patch_zyx, strict=True)]
+    limits = [max(patch, chunk) for patch, chunk in zip(patch_zyx, chunk_zyx, strict=True)]
+    while True:
+        axes = [
+            _lay_axis(first, count, patch, chunk, limit)
+            for first, count, patch, chunk, limit in zip(train[0], counts, patch_zyx, chunk_zyx, limits, strict=True)
+        ]
+        cells = Cells((axes[0], axes[1], axes[2]))
+        small = voxel_bytes * math.prod(cells.region_zyx(patch_zyx)) <= region_bytes_max
+        longest = cells.longest_zyx
+        if (small and cells.starts >= cells_wanted * cells.largest) or max(longest) == 1:
+            return cells
+        axis = max(range(3), key=lambda a: (longest[a] > 1, longest[a] / patch_zyx[a]))
+        limits[axis] = -(-longest[axis] // 2)
+
+
+def cells_of_region_size(train: Box, patch_zyx: Triple, region_zyx: Triple) -> Cells:
+    """Cells whose regions have a given size, at most; their cuts ignore the chunks."""
+    axes = []
+    for lo, hi, patch, region in zip(*train, patch_zyx, region_zyx, strict=True):
+        length = min(region, hi - lo) - patch + 1
+        axes.append(AxisCells(lo, hi - lo - patch + 1, length, tuple(range(length))))
+    return Cells((axes[0], axes[1], axes[2]))
+
+
+def _lay_axis(first: int, count: int, patch: int, chunk: int, limit: int) -> AxisCells:
+    """Cells of at most `limit` starts; one cell where that holds all."""
+    if count <= limit:
+        return AxisCells(first, count, count, (first,))
+    length, phases = _cheapest_cuts(patch, chunk, limit)
+    return AxisCells(first, count, length, phases)
+
+
+@lru_cache(maxsize=256)
+def _cheapest_cuts(patch: int, chunk: int, limit: int) -> tuple[int, tuple[int, ...]]:
+    """The length of a cell, and the phases at which its regions touch the fewest chunks.
+
+    The longest that is a whole number of chunks, or a whole part of one.
+    """
+    if limit >= chunk:
+        length = limit // chunk * chunk
+    else:
+        length = next(chunk // n for n in range(2, chunk + 1) if chunk % n == 0 and chunk // n <= limit)
+    decoded = [_decoded(length, phase, patch, chunk) for phase in range(length)]
+    return length, tuple(phase for phase, voxels in enumerate(decoded) if voxels == min(decoded))
+
+
+def _decoded(length: int, phase: int, patch: int, chunk: int) -> float:
+    """Voxels along an axis of the chunks that a region touches, on average over the cells of a volume without end."""
+    cells = math.lcm(length, chunk) // length
+    starts = (phase + n * length for n in range(cells))
+    return chunk * sum(_chunks_touched(lo, lo + length + patch - 1, chunk) for lo in starts) / cells
+
+
+def _chunks_touched(lo: int, hi: int, chunk: int) -> int:
+    return (hi - 1) // chunk - lo // chunk + 1

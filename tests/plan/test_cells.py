@@ -1,0 +1,143 @@
+"""Cells: each start belongs to one, a walk gives each the length that it owns, and regions are cheap to read.
+
+Wrong programs that these tests are to catch: border cells with full weight, starts that no cell owns or two do, a walk
+that skips or repeats a start, phases that make regions touch more chunks than they need to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.plan.layouts import LAYOUTS, Layout, planned
+from vesuvius.config import Triple
+from vesuvius.plan.cells import AxisCells, Cells, cells_of_region_size, lay_cells, region_of
+
+sizes = st.tuples(*[st.integers(1, 14)] * 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(train=sizes, first=sizes, patch=st.tuples(*[st.integers(1, 5)] * 3), chunk=sizes, wanted=st.integers(1, 9))
+def test_a_walk_through_all_cells_meets_each_start_of_the_box_once(
+    train: Triple, first: Triple, patch: Triple, chunk: Triple, wanted: int
+) -> None:
+    stop = tuple(f + t + p for f, t, p in zip(first, train, patch, strict=True))
+    cells = lay_cells((first, (stop[0], stop[1], stop[2])), patch, chunk, 1, 600, wanted)
+    phases = cells.draw_phases(np.random.default_rng(sum(train)))
+    share = np.zeros([t + 1 for t in train])
+    for position in range(cells.starts):
+        lo, hi = cells.cell_at(position, phases)
+        assert cells.cell_of(lo, phases) == (lo, hi)
+        within = [slice(a - f, b - f) for a, b, f in zip(lo, hi, first, strict=True)]
+        share[tuple(within)] += 1 / math.prod(b - a for a, b in zip(lo, hi, strict=True))
+    np.testing.assert_allclose(share, 1, rtol=1e-9, err_msg="every start is equally likely, none is left out")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_start_is_equally_likely_exactly(name: str) -> None:
+    """All cells of a pass, in the order of the walk: each has as many positions of it as it owns starts, and they
+    partition the box.  So P(start) = P(cell) / starts of the cell = 1 / all starts, whatever the phases."""
+    layout = LAYOUTS[name]
+    volume = planned(layout)
+    cells, rng = volume.cells, np.random.default_rng(1)
+    starts = [hi - lo - p + 1 for lo, hi, p in zip(*volume.train, layout.patch, strict=True)]
+    assert cells.starts == math.prod(starts)
+    for _ in range(3):
+        phases = cells.draw_phases(rng)
+        axes = [list(axis.cells(phase)) for axis, phase in zip(cells.axes, phases, strict=True)]
+        for axis, lo, count in zip(axes, volume.train[0], starts, strict=True):
+            assert axis[0][0] == lo
+            assert axis[-1][1] == lo + count
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(axis)), "no gap, no overlap"
+        number = math.prod(map(len, axes))
+        position, looked_at = 0, set(rng.integers(number, size=200).tolist()) | {0, number - 1}
+        if number > 10**5:  # the largest scroll: whole planes of cells at once
+            continue
+        for n, (z, y, x) in enumerate(itertools.product(*axes)):
+            cell = (z[0], y[0], x[0]), (z[1], y[1], x[1])
+            size = math.prod(hi - lo for lo, hi in (z, y, x))
+            if n in looked_at:
+                assert cells.cell_at(position, phases) == cell == cells.cell_at(position + size - 1, phases)
+            position += size
+        assert position == cells.starts
+
+
+def test_a_walk_over_the_largest_scroll_gives_each_cell_what_it_owns() -> None:
+    cells = planned(LAYOUTS["the largest scroll"]).cells
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        phases, position = cells.draw_phases(rng), int(rng.integers(cells.starts))
+        lo, hi = cell = cells.cell_at(position, phases)
+        size = math.prod(b - a for a, b in zip(lo, hi, strict=True))
+        low, high = position, position  # by bisection, the first and the last position of this cell
+        below, above = max(position - size, -1), min(position + size, cells.starts)
+        while low - below > 1:
+            middle = (low + below) // 2
+            low, below = (middle, below) if cells.cell_at(middle, phases) == cell else (low, middle)
+        while above - high > 1:
+            middle = (high + above) // 2
+            high, above = (middle, above) if cells.cell_at(middle, phases) == cell else (high, middle)
+        assert high - low + 1 == size
+
+
+@pytest.mark.parametrize(
+    ("name", "region", "chunks"),
+    [
+        ("u8", (199, 263, 263), (2, 3, 3)),
+        ("u8 160^3", (287, 287, 287), (3, 3, 3)),
+        ("4096^3, 64^3", (191, 191, 191), (2, 2, 2)),
+    ],
+)
+def test_regions_touch_as_few_chunks_as_their_size_allows(name: str, region: Triple, chunks: Triple) -> None:
+    layout = LAYOUTS[name]
+    cells = planned(layout).cells
+    assert cells.region_zyx(layout.patch) == region
+    rng, touched = np.random.default_rng(0), set()
+    for _ in range(200):
+        phases = cells.draw_phases(rng)
+        cell = cells.cell_at(int(rng.integers(cells.starts)), phases)
+        lo, hi = region_of(cell, layout.patch)
+        touched.add(tuple((b - 1) // c - a // c + 1 for a, b, c in zip(lo, hi, layout.chunk, strict=True)))
+    assert max(touched) == chunks, "and no more in any pass"
+
+
+def test_borders_move_from_pass_to_pass() -> None:
+    cells, rng = planned(LAYOUTS["u8"]).cells, np.random.default_rng(0)
+    borders = [{axis.cell_of(300, phase)[0] for phase in axis.phases} for axis in cells.axes]
+    assert [len(moved) for moved in borders] == [58, 122, 122]
+    drawn = [cells.draw_phases(rng) for _ in range(2000)]
+    assert [len(set(axis)) for axis in zip(*drawn, strict=True)] == [58, 122, 122], "every one of them is drawn"
+
+
+def test_decoded_voxels_are_those_of_the_chunks_touched_on_average_over_all_starts() -> None:
+    layout = Layout((40, 50, 60), (5, 7, 9), (8, 16, 10))
+    axes = (AxisCells(3, 30, 8, (0, 1, 2)), AxisCells(0, 44, 16, (4,)), AxisCells(1, 50, 11, tuple(range(11))))
+    total = []
+    for axis, patch, chunk in zip(axes, layout.patch, layout.chunk, strict=True):
+        lengths = []
+        for phase in axis.phases:
+            for start in range(axis.first, axis.first + axis.count):
+                lo, hi = axis.cell_of(start, phase)
+                lengths.append(chunk * len({voxel // chunk for voxel in range(lo, hi + patch - 1)}))
+        total.append(np.mean(lengths))
+    assert Cells(axes).decoded_voxels(layout.patch, layout.chunk) == pytest.approx(math.prod(total))
+
+
+def test_regions_stay_within_their_memory_and_small_volumes_have_enough_cells() -> None:
+    for layout in LAYOUTS.values():
+        limit = layout.options.get("reader_mib", 256) * 2**20 // 8
+        cells = planned(layout).cells
+        item = np.dtype(layout.dtype).itemsize
+        if "region_size" not in layout.options:
+            assert item * math.prod(cells.region_zyx(layout.patch)) <= limit
+            assert cells.starts >= 64 * cells.largest or cells.longest_zyx == (1, 1, 1)
+
+
+def test_a_given_region_size_is_kept() -> None:
+    cells = cells_of_region_size(((0, 0, 0), (100, 100, 20)), (10, 10, 10), (30, 200, 20))
+    assert cells.region_zyx((10, 10, 10)) == (30, 100, 20)

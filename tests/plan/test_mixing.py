@@ -1,0 +1,85 @@
+"""The sliding window of regions.
+
+Wrong programs that these tests are to catch: a region that gives more or fewer than K samples, or gives one after its
+time; a batch from few regions; an order that repeats from round to round; ranks that share regions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vesuvius.plan.mixing import Mixing
+
+mixings = st.builds(Mixing, st.integers(0, 3), st.integers(1, 70), st.integers(1, 70))
+
+
+@settings(max_examples=100, deadline=None)
+@given(mixing=mixings)
+def test_each_region_gives_k_samples_and_those_of_the_first_window_fewer(mixing: Mixing) -> None:
+    rounds = 3 * mixing.patches + 2
+    given_ = Counter(mixing.slot_of(index) for index in range(rounds * mixing.regions))
+    for slot, count in given_.items():
+        whole = mixing.rounds_of(slot).stop <= rounds
+        if slot >= mixing.regions and whole:
+            assert count == mixing.patches
+        assert 1 <= count <= mixing.patches
+    assert sorted(given_) == list(range(max(given_) + 1)), "none is left out"
+
+
+@settings(max_examples=100, deadline=None)
+@given(mixing=mixings, number=st.integers(0, 10**12))
+def test_each_round_takes_one_sample_of_each_region_in_flight(mixing: Mixing, number: int) -> None:
+    first = number * mixing.regions
+    slots = [mixing.slot_of(index) for index in range(first, first + mixing.regions)]
+    window = range(mixing.first_slot(number), mixing.first_slot(number) + mixing.regions)
+    assert sorted(slots) == list(window)
+    assert all(number in mixing.rounds_of(slot) for slot in window)
+    assert number not in mixing.rounds_of(window.start - 1)
+    assert number not in mixing.rounds_of(window.stop)
+    turns = [mixing.turn_of(index) for index in range(first, first + mixing.regions)]
+    assert all(0 <= turn < mixing.patches for turn in turns)
+
+
+@settings(max_examples=60, deadline=None)
+@given(mixing=mixings, slot=st.integers(0, 10**6))
+def test_the_samples_of_a_slot_are_those_that_come_from_it(mixing: Mixing, slot: int) -> None:
+    samples = list(mixing.samples_of(slot))
+    assert [mixing.slot_of(index) for index in samples] == [slot] * len(samples)
+    assert [index // mixing.regions for index in samples] == list(mixing.rounds_of(slot))
+    assert mixing.last_round_of(slot) == samples[-1] // mixing.regions
+    turns = [mixing.turn_of(index) for index in samples]
+    assert turns == list(range(mixing.patches))[mixing.patches - len(samples) :]
+
+
+def test_the_first_batch_needs_only_the_first_regions() -> None:
+    assert [Mixing(0, 64, 26).slot_of(index) for index in range(64)] == list(range(64))
+
+
+def test_rounds_come_in_different_orders() -> None:
+    mixing = Mixing(0, 64, 26)
+    orders = {tuple(mixing.slot_of(64 * n + i) % 64 for i in range(64)) for n in range(1, 50)}
+    assert len(orders) == 49
+    at_a_place = Counter(mixing.slot_of(64 * n + 5) % 64 for n in range(1, 4001))
+    assert sorted(at_a_place) == list(range(5, 64, 8)), "any region of its group"
+    # 500 expected of each; 5 standard deviations, and the draw is seeded.
+    assert max(abs(count - 500) for count in at_a_place.values()) < 5 * 500**0.5
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_ranks_have_regions_of_their_own(world: int) -> None:
+    mixing = Mixing(0, 64, 26)
+    by_rank = [{mixing.slot_of(index) for index in range(rank, 6400, world)} for rank in range(world)]
+    assert len(set.union(*by_rank)) == sum(map(len, by_rank))
+    assert all({slot % world for slot in slots} == {rank} for rank, slots in enumerate(by_rank))
+
+
+@settings(max_examples=60, deadline=None)
+@given(mixing=mixings, first=st.integers(0, 5000), count=st.integers(0, 300))
+def test_the_slots_of_a_range_hold_all_that_its_samples_come_from(mixing: Mixing, first: int, count: int) -> None:
+    slots = mixing.slots(first, first + count)
+    assert {mixing.slot_of(index) for index in range(first, first + count)} <= set(slots)
+    assert len(slots) <= mixing.regions + -(-(count + mixing.regions) // mixing.patches) + 1 if count else not slots

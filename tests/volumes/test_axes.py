@@ -1,0 +1,355 @@
+"""Which axis of an array is z, y or x: every way in which metadata say so leads to the same voxels, or to a refusal.
+
+The voxels differ along all axes, and no two axes have the same length or chunk, so that none passes for another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from numcodecs import Delta
+
+from tests.chunk_server import ChunkServer
+from tests.conftest import textured
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.plan.occupancy import list_chunks
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.volumes.volume import Volume, open_volume
+
+SIZES = {"z": 20, "y": 24, "x": 28, "c": 2, "t": 3}
+CHUNKS = {"z": 8, "y": 6, "x": 7, "c": 1, "t": 2}
+SHARDS = {"z": 16, "y": 12, "x": 14, "c": 1, "t": 2}
+ORDERS = ["".join(order) for order in itertools.permutations("zyx")]
+BOX = ((3, 5, 6), (18, 24, 20))
+
+
+def voxels_of(order: str) -> np.ndarray[Any, Any]:
+    """What is stored, all axes in `order`."""
+    return textured(tuple(SIZES[letter] for letter in order))
+
+
+def as_zyx(stored: np.ndarray[Any, Any], order: str, **select: int) -> np.ndarray[Any, Any]:
+    """numpy's own answer: the others fixed, the rest in z, y, x."""
+    others = [letter for letter in order if letter not in "zyx"]
+    return np.einsum(f"{order}->{''.join(others)}zyx", stored)[tuple(select[letter] for letter in others)]
+
+
+def write(path: Path, order: str, names: list[str | None] | None = None, **options: Any) -> np.ndarray[Any, Any]:
+    """An array whose axes are stored in `order`; `names` are its dimension_names."""
+    stored = voxels_of(order)
+    if options.pop("sharded", False):
+        options["shards"] = tuple(SHARDS[letter] for letter in order)
+    array = zarr.create_array(
+        str(path),
+        shape=stored.shape,
+        dtype=stored.dtype,
+        chunks=tuple(CHUNKS[letter] for letter in order),
+        dimension_names=names,
+        fill_value=0,
+        **options,
+    )
+    array[...] = stored
+    return stored
+
+
+def axis(name: str, unit: str | None = "micrometer") -> dict[str, Any]:
+    if name.lower() in "zyx":
+        return {"name": name, "type": "space"} | ({"unit": unit} if unit else {})
+    return {"name": name, "type": "channel"}
+
+
+def ome_06(*transforms: dict[str, Any], systems: dict[str, list[dict[str, Any]]], **entry: Any) -> dict[str, Any]:
+    """OME-Zarr 0.6: `transforms` lead from array "0" to the first of the coordinate systems."""
+    name = next(iter(systems))
+    placed = [transform | {"input": {"path": "0"}, "output": {"name": name}} for transform in transforms]
+    return {
+        "ome": {
+            "version": "0.6",
+            "multiscales": [
+                {
+                    "name": "image",
+                    "coordinateSystems": [{"name": name, "axes": axes} for name, axes in systems.items()],
+                    "datasets": [{"path": "0", "coordinateTransformations": placed}],
+                }
+                | entry
+            ],
+        }
+    }
+
+
+def multiscale(order: str, version: str, **entry: Any) -> dict[str, Any]:
+    """OME-Zarr up to 0.5."""
+    scale = {"type": "scale", "scale": [2.0] * len(order)}
+    found: dict[str, Any] = {
+        "axes": [axis(letter) for letter in order],
+        "datasets": [{"path": "0", "coordinateTransformations": [scale]}],
+    } | entry
+    if version == "0.5":
+        return {"ome": {"version": version, "multiscales": [found]}}
+    return {"multiscales": [found | {"version": version}]}
+
+
+def write_group(path: Path, order: str, attributes: dict[str, Any], **options: Any) -> np.ndarray[Any, Any]:
+    zarr.create_group(str(path), zarr_format=options.get("zarr_format", 3), attributes=attributes)
+    return write(path / "0", order, **options)
+
+
+def open_at(path: Path | str, select: tuple[int, ...] = ()) -> Volume:
+    return open_volume(ArrayConfig(path=str(path), select=select), StoreConfig(retries=0))
+
+
+def metadata(said_by: str, order: str) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Attributes of the group (None: a bare array) and options of the array."""
+    scale = {"type": "scale", "scale": [2.0] * len(order)}
+    match said_by:
+        case "0.4":
+            return multiscale(order, "0.4"), {"zarr_format": 2}
+        case "0.3":
+            return {"multiscales": [{"axes": list(order), "datasets": [{"path": "0"}]}]}, {"zarr_format": 2}
+        case "0.5":
+            return multiscale(order.upper(), "0.5"), {"names": list(order)}
+        case "0.6":
+            return ome_06(scale, systems={"physical": [axis(letter) for letter in order]}), {}
+        case "0.6 mapAxis":  # the axes of the coordinate system are c, t, z, y, x, those of the array as they are
+            system = [letter for letter in "ctzyx" if letter in order]
+            parts = [scale, {"type": "mapAxis", "mapAxis": [order.index(letter) for letter in system]}]
+            steps = {"type": "sequence", "transformations": parts}
+            return ome_06(steps, systems={"physical": [axis(letter) for letter in system]}), {}
+        case "0.6 mapAxis of the pyramid":
+            nameless = [{"name": f"dim_{place}", "type": "array"} for place in range(len(order))]
+            system = [letter for letter in "ctzyx" if letter in order]
+            further = {
+                "type": "mapAxis",
+                "mapAxis": [order.index(letter) for letter in system],
+                "input": {"name": "array"},
+                "output": {"name": "physical"},
+            }
+            systems = {"array": nameless, "physical": [axis(letter) for letter in system]}
+            return ome_06(scale, systems=systems, coordinateTransformations=[further]), {}
+        case "dimension_names":
+            return None, {"names": list(order.upper())}
+        case "dimension_names of a group's array":
+            return {"multiscales": [{"version": "0.2", "datasets": [{"path": "0"}]}]}, {"names": list(order)}
+    assert said_by == "xarray"
+    return None, {"zarr_format": 2, "attributes": {"_ARRAY_DIMENSIONS": list(order)}}
+
+
+SAID_BY = [
+    "0.3",
+    "0.4",
+    "0.5",
+    "0.6",
+    "0.6 mapAxis",
+    "0.6 mapAxis of the pyramid",
+    "dimension_names",
+    "dimension_names of a group's array",
+    "xarray",
+]
+
+
+@pytest.mark.parametrize("said_by", SAID_BY)
+def test_any_order_of_the_axes_is_read_as_zyx(tmp_path: Path, said_by: str) -> None:
+    for order in [*ORDERS, "cxyz", "zcyx", "xtyzc", "ctzyx"]:
+        attributes, options = metadata(said_by, order)
+        path = tmp_path / f"{order}.zarr"
+        stored = (
+            write(path, order, **options) if attributes is None else write_group(path, order, attributes, **options)
+        )
+        fixed = {letter: SIZES[letter] - 1 for letter in order if letter not in "zyx"}
+        volume = open_at(path, tuple(fixed.values()))
+        assert volume.shape_zyx == (20, 24, 28)
+        assert volume.chunk_zyx == (8, 6, 7)
+        expected = as_zyx(stored, order, **fixed)
+        np.testing.assert_array_equal(volume.read(((0, 0, 0), volume.shape_zyx)), expected, err_msg=order)
+        out = np.zeros((15, 19, 14), np.uint8)
+        assert volume.read(BOX, out) is out
+        np.testing.assert_array_equal(out, expected[3:18, 5:24, 6:20], err_msg=order)
+
+
+@pytest.mark.parametrize("order", ["xyz", "yxz", "zcyx", "xczty"])
+@pytest.mark.parametrize("kind", ["zarrs", "zarr-python", "sharded"])
+def test_both_decoders_read_permuted_and_interleaved_axes(tmp_path: Path, order: str, kind: str) -> None:
+    options: dict[str, Any] = {"sharded": True, "names": list(order)}
+    if kind != "sharded":
+        options = {"zarr_format": 2, "attributes": {"_ARRAY_DIMENSIONS": list(order)}}
+    if kind == "zarr-python":
+        options["filters"] = [Delta(dtype="u1")]
+    stored = write(tmp_path / "v.zarr", order, **options)
+    fixed = {letter: 1 for letter in order if letter not in "zyx"}
+    volume = open_at(tmp_path / "v.zarr", tuple(fixed.values()))
+    assert volume.codec_pipeline == ("zarr-python" if kind == "zarr-python" else "zarrs")
+    np.testing.assert_array_equal(volume.read(BOX), as_zyx(stored, order, **fixed)[3:18, 5:24, 6:20])
+
+
+@pytest.mark.parametrize("order", ["xyz", "xczty"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_permuted_volume_is_staged_from_a_server_chunk_by_chunk(
+    server: ChunkServer, tmp_path: Path, order: str, sharded: bool
+) -> None:
+    stored = write(tmp_path / "v.zarr", order, names=list(order), sharded=sharded)
+    fixed = {letter: 1 for letter in order if letter not in "zyx"}
+    volume = open_at(server.url_of(tmp_path / "v.zarr"), tuple(fixed.values()))
+    volume.stage(BOX)
+    np.testing.assert_array_equal(volume.read(BOX), as_zyx(stored, order, **fixed)[3:18, 5:24, 6:20])
+    staged = volume.figures.requests
+    server.reset()
+    again = open_at(server.url_of(tmp_path / "v.zarr"), tuple(fixed.values()))
+    at_opening = again.figures.requests
+    assert staged - at_opening == len(again.grid.requests(BOX)), "zarr asked for nothing that was not staged"
+    volume.close()
+    again.close()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("order", ["xyz", "yczx", "xczty"])
+def test_a_listing_of_a_permuted_volume_is_in_zyx(tmp_path: Path, order: str, sharded: bool) -> None:
+    path = tmp_path / "v.zarr"
+    write(path, order, names=list(order), sharded=sharded)
+    array = zarr.open_array(str(path), mode="a")
+    absent = {"z": slice(8, 16), "y": slice(18, 24), "x": slice(0, 7)}  # chunk (1, 3, 0)
+    array[tuple(absent.get(letter, slice(1, 2)) for letter in order)] = 0
+    occupancy = list_chunks(open_at(path, (1,) * (len(order) - 3)))
+    assert occupancy.shape == (3, 4, 4)
+    if "t" in order:  # a chunk holds both times, of which one is not empty
+        assert occupancy.all()
+    else:
+        assert np.argwhere(~occupancy).tolist() == [[1, 3, 0]]
+    if len(order) > 3:
+        assert list_chunks(open_at(path, (0,) * (len(order) - 3))).all()
+
+
+def test_an_unreadable_chunk_of_a_permuted_volume_is_named_in_zyx(tmp_path: Path) -> None:
+    write(tmp_path / "v.zarr", "xyz", names=["x", "y", "z"])
+    (tmp_path / "v.zarr/c/3/2/1").write_bytes(b"damaged")
+    with pytest.raises(DataError, match=r"chunk \[1, 2, 3\]"):
+        open_at(tmp_path / "v.zarr").read(((8, 12, 21), (16, 18, 28)))
+
+
+def test_split_condition_and_mask_go_by_zyx(tmp_path: Path) -> None:
+    """The condition is stored in another order than its volume: the same voxels stand beside each other."""
+    from vesuvius.config import DataConfig
+
+    write(tmp_path / "v.zarr", "zyx")
+    write(tmp_path / "c.zarr", "xyz", names=["x", "y", "z"])
+    volumes = [{"path": str(tmp_path / "v.zarr"), "condition": {"path": str(tmp_path / "c.zarr")}}]
+    config = DataConfig.model_validate({"volumes": tuple(volumes), "patch_size": (4, 4, 4), "validation": {"guard": 0}})
+    data = prepare_data(0, config)
+    assert data.conditions[0].shape_zyx == data.volumes[0].shape_zyx
+    held_out = data.splits[0].validation
+    assert held_out is not None
+    stored = np.asarray(zarr.open_array(str(tmp_path / "c.zarr"), mode="r")[...])
+    part = tuple(slice(*pair) for pair in zip(*held_out, strict=True))
+    np.testing.assert_array_equal(data.conditions[0].read(held_out), stored.transpose(2, 1, 0)[part])
+
+
+@pytest.mark.parametrize(
+    "names", [None, [None] * 4, ["dim_0", "dim_1", "dim_2", "dim_3"]], ids=["none", "null", "not of space"]
+)
+def test_without_names_of_space_the_last_three_axes_are_zyx(tmp_path: Path, names: list[str | None] | None) -> None:
+    stored = write(tmp_path / "v.zarr", "czyx", names=names)
+    np.testing.assert_array_equal(open_at(tmp_path / "v.zarr", (1,)).read(BOX), stored[1, 3:18, 5:24, 6:20])
+
+
+def test_select_counts_the_axes_that_are_not_of_space_as_they_are_stored(tmp_path: Path) -> None:
+    stored = write(tmp_path / "v.zarr", "tzcyx", names=list("tzcyx"))
+    np.testing.assert_array_equal(open_at(tmp_path / "v.zarr", (2, 0)).read(BOX), stored[2, 3:18, 0, 5:24, 6:20])
+    with pytest.raises(DataError, match=r"got \[1, 2\] for axes t, z, c, y, x of shape .*; lower it"):
+        open_at(tmp_path / "v.zarr", (1, 2))
+    with pytest.raises(DataError, match=r"got axes t, z, c, y, x .* with select=\[\]; set .* to 2 indices"):
+        open_at(tmp_path / "v.zarr")
+
+
+ROTATED = [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]]
+ROTATION = {"type": "rotation", "rotation": ROTATED}
+SCALE = {"type": "scale", "scale": [2.0, 2.0, 2.0]}
+ZYX = {"physical": [axis(letter) for letter in "zyx"]}
+
+
+def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "transformations": list(parts)}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "rotation": (ome_06(ROTATION, systems=ZYX), r"got rotation with the row \[0.0, 0.8"),
+    "rotation in a sequence": (ome_06(sequence(SCALE, ROTATION), systems=ZYX), "got rotation"),
+    "rotation by a quarter turn, which makes an axis run backwards": (
+        ome_06({"type": "rotation", "rotation": [[1, 0, 0], [0, 0, -1], [0, 1, 0]]}, systems=ZYX),
+        r"the row \[0, 0, -1\], which is not one axis of the array, forwards",
+    ),
+    "affine": (
+        ome_06({"type": "affine", "affine": [[*row, 5.0] for row in ROTATED]}, systems=ZYX),
+        "got affine with the row",
+    ),
+    "affine in an array": (ome_06({"type": "affine", "path": "matrix"}, systems=ZYX), "an array of its own"),
+    "affine that drops an axis": (
+        ome_06({"type": "affine", "affine": [[1, 0, 0, 0], [0, 1, 0, 0], [0, 2, 0, 0]]}, systems=ZYX),
+        "does not give each axis once",
+    ),
+    "displacements": (ome_06({"type": "displacements", "path": "field"}, systems=ZYX), "type 'displacements'"),
+    "mapAxis twice the same": (ome_06({"type": "mapAxis", "mapAxis": [0, 1, 1]}, systems=ZYX), r"mapAxis \[0, 1, 1\]"),
+    "mapAxis by name, as in a draft": (
+        ome_06({"type": "mapAxis", "mapAxis": {"z": "x", "y": "y", "x": "z"}}, systems=ZYX),
+        "mapAxis {'z'",
+    ),
+    "byDimension that leaves one out": (
+        ome_06(
+            {
+                "type": "byDimension",
+                "transformations": [{"inputAxes": [0], "outputAxes": [0], "transformation": {"type": "identity"}}],
+            },
+            systems=ZYX,
+        ),
+        "byDimension with the output axes",
+    ),
+    "rotation of 0.4": (
+        multiscale("zyx", "0.4", coordinateTransformations=[ROTATION]),
+        "got rotation",
+    ),
+    "no x": (multiscale("zyt", "0.4"), "each once; got axes z, y, t of shape"),
+    "y twice": (multiscale("zyY", "0.4"), "each once; got axes z, y, Y of shape"),
+    "no names of space in 0.6": (
+        ome_06(SCALE, systems={"array": [{"name": f"dim_{n}"} for n in range(3)]}),
+        "each once; got axes dim_0, dim_1, dim_2",
+    ),
+    "fewer axes than the array has": (multiscale("yx", "0.4"), "got ValueError: 2 axes for an array of 3"),
+    "a coordinate system that is not there": (
+        {"ome": {"multiscales": [{"coordinateSystems": [], "datasets": [{"path": "0"}]}]}},
+        "multiscales metadata of a volume must be readable",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_honoured_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    attributes, words = REFUSED[kind]
+    write_group(tmp_path / "v.zarr", "zyx", attributes)
+    with pytest.raises(DataError, match=words) as refusal:
+        open_at(tmp_path / "v.zarr")
+    text = str(refusal.value)
+    assert "\n" not in text
+    assert str(tmp_path / "v.zarr") in text
+    assert text.count("; ") >= 2, "rule, value and remedy"
+
+
+@pytest.mark.parametrize("names", [["z", "y", "z"], ["t", "y", "x"]], ids=["twice", "no z"])
+def test_dimension_names_without_one_z_y_and_x_are_refused(tmp_path: Path, names: list[str | None]) -> None:
+    write(tmp_path / "v.zarr", "zyx", names=names)
+    with pytest.raises(DataError, match=f"each once; got axes {', '.join(map(str, names))} of shape"):
+        open_at(tmp_path / "v.zarr")
+
+
+def test_names_of_group_and_array_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    write_group(tmp_path / "v.zarr", "zyx", multiscale("zyx", "0.5"), names=["x", "y", "z"])
+    with pytest.raises(DataError, match="must agree; got z, y, x and x, y, z in"):
+        open_at(tmp_path / "v.zarr")
+
+
+def test_a_dimension_with_a_name_of_its_own_does_not_contradict_the_group(tmp_path: Path) -> None:
+    stored = write_group(tmp_path / "v.zarr", "zyx", multiscale("zyx", "0.5"), names=["slice", "y", "x"])
+    np.testing.assert_array_equal(open_at(tmp_path / "v.zarr").read(BOX), stored[3:18, 5:24, 6:20])

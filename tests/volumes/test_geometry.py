@@ -1,0 +1,164 @@
+"""Sizes, places and units of voxels, computed from the metadata in another way: by matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.conftest import textured, write_array
+from tests.volumes.test_axes import axis, multiscale, ome_06, sequence
+from vesuvius.config import ArrayConfig
+from vesuvius.volumes.geometry import MICROMETERS, Geometry
+from vesuvius.volumes.volume import open_volume
+
+
+def geometry_of(path: Path, attributes: dict[str, Any], shape: tuple[int, ...] = (8, 9, 10)) -> Geometry | None:
+    zarr.create_group(str(path), zarr_format=2, attributes=attributes)
+    write_array(path / "0", textured(shape), chunk=4)
+    return open_volume(ArrayConfig(path=str(path), select=(0,) * (len(shape) - 3))).geometry
+
+
+def scale(*values: float) -> dict[str, Any]:
+    return {"type": "scale", "scale": list(values)}
+
+
+def translation(*values: float) -> dict[str, Any]:
+    return {"type": "translation", "translation": list(values)}
+
+
+def test_scale_and_translation_of_level_and_pyramid_are_applied_in_order(tmp_path: Path) -> None:
+    level = {"path": "0", "coordinateTransformations": [scale(2.4, 2.4, 2.4), translation(1, 2, 3)]}
+    pyramid = [scale(10, 10, 2), translation(0, 0, 5)]
+    attributes = multiscale("zyx", "0.4", datasets=[level], coordinateTransformations=pyramid)
+    found = geometry_of(tmp_path / "v.zarr", attributes)
+    assert found == Geometry((24, 24, 4.8), (10, 20, 11), ("micrometer",) * 3)
+
+
+ZYX = [axis("z", "nanometer"), axis("y", "micrometer"), axis("x", "millimeter")]
+XYZ = [*reversed(ZYX)]
+UNITS = ("nanometer", "micrometer", "millimeter")
+OF_06: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Geometry]] = {
+    "anisotropic scale": (scale(1, 2, 3), ZYX, Geometry((1, 2, 3), (0, 0, 0), UNITS)),
+    "stored x, y, z": (scale(1, 2, 3), XYZ, Geometry((3, 2, 1), (0, 0, 0), UNITS)),
+    "identity": ({"type": "identity"}, ZYX, Geometry((1, 1, 1), (0, 0, 0), UNITS)),
+    "sequence": (sequence(scale(1, 2, 3), translation(10, 20, 30)), ZYX, Geometry((1, 2, 3), (10, 20, 30), UNITS)),
+    "sequence the other way": (
+        sequence(translation(10, 20, 30), scale(1, 2, 3)),
+        ZYX,
+        Geometry((1, 2, 3), (10, 40, 90), UNITS),
+    ),
+    "sequence in a sequence": (
+        sequence(scale(1, 2, 3), sequence(scale(2, 2, 2), translation(1, 1, 1))),
+        ZYX,
+        Geometry((2, 4, 6), (1, 1, 1), UNITS),
+    ),
+    "mapAxis after scale": (  # z is what was axis 1, y axis 2, x axis 0
+        sequence(scale(1, 2, 3), translation(10, 20, 30), {"type": "mapAxis", "mapAxis": [1, 2, 0]}),
+        ZYX,
+        Geometry((2, 3, 1), (20, 30, 10), UNITS),
+    ),
+    "affine along the axes": (
+        {"type": "affine", "affine": [[0, 2, 0, 5], [0, 0, 3, 6], [4, 0, 0, 7]]},
+        ZYX,
+        Geometry((2, 3, 4), (5, 6, 7), UNITS),
+    ),
+    "rotation by no angle": (
+        sequence(scale(1, 2, 3), {"type": "rotation", "rotation": [[1, 0, 0], [0, 1, 0], [0, 0, 1]]}),
+        ZYX,
+        Geometry((1, 2, 3), (0, 0, 0), UNITS),
+    ),
+    "byDimension": (
+        {
+            "type": "byDimension",
+            "transformations": [
+                {"inputAxes": [2], "outputAxes": [0], "transformation": sequence(scale(5), translation(1))},
+                {"inputAxes": [0, 1], "outputAxes": [1, 2], "transformation": scale(2, 3)},
+            ],
+        },
+        ZYX,
+        Geometry((5, 2, 3), (1, 0, 0), UNITS),
+    ),
+    "bijection": (
+        {"type": "bijection", "forward": scale(1, 2, 3), "inverse": scale(1, 1 / 2, 1 / 3)},
+        ZYX,
+        Geometry((1, 2, 3), (0, 0, 0), UNITS),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OF_06)
+def test_transformations_of_0_6_keep_size_place_and_unit(tmp_path: Path, kind: str) -> None:
+    transform, axes, expected = OF_06[kind]
+    found = geometry_of(tmp_path / "v.zarr", ome_06(transform, systems={"physical": axes}))
+    assert found == expected
+    assert found.voxel_size_um is not None
+    micrometers = np.abs(expected.scale_zyx) * (1e-3, 1, 1e3)
+    np.testing.assert_allclose(found.voxel_size_um, micrometers, rtol=1e-12)  # one product each
+
+
+def test_a_further_coordinate_system_of_0_6_does_not_move_the_voxels(tmp_path: Path) -> None:
+    """Registration leads from the image's own system to another one; voxels lie along z, y, x of the first."""
+    atlas = {
+        "type": "rotation",
+        "rotation": [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]],
+        "input": {"name": "intrinsic"},
+        "output": {"name": "atlas"},
+    }
+    attributes = ome_06(scale(1, 2, 3), systems={"intrinsic": ZYX, "atlas": XYZ}, coordinateTransformations=[atlas])
+    assert geometry_of(tmp_path / "v.zarr", attributes) == Geometry((1, 2, 3), (0, 0, 0), UNITS)
+
+
+def test_drafts_of_0_6_that_name_systems_by_strings_are_read(tmp_path: Path) -> None:
+    attributes = ome_06(scale(1, 2, 3), systems={"other": XYZ, "physical": ZYX})
+    (transform,) = attributes["ome"]["multiscales"][0]["datasets"][0]["coordinateTransformations"]
+    transform |= {"input": "0", "output": "physical"}
+    assert geometry_of(tmp_path / "v.zarr", attributes) == Geometry((1, 2, 3), (0, 0, 0), UNITS)
+
+
+def test_axes_beside_zyx_have_no_part_in_the_geometry(tmp_path: Path) -> None:
+    level = {"path": "0", "coordinateTransformations": [scale(1, 3, 7, 2), translation(30, 99, 20, 10)]}
+    attributes = multiscale("xcyz", "0.4", datasets=[level])
+    found = geometry_of(tmp_path / "v.zarr", attributes, (8, 2, 9, 10))
+    assert found == Geometry((2, 7, 1), (10, 20, 30), ("micrometer",) * 3)
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        [],
+        [translation(1, 2, 3)],
+        [scale(1, 2)],
+        [{"type": "scale", "path": "scale"}],
+        [{"type": "scale", "scale": "a"}],
+    ],
+    ids=["none", "no scale", "too few", "in an array of its own", "text"],
+)
+def test_a_scale_that_is_not_there_or_cannot_be_read_is_unknown_and_the_volume_opens(
+    tmp_path: Path, transforms: list[dict[str, Any]]
+) -> None:
+    attributes = multiscale("zyx", "0.4", datasets=[{"path": "0", "coordinateTransformations": transforms}])
+    assert geometry_of(tmp_path / "v.zarr", attributes) is None
+
+
+# Of the units that OME-NGFF names for axes of space, in metres; the SI ones by their prefixes.
+METERS = {
+    "angstrom": 1e-10, "attometer": 1e-18, "centimeter": 1e-2, "decimeter": 1e-1, "exameter": 1e18,
+    "femtometer": 1e-15, "foot": 0.3048, "gigameter": 1e9, "hectometer": 1e2, "inch": 0.0254, "kilometer": 1e3,
+    "megameter": 1e6, "meter": 1, "micrometer": 1e-6, "mile": 1609.344, "millimeter": 1e-3, "nanometer": 1e-9,
+    "parsec": 3.0856775814913674e16, "petameter": 1e15, "picometer": 1e-12, "terameter": 1e12, "yard": 0.9144,
+    "yoctometer": 1e-24, "yottameter": 1e24, "zeptometer": 1e-21, "zettameter": 1e21,
+}  # fmt: skip
+
+
+def test_every_unit_of_length_is_converted_and_others_are_unknown() -> None:
+    assert set(MICROMETERS) == set(METERS)
+    for unit, meters in METERS.items():
+        found = Geometry((2.0, 3.0, 4.0), (0, 0, 0), (unit,) * 3).voxel_size_um
+        assert found is not None
+        np.testing.assert_allclose(found, np.array([2.0, 3.0, 4.0]) * meters * 1e6, rtol=1e-12, err_msg=unit)
+    for unknown in (None, "second", "pixel"):
+        assert Geometry((1, 1, 1), (0, 0, 0), ("micrometer", "micrometer", unknown)).voxel_size_um is None
