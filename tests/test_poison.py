@@ -36,7 +36,7 @@ def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     assert done.returncode == 0, done.stderr
     assert "was killed or died (SIGABRT, by its own account; SYSTEM_ERROR: Worker" in done.stderr
     assert f"while it read volume {sharded}, region z " in done.stderr
-    assert "cannot be read and is replaced by others" in done.stderr
+    assert "regions that touch them are replaced by others: chunk [1, 1, 1]: RuntimeError: Zstd" in done.stderr
     assert "RUST_BACKTRACE" not in done.stderr
     run = tmp_path / "runs" / "tiny"
     (death, *_) = [json.loads(line) for line in (run / "post_mortem.jsonl").read_text().splitlines()]
