@@ -3,6 +3,8 @@
 A message has three parts: the rule, the value received, what to change.
 """
 
+import re
+
 EXIT_OK = 0
 EXIT_ERROR = 1
 EXIT_CONFIG = 2
@@ -17,6 +19,8 @@ EXIT_MEMORY_KILL = 12
 EXIT_NO_RUN = 13
 EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class VesuviusError(Exception):
@@ -76,6 +80,6 @@ class StorageError(DataError):
 
 
 def one_line(error: BaseException | str, limit: int = 200) -> str:
-    """The text of an error without line breaks, shortened."""
-    text = " ".join(str(error).split())
+    """The text of an error without line breaks and terminal colours, shortened."""
+    text = " ".join(_ANSI.sub("", str(error)).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -10,12 +10,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from tests.stream.test_stream import make_job, open_stream
+from tests.conftest import textured
+from tests.poison import poison, write_sharded
+from tests.stream.test_stream import collect, make_job, open_stream
+from vesuvius.errors import DataError
 from vesuvius.stream.ray import deaths as ray_deaths
 from vesuvius.stream.stream import PatchStream
 
@@ -26,9 +31,9 @@ def killed_reader(stream: PatchStream) -> int:
     victim = next(pid for pid in stream.readers if psutil.pid_exists(pid))
     os.kill(victim, signal.SIGKILL)
     for _ in itertools.islice(stream, 2000):
-        if any(event.fields.get("pid") == victim for event in stream.events):
+        if victim not in stream.readers and any(map(psutil.pid_exists, stream.readers)):
             return victim
-    pytest.fail("the stream did not notice that a reader had died")
+    pytest.fail("no reader took the place of the one that died")
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -47,6 +52,67 @@ def test_a_reader_killed_from_outside_is_gone_without_a_word(volume: Path) -> No
         assert f"reader {victim} on {socket.gethostname()} was killed or died (SYSTEM_ERROR: Worker" in ended.text
         assert ray_deaths.reader_death_cause(living, socket.gethostname()) is None, "it has not ended"
         assert ray_deaths.reader_death_cause(victim, "another machine") is None
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> Path:
+    path = write_sharded(tmp_path / "poisoned.zarr", textured((128, 128, 128)))
+    poison(path, (1, 1, 1))
+    return path
+
+
+def died(stream: PatchStream) -> list[dict[str, Any]]:
+    return [event.fields for event in stream.events if event.kind == "reader_died"]
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_death_is_told_while_nobody_has_taken_over(volume: Path) -> None:
+    with open_stream(make_job(volume), workers=1) as stream:
+        next(stream)
+        victim = next(pid for pid in stream.readers if psutil.pid_exists(pid))
+        os.kill(victim, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not died(stream) and time.monotonic() < deadline:
+            time.sleep(0.05)  # no batch is taken
+        assert [fields["pid"] for fields in died(stream)] == [victim]
+        assert stream.reader_deaths == 1
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_region_that_ends_its_reader_is_replaced_and_the_stream_goes_on(poisoned: Path) -> None:
+    job = make_job(poisoned)
+    with open_stream(job, workers=2) as stream:
+        patches, indices = collect(stream, 100)
+        deaths, records = died(stream), stream.quarantined
+    assert indices.tolist() == list(range(400))
+    assert 1 <= len(deaths) <= 2, "each reader dies of the first such region at most once"
+    for fields in deaths:
+        assert (fields["signal"], fields["volume"]) == ("SIGABRT", str(poisoned))
+        assert all(lo < 64 and hi > 32 for lo, hi in zip(*fields["box"], strict=True))
+    assert records
+    assert all(record["chunk"] == [1, 1, 1] and "Zstd decompression" in record["cause"] for record in records)
+    with open_stream(job, workers=1, quarantined=records) as stream:
+        again, _ = collect(stream, 100)
+        assert died(stream) == []
+    assert again.tobytes() == patches.tobytes(), "care changes no voxel"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("limit", [0, 1])
+def test_more_deaths_than_allowed_end_the_stream_with_one_line(poisoned: Path, limit: int) -> None:
+    for chunk in [(i, j, k) for i in range(4) for j in range(4) for k in range(4)]:
+        poison(poisoned, chunk)
+    with (
+        open_stream(make_job(poisoned, max_reader_deaths=limit), workers=1 + limit) as stream,
+        pytest.raises(DataError) as raised,
+    ):
+        collect(stream, 100)
+    text = str(raised.value)
+    assert f"at most data.max_reader_deaths={limit} readers may die in one session; got {limit + 1}" in text
+    assert "poisoned.zarr, region z" in text
+    assert "SIGABRT" in text
+    assert "\n" not in text
+    assert "\x1b" not in text
 
 
 def test_without_ray_there_is_no_cause_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

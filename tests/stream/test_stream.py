@@ -210,6 +210,7 @@ def test_a_chain_of_executions_is_one_sequence(job: ReaderJob, monkeypatch: pyte
         expected, _ = collect(stream, 40)
     with open_stream(job, workers=1, stop=160) as stream:
         patches, indices = collect(stream, 40)
+        assert stream.reader_deaths == 0, "those of an execution that is over have not died"
     assert indices.tolist() == list(range(160))
     np.testing.assert_array_equal(patches, expected)
 

@@ -194,7 +194,7 @@ session = Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)
 ended = threading.Event()
 
 def terminate():
-    while not ended.wait(0.5):
+    while not ended.wait(0.02):
         os.kill(os.getpid(), signal.SIGTERM)
 
 closing = time.monotonic()

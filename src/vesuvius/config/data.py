@@ -136,6 +136,9 @@ class DataConfig(Section):
     max_quarantined: NonNegativeInt = Field(
         32, description="unreadable regions that are replaced by others before the run ends with exit 6"
     )
+    max_reader_deaths: NonNegativeInt = Field(
+        32, description="readers that may die in one session, for whatever cause, before the run ends with exit 6"
+    )
     store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
     augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")
     normalize: NormalizeConfig = Field(NormalizeConfig(), description="grey values to model values")

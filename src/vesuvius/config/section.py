@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from vesuvius.errors import ConfigError, one_line
 
 Triple = tuple[int, int, int]
 
@@ -21,6 +23,23 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent conversion of types."""
+    """Base of all sections: immutable, no unknown keys, no silent conversion of types.
+
+    Raises:
+        ConfigError: made in Python from a wrong value; `model_validate` raises pydantic's own error.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            found = (
+                f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}; got {one_line(repr(each['input']), 80)}"
+                for each in error.errors(include_url=False)
+            )
+            raise ConfigError(f"{type(self).__name__} must be valid: {'; '.join(found)}") from None
+
+    # As pydantic marks its own: sections within sections are made without it, which keeps the path to a wrong value.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

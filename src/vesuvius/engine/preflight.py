@@ -23,6 +23,7 @@ from vesuvius.observe.units import GIB
 from vesuvius.stream.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.options import StreamOptions, check_store, check_store_need
 from vesuvius.stream.prepare import GreyRanges, PreparedData, prepare_data
+from vesuvius.stream.start_reads import StartReads
 from vesuvius.volumes.source import check_cache
 
 # float32: weights, two moments of AdamW; each average once more.
@@ -80,14 +81,17 @@ def preflight(
     if not resume:
         refuse_existing(directory)
     parameters = _check_network(config)
-    data = prepare_data(config.seed, config.data if caches else _without_cache(config.data))
-    options = StreamOptions.from_config(config.training, config.cluster)
-    check_store_need(data.job, options)
-    check_store(data.job, options)
-    check_cache(config.data.store)
-    resumed = read_resumption(checkpoint, config, data, allow_drift) if checkpoint else None
-    keeps_data = resumed is not None and not resumed.other_data
-    greys = stored_greys(resumed.state) if resumed and keeps_data else data.grey_ranges(config.data)
+    data_config = config.data if caches else _without_cache(config.data)
+    with StartReads(data_config, directory.reading if resume and directory.exists() else None) as reads:
+        data = prepare_data(config.seed, data_config, foreground=reads.foreground_map)
+        options = StreamOptions.from_config(config.training, config.cluster)
+        check_store_need(data.job, options)
+        check_store(data.job, options)
+        check_cache(config.data.store)
+        resumed = read_resumption(checkpoint, config, data, allow_drift) if checkpoint else None
+        keeps_data = resumed is not None and not resumed.other_data
+        greys = stored_greys(resumed.state) if resumed and keeps_data else data.grey_ranges(config.data, reads.read)
+        fixed = _fixed_patches(config, data, reads)
     scalars = stored_scalars(resumed.state) if resumed and keeps_data else volume_scalars(config, data)
     initial = None if resumed else _initial_weights(config)
     averages = 1 + len(config.training.extra_ema_decays)
@@ -100,7 +104,7 @@ def preflight(
         scalars,
         resumed,
         initial,
-        _fixed_patches(config, data),
+        fixed,
         parameters,
         checkpoint_bytes,
         free_bytes,
@@ -120,14 +124,14 @@ def _initial_weights(config: Config) -> InitialWeights | None:
     return initial
 
 
-def _fixed_patches(config: Config, data: PreparedData) -> FixedPatches | None:
+def _fixed_patches(config: Config, data: PreparedData, reads: StartReads) -> FixedPatches | None:
     """Patches that validations and previews use: read once, before a run starts, so that nothing fails weeks later."""
     training = config.training
     validates = training.validate_every > 0 and any(split.validation for split in data.splits)
     if not validates and training.preview_every == 0:
         return None
     count = max(training.validate_patches if validates else 0, training.preview_count if training.preview_every else 0)
-    return read_fixed_patches(data, config.data, count)
+    return read_fixed_patches(data, config.data, count, reads.read)
 
 
 def doubts(config: Config) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +298,8 @@ class Run:
     def _run_steps(self, milestones: Milestones, monitor: Monitor, deaths: Deaths) -> None:
         """The loop, from the first batch to the last step or a wish to stop."""
         config, progress, found = self._config, self.progress, self._found
-        options, job = StreamOptions.from_config(config.training, config.cluster), found.data.job
+        options = StreamOptions.from_config(config.training, config.cluster)
+        job = replace(found.data.job, notes_dir=str(self._directory.reading))
         feed = DeviceFeed(self._device, options, job, found.greys.volumes, self._conditioner)
         stop_sample = progress.sample_index + (config.stop_step - progress.step) * config.global_batch
         milestones.do_what_is_due()  # what the stop of the session before has cut short

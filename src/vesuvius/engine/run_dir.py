@@ -87,6 +87,11 @@ class RunDir:
         return self.path / "quarantine.jsonl"
 
     @property
+    def reading(self) -> Path:
+        """Notes of the processes that read, and what those left that crashed."""
+        return self.path / "reading"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -18,7 +18,8 @@ from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
 from vesuvius.plan.split import Split
-from vesuvius.stream.prepare import PreparedData
+from vesuvius.stream.prepare import PreparedData, ReadBox
+from vesuvius.stream.start_reads import KINDS
 from vesuvius.volumes.volume import UnreadableChunkError
 
 log = logging.getLogger(__name__)
@@ -54,12 +55,15 @@ class FixedPatches:
     conditions: NDArray[Any] | None
 
 
-def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> FixedPatches:
+def read_fixed_patches(data: PreparedData, config: DataConfig, count: int, read: ReadBox | None = None) -> FixedPatches:
     """Read the first `count` fixed patches; the first 16 of 32 are those that 16 would give.
 
     Held-out ones depend on the volumes, their weights, the patch size, the split and the foreground, not on the run's
     seed, batch, workers or regions.  Without a split they come from the regions that training reads.  One that cannot
     be read is replaced by another of its volume, with a warning, up to `data.max_quarantined` times.
+
+    Args:
+        read: what reads them, e.g. `StartReads.read`; by default this process does.
 
     Raises:
         DataError: no held-out slab holds enough foreground, or too many patches cannot be read.
@@ -71,7 +75,7 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int) -> Fi
     places = []
     for index in range(count):
         out = [array[index] for array in arrays]
-        places.append(_read_patch(data, plan, numbers, index, config.max_quarantined, out))
+        places.append(_read_patch(data, plan, numbers, index, config.max_quarantined, out, read or data.read))
     return FixedPatches(
         held_out=config.validation.fraction > 0,
         volumes=tuple(number for number, _ in places),
@@ -119,7 +123,13 @@ def _plan_slab(data: PreparedData, number: int, layout: DataConfig) -> PlanVolum
 
 
 def _read_patch(
-    data: PreparedData, plan: Plan, numbers: Sequence[int], index: int, replacements: int, out: Sequence[NDArray[Any]]
+    data: PreparedData,
+    plan: Plan,
+    numbers: Sequence[int],
+    index: int,
+    replacements: int,
+    out: Sequence[NDArray[Any]],
+    read: ReadBox,
 ) -> tuple[int, Triple]:
     """Read sample `index` of the plan, or the first attempt that can be read; returns its volume and its start.
 
@@ -132,8 +142,8 @@ def _read_patch(
         number, start_zyx = numbers[sample.volume], sample.start_zyx
         z, y, x = (start + size for start, size in zip(start_zyx, plan.patch_zyx, strict=True))
         try:
-            for source, voxels in zip((data.volumes, data.conditions), out, strict=False):
-                source[number].read((start_zyx, (z, y, x)), voxels)
+            for kind, voxels in zip(KINDS, out, strict=False):
+                voxels[...] = read(kind, number, (start_zyx, (z, y, x)))
             return number, start_zyx
         except UnreadableChunkError as error:
             log.warning("fixed patch %d is passed over at %s, for another of its volume: %s", index, start_zyx, error)

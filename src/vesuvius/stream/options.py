@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Self, TypedDict
 
@@ -25,6 +26,9 @@ class StreamOptions:
         prefetch_factor: batches put together ahead per worker (or for this process with `workers: 0`).
         prefetch_bytes: upper limit on all of them; None = none.
         cluster: where Ray runs.
+
+    Raises:
+        ConfigError: a number is none, or too small.
     """
 
     batch_size: int
@@ -32,6 +36,15 @@ class StreamOptions:
     prefetch_factor: int = 2
     prefetch_bytes: int | None = None
     cluster: ClusterConfig = ClusterConfig()
+
+    def __post_init__(self) -> None:
+        least = {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "prefetch_bytes": 0}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if name == "prefetch_bytes" and value is None:
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < minimum:
+                raise ConfigError(f"{name} must be an integer of at least {minimum}; got {value!r}; change it")
 
     @classmethod
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,16 +12,23 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, NormalizeConfig, VolumeConfig
 from vesuvius.errors import DataError
+from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.plan.occupancy import foreground_map
 from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
 from vesuvius.plan.split import Split, split_volume
 from vesuvius.stream.reader import ReaderJob
+from vesuvius.stream.start_reads import Kind
+from vesuvius.volumes.box import Box
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
 
 _PATCHES_PER_ESTIMATE = 16
 _PERCENTILES = (0.5, 99.5)
 _SEED = 0  # not the run's: runs with other seeds on the same data see the same model values, so that they compare
+
+ReadBox = Callable[[Kind, int, Box], NDArray[Any]]
+"""Reads a box of a volume, or of its condition, by the number of the volume."""
+MakeForeground = Callable[[Volume, VolumeConfig, DataConfig], ForegroundMap | None]
 
 
 @dataclass(frozen=True)
@@ -48,23 +57,43 @@ class PreparedData:
     plan: Plan
     job: ReaderJob
 
-    def grey_ranges(self, config: DataConfig) -> GreyRanges:
+    def read(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
+        """As `Volume.read`, of the volume of this number or of its condition."""
+        volumes = self.volumes if kind == "volume" else self.conditions
+        return volumes[number].read(box)
+
+    def grey_ranges(self, config: DataConfig, read: ReadBox | None = None) -> GreyRanges:
         """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
+
+        Args:
+            read: what reads them, e.g. `StartReads.read`; by default this process does.
 
         Raises:
             DataError: an estimate is needed where all sampled voxels are air or equal.
         """
         conditions = () if config.condition_classes else self.conditions
+        read = read or self.read
         return GreyRanges(
-            self._ranges("data.normalize", config.normalize, self.volumes),
-            self._ranges("data.condition_normalize", config.condition_normalize, conditions),
+            self._ranges("data.normalize", config.normalize, self.volumes, partial(read, "volume")),
+            self._ranges(
+                "data.condition_normalize", config.condition_normalize, conditions, partial(read, "condition")
+            ),
         )
 
-    def _ranges(self, key: str, normalize: NormalizeConfig, volumes: tuple[Volume, ...]) -> tuple[GreyRange, ...]:
+    def _ranges(
+        self,
+        key: str,
+        normalize: NormalizeConfig,
+        volumes: tuple[Volume, ...],
+        read: Callable[[int, Box], NDArray[Any]],
+    ) -> tuple[GreyRange, ...]:
         if normalize.low is not None and normalize.high is not None:
             return (GreyRange(normalize.low, normalize.high),) * len(volumes)
         plan = replace(self.plan, seed=_SEED)
-        return tuple(estimate_grey_range(volume, plan, number, key) for number, volume in enumerate(volumes))
+        return tuple(
+            estimate_grey_range(volume, plan, number, key, partial(read, number))
+            for number, volume in enumerate(volumes)
+        )
 
     def describe(self, config: DataConfig, greys: GreyRanges) -> dict[str, Any]:
         """What `split.json` holds."""
@@ -92,10 +121,15 @@ class PreparedData:
         }
 
 
-def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -> PreparedData:
+def prepare_data(
+    seed: int, config: DataConfig, rank: int = 0, world: int = 1, foreground: MakeForeground = foreground_map
+) -> PreparedData:
     """Open and check all volumes and lay the plan.
 
     Reads metadata; with `data.min_foreground` also what the foreground map is made of.
+
+    Args:
+        foreground: what makes those maps, e.g. `StartReads.foreground_map`; by default this process does.
 
     Raises:
         DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not go together.
@@ -115,7 +149,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
     voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
     splits = tuple(split_volume(v.name, v.shape_zyx, config.patch_size, config.validation) for v in volumes)
     planned = [
-        _plan(volume, split, spec, voxel_bytes, config)
+        _plan(volume, split, spec, voxel_bytes, config, foreground)
         for spec, volume, split in zip(config.volumes, volumes, splits, strict=True)
     ]
     plan = make_plan(seed, config, planned)
@@ -128,6 +162,7 @@ def prepare_data(seed: int, config: DataConfig, rank: int = 0, world: int = 1) -
         missing_chunk=config.missing_chunk,
         max_quarantined=config.max_quarantined,
         stored=tuple(volume.stored for volume in volumes),
+        max_reader_deaths=config.max_reader_deaths,
         rank=rank,
         world=world,
     )
@@ -143,7 +178,14 @@ def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
     return next(iter(dtypes), None)
 
 
-def _plan(volume: Volume, split: Split, spec: VolumeConfig, voxel_bytes: int, config: DataConfig) -> PlanVolume:
+def _plan(
+    volume: Volume,
+    split: Split,
+    spec: VolumeConfig,
+    voxel_bytes: int,
+    config: DataConfig,
+    foreground: MakeForeground,
+) -> PlanVolume:
     return plan_volume(
         volume.name,
         split,
@@ -153,11 +195,13 @@ def _plan(volume: Volume, split: Split, spec: VolumeConfig, voxel_bytes: int, co
         spec.weight,
         config,
         voxel_bytes=voxel_bytes,
-        foreground=foreground_map(volume, spec, config),
+        foreground=foreground(volume, spec, config),
     )
 
 
-def estimate_grey_range(volume: Volume, plan: Plan, number: int, key: str = "data.normalize") -> GreyRange:
+def estimate_grey_range(
+    volume: Volume, plan: Plan, number: int, key: str, read: Callable[[Box], NDArray[Any]]
+) -> GreyRange:
     """0.5th and 99.5th percentile of the material in some patches of the plan: the same for the same plan.
 
     Voxels equal to the fill value are masked air and left out, because their share differs from volume to volume.  Of
@@ -174,7 +218,7 @@ def estimate_grey_range(volume: Volume, plan: Plan, number: int, key: str = "dat
         z, y, x = ((a + b - p) // 2 for a, b, p in zip(start, stop, plan.patch_zyx, strict=True))
         size_z, size_y, size_x = plan.patch_zyx
         try:
-            voxels = volume.read(((z, y, x), (z + size_z, y + size_y, x + size_x)))
+            voxels = read(((z, y, x), (z + size_z, y + size_y, x + size_x)))
         except UnreadableChunkError:
             continue  # the readers will meet it, report it and put it into quarantine
         material.append(voxels[voxels != volume.fill_value])

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from vesuvius.config import StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
+from vesuvius.stream.guarded import GuardedReads
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.stored import Stored
 from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
@@ -47,6 +49,8 @@ class ReaderJob:
         dtype, condition_dtype: of the patches; the latter None without conditions.
         stored: the chunks of each volume that were listed, where they were: one that is absent is damaged, not air.
         quarantined: known damage; regions that touch it are replaced without a try.
+        max_reader_deaths: readers that may die in one stream.
+        notes_dir: folder of each machine where readers leave notes of what they read; None = a temporary one.
     """
 
     plan: Plan
@@ -60,6 +64,8 @@ class ReaderJob:
     quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
     world: int = 1
+    max_reader_deaths: int = 32
+    notes_dir: str | None = None
 
     @property
     def dtypes(self) -> list[np.dtype[Any]]:
@@ -174,6 +180,10 @@ class Reader:
         self._staged: list[_RegionKey] = []
         self._last_cause = "all of them touch damage that was known before"
         self._since = _Tally(self._opened)
+        notes_dir = Path(job.notes_dir) if job.notes_dir else None
+        self._reads = GuardedReads(notes_dir, "reader" if actor else "trainer", actor)
+        if actor:  # the trainer's own sources say it themselves
+            self._reads.publish_outages(self._opened)
 
     def blocks(self, task: Task, ahead: Task | None = None) -> Iterator[Block]:
         """Yield the regions of a task's slots, each once; valid for one round of the ring.
@@ -209,6 +219,7 @@ class Reader:
         """End the threads that fetch."""
         for volume in self._opened:
             volume.close()
+        self._reads.close()
 
     @property
     def _opened(self) -> list[Volume]:
@@ -260,7 +271,7 @@ class Reader:
         started = time.perf_counter()
         try:
             for volume, out in zip(self._arrays(number), regions_in(block, self._job, shape_of(box)), strict=True):
-                volume.read(box, out)
+                self._reads.read(volume, box, out)
                 self._since.bytes_read += _decoded_bytes(volume, box)
         except UnreadableChunkError as error:
             self._unstage(key)

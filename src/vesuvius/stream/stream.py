@@ -6,19 +6,22 @@ The content of batch n depends on the plan alone: not on the number of workers, 
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypedDict
 
 from numpy.typing import NDArray
 
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.plan.plan import Task
+from vesuvius.stream.at_exit import close_at_exit, is_closed
 from vesuvius.stream.cutter import Cutter
 from vesuvius.stream.feeder import Batch, Feeder, FeederFigures, check_rings
+from vesuvius.stream.notes import Note, take_over
 from vesuvius.stream.options import (
     TASKS_IN_FLIGHT,
     StreamOptions,
@@ -29,6 +32,10 @@ from vesuvius.stream.options import (
 )
 from vesuvius.stream.reader import Block, BlockReport, DamagedBox, Reader, ReaderJob, check_quarantine
 from vesuvius.stream.reader_figures import ReaderFigures, ReaderTotals
+from vesuvius.stream.stacks import dump_stacks
+
+if TYPE_CHECKING:
+    from vesuvius.stream.ray.watch import ReaderDeath  # Ray is not needed with workers: 0
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +122,11 @@ class PatchStream(Iterator[Batch]):
         quarantined: Sequence[dict[str, Any]] = (),
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        assert first % job.world == 0, "a stream starts between two global rounds of samples"
+        if first < 0 or first % job.world or (stop is not None and stop < first):
+            raise ConfigError(
+                f"a stream begins at a multiple of the number of ranks ({job.world}) and does not stop before it; got "
+                f"first {first} and stop {stop}; change one of them"
+            )
         self._job = with_quarantined(job, quarantined)
         self._options = options
         self._next_sample = first
@@ -134,6 +145,11 @@ class PatchStream(Iterator[Batch]):
         self._fed = FeederFigures()
         self._delivered = 0  # into the present ring
         self._held: list[Batch] = []
+        self._failure: BaseException | None = None
+        self._temporary_notes: tempfile.TemporaryDirectory[str] | None = None
+        if job.notes_dir is not None:
+            _say_crashes(take_over(Path(job.notes_dir)))
+        close_at_exit(self)
         try:
             self._open_readers()
         except BaseException:
@@ -149,6 +165,8 @@ class PatchStream(Iterator[Batch]):
         self.close()
 
     def __next__(self) -> Batch:
+        if self._failure is not None:
+            raise self._failure
         if self._feeder is None:
             raise StopIteration
         batch = self._feeder.next_batch()
@@ -163,9 +181,13 @@ class PatchStream(Iterator[Batch]):
         try:
             self._close_readers()
         finally:
+            is_closed(self)
             if self._session is not None:
                 self._session.close()
                 self._session = None
+            if self._temporary_notes is not None:
+                self._temporary_notes.cleanup()
+                self._temporary_notes = None
 
     def state_dict(self) -> StreamState:
         """Where the stream is, as plain data.  Call it between two batches."""
@@ -180,8 +202,9 @@ class PatchStream(Iterator[Batch]):
         """Go on where another stream over the same plan was; no region is read again but those of the current task.
 
         Raises:
-            ConfigError: the state belongs to another plan.
+            ConfigError: the state belongs to another plan, or is none.
         """
+        _check_state(state)
         if state["plan_hash"] != self._job.plan.hash:
             raise ConfigError(
                 f"a stream goes on with the plan it began with; got plan {state['plan_hash']} for "
@@ -211,7 +234,7 @@ class PatchStream(Iterator[Batch]):
 
         Raises:
             ConfigError: /dev/shm is too small for that, or a ring has fewer than 3 buffers; the stream goes on as it
-                was.
+                was.  Where new readers cannot start, `next` raises the error again until another call succeeds.
         """
         check_rings((buffers or (), condition_buffers))
         changes = {"workers": workers, "prefetch_factor": prefetch_factor, "prefetch_bytes": prefetch_bytes}
@@ -236,10 +259,15 @@ class PatchStream(Iterator[Batch]):
         return f"{feeder.waiting_for()} ({f'{workers} readers' if workers else 'no readers: the trainer reads'})"
 
     def dump_reader_stacks(self, path: Path) -> None:
-        """Have each reader process on this machine append the stacks of its threads to a file.  Any thread may call.
+        """Append the stacks of all threads of each reader process on this machine to a file, within two seconds.
 
-        With `workers: 0` there are none: the threads that read are the trainer's.
+        With `workers: 0` there are none: the threads that read are the trainer's.  Any thread may call.
+
+        Raises:
+            OSError: the file cannot be written.
         """
+        if self._options.workers and self._job.notes_dir is not None:
+            dump_stacks(Path(self._job.notes_dir), path)
 
     def reader_memory(self) -> dict[int, int]:
         """Bytes of private memory of each reader process, by pid, as it last said."""
@@ -273,6 +301,14 @@ class PatchStream(Iterator[Batch]):
         self._open_readers()
 
     def _open_readers(self) -> None:
+        try:
+            self._start_readers()
+        except BaseException as error:
+            self._failure = error  # or the next batch would look like the end of the stream
+            raise
+        self._failure = None
+
+    def _start_readers(self) -> None:
         self._pids.clear()
         self.readers.clear()
         self._job = with_quarantined(self._job, self.quarantined)
@@ -301,7 +337,11 @@ class PatchStream(Iterator[Batch]):
         self._source = None
 
     def _open_source(self) -> BlockSource:
-        job, options = self._job, self._options
+        options = self._options
+        if options.workers and self._job.notes_dir is None:
+            self._temporary_notes = tempfile.TemporaryDirectory(prefix="vesuvius-notes-", ignore_cleanup_errors=True)
+            self._job = replace(self._job, notes_dir=self._temporary_notes.name)
+        job = self._job
         if options.workers == 0:
             return _LocalBlocks(job, self._next_sample, self._stop)
         # Ray takes a second to import and is not needed with workers: 0
@@ -322,6 +362,7 @@ class PatchStream(Iterator[Batch]):
             TASKS_IN_FLIGHT,
             store_need_bytes(job, options),
             lambda text, fields: self._event("spill", text, fields),
+            self._reader_died,
         )
 
     def _take_report(self, report: BlockReport) -> None:
@@ -329,7 +370,7 @@ class PatchStream(Iterator[Batch]):
         before = self._pids.get(report.actor)
         self._pids[report.actor] = report.pid
         if before is not None and before != report.pid:
-            self._reader_died(before, report)
+            self.readers.pop(before, None)
         while len(self._pids) > 2 * max(self._options.workers, 1):  # readers of executions that are over
             self.readers.pop(self._pids.pop(next(iter(self._pids))), None)
         self.readers.setdefault(report.pid, ReaderFigures()).add(report)
@@ -337,25 +378,21 @@ class PatchStream(Iterator[Batch]):
         for record in report.quarantined:
             self._quarantine(record)
 
-    def _reader_died(self, pid: int, report: BlockReport) -> None:
-        from vesuvius.stream.ray.deaths import reader_death_cause  # only readers of Ray are replaced
-
+    def _reader_died(self, death: ReaderDeath) -> DataError | None:
+        """On the thread of the watch; returns what ends the stream."""
         self.reader_deaths += 1
-        figures = self.readers.pop(pid, None)
-        node = figures.node if figures else report.node
-        cause = reader_death_cause(pid, node)
+        self.readers.pop(death.pid, None)
+        others = [pid for pid, reader in self.readers.copy().items() if reader.node == death.node]
         self._event(
-            "reader_died",
-            f"reader {pid} on {node} was killed or died ({cause or 'Ray does not say why'}); reader {report.pid} read "
-            "its task again",
-            {
-                "pid": pid,
-                "node": node,
-                "new_pid": report.pid,
-                "exit_type": cause.exit_type if cause else None,
-                "exit_detail": cause.detail if cause else "",
-                "exit_time": cause.time if cause else None,
-            },
+            "reader_died", f"{death}; another reads its task again", death.fields(others[0] if others else None)
+        )
+        limit = self._job.max_reader_deaths
+        if self.reader_deaths <= limit:
+            return None
+        return DataError(
+            f"at most data.max_reader_deaths={limit} readers may die in one session; got {self.reader_deaths}, the "
+            f"last: {death}; restore the volume if readers crash, lower training.workers or data.reader_mib if memory "
+            "is short, or raise the limit"
         )
 
     def _quarantine(self, record: dict[str, Any]) -> None:
@@ -372,6 +409,29 @@ class PatchStream(Iterator[Batch]):
     def _event(self, kind: EventKind, text: str, fields: Any) -> None:
         self.events.append(StreamEvent(kind, text, dict(fields)))
         log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
+
+
+def _say_crashes(crashed: Sequence[Note]) -> None:
+    for note in crashed:
+        log.error(
+            "the process before this one (%d) was ended by %s while it read %s; that region is now read chunk by "
+            "chunk, and what ends the process again is replaced by others",
+            note.pid,
+            note.crash,
+            note.place or "nothing",
+        )
+
+
+def _check_state(state: Any) -> None:
+    """Raises ConfigError where something is not what `state_dict` returns."""
+    wanted = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
+    for key, kind in wanted.items():
+        got = state.get(key) if isinstance(state, dict) else None
+        if not isinstance(got, kind) or (isinstance(got, int) and got < 0):
+            raise ConfigError(
+                f"a stream's state must be what state_dict() returned; got {one_line(repr(state))}, where {key} is no "
+                f"{kind.__name__}; pass it on as it was"
+            )
 
 
 def _rotated(ring: Sequence[NDArray[Any]], count: int) -> list[NDArray[Any]]:

@@ -16,6 +16,8 @@ import math
 import os
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -204,6 +206,22 @@ class Volume:
                 self._staged.release(box)
         return out
 
+    def read_with_care(
+        self, box: Box, around: Callable[[Triple], AbstractContextManager[None]], out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
+        """As `read`, one chunk after the other, with the codecs of zarr-python.
+
+        Args:
+            around: what each chunk is read in.
+        """
+        out = np.empty(shape_of(box), self.dtype) if out is None else out
+        try:
+            self._read_chunk_by_chunk(box, out, around)
+        finally:
+            if self._staged is not None:
+                self._staged.release(box)
+        return out
+
     def close(self) -> None:
         """End the threads that fetch."""
         self.source.close()
@@ -216,14 +234,20 @@ class Volume:
             self._staged.settle(box)
             self.wait_s += time.perf_counter() - started
 
-    def _read_chunk_by_chunk(self, box: Box, out: NDArray[Any]) -> None:
+    def _read_chunk_by_chunk(
+        self,
+        box: Box,
+        out: NDArray[Any],
+        around: Callable[[Triple], AbstractContextManager[None]] = lambda chunk: nullcontext(),
+    ) -> None:
         """The careful way: each chunk is fetched anew, past all caches, and decoded by itself."""
         for chunk in self.grid.chunks_of(box):
             part = intersection(self.grid.box_of(chunk), box)
             for tries_left in reversed(range(max(self.source.config.retries, 1))):
                 self.grid.forget(part)
                 try:
-                    self._read_one(chunk, part, out[slices(part, box[0])])
+                    with around(chunk):
+                        self._read_one(chunk, part, out[slices(part, box[0])])
                     break
                 except (DataError, ClosedError):
                     raise

@@ -35,7 +35,9 @@ class ReaderEnd:
         pid, node: which it was, and the host name of its machine; '' = this one.
         exit_type, exit_detail: Ray's account; None and '' where Ray does not tell.
         time: when Ray noticed, seconds since 1970; None where it does not tell.
-        new_pid: the reader in its place.
+        new_pid: another reader on that machine.
+        signal: the fatal signal by which it crashed, as its own note says; None where it left none.
+        reading: the volume that it read.
     """
 
     pid: int
@@ -44,6 +46,8 @@ class ReaderEnd:
     exit_detail: str = ""
     time: float | None = None
     new_pid: int | None = None
+    signal: str | None = None
+    reading: str | None = None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> ReaderEnd:
@@ -55,6 +59,8 @@ class ReaderEnd:
             exit_detail=fields.get("exit_detail", ""),
             time=fields.get("exit_time"),
             new_pid=fields.get("new_pid"),
+            signal=fields.get("signal"),
+            reading=fields.get("volume"),
         )
 
 
@@ -80,9 +86,14 @@ def examine_reader(
     ended = now if end.time is None else end.time
     last_minute = _last_minute(moments, ended)
     account = [f"Ray: {end.exit_type}: {end.exit_detail}" if end.exit_type else "Ray does not say how it ended"]
-    if end.exit_type == "NODE_OUT_OF_MEMORY":
-        cause: Cause = "ray"
-        evidence = account
+    if end.signal is not None:
+        cause: Cause = "signal"
+        evidence = [
+            f"it crashed by {end.signal}, as its own note says, while it read {end.reading or 'nothing'}",
+            *account,
+        ]
+    elif end.exit_type == "NODE_OUT_OF_MEMORY":
+        cause, evidence = "ray", account
     elif end.node not in ("", os.uname().nodename):
         cause = "unknown"
         evidence = [*account, f"it ran on {end.node}, whose kernel cannot be asked from here"]

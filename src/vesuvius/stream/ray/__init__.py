@@ -1,1 +1,9 @@
-"""Readers as Ray actors."""
+"""Readers as Ray actors.  Importing it sets Ray's environment, which has to be there before Ray is imported."""
+
+import os
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# A reader's error reaches the trainer and is reported there in one line; Ray Data would print its tracebacks first.
+os.environ.setdefault("RAY_DATA_LOG_LEVEL", "CRITICAL")
+# Ray's C++ core prints its internal errors to the terminal of the trainer, two of them in every healthy run.
+os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")

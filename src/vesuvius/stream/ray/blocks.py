@@ -9,26 +9,24 @@ import logging
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from vesuvius.stream.ray import session  # noqa: F401 - sets Ray's environment
-
-# isort: split
 import pyarrow as pa
 import ray
 import ray.data
-from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.data import ActorPoolStrategy, DataContext
-from ray.data._internal.execution.execution_callback import ExecutionCallback
-from ray.exceptions import RayError, RayTaskError
-from ray.util.debug import log_once
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from vesuvius.errors import VesuviusError, one_line
+from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.plan.plan import Task
+from vesuvius.stream.ray import private
+from vesuvius.stream.ray.watch import ReaderDeath, ReaderWatch
 from vesuvius.stream.reader import Block, Reader, ReaderJob
 
 log = logging.getLogger(__name__)
@@ -43,6 +41,11 @@ _OVERLAP_TASKS = 4
 _ROUND_S = 0.01
 _WATCH_S = 1.0
 _JOIN_S = 3.0
+_COUNTED_S = 5.0
+
+
+class ReaderLostError(DataError):
+    """A reader died, and Ray replaces it no more."""
 
 
 class RayBlocks(Iterator[Block]):
@@ -54,6 +57,7 @@ class RayBlocks(Iterator[Block]):
         tasks_in_flight: tasks dispatched to each reader at once.
         store_bytes: limit for Ray Data's own accounting.
         on_spill: called from a thread of its own with a line and figures where Ray wrote objects to disk.
+        on_death: called from a thread of its own for each reader that died; an error that it returns ends the stream.
     """
 
     def __init__(
@@ -65,7 +69,9 @@ class RayBlocks(Iterator[Block]):
         tasks_in_flight: int,
         store_bytes: int,
         on_spill: Callable[[str, dict[str, Any]], None],
+        on_death: Callable[[ReaderDeath], DataError | None],
     ) -> None:
+        assert job.notes_dir is not None, "a stream gives its readers a folder for their notes"
         self._job = job
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
         self._workers = workers
@@ -73,7 +79,13 @@ class RayBlocks(Iterator[Block]):
         self._store_bytes = store_bytes
         self._tasks = job.tasks(first, stop)
         self._upcoming: _Segment | None = None
+        self._failure: DataError | None = None
+        self._failed = threading.Event()
+        self._on_death = on_death
+        # A name of this stream's own: Ray's table of actors lists those of all streams of the process.
+        self._reader_class = type(f"_RayReader_{uuid.uuid4().hex[:8]}", (_RayReader,), {})
         self._watch = _StoreWatch(on_spill)
+        self._readers = ReaderWatch(self._reader_class.__name__, Path(job.notes_dir), self._reader_died)
         self._segment = self._next_segment()
 
     @property
@@ -82,6 +94,16 @@ class RayBlocks(Iterator[Block]):
         return self._watch.peak_bytes
 
     def __next__(self) -> Block:
+        try:
+            return self._next()
+        except (VesuviusError, StopIteration) as error:
+            if isinstance(error, ReaderLostError):
+                self._failed.wait(_COUNTED_S)  # the watch has yet to count this death, and knows more of it
+            if self._failure is not None:  # which has ended the execution
+                raise self._failure from None
+            raise
+
+    def _next(self) -> Block:
         while self._segment is not None:
             block = self._segment.next_block()
             if block is not None:
@@ -101,17 +123,32 @@ class RayBlocks(Iterator[Block]):
 
     def close(self) -> None:
         """End the executions and their actors."""
+        self._readers.close()
         self._watch.close()
         for segment in (self._segment, self._upcoming):
             if segment is not None:
                 segment.close()
         self._segment = self._upcoming = None
 
+    def _reader_died(self, death: ReaderDeath) -> None:
+        self._failure = self._failure or self._on_death(death)
+        if self._failure is not None:
+            self._failed.set()
+            self.interrupt()
+
     def _next_segment(self) -> _Segment | None:
         tasks = list(itertools.islice(self._tasks, TASKS_PER_SEGMENT))
         if not tasks:
             return None
-        return _Segment(self._job, self._job_ref, tasks, self._workers, self._tasks_in_flight, self._store_bytes)
+        return _Segment(
+            self._job,
+            self._job_ref,
+            self._reader_class,
+            tasks,
+            self._workers,
+            self._tasks_in_flight,
+            self._store_bytes,
+        )
 
 
 class _RayReader:
@@ -148,6 +185,7 @@ class _Segment:
         self,
         job: ReaderJob,
         job_ref: Any,
+        reader_class: type[_RayReader],
         tasks: list[Task],
         workers: int,
         tasks_in_flight: int,
@@ -159,9 +197,10 @@ class _Segment:
         self._began: float | None = None
         self._execution = _Execution()
         with DataContext.current(_context(job, store_bytes, self._execution)):
-            dataset: ray.data.Dataset = ray.data.from_blocks(_rows(tasks, workers))
-            dataset = dataset.map_batches(
-                _RayReader,
+            dataset = private.map_with_bounded_restarts(
+                ray.data.from_blocks(_rows(tasks, workers)),
+                reader_class,
+                job.max_reader_deaths,
                 fn_constructor_args=([job_ref],),
                 batch_size=1,
                 compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=tasks_in_flight),
@@ -207,7 +246,7 @@ class _Segment:
         while self._execution.executor is None and self._first is not None and not self._first.done():
             wait([self._first], timeout=0.05)  # it is about to start
         if self._execution.executor is not None:
-            self._execution.executor.shutdown(force=True)
+            private.end_execution(self._execution.executor)
 
     def close(self) -> None:
         """End the execution and wait for its threads: one that called Ray after its shutdown would start it anew, or
@@ -230,41 +269,44 @@ class _StoreWatch:
         self._spilled_bytes: int | None = None
         self._state: Any = None
         self._stop = threading.Event()
+        self._blind = False
+        self._look()
         self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
-        if self._look():
-            self._thread.start()
+        self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
-        while not self._stop.wait(_WATCH_S) and self._look():
-            pass
+        while not self._stop.wait(_WATCH_S):
+            self._look()
 
-    def _look(self) -> bool:
-        """Returns whether to look again."""
+    def _look(self) -> None:
         try:
-            self._state = self._state or get_state_from_address(  # type: ignore[no-untyped-call]
-                ray.get_runtime_context().gcs_address
-            )
-            reply = get_memory_info_reply(self._state, timeout_seconds=5)  # type: ignore[no-untyped-call]
-            self._take(reply.store_stats)
+            self._state = self._state or private.cluster_state()
+            self._take(private.store_stats(self._state, timeout_s=5))
         except Exception as error:  # a watch must not end the run it watches; the log says that it is blind
-            log.warning("Ray's object store cannot be watched for spills: %s", one_line(error))
-            return False
-        return True
+            if not self._blind:
+                log.warning(
+                    "Ray's object store cannot be watched for spills, and is asked again every second: %s",
+                    one_line(error),
+                )
+            self._blind, self._state = True, None
+            return
+        if self._blind:
+            log.info("Ray's object store is watched for spills again")
+        self._blind = False
 
-    def _take(self, stats: Any) -> None:
-        self.peak_bytes = max(self.peak_bytes, int(stats.object_store_bytes_used))
-        spilled, before = int(stats.spilled_bytes_total), self._spilled_bytes
+    def _take(self, stats: private.StoreStats) -> None:
+        self.peak_bytes = max(self.peak_bytes, stats.used_bytes)
+        spilled, before = stats.spilled_bytes, self._spilled_bytes
         self._spilled_bytes = spilled
         if before is not None and spilled > before:
             self._on_spill(
                 f"Ray's object store was out of memory and spilled {(spilled - before) / 2**20:.0f} MiB to disk; lower "
                 "data.reader_mib or training.workers, or raise cluster.object_store_gib",
-                {"spilled_bytes": spilled - before, "capacity_bytes": int(stats.object_store_bytes_avail)},
+                {"spilled_bytes": spilled - before, "capacity_bytes": stats.capacity_bytes},
             )
 
 
@@ -276,7 +318,7 @@ class _Execution:
     closed: bool = False
 
 
-class _Pace(ExecutionCallback):
+class _Pace(private.ExecutionCallback):
     """Holds Ray Data's scheduling loop to one round in 10 ms.
 
     The loop waits until all tasks in flight have something to offer.  When the trainer is slower than the readers they
@@ -304,13 +346,12 @@ def _context(job: ReaderJob, store_bytes: int, execution: _Execution) -> DataCon
     """Ray Data's settings for one ordered stream of blocks.  Its executor is put into `execution` when it starts."""
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
-    log_once("ray_data_progress_manager_disabled")  # or Ray warns that progress bars are off, as asked
+    private.hide_progress_warning()
     context.execution_options.preserve_order = True
     context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
         object_store_memory=store_bytes
     )
-    # By default a task may run two blocks ahead of the trainer and then sleeps in steps of 200 ms.
-    context._max_num_blocks_in_streaming_gen_buffer = job.blocks_per_task + 1
+    private.set_blocks_ahead(context, job.blocks_per_task + 1)
     # One block yielded by a reader stays one block: the default merges or splits them, which copies.
     context.target_max_block_size = max(int(0.8 * job.block_bytes), 1)
     # A trainer that validates or sits in a debugger is not a stalled pipeline.
@@ -331,6 +372,11 @@ def _reader_error(error: BaseException) -> VesuviusError:
         if isinstance(cause, VesuviusError):
             return type(cause)(str(cause).splitlines()[0])  # Ray appends advice of its own in further lines
         cause = cause.__cause__
+    if isinstance(error, RayActorError):
+        return ReaderLostError(
+            "a reader may be replaced data.max_reader_deaths times; got one that Ray does not replace again: "
+            f"{one_line(error)}; see the log for what it read, or raise the limit"
+        )
     if isinstance(error, RayError):
         return VesuviusError(
             f"a reader must not fail; got {type(error).__name__}: {one_line(error)}; run with training.workers=0 to "

@@ -7,14 +7,10 @@ import re
 import threading
 from dataclasses import dataclass
 
-from vesuvius.stream.ray import session  # noqa: F401 - sets Ray's environment
-
-# isort: split
 import ray
-import ray._private.state
-from ray.core.generated import common_pb2, gcs_pb2
 
 from vesuvius.errors import one_line
+from vesuvius.stream.ray import private
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +38,7 @@ class RayCause:
 
 
 def reader_death_cause(pid: int, node: str) -> RayCause | None:
-    """Why a reader that has died did, to be asked once its successor is at work; None where Ray does not tell.
+    """Why a reader that has died did; None where Ray does not tell, or does not yet.
 
     Takes a few milliseconds, at most two seconds; never raises.
 
@@ -62,17 +58,15 @@ def _ask_for_cause(pid: int, node: str) -> RayCause | None:
     try:
         known = ray.nodes()  # type: ignore[no-untyped-call]
         nodes = {bytes.fromhex(found["NodeID"]) for found in known if found["NodeManagerHostname"] == node}
-        rows = ray._private.state.state._connect_and_get_accessor().get_worker_table()
-        table = [gcs_pb2.WorkerTableData.FromString(row) for row in rows]  # type: ignore[attr-defined]
+        table = private.worker_rows()
     except Exception as error:  # only one line of a report depends on it
         log.debug("Ray does not say how reader %d ended: %s", pid, one_line(error))
         return None
-    dead = [row for row in table if row.pid == pid and not row.is_alive and row.worker_address.node_id in nodes]
+    dead = [row for row in table if row.pid == pid and not row.is_alive and row.node_id in nodes]
     if not dead:
         return None
-    last = max(dead, key=lambda row: int(row.end_time_ms))
-    exit_type = common_pb2.WorkerExitType.Name(last.exit_type)  # type: ignore[attr-defined]
-    return RayCause(exit_type, exit_detail(last.exit_detail, pid), last.end_time_ms / 1e3)
+    last = max(dead, key=lambda row: row.end_time)
+    return RayCause(last.exit_type, exit_detail(last.exit_detail, pid), last.end_time)
 
 
 def exit_detail(text: str, pid: int) -> str:

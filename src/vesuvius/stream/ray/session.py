@@ -1,7 +1,4 @@
-"""Ray itself: started, or connected to, once for a process, and ended with the last stream that uses it.
-
-Sets Ray's environment, so it is imported before Ray is.
-"""
+"""Ray itself: started, or connected to, once for a process, and ended with the last stream that uses it."""
 
 from __future__ import annotations
 
@@ -9,30 +6,23 @@ import logging
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
-from unittest import mock
-
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# A reader's error reaches the trainer and is reported there in one line; Ray Data would print its tracebacks first.
-os.environ.setdefault("RAY_DATA_LOG_LEVEL", "CRITICAL")
-# Ray's C++ core prints its internal errors to the terminal of the trainer, two of them in every healthy run.
-os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
 
 import ray
-import ray._private.state
-import ray._private.utils
-import ray._private.worker
 
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, one_line
+from vesuvius.stream.ray import private
 
 log = logging.getLogger(__name__)
 
 _JOIN_S = 3.0
+_ANNOUNCEMENT = b"RAY_BACKEND_LOG_LEVEL"
 
 
 class Session:
@@ -49,9 +39,7 @@ class Session:
     _uses: ClassVar[int] = 0
     _ours: ClassVar[bool] = False
     # Ray prints what its daemons report, such as tasks of readers that were ended on purpose, to the terminal.
-    _messages: ClassVar[Any] = mock.patch.object(
-        ray._private.worker, "print_to_stdstream", lambda data, *_, **__: log.debug("Ray: %s", data.get("lines"))
-    )
+    _messages: ClassVar[Any] = private.quiet_daemon_messages(lambda lines: log.debug("Ray: %s", lines))
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
         self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
@@ -91,11 +79,8 @@ def _cpus(workers: int, ranks: int) -> int:
 def _join_data_threads() -> None:
     """Wait for the threads in which Ray Data fetched blocks: one that calls Ray after its shutdown ends the process."""
     deadline = time.monotonic() + _JOIN_S
-    for thread in threading.enumerate():
-        if thread.name == "iter_threaded":
-            thread.join(max(deadline - time.monotonic(), 0))
-        elif thread.name == "Prefetcher":  # may sleep for ever once it is stopped
-            thread.join(0.2)
+    for thread, ends in private.data_threads():
+        thread.join(max(deadline - time.monotonic(), 0) if ends else 0.2)
 
 
 def _shut_down() -> None:
@@ -104,15 +89,12 @@ def _shut_down() -> None:
     Early in it Ray's C++ core puts back the handlers of signals that it found, and SIGTERM would end this process on
     the spot: the one that Python knows of is set again behind that.
     """
-    disconnect = ray._private.state.state.disconnect
 
-    def listen_and_disconnect() -> None:
+    def listen() -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        disconnect()  # type: ignore[no-untyped-call]
 
-    with mock.patch.object(ray._private.state.state, "disconnect", listen_and_disconnect):
-        ray.shutdown()
+    private.shut_down(when_handlers_are_back=listen)
 
 
 def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
@@ -137,7 +119,7 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     try:
         # ray.init would take SIGTERM and exit from wherever the process is; the trainer could not save.  Giving it back
         # afterwards is too late: a signal in between has left locks held for ever.
-        with _sigterm_blocked(), _without_stderr(), mock.patch.object(ray._private.utils, "set_sigterm_handler"):
+        with _sigterm_blocked(), _without_announcement(), private.without_sigterm_handler():
             ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -177,13 +159,18 @@ def _sigterm_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Drop what is written to file descriptor 2: Ray's C++ core announces there which log level it was given."""
+def _without_announcement() -> Iterator[None]:
+    """Hold back what is written to file descriptor 2, and then write it, without the line in which Ray's C++ core
+    announces its log level."""
     saved = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            held.seek(0)
+            for line in held:
+                if _ANNOUNCEMENT not in line:
+                    os.write(saved, line)
+            os.close(saved)

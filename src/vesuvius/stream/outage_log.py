@@ -1,0 +1,47 @@
+"""One line a minute on each store that the readers wait for: their own logs are seen by nobody."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from vesuvius.volumes.source import Outage
+
+log = logging.getLogger(__name__)
+
+# Shorter ones are answered by the next try.
+_SAID_AFTER_S = 10.0
+_SAID_EVERY_S = 60.0
+
+
+class OutageLog:
+    """Turns what the readers say, several times a second, into lines of the log."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[Outage, float]] = {}
+
+    def take(self, outages: Sequence[Outage], now: float) -> None:
+        """Log what is due.
+
+        Args:
+            outages: of all readers, at this moment.
+            now: seconds since 1970.
+        """
+        oldest: dict[str, Outage] = {}
+        for outage in sorted(outages, key=lambda outage: outage.since):
+            oldest.setdefault(outage.address, outage)
+        for address, outage in oldest.items():
+            _, said = self._said.get(address, (outage, 0.0))
+            if now - outage.since >= _SAID_AFTER_S and now - said >= _SAID_EVERY_S:
+                self._said[address] = outage, now
+                log.warning(
+                    "%s has not answered since %s (%.0f s): %s; the readers try again",
+                    address,
+                    time.strftime("%H:%M:%S", time.localtime(outage.since)),
+                    now - outage.since,
+                    outage.cause,
+                )
+        for address in self._said.keys() - oldest.keys():
+            outage, _ = self._said.pop(address)
+            log.info("%s answers again after %.0f s", address, now - outage.since)

@@ -1,0 +1,230 @@
+"""Every private part of Ray that vesuvius uses, one small function each.
+
+No release of Ray promises any of them: `tests/stream/test_ray_private.py` checks each against the installed Ray, and
+`pyproject.toml` allows only the releases for which that test was run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import psutil
+import ray
+import ray._private.state
+import ray._private.utils
+import ray._private.worker
+import ray.data
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+from ray._private.node import Node
+from ray.core.generated import common_pb2, gcs_pb2
+from ray.data import DataContext
+from ray.data._internal.execution.execution_callback import ExecutionCallback
+from ray.util.debug import log_once
+
+__all__ = [
+    "ActorRow",
+    "ExecutionCallback",
+    "StoreStats",
+    "WorkerRow",
+    "actor_rows",
+    "cluster_state",
+    "data_threads",
+    "end_execution",
+    "hide_progress_warning",
+    "map_with_bounded_restarts",
+    "quiet_daemon_messages",
+    "set_blocks_ahead",
+    "shut_down",
+    "store_stats",
+    "without_sigterm_handler",
+    "worker_rows",
+]
+
+
+@dataclass(frozen=True)
+class ActorRow:
+    """An actor, by Ray's table of actors.
+
+    Attributes:
+        state: ALIVE, RESTARTING, DEAD, ...
+        pid: of its present process; 0 while it has none.
+        node_id: machine of that process.
+        restarts: how often Ray has replaced its process.
+        worker_died: it is DEAD because its process or machine ended, not because its owner let go of it.
+    """
+
+    actor: str
+    class_name: str
+    state: str
+    pid: int
+    node_id: bytes
+    restarts: int
+    worker_died: bool
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """A process, by Ray's table of workers.  `end_time`: seconds since 1970."""
+
+    pid: int
+    node_id: bytes
+    is_alive: bool
+    exit_type: str
+    exit_detail: str
+    end_time: float
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """All object stores of the cluster together; `spilled_bytes` since they were started."""
+
+    used_bytes: int
+    capacity_bytes: int
+    spilled_bytes: int
+
+
+def actor_rows() -> list[ActorRow]:
+    """The actors of this job.  Waits for ever for a cluster whose head is gone."""
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    states = gcs_pb2.ActorTableData.ActorState.Name  # type: ignore[attr-defined]
+    rows = [gcs_pb2.ActorTableData.FromString(row) for row in accessor.get_actor_table(job, None)]  # type: ignore[attr-defined]
+    return [
+        ActorRow(
+            actor=row.actor_id.hex(),
+            class_name=row.class_name,
+            state=states(row.state),
+            pid=row.pid,
+            node_id=row.address.node_id,
+            restarts=int(row.num_restarts),
+            worker_died=states(row.state) == "DEAD" and _worker_died(row.death_cause),
+        )
+        for row in rows
+    ]
+
+
+def _worker_died(cause: Any) -> bool:
+    reasons = common_pb2.ActorDiedErrorContext  # type: ignore[attr-defined]
+    if cause.HasField("oom_context"):
+        return True
+    died = cause.actor_died_error_context
+    return cause.HasField("actor_died_error_context") and died.reason in (reasons.WORKER_DIED, reasons.NODE_DIED)
+
+
+def worker_rows() -> list[WorkerRow]:
+    """The processes that Ray knows, those that have ended included.  Waits as `actor_rows`."""
+    rows = ray._private.state.state._connect_and_get_accessor().get_worker_table()
+    table = [gcs_pb2.WorkerTableData.FromString(row) for row in rows]  # type: ignore[attr-defined]
+    return [
+        WorkerRow(
+            pid=row.pid,
+            node_id=row.worker_address.node_id,
+            is_alive=row.is_alive,
+            exit_type=common_pb2.WorkerExitType.Name(row.exit_type),  # type: ignore[attr-defined]
+            exit_detail=row.exit_detail,
+            end_time=row.end_time_ms / 1e3,
+        )
+        for row in table
+    ]
+
+
+def cluster_state() -> Any:
+    """A connection to the cluster for `store_stats`, which would make one each time."""
+    return get_state_from_address(ray.get_runtime_context().gcs_address)  # type: ignore[no-untyped-call]
+
+
+def store_stats(state: Any, timeout_s: float) -> StoreStats:
+    """How full the object stores are.  Raises what gRPC raises where no machine answers in time."""
+    reply = get_memory_info_reply(state, timeout_seconds=timeout_s)  # type: ignore[no-untyped-call]
+    stats = reply.store_stats
+    return StoreStats(
+        int(stats.object_store_bytes_used), int(stats.object_store_bytes_avail), int(stats.spilled_bytes_total)
+    )
+
+
+def map_with_bounded_restarts(dataset: ray.data.Dataset, reader: type[Any], deaths: int, **settings: Any) -> Any:
+    """`Dataset.map_batches` whose actors are replaced, and whose tasks run again, no more than so many times.
+
+    By default Ray Data does both without end, so a task that kills its actor is tried for ever.  The way to say so is
+    to go in Ray 2.64, hence its warning.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
+        return dataset.map_batches(reader, max_restarts=deaths, max_task_retries=deaths, **settings)
+
+
+def set_blocks_ahead(context: DataContext, blocks: int) -> None:
+    """How many blocks a task may be ahead of the trainer.  By default 2, and it then sleeps in steps of 200 ms."""
+    context._max_num_blocks_in_streaming_gen_buffer = blocks
+
+
+def hide_progress_warning() -> None:
+    """Ray Data warns that progress bars are off, as asked; it says so once, and this is the once."""
+    log_once("ray_data_progress_manager_disabled")
+
+
+def end_execution(executor: Any) -> None:
+    """End an execution of Ray Data from another thread than the one that iterates."""
+    executor.shutdown(force=True)
+
+
+def data_threads() -> list[tuple[threading.Thread, bool]]:
+    """The threads in which Ray Data fetches blocks, each with whether it ends by itself once it is stopped."""
+    ends = {"iter_threaded": True, "Prefetcher": False}
+    return [(thread, ends[thread.name]) for thread in threading.enumerate() if thread.name in ends]
+
+
+def without_sigterm_handler() -> AbstractContextManager[Any]:
+    """While it lasts `ray.init` leaves SIGTERM alone."""
+    return mock.patch.object(ray._private.utils, "set_sigterm_handler")
+
+
+def quiet_daemon_messages(take: Callable[[Any], None]) -> Any:
+    """A patch (`start`, `stop`) by which lines that Ray's daemons report go to `take`, not to the terminal."""
+    return mock.patch.object(ray._private.worker, "print_to_stdstream", lambda data, *_, **__: take(data.get("lines")))
+
+
+def shut_down(when_handlers_are_back: Callable[[], None]) -> None:
+    """`ray.shutdown`, which early on puts back the signal handlers that its C++ core found.
+
+    It sends SIGTERM to each daemon and waits a second before it kills it.  Ours hold SIGTERM back, so they are killed
+    at once, which saves five seconds, and with them their children, which notice it up to a minute later.
+
+    Args:
+        when_handlers_are_back: called right behind that.
+    """
+    disconnect, kill = ray._private.state.state.disconnect, Node.kill_all_processes
+
+    def tell_and_disconnect() -> None:
+        when_handlers_are_back()
+        disconnect()  # type: ignore[no-untyped-call]
+
+    def kill_at_once(node: Node, check_alive: bool = True, allow_graceful: bool = False, wait: bool = False) -> None:
+        kill(node, check_alive, False, wait)
+
+    children = _children_of_daemons()
+    with (
+        mock.patch.object(ray._private.state.state, "disconnect", tell_and_disconnect),
+        mock.patch.object(Node, "kill_all_processes", kill_at_once),
+    ):
+        ray.shutdown()
+    for child in children:
+        with suppress(psutil.Error):  # it has ended
+            child.kill()
+
+
+def _children_of_daemons() -> list[psutil.Process]:
+    """Workers and agents of the Ray that this process has started; none of a cluster that it is connected to."""
+    found: list[psutil.Process] = []
+    node: Any = ray._private.worker._global_node
+    for info in itertools.chain.from_iterable(node.all_processes.values() if node else ()):
+        with suppress(psutil.Error):
+            found += psutil.Process(info.process.pid).children(recursive=True)
+    return found

@@ -1,0 +1,177 @@
+"""Notes: what a process was reading, and how it ended, is known after its death; care and quarantine follow from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import textured
+from tests.poison import poison, write_sharded
+from vesuvius.config import ArrayConfig
+from vesuvius.stream.guarded import GuardedReads
+from vesuvius.stream.notes import Notebook, Place, Strikes, read_notes, take_over
+from vesuvius.stream.outage_log import OutageLog
+from vesuvius.volumes.source import Outage
+from vesuvius.volumes.volume import UnreadableChunkError, open_volume
+
+BOX = ((8, 8, 8), (50, 50, 50))
+FATAL = [signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL]
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from vesuvius.stream.notes import Notebook, Place
+
+with Notebook(Path(sys.argv[1])).reading(Place("v.zarr", ((0, 0, 0), (8, 8, 8)), (1, 2, 3), ((0, 0, 0), (4, 4, 4)))):
+    os.kill(os.getpid(), int(sys.argv[2]))
+"""
+# What comes on the command line behind the folder and the volume is done to the codecs first.
+READS = """
+import sys
+import time
+from pathlib import Path
+from vesuvius.config import ArrayConfig
+from vesuvius.stream.guarded import GuardedReads
+from vesuvius.volumes.volume import Volume, open_volume
+
+exec(sys.argv[3] if len(sys.argv) > 3 else "")
+reads = GuardedReads(Path(sys.argv[1]), role="trainer")
+try:
+    print(int(reads.read(open_volume(ArrayConfig(path=sys.argv[2])), ((8, 8, 8), (50, 50, 50))).sum()))
+except Exception as error:
+    print(type(error).__name__, error.chunk, error.cause)
+reads.close()
+"""
+
+
+def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("number", FATAL)
+def test_a_crash_leaves_the_place_and_the_signal(tmp_path: Path, number: signal.Signals) -> None:
+    assert run(DIES, tmp_path, int(number)).returncode == -number
+    (note,) = read_notes(tmp_path)
+    assert note.crash == number.name
+    assert note.place == Place("v.zarr", ((0, 0, 0), (8, 8, 8)), (1, 2, 3), ((0, 0, 0), (4, 4, 4)))
+    assert not note.is_alive()
+
+
+def test_a_sigkill_leaves_the_place_and_is_no_strike(tmp_path: Path) -> None:
+    assert run(DIES, tmp_path, int(signal.SIGKILL)).returncode == -signal.SIGKILL
+    (note,) = read_notes(tmp_path)
+    assert (note.crash, note.place is not None) == (None, True)
+    assert Strikes(tmp_path).on("v.zarr", BOX) == []
+
+
+def test_between_two_regions_nothing_is_blamed(tmp_path: Path) -> None:
+    between = DIES.replace("    os.kill", "    pass\nos.kill")
+    assert run(between, tmp_path, int(signal.SIGABRT)).returncode == -signal.SIGABRT
+    (note,) = read_notes(tmp_path)
+    assert (note.crash, note.place) == ("SIGABRT", None)
+    assert Strikes(tmp_path).on("v.zarr", BOX) == []
+
+
+def test_a_strike_holds_for_what_touches_it_and_is_seen_by_those_at_work(tmp_path: Path) -> None:
+    strikes = Strikes(tmp_path)
+    assert strikes.on("v.zarr", BOX) == []
+    run(DIES, tmp_path, int(signal.SIGABRT))
+    assert strikes.on("v.zarr", ((3, 3, 3), (9, 9, 9)))
+    assert strikes.on("v.zarr", ((4, 0, 0), (9, 9, 9))) == [], "the chunk ends there"
+    assert strikes.on("other.zarr", ((3, 3, 3), (9, 9, 9))) == []
+
+
+def test_a_living_process_is_told_from_another_of_the_same_number(tmp_path: Path) -> None:
+    notes = Notebook(tmp_path, role="trainer")
+    (note,) = read_notes(tmp_path)
+    assert note.is_alive()
+    assert (note.pid, note.actor, note.place) == (os.getpid(), "", None)
+    notes.close()
+    assert read_notes(tmp_path) == []
+    assert not type(note)(**{**vars(note), "started": note.started - 1}).is_alive()
+
+
+def test_the_codec_that_ends_its_process_ends_it_once(tmp_path: Path) -> None:
+    path, notes = write_sharded(tmp_path / "v.zarr", textured((64, 64, 64))), tmp_path / "notes"
+    poison(path, (1, 1, 1))
+    first = run(READS, notes, path)
+    assert first.returncode == -signal.SIGABRT
+    (crash,) = take_over(notes)
+    assert crash.place == Place(str(path), BOX)
+    assert take_over(notes) == [], "each is told of once"
+    second = run(READS, notes, path)
+    assert second.returncode == 0, second.stderr
+    assert "UnreadableChunkError (1, 1, 1) RuntimeError: Zstd decompression error" in second.stdout
+    assert len(read_notes(notes)) == 1, "whoever ends well leaves no note"
+
+
+def test_a_chunk_that_kills_in_careful_mode_too_is_not_read_a_third_time(tmp_path: Path) -> None:
+    path, notes = write_sharded(tmp_path / "v.zarr", textured((64, 64, 64))), tmp_path / "notes"
+    poison(path, (1, 1, 1))
+    deadly = "import os, zarr.codecs.zstd as z; z.ZstdCodec._decode_sync = lambda *_: os.abort()"
+    assert run(READS, notes, path).returncode == -signal.SIGABRT
+    assert run(READS, notes, path, deadly).returncode == -signal.SIGABRT
+    third = run(READS, notes, path, deadly)
+    assert third.returncode == 0, third.stderr
+    assert third.stdout.startswith("UnreadableChunkError (0, 0, 0) killed its reader (SIGABRT)")
+
+
+def test_care_costs_no_voxel_and_no_notes_are_no_error(tmp_path: Path) -> None:
+    voxels = textured((64, 64, 64))
+    path, notes = write_sharded(tmp_path / "v.zarr", voxels), tmp_path / "notes"
+    poison(path, (1, 1, 1))
+    assert run(READS, notes, path).returncode == -signal.SIGABRT
+    write_sharded(tmp_path / "sound.zarr", voxels)
+    for shard in (tmp_path / "sound.zarr" / "c").rglob("*"):
+        if shard.is_file():
+            (path / shard.relative_to(tmp_path / "sound.zarr")).write_bytes(shard.read_bytes())
+    cut = voxels[8:50, 8:50, 8:50]
+    for folder in (notes, None, Path("/proc/none")):
+        reads = GuardedReads(folder, role="trainer")
+        np.testing.assert_array_equal(reads.read(open_volume(ArrayConfig(path=str(path))), BOX), cut)
+        reads.close()
+
+
+def test_a_chunk_that_was_given_up_is_named_without_a_try(tmp_path: Path) -> None:
+    path = write_sharded(tmp_path / "v.zarr", textured((64, 64, 64)))
+    run(DIES.replace('"v.zarr"', repr(str(path))), tmp_path / "notes", int(signal.SIGSEGV))
+    reads = GuardedReads(tmp_path / "notes", role="trainer")
+    with pytest.raises(UnreadableChunkError, match=r"killed its reader \(SIGSEGV\)"):
+        reads.read(open_volume(ArrayConfig(path=str(path))), ((0, 0, 0), (8, 8, 8)))
+    reads.close()
+
+
+def test_a_reader_that_waits_for_its_store_says_so(tmp_path: Path) -> None:
+    volume = open_volume(ArrayConfig(path=str(write_sharded(tmp_path / "v.zarr", textured((64, 64, 64))))))
+    reads = GuardedReads(tmp_path / "notes", actor="an actor")
+    reads.publish_outages([volume])
+    outage = Outage(1000.0, "connection refused", "http://store")
+    for expected in (outage, None):
+        volume.source.outage = expected
+        deadline = time.monotonic() + 30
+        while (said := read_notes(tmp_path / "notes")[0].outage) != expected and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert said == expected
+    reads.close()
+
+
+def test_an_outage_is_said_once_a_minute_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    lines, outage = OutageLog(), Outage(1000.0, "connection refused", "http://store")
+    caplog.set_level("INFO")
+    for second in range(130):
+        lines.take([outage, Outage(1002.0, "timed out", "http://store")], 1000.0 + second / 1)
+    lines.take([], 1130.0)
+    lines.take([Outage(1140.0, "reset", "http://store")], 1141.0)  # over before anybody is told
+    lines.take([], 1142.0)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
+    first, _, last = (record.getMessage() for record in caplog.records)
+    assert "http://store has not answered since" in first
+    assert "connection refused" in first
+    assert last == "http://store answers again after 130 s"

@@ -1,0 +1,71 @@
+"""What a library user gets wrong is one line of one family of errors, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.stream.test_stream import make_job, open_stream
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.errors import ConfigError
+from vesuvius.stream.options import StreamOptions
+
+WRONG: list[dict[str, Any]] = [
+    {"batch_size": 0},
+    {"batch_size": -4},
+    {"batch_size": 2.5},
+    {"batch_size": True},
+    {"batch_size": 4, "workers": -1},
+    {"batch_size": 4, "workers": None},
+    {"batch_size": 4, "prefetch_factor": 0},
+    {"batch_size": 4, "prefetch_bytes": -1},
+]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=str)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+    *_, (name, value) = options.items()
+    with pytest.raises(ConfigError, match=rf"^{name} must be an integer of at least \d; got {value!r}; change it$"):
+        StreamOptions(**options)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert StreamOptions(np.int64(4), np.int32(0)).batch_size == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("first", "stop"), [(-1, None), (1, None), (8, 6)])
+def test_a_stream_that_begins_nowhere_is_refused(volume: Path, first: int, stop: int | None) -> None:
+    job = make_job(volume)
+    two_ranks = type(job)(**{**vars(job), "world": 2})
+    with pytest.raises(ConfigError, match=f"got first {first} and stop {stop}; change one of them"):
+        open_stream(two_ranks, first=first, stop=stop)
+
+
+def test_a_stream_of_no_samples_is_empty(volume: Path) -> None:
+    with open_stream(make_job(volume), first=8, stop=8) as stream:
+        assert list(stream) == []
+
+
+STATES: list[Any] = [{}, None, [], {"seed": 0}, {"sample_index": -1}, {"sample_index": "4"}, {"quarantined": None}]
+
+
+@pytest.mark.parametrize("changes", STATES, ids=str)
+def test_a_state_that_is_none_is_refused_and_the_stream_goes_on(volume: Path, changes: Any) -> None:
+    with open_stream(make_job(volume)) as stream:
+        next(stream)
+        partial = isinstance(changes, dict) and len(changes) == 1 and "seed" not in changes
+        state = {**stream.state_dict(), **changes} if partial else changes
+        with pytest.raises(ConfigError, match=r"a stream's state must be what state_dict\(\) returned; got"):
+            stream.load_state_dict(state)
+        assert next(stream).indices.tolist() == [4, 5, 6, 7]
+
+
+def test_a_config_made_in_python_fails_with_one_line_of_ours() -> None:
+    with pytest.raises(ConfigError) as raised:
+        DataConfig(volumes=(VolumeConfig(path="v.zarr"),), patch_size=(1, 2, 0), level=3)  # type: ignore[call-arg]
+    assert str(raised.value).startswith("DataConfig must be valid: patch_size: ")
+    assert "level: Extra inputs are not permitted; got 3" in str(raised.value)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,201 @@
+"""What vesuvius uses of Ray beyond its public interface is there, and does what it did, in the Ray that is installed.
+
+It held with Ray 2.60.0; `pyproject.toml` allows no release for which nobody has run it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pytest
+
+from tests.conftest import REPOSITORY
+from vesuvius.stream.ray import private
+
+# isort: split
+import ray
+from ray._private import utils, worker
+from ray.data import ActorPoolStrategy, DataContext
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+SOURCES = REPOSITORY / "src" / "vesuvius"
+
+
+@ray.remote(max_restarts=1)
+class Mortal:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """The first true answer; a minute is far more than Ray needs."""
+    deadline = time.monotonic() + 60
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, "Ray's tables never said so"
+        time.sleep(0.1)
+    return answer
+
+
+def row_of(actor: Any) -> private.ActorRow:
+    return next(row for row in private.actor_rows() if row.actor == actor._actor_id.hex())
+
+
+def test_pyproject_allows_the_releases_that_were_tested_and_the_one_installed() -> None:
+    (low, high) = re.findall(r'"ray\[data\]>=(\d+\.\d+),<(\d+\.\d+)"', (REPOSITORY / "pyproject.toml").read_text())[0]
+    installed = tuple(map(int, version("ray").split(".")[:2]))
+    assert tuple(map(int, low.split("."))) <= installed < tuple(map(int, high.split(".")))
+
+
+def test_nobody_else_uses_a_private_part_of_ray() -> None:
+    use = re.compile(r"ray\._private|ray\.data\._internal|ray\.core\.generated|streaming_gen_buffer|log_once|mock")
+    users = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py") if use.search(path.read_text())}
+    assert users == {"stream/ray/private.py"}
+
+
+def test_the_table_of_actors_tells_a_replaced_process_from_one_that_is_gone() -> None:
+    actor = Mortal.remote()
+    first = ray.get(actor.pid.remote())
+    row = row_of(actor)
+    assert (row.state, row.pid, row.restarts, row.worker_died) == ("ALIVE", first, 0, False)
+    assert "Mortal" in row.class_name
+    os.kill(first, signal.SIGKILL)
+    assert until(lambda: row_of(actor).restarts) == 1
+    second = until(lambda: (found := row_of(actor)).state == "ALIVE" and found.pid)
+    assert second != first
+    os.kill(second, signal.SIGKILL)
+    until(lambda: row_of(actor).state == "DEAD")
+    assert row_of(actor).worker_died
+
+    ours = Mortal.remote()
+    ray.get(ours.pid.remote())
+    key = ours._actor_id.hex()
+    ray.kill(ours)
+    gone = until(lambda: next((r for r in private.actor_rows() if r.actor == key and r.state == "DEAD"), None))
+    assert not gone.worker_died, "its owner let go of it"
+
+
+def test_the_table_of_processes_tells_how_one_ended() -> None:
+    actor = Mortal.remote()
+    pid, before = ray.get(actor.pid.remote()), time.time()
+    assert [row.is_alive for row in private.worker_rows() if row.pid == pid] == [True]
+    node = row_of(actor).node_id
+    os.kill(pid, signal.SIGKILL)
+    row = until(lambda: next((r for r in private.worker_rows() if r.pid == pid and not r.is_alive), None))
+    assert (row.exit_type, row.node_id) == ("SYSTEM_ERROR", node)
+    assert row.exit_detail
+    assert before - 1 < row.end_time < time.time() + 1
+    ray.kill(actor)
+
+
+def test_the_store_says_how_full_it_is() -> None:
+    state = private.cluster_state()
+    before = private.store_stats(state, timeout_s=5)
+    held = ray.put(np.zeros(2**24, np.uint8))
+    until(lambda: private.store_stats(state, timeout_s=5).used_bytes >= before.used_bytes + 2**24)
+    assert private.store_stats(state, timeout_s=5).capacity_bytes >= 2**24
+    assert before.spilled_bytes >= 0
+    del held
+
+
+class Rows:
+    """Tells how far it has come, in a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    def __call__(self, row: dict[str, Any]) -> Any:
+        for number in range(12):
+            self.path.write_text(str(number))
+            yield {"bytes": np.full((1, 2**16), number, np.uint8)}
+
+
+def mapped(path: Path, context: DataContext, prefetch: int = 0) -> Any:
+    context.enable_progress_bars = False
+    context.target_max_block_size = 2**15
+    with DataContext.current(context):
+        dataset = ray.data.from_blocks([pa.table({"first": [0]})])
+        mapped = private.map_with_bounded_restarts(
+            dataset, Rows, 3, fn_constructor_args=(str(path),), compute=ActorPoolStrategy(size=1)
+        )
+        return iter(mapped.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=prefetch))
+
+
+def test_a_task_runs_ahead_and_an_execution_can_be_watched_and_ended(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Watch(private.ExecutionCallback):
+        def before_execution_starts(self, executor: Any) -> None:
+            seen.append(executor)
+
+        def on_execution_step(self, executor: Any) -> None:
+            seen.append("step")
+
+    context = DataContext.get_current().copy()
+    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, Watch]
+    private.set_blocks_ahead(context, 13)
+    private.hide_progress_warning()
+    blocks = mapped(tmp_path / "far", context)
+    assert int(next(blocks)["bytes"][0][0]) == 0
+    until(lambda: (tmp_path / "far").read_text() == "11")
+    assert "step" in seen
+    (row,) = [row for row in private.actor_rows() if "Rows" in row.class_name and row.state == "ALIVE"]
+    assert row.pid
+    private.end_execution(seen[0])
+    blocks.close()
+    until(lambda: not psutil.pid_exists(row.pid) or psutil.Process(row.pid).status() == "zombie")
+
+
+def test_a_task_is_not_tried_for_ever(tmp_path: Path) -> None:
+    context = DataContext.get_current().copy()
+    blocks = mapped(tmp_path / "some", context)
+    next(blocks)
+    (row,) = [row for row in private.actor_rows() if "Rows" in row.class_name and row.state == "ALIVE"]
+    accessor = ray._private.state.state._connect_and_get_accessor()
+    table = private.gcs_pb2.ActorTableData.FromString(accessor.get_actor_info(ray.ActorID.from_hex(row.actor)))  # type: ignore[attr-defined]
+    assert table.max_restarts == 3
+    blocks.close()
+
+
+def test_the_threads_that_fetch_blocks_have_these_names(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    blocks = mapped(tmp_path / "named", DataContext.get_current().copy(), prefetch=2)
+    next(blocks)
+    new = {thread.name for thread in threading.enumerate() if thread not in before}
+    known = {thread.name for thread, _ in private.data_threads()}
+    blocks.close()
+    assert known == {"iter_threaded", "Prefetcher"}, new
+
+
+def test_a_node_is_ended_by_a_function_with_these_parameters() -> None:
+    parameters = inspect.signature(private.Node.kill_all_processes).parameters
+    assert list(parameters) == ["self", "check_alive", "allow_graceful", "wait"]
+    assert any("DashboardAgent" in " ".join(child.cmdline()) for child in private._children_of_daemons())
+    assert "kill_all_processes" in inspect.getsource(worker.shutdown)
+    assert "disconnect" in inspect.getsource(worker.shutdown)
+
+
+def test_sigterm_and_the_messages_of_daemons_are_in_functions_that_ray_has() -> None:
+    with private.without_sigterm_handler() as handler:
+        assert utils.set_sigterm_handler is handler
+    assert callable(utils.set_sigterm_handler)
+    taken: list[Any] = []
+    patch = private.quiet_daemon_messages(taken.append)
+    before = worker.print_to_stdstream
+    patch.start()
+    worker.print_to_stdstream({"lines": ["a line"]}, False)
+    patch.stop()
+    assert taken == [["a line"]]
+    assert worker.print_to_stdstream is before
