@@ -18,6 +18,7 @@ from vesuvius.door import run_door, say
 from vesuvius.engine.quarantine import Record, as_json, box_of, clear, read_quarantine
 from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError, StorageError
 from vesuvius.observe.run_files import find_run
+from vesuvius.stream.notes import forget_crashes
 from vesuvius.volume_tools.child_reads import Reading, read_in_children
 from vesuvius.volumes.box import format_box
 from vesuvius.volumes.stored import Stored
@@ -78,10 +79,12 @@ def _line(record: Record) -> str:
 
 
 def _clear(path: Path, records: Sequence[Record]) -> None:
+    """Clear records, and forget what crashed readers: else they would not try it again."""
     if not records:
         return
     try:
         clear(path, records)
+        forget_crashes(path.parent / "reading")
     except OSError as error:
         raise StorageError(f"the run directory must be writable; got {error}; free some space") from error
 

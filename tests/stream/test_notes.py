@@ -16,7 +16,7 @@ from tests.conftest import textured
 from tests.poison import poison, write_sharded
 from vesuvius.config import ArrayConfig
 from vesuvius.stream.guarded import GuardedReads
-from vesuvius.stream.notes import Notebook, Place, Strikes, read_notes, take_over
+from vesuvius.stream.notes import Notebook, Place, Strikes, forget_crashes, read_notes, take_over
 from vesuvius.stream.outage_log import OutageLog
 from vesuvius.volumes.source import Outage
 from vesuvius.volumes.volume import UnreadableChunkError, open_volume
@@ -62,6 +62,15 @@ def test_a_crash_leaves_the_place_and_the_signal(tmp_path: Path, number: signal.
     assert note.crash == number.name
     assert note.place == Place("v.zarr", ((0, 0, 0), (8, 8, 8)), (1, 2, 3), ((0, 0, 0), (4, 4, 4)))
     assert not note.is_alive()
+
+
+def test_crashes_can_be_forgotten_and_other_notes_stay(tmp_path: Path) -> None:
+    run(DIES, tmp_path, int(signal.SIGABRT))
+    run(DIES, tmp_path, int(signal.SIGKILL))
+    assert Strikes(tmp_path).on("v.zarr", ((0, 0, 0), (2, 2, 2)))
+    forget_crashes(tmp_path)
+    assert not Strikes(tmp_path).on("v.zarr", ((0, 0, 0), (2, 2, 2)))
+    assert [note.crash for note in read_notes(tmp_path)] == [None]
 
 
 def test_a_sigkill_leaves_the_place_and_is_no_strike(tmp_path: Path) -> None:

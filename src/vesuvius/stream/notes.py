@@ -238,6 +238,14 @@ class Strikes:
             self._strikes = [note for note in read_notes(self._folder) if note.crash is not None]
 
 
+def forget_crashes(folder: Path) -> None:
+    """Remove the notes of processes that crashed: what they read is read again as any other place.  Raises OSError."""
+    for path in folder.glob(f"*{_SUFFIX}"):
+        note = _read_note(path)
+        if note is not None and note.crash is not None:
+            path.unlink(missing_ok=True)
+
+
 def _is_on(place: Place, volume: str, box: Box) -> bool:
     return place.volume == volume and intersects(place.chunk_box or place.box, box)
 
