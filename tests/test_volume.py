@@ -147,7 +147,7 @@ def test_info_says_what_the_volume_is(tmp_path, capsys):
     lines = captured.out.splitlines()
     assert lines[0] == f"{tmp_path / 'v.zarr'}: OME-Zarr 0.4 'v', zarr v2, axes z, y, x"
     header, finest = lines[2], lines[3]
-    assert " ".join(finest.split()) == "* 0 0 48x64x64 16x16x16 - uint8 192.0 KiB 7.91 micrometer zarrs"
+    assert " ".join(finest.split()) == "* 0 0 48x64x64 16x16x16 - uint8 192.0 KiB 7.91 micrometer zarr-python"
     assert header.index("shape") == finest.index("48x64x64"), "columns are aligned"
     assert "  codec        blosc zstd level 3, no shuffle" in lines
     stored = len([path for path in (tmp_path / "v.zarr" / "0").glob("*/*/*") if path.is_file()])

@@ -52,7 +52,7 @@ def test_levels_are_told_as_they_are(tmp_path: Path) -> None:
     assert [level.raw_bytes for level in facts.levels] == [48 * 64 * 80 * 2, 24 * 32 * 40 * 2]
     assert facts.chosen == facts.levels[1]
     assert (facts.chosen.path, facts.chosen.chunk_zyx, facts.chosen.shard_zyx) == ("1", (16, 16, 16), None)
-    assert (facts.chosen.dtype, facts.chosen.zarr_format, facts.chosen.decoder) == ("uint16", 2, "zarrs")
+    assert (facts.chosen.dtype, facts.chosen.zarr_format, facts.chosen.decoder) == ("uint16", 2, "zarr-python")
     assert facts.chosen.geometry is not None
     assert facts.chosen.geometry.scale_zyx == (4.8, 4.8, 4.8)
 

@@ -1,8 +1,8 @@
 """First stop of a patch: open one level of a zarr volume and read boxes of it.
 
 Reads zarr v2 and v3, sharded or not, OME-Zarr groups (levels looked up in their metadata) and bare arrays, from disk
-and from remote stores.  On disk chunks are decoded by the zarrs codec pipeline where it supports the array, by
-zarr-python otherwise; remote chunks are fetched ahead, many at once, and decoded by zarr-python.  One codec thread per
+and from remote stores.  On disk shards are decoded by the zarrs codec pipeline where it supports the array, all
+else by zarr-python; remote chunks are fetched ahead, many at once, and decoded by zarr-python.  One codec thread per
 reader.
 """
 
@@ -404,7 +404,9 @@ def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal[
     _check_dtype(name, array)
     space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
     axes, axis_names = find_axes(name, array, space.array_names(array.ndim) if space else None, spec.select)
-    if not np.dtype(array.dtype).isnative:  # zarrs decodes native byte order only, and says so at the first read
+    # zarrs decodes native byte order only, and says so at the first read; and parts of single chunks, as regions have at
+    # their faces, more slowly than zarr-python does (docs/performance.md), but parts of shards as fast.
+    if not np.dtype(array.dtype).isnative or array.shards is None:
         with zarr.config.set(_PYTHON_PIPELINE):
             array = zarr.open_array(array.store_path, mode="r")
     source.cache_scope = f"{spec.path.rstrip('/')}#{metadata_hash(array)}"
