@@ -246,8 +246,9 @@ def test_an_error_behind_which_the_stream_is_not_as_it_was_is_not_passed_over(lo
 
 
 def test_readers_that_an_object_store_of_the_config_is_too_small_for_are_not_added(loop: Callable[..., Loop]) -> None:
-    run = loop(cluster={"object_store_gib": 0.01})
-    assert store_need_bytes(run.job, run.stream.options) < 0.01 * GIB < store_need_bytes(run.job, StreamOptions(2, 4))
+    run = loop(cluster={"object_store_gib": 0.009})
+    needs = [store_need_bytes(run.job, options) / GIB for options in (run.stream.options, StreamOptions(2, 4))]
+    assert needs[0] < 0.009 < needs[1], needs
     run.hears(FEW_WORKERS)
     assert run.feed.changes == []
     assert "cluster.object_store_gib must hold" in run.events[0]["refused"]

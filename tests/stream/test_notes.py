@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,7 +118,7 @@ def test_the_codec_that_ends_its_process_ends_it_once(tmp_path: Path) -> None:
     assert take_over(notes) == [], "each is told of once"
     second = run(READS, notes, path)
     assert second.returncode == 0, second.stderr
-    assert "UnreadableChunkError (1, 1, 1) RuntimeError: Zstd decompression error" in second.stdout
+    assert re.search(r"UnreadableChunkError \(1, 1, 1\) bytes \d+ to \d+ of an object of \d+", second.stdout)
     assert len(read_notes(notes)) == 1, "whoever ends well leaves no note"
 
 

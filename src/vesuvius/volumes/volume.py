@@ -404,8 +404,8 @@ def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal[
     _check_dtype(name, array)
     space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
     axes, axis_names = find_axes(name, array, space.array_names(array.ndim) if space else None, spec.select)
-    # zarrs decodes native byte order only, and says so at the first read; and parts of single chunks, as regions have at
-    # their faces, more slowly than zarr-python does (docs/performance.md), but parts of shards as fast.
+    # zarrs decodes native byte order only, and says so at the first read.  Parts of chunks, as regions have at their
+    # faces, it decodes more slowly than zarr-python does (docs/performance.md); in shards as fast.
     if not np.dtype(array.dtype).isnative or array.shards is None:
         with zarr.config.set(_PYTHON_PIPELINE):
             array = zarr.open_array(array.store_path, mode="r")
