@@ -62,7 +62,7 @@ def validation_loss(volume: Path, seed: int, order: str, steps: int) -> float:
             "validate_patches": 48,
             "preview_every": 0,
         },
-        "monitor": {"tensorboard": False},
+        "monitor": {"tensorboard": False, "guard": "off"},
         "model": {
             "channels": [8, 16, 32],
             "blocks_per_level": 1,

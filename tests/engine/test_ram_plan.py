@@ -79,16 +79,16 @@ def test_a_worker_more_costs_a_reader_and_its_share_of_the_store(planned: Plan) 
 
 
 @pytest.mark.usefixtures("some_network")
-def test_without_workers_there_is_no_ray_and_the_trainer_holds_the_blocks_of_a_task(planned: Plan) -> None:
+def test_without_workers_there_is_no_ray_and_the_trainer_holds_the_regions_in_flight(planned: Plan) -> None:
     _, data, plan = planned("training.workers=0")
     assert (plan.readers_bytes, plan.store_bytes, plan.ray_bytes) == (0, 0, 0)
-    assert plan.local_reader_bytes >= (data.job.blocks_per_task + 1) * data.job.block_bytes
+    assert plan.local_reader_bytes >= (data.plan.regions_in_flight + 1) * data.job.block_bytes
     assert not any("readers" in line or "store" in line for line in plan.lines())
 
 
 @pytest.mark.usefixtures("some_network")
 def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(planned: Plan) -> None:
-    """20 x 4 samples in tasks of 16 are 5; Ray's executions overlap beyond 500."""
+    """A step needs the regions of one task; Ray's executions overlap beyond 500."""
     assert planned("training.workers=4", "training.max_steps=1")[2].readers_at_once == 1
     assert planned("training.workers=4")[2].readers_at_once == 4
     config, data, long = planned("training.workers=4", "training.steps_per_epoch=10000")
@@ -159,7 +159,7 @@ def test_where_fewer_workers_do_not_help_the_warning_names_something_else(planne
     warning = ram_warning(config, data, plan, RamLimit(64 * MIB, "the machine"))
     assert warning is not None
     assert "workers=" not in warning
-    assert "lower data.reader_mib" in warning
+    assert "lower data.regions_in_flight" in warning
 
 
 @pytest.mark.usefixtures("some_network")

@@ -34,6 +34,7 @@ LAYOUTS = {
     "chunks of 64^3": Layout((700, 900, 900), (72, 136, 136), (64, 64, 64)),
     "chunks of 512^3": Layout((1500, 1500, 1500), (72, 136, 136), (512, 512, 512)),
     "slices": Layout((300, 800, 900), (72, 136, 136), (1, 800, 900)),
+    "chunks of a prime length": Layout(BIG, (72, 136, 136), (127, 127, 127)),
     "ragged": Layout((333, 517, 401), (72, 100, 136), (100, 120, 96)),
     "given regions": Layout(BIG, (72, 136, 136), (128, 128, 128), options={"region_size": (200, 300, 300)}),
     "hardly larger than a patch": Layout((80, 140, 139), (72, 136, 136), (128, 128, 128)),

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.layouts import LAYOUTS, Layout, planned
+from tests.plan.layouts import BIG, LAYOUTS, Layout, planned
 from vesuvius.config import Triple
 from vesuvius.plan.cells import AxisCells, Cells, cells_of_region_size, lay_cells, region_of
 
@@ -136,6 +136,8 @@ def test_regions_stay_within_their_memory_and_small_volumes_have_enough_cells() 
         if "region_size" not in layout.options:
             assert item * math.prod(cells.region_zyx(layout.patch)) <= limit
             assert cells.starts >= 64 * cells.largest or cells.longest_zyx == (1, 1, 1)
+        if layout.shape == BIG:
+            assert all(cell >= patch / 5 for cell, patch in zip(cells.longest_zyx, layout.patch, strict=True))
 
 
 def test_a_given_region_size_is_kept() -> None:

@@ -141,6 +141,19 @@ def test_in_a_full_volume_all_starts_qualify_and_in_an_empty_one_none(case: Case
     assert starts_that_qualify(replace(case, map=empty), minimum) is None
 
 
+def test_one_bright_place_in_the_largest_scroll_is_found() -> None:
+    """Its blocks, refined, are more than 2^32."""
+    fraction = np.zeros((593, 256, 256), np.uint8)
+    fraction[300, 128, 128] = 255
+    shape, patch = (75784, 32693, 32693), (72, 136, 136)
+    foreground = ForegroundMap(fraction, (128, 128, 128), shape)
+    stop = (shape[0] - 71, shape[1] - 135, shape[2] - 135)
+    found = qualifying_starts(foreground, ((0, 0, 0), stop), patch, 0.85, (128, 128, 128))
+    assert found is not None
+    z, y, x = found.draw(np.random.default_rng(0))
+    assert foreground.patch_fraction((z, y, x), patch) >= 0.85
+
+
 def test_exactly_a_tenth_is_a_tenth() -> None:
     # As a float, 0.1 lies above 1/10: with ceil(0.1 x 255 x 10) no patch of one full voxel in ten would do.
     fraction = np.zeros((1, 1, 10), np.uint8)
@@ -174,13 +187,13 @@ def test_starts_are_drawn_evenly_from_all_that_qualify_in_a_cell() -> None:
     assert (inside == minimum).any()
     rng = np.random.default_rng(0)
     counts = dict.fromkeys(valid, 0)
+    within = found.within(cell)
+    assert within is not None
     for _ in range(200 * len(valid)):
-        start = found.draw_in(rng, cell)
-        assert start is not None
-        counts[start] += 1
+        counts[within.draw(rng)] += 1
     # 5 standard deviations of a count of mean 200; a seeded draw, so it cannot fail by chance.
     assert max(abs(count - 200) for count in counts.values()) < 5 * 200**0.5
-    assert found.draw_in(rng, ((0, 0, 0), (1, 1, 1))) is None, "a cell without one"
+    assert found.within(((0, 0, 0), (1, 1, 1))) is None, "a cell without one"
 
 
 def test_the_hash_changes_with_cells_their_size_and_the_shape_but_not_with_the_layout() -> None:

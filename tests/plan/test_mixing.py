@@ -50,7 +50,6 @@ def test_the_samples_of_a_slot_are_those_that_come_from_it(mixing: Mixing, slot:
     samples = list(mixing.samples_of(slot))
     assert [mixing.slot_of(index) for index in samples] == [slot] * len(samples)
     assert [index // mixing.regions for index in samples] == list(mixing.rounds_of(slot))
-    assert mixing.last_round_of(slot) == samples[-1] // mixing.regions
     turns = [mixing.turn_of(index) for index in samples]
     assert turns == list(range(mixing.patches))[mixing.patches - len(samples) :]
 

@@ -161,6 +161,19 @@ def test_patches_of_a_visit_are_spread_over_its_cell() -> None:
             assert gaps.max() <= max(0.25 * (hi - lo), 2)
 
 
+def test_patches_of_a_visit_differ_where_few_starts_qualify() -> None:
+    """Blobs as large as a patch: far fewer than 1 of 64 starts of a cell qualify."""
+    layout = Layout((128, 256, 256), (18, 34, 34), (32, 32, 32), options={"min_foreground": 0.9})
+    fraction = np.zeros((16, 32, 32), np.uint8)
+    for z, y, x in itertools.product((3, 10), (4, 20), (4, 20)):
+        fraction[z : z + 3, y : y + 5, x : x + 5] = 255
+    foreground = ForegroundMap(fraction, (8, 8, 8), layout.shape)
+    plan = plan_of(layout, foreground=foreground)
+    drawn = [(plan.mixing.slot_of(index), plan.sample(index).start_zyx) for index in range(64 * 40, 64 * 60)]
+    assert all(foreground.patch_fraction(start, layout.patch) >= 0.9 for _, start in drawn)
+    assert len(set(drawn)) > 0.8 * len(drawn)
+
+
 def test_patches_lie_in_their_region_and_regions_in_the_training_box() -> None:
     for name, layout in LAYOUTS.items():
         plan = plan_of(layout)

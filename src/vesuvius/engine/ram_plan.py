@@ -7,6 +7,7 @@ and then does not know what the network takes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from dataclasses import dataclass, replace
@@ -164,9 +165,9 @@ def _plan(config: Config, data: PreparedData, network: _Network | None, gpu: boo
 
 
 def _tasks(config: Config, data: PreparedData) -> int:
-    """Of the whole run."""
-    slots = data.plan.mixing.slots(0, config.stop_step * config.global_batch)
-    return -(-len(slots) // data.plan.regions_per_task)
+    """Of the whole run, as far as they matter: up to one more than an execution has."""
+    tasks = data.job.tasks(0, config.stop_step * config.global_batch)
+    return sum(1 for _ in itertools.islice(tasks, _TASKS_PER_EXECUTION + 1))
 
 
 def _executions_at_once(tasks: int) -> int:

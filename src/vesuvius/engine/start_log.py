@@ -33,15 +33,26 @@ def log_start(config: Config, found: Preflight, lost: bool) -> None:
     if found.resumed is not None:
         _log_drift(found)
     data = found.data
-    for volume, planned in zip(data.volumes, data.plan.volumes, strict=True):
+    for number, (volume, planned) in enumerate(zip(data.volumes, data.plan.volumes, strict=True)):
+        amplification = data.plan.read_amplification(number)
         log.info(
-            "volume %s: %s %s, %d regions a pass, decoded by %s",
+            "volume %s: %s %s, %d regions a pass, %.2f bytes decoded per byte of patch, decoded by %s",
             volume.name,
             "x".join(map(str, volume.shape_zyx)),
             volume.dtype,
             planned.visits_per_pass,
+            amplification,
             volume.codec_pipeline,
         )
+        if amplification > 1 and not data.plan.independent:
+            log.warning(
+                "at most 1 byte should be decoded per byte of patch; got %.2f for %s in chunks of %s; raise "
+                "data.patches_per_region (now %d), or copy the volume into smaller chunks (vesuvius volume copy)",
+                amplification,
+                volume.name,
+                "x".join(map(str, volume.chunk_zyx)),
+                data.plan.patches_per_region,
+            )
     log.info("plan %s: %s", data.plan.hash, mixing_text(data.job))
     if data.plan.repeats:
         log.warning(

@@ -176,21 +176,20 @@ def _lay_axis(first: int, count: int, patch: int, chunk: int, limit: int) -> Axi
 def _cheapest_cuts(patch: int, chunk: int, limit: int) -> tuple[int, tuple[int, ...]]:
     """The length of a cell, and the phases at which its regions touch the fewest chunks.
 
-    The longest that is a whole number of chunks, or a whole part of one.
+    The longest that is a whole number of chunks, or a whole part of one if that is not much shorter than the limit.
     """
     if limit >= chunk:
         length = limit // chunk * chunk
     else:
         length = next(chunk // n for n in range(2, chunk + 1) if chunk % n == 0 and chunk // n <= limit)
-    decoded = [_decoded(length, phase, patch, chunk) for phase in range(length)]
-    return length, tuple(phase for phase, voxels in enumerate(decoded) if voxels == min(decoded))
-
-
-def _decoded(length: int, phase: int, patch: int, chunk: int) -> float:
-    """Voxels along an axis of the chunks that a region touches, on average over the cells of a volume without end."""
-    cells = math.lcm(length, chunk) // length
-    starts = (phase + n * length for n in range(cells))
-    return chunk * sum(_chunks_touched(lo, lo + length + patch - 1, chunk) for lo in starts) / cells
+        length = length if 2 * length > limit else limit  # of a prime chunk the only part is 1
+    # Cells begin at all places of a chunk that equal the phase modulo this.
+    alike = math.gcd(length, chunk)
+    touched = [
+        sum(_chunks_touched(lo, lo + length + patch - 1, chunk) for lo in range(phase, chunk, alike))
+        for phase in range(alike)
+    ]
+    return length, tuple(phase for phase in range(length) if touched[phase % alike] == min(touched))
 
 
 def _chunks_touched(lo: int, hi: int, chunk: int) -> int:

@@ -13,17 +13,19 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
+from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box
 
 _FULL = 255
-_DRAWS_IN_A_CELL = 64
 _DRAWS_MAX = 2**20
 # The list of blocks is refined until this share of starts drawn from it qualifies, while it has no more blocks than
 # `_REFINED_MAX`: what is larger is a large volume, in which most blocks are foreground throughout.
@@ -91,7 +93,7 @@ class QualifyingStarts:
     min_fraction: float
     starts: Box
     edge_zyx: Triple
-    blocks: NDArray[np.uint32] = field(repr=False)
+    blocks: NDArray[np.unsignedinteger[Any]] = field(repr=False)
 
     @cached_property
     def positions(self) -> int:
@@ -128,20 +130,20 @@ class QualifyingStarts:
         """A start, uniform over those that qualify.
 
         Raises:
-            LookupError: none in 2^20 draws.
+            DataError: none in 2^20 draws.
         """
         for _ in range(_DRAWS_MAX):
             start = self.at(int(rng.integers(self.positions)))
             if start is not None:
                 return start
-        raise LookupError
+        raise DataError(
+            f"patches with enough foreground must be found by drawing; got none in {_DRAWS_MAX} draws for "
+            f"data.min_foreground={self.min_fraction:g}; lower it"
+        )
 
-    def draw_in(self, rng: np.random.Generator, cell: Box) -> Triple | None:
-        """A start in a cell, uniform over those that qualify; None where 64 draws find none."""
-        for z, y, x in rng.integers(*cell, size=(_DRAWS_IN_A_CELL, 3)).tolist():
-            if self.qualifies((z, y, x)):
-                return z, y, x
-        return None
+    def within(self, cell: Box) -> QualifyingStarts | None:
+        """Those in a cell, in blocks small enough to be drawn from quickly; None where there are none."""
+        return _within(self, cell)
 
     @cached_property
     def _least(self) -> int:
@@ -164,7 +166,7 @@ class QualifyingStarts:
             block = block[(block < finer._counts).all(axis=1)]
             if block.size:
                 block = block[finer._bounds(block) >= self._least]
-                found.append(np.ravel_multi_index(tuple(block.T), finer._counts).astype(np.uint32))
+                found.append(np.ravel_multi_index(tuple(block.T), finer._counts).astype(_number_type(finer._counts)))
         return replace(finer, blocks=np.sort(np.concatenate(found)) if found else self.blocks[:0])
 
     def accepted_share(self) -> float:
@@ -216,18 +218,28 @@ def qualifying_starts(
         reached = [brightest.take(np.minimum(cells + n, last), axis) for n in range(int((last - cells).max()) + 1)]
         brightest = np.maximum.reduce(reached)
     # A patch whose cells are all darker than that has too little: at least one of them must be so bright.
-    blocks = np.flatnonzero(brightest >= bright).astype(np.uint32)
-    assert brightest.size < 2**32, "numbers of blocks must fit uint32"
+    blocks = np.flatnonzero(brightest >= bright).astype(_number_type(brightest.shape))
     found = QualifyingStarts(foreground, patch_zyx, min_fraction, starts, (z, y, x), blocks)
     while len(found.blocks) and found.accepted_share() < _ACCEPTED:
         if len(found.blocks) > _REFINED_MAX or max(found.edge_zyx) == 1:
             try:
                 found.draw(np.random.default_rng(0))
-            except LookupError:
+            except DataError:
                 return None
             return found
         found = found.refined()
     return found if len(found.blocks) else None
+
+
+@lru_cache(maxsize=256)
+def _within(found: QualifyingStarts, cell: Box) -> QualifyingStarts | None:
+    lengths = [hi - lo for lo, hi in zip(*cell, strict=True)]
+    return qualifying_starts(found.map, cell, found.patch_zyx, found.min_fraction, (lengths[0], lengths[1], lengths[2]))
+
+
+def _number_type(counts: Sequence[int]) -> type[np.unsignedinteger[Any]]:
+    """Of the numbers of so many blocks: the list is long, so it is as small as can be."""
+    return np.uint32 if math.prod(counts) <= 2**32 else np.uint64
 
 
 def _reach(

@@ -70,10 +70,6 @@ class Mixing:
             order = _order(self.seed, self.regions, self.groups, number)
             yield number * self.regions + order.index(lane)
 
-    def last_round_of(self, slot: int) -> int:
-        """The round in which a slot gives its last sample."""
-        return self.rounds_of(slot)[-1]
-
     def slots(self, first: int, stop: int) -> range:
         """Slots that samples first <= i < stop may be cut from; some at both ends may not be needed."""
         if first >= stop:

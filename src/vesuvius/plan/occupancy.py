@@ -162,14 +162,26 @@ def list_chunks(volume: Volume) -> Bools:
 
 
 def list_objects(volume: Volume) -> Bools:
-    """Which chunks, or of a sharded array which shards, the store lists; as `list_chunks` but reads no shard."""
+    """Which chunks, or of a sharded array which shards, the store lists; as `list_chunks` but reads no shard.
+
+    Raises:
+        DataError: the store cannot list, or on a disk a folder of chunks is a dangling link or a file.
+    """
     grid = volume.grid
     occupancy = np.zeros(_shard_counts(volume) if grid.shard_zyx else grid.counts_zyx, bool)
-    places = (place for keys in _listed_keys(volume) for place in map(grid.place_of, keys) if place)
+    places = (place for keys in _listed_keys(volume) for key in keys if (place := _place_of(volume, key)))
     for place in _with_progress(places, f"listing the chunks of {volume.name}"):
         if all(i < n for i, n in zip(place, occupancy.shape, strict=True)):
             occupancy[place] = True
     return occupancy
+
+
+def _place_of(volume: Volume, key: str) -> Triple | None:
+    """The place of a chunk's key; of another one None, after a look whether it is the folder that it should be."""
+    place = volume.grid.place_of(key)
+    if place is None and not volume.source.remote and volume.grid.leads_to_chunks(key):
+        volume.source.check_folder(key)
+    return place
 
 
 def coarse_map(volume: Volume, coarse: Volume, threshold: float | None, patch_zyx: Triple) -> ForegroundMap:

@@ -193,8 +193,8 @@ class Plan:
         foreground = self.volumes[visit.volume].foreground
         if foreground is None or foreground.qualifies((z, y, x)):
             return z, y, x
-        rng = np.random.default_rng((self.seed, _RETRY, index, attempt))
-        return foreground.draw_in(rng, visit.cell) or visit.anchor_zyx
+        within = foreground.within(visit.cell)
+        return within.draw(np.random.default_rng((self.seed, _RETRY, index, attempt))) if within else visit.anchor_zyx
 
     def augmentation(self, index: int) -> Augmentation:
         """What is done to sample `index`, whichever patch it is.  Pure."""

@@ -9,9 +9,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from vesuvius.errors import VesuviusError
+from vesuvius.plan.plan import Visit
 from vesuvius.stream.reader import Block, BlockReport, ReaderJob, head_of, regions_in
 from vesuvius.stream.wait_time import WaitTime
-from vesuvius.volumes.box import Box, shape_of, slices
+from vesuvius.volumes.box import shape_of, slices
 
 
 class StreamOrderError(VesuviusError):
@@ -33,18 +34,17 @@ class Patch:
 
 @dataclass(frozen=True)
 class _Region:
-    """A region in flight, and which attempt of its slot it is."""
+    """A region in flight: what is visited, and which attempt of its slot that is."""
 
+    visit: Visit
     attempt: int
-    box: Box
     voxels: list[NDArray[Any]]
 
 
 class Cutter:
     """Turns blocks into the patches of samples first <= i < stop.
 
-    Holds the regions that samples to come are cut from: at most M of the plan, and those that came before they were
-    needed, which is none where blocks come one by one.
+    Holds the regions in flight, at most M of the plan.
 
     Args:
         job: what is read.
@@ -67,7 +67,7 @@ class Cutter:
         self.starved = WaitTime()
 
     def patches(self) -> Generator[Patch]:
-        """The patches in the order of the samples.  A region is let go once its last patch is taken.
+        """The patches in the order of the samples.  A region is let go in the round after its last patch.
 
         Raises:
             StreamOrderError: a block is missing or out of order.
@@ -75,14 +75,18 @@ class Cutter:
         mixing = self._job.plan.mixing
         try:
             for index in self._indices:
+                self._let_go(before=mixing.first_slot(index // mixing.regions))
                 slot = mixing.slot_of(index)
                 while slot not in self._in_flight:
                     self._take_block(slot)
                 yield self._cut(index, self._in_flight[slot])
-                if index // mixing.regions == mixing.last_round_of(slot):
-                    del self._in_flight[slot]
         finally:
             self._in_flight.clear()  # views into the object store: held, they would keep it full
+
+    def _let_go(self, before: int) -> None:
+        """Drop the regions that are no longer in flight: those of the first slots."""
+        while self._in_flight and (first := next(iter(self._in_flight))) < before:
+            del self._in_flight[first]
 
     def _take_block(self, wanted: int) -> None:
         """Take the next block in."""
@@ -95,25 +99,23 @@ class Cutter:
                 "needed; report this as a defect"
             )
         head = head_of(block)
-        if head.slot != expected:
+        if head.slot != expected or head.slot > wanted:
             raise StreamOrderError(
-                f"regions must come in the order of the plan; got slot {head.slot} for {expected}; report this as a "
+                f"regions must come in the order of the plan; got slot {head.slot} for {expected}, where {wanted} is "
+                "needed; report this as a defect"
+            )
+        visit = self._job.plan.visit(head.slot, head.attempt)
+        if visit.region != head.region:
+            raise StreamOrderError(
+                f"a block must hold the region of its slot; got {head.region} for {visit.region}; report this as a "
                 "defect"
             )
         self._on_report(head.report)
-        self._in_flight[head.slot] = _Region(
-            head.attempt, head.region, regions_in(block, self._job, shape_of(head.region))
-        )
+        self._in_flight[head.slot] = _Region(visit, head.attempt, regions_in(block, self._job, shape_of(head.region)))
 
     def _cut(self, index: int, region: _Region) -> Patch:
         plan = self._job.plan
-        visit = plan.visit(plan.mixing.slot_of(index), region.attempt)
-        if visit.region != region.box:
-            raise StreamOrderError(
-                f"a block must hold the region of its slot; got {region.box} for {visit.region}; report this as a "
-                "defect"
-            )
-        start = plan.start(index, visit, region.attempt)
+        start = plan.start(index, region.visit, region.attempt)
         z, y, x = (lo + size for lo, size in zip(start, plan.patch_zyx, strict=True))
-        part = slices((start, (z, y, x)), region.box[0])
+        part = slices((start, (z, y, x)), region.visit.region[0])
         return Patch(index, [voxels[part] for voxels in region.voxels])
