@@ -91,6 +91,16 @@ def test_a_folder_a_dangling_link_and_a_listed_chunk_that_is_gone_are_broken(tmp
     assert set(causes(verified(path))) == {(0, 1, 1), (1, 1, 1)}, "without a listing the third is air"
 
 
+def test_a_volume_with_a_slab_whose_disk_is_not_mounted_is_not_whole(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    (path / "1").rename(tmp_path / "slab")
+    (path / "1").symlink_to(tmp_path / "slab")
+    assert verified(path).chunks == CHUNKS
+    (tmp_path / "slab").rename(tmp_path / "unmounted")
+    with pytest.raises(DataError, match=f"got a link to what is not there, {path / '1'}; mount the disk"):
+        verified(path)
+
+
 def test_a_damaged_shard_index_is_told_once_and_its_shard_left_out(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS["v3-sharded"])
     shard = path / "c/0/1/1"

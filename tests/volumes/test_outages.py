@@ -123,6 +123,18 @@ def test_an_address_that_never_answered_is_given_up_soon(monkeypatch: pytest.Mon
     assert "\n" not in str(caught.value)
 
 
+def test_the_line_about_an_address_that_never_answered_does_not_name_a_limit_that_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(source_module, "_FIRST_ANSWER_S", 0.3)
+    monkeypatch.setattr(source_module, "_SAID_AFTER_S", 0.0)
+    with caplog.at_level(logging.WARNING), pytest.raises(OutageError):
+        open_volume(ArrayConfig(path="http://127.0.0.1:1/v.zarr"), PATIENT)
+    line = caplog.messages[0]
+    assert "trying again for up to 0.3 s, as it has never answered: check the address" in line
+    assert "outage_minutes" not in line
+
+
 def test_closing_ends_all_pauses_at_once(server: ChunkServer, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "_FIRST_PAUSE_S", 1000.0)
     server.set_faults([{"path": "data", "kind": "status", "status": 503}])

@@ -21,7 +21,7 @@ from vesuvius.errors import DataError
 from vesuvius.plan.occupancy import list_chunks
 from vesuvius.volumes import source as store
 from vesuvius.volumes.source import ByteRange, ClosedError, Source, open_store
-from vesuvius.volumes.volume import open_volume
+from vesuvius.volumes.volume import UnreadableChunkError, open_volume
 
 FAST = StoreConfig(outage_minutes=0.01, max_pause_s=0.02)
 DATA = bytes(range(256)) * 4
@@ -196,6 +196,39 @@ def test_a_listing_holds_what_lies_below_a_prefix_of_whole_segments(source: Sour
     assert sorted(source.list_keys("1")) == ["1/2/3", "1/20"]
     assert sorted(source.list_keys("")) == ["1.x", "1/2/3", "1/20", "10/2", "a/data"]
     assert list(source.list_keys("none")) == []
+
+
+@pytest.mark.parametrize("source", ["disk"], indirect=True)
+def test_a_listing_of_what_is_no_folder_is_an_error(source: Source) -> None:
+    with pytest.raises(DataError, match=r"must be listable; got .*Not a directory"):
+        list(source.list_keys("a/data"))
+
+
+def test_slabs_that_are_links_to_other_disks_are_listed_and_read(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 64, 64)))
+    (tmp_path / "disk2").mkdir()
+    (path / "1").rename(tmp_path / "disk2/slab")
+    (path / "1").symlink_to(tmp_path / "disk2/slab")
+    volume = open_volume(ArrayConfig(path=str(path)))
+    assert list_chunks(volume).all()
+    np.testing.assert_array_equal(volume.read(((0, 0, 0), (96, 64, 64))), textured((96, 64, 64)))
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
+@pytest.mark.parametrize("kind", ["dangling link", "file"])
+def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(
+    tmp_path: Path, layout: str, kind: str
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 64, 64)), **LAYOUTS[layout])
+    slab = path / {"v2": "1", "v3": "c/1", "v3-sharded": "c/1"}[layout]
+    slab.rename(tmp_path / "unmounted")
+    words = f"a link to what is not there, {slab}" if kind == "dangling link" else f"a file in place of the folder {slab}"
+    slab.symlink_to("/disk2/slab") if kind == "dangling link" else slab.write_bytes(b"")
+    volume = open_volume(ArrayConfig(path=str(path)))
+    with pytest.raises(DataError, match=f"a folder of chunks must be a folder; got {words}; mount the disk"):
+        list_chunks(volume)
+    with pytest.raises(UnreadableChunkError, match=words):
+        volume.read(((64, 0, 0), (96, 64, 64)) if layout == "v3-sharded" else ((32, 0, 0), (64, 64, 64)))
 
 
 @pytest.mark.parametrize("source", ["http"], indirect=True)

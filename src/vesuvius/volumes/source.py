@@ -217,23 +217,35 @@ class Source:
         return [key for key, there in zip(keys, found, strict=True) if not there.result()]
 
     def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
-        """Keys below a prefix (whole path segments), in any order.
+        """Keys below a prefix (whole path segments), in any order.  On a disk links to folders are followed.
 
         Args:
             folders_too: on a disk also the folders, which may lie where a file should.
 
         Raises:
-            DataError: the store cannot list (plain web servers cannot), or access is refused.
+            DataError: the store cannot list (plain web servers cannot), or access is refused, if only to one folder.
         """
         with self._listing_errors():
             if not self.remote:  # obstore would look at the size of each file
-                for folder, folders, files in os.walk(self._root / prefix):
+                for folder, folders, files in os.walk(
+                    self._root / prefix, onerror=_raise_unless_gone, followlinks=True
+                ):
                     relative = Path(folder).relative_to(self._root)
                     yield from ((relative / name).as_posix() for name in (*files, *(folders if folders_too else ())))
                 return
             for batch in obstore.list(self._store, prefix, chunk_size=1000):
                 for entry in batch:
                     yield entry["path"]
+
+    def check_folder(self, key: str) -> None:
+        """Raises DataError where on a disk something else lies in place of a folder of chunks."""
+        try:
+            _check_way(self._root, self._root / key)
+        except FetchError as error:
+            raise DataError(
+                f"a folder of chunks must be a folder; got {error}; mount the disk that holds it, or restore it from "
+                "its source"
+            ) from None
 
     def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
         """Keys and prefixes one segment below `prefix`, of a remote store; errors as `list_keys`."""
@@ -277,7 +289,7 @@ class Source:
 
     def _read(self, key: str, byte_range: ByteRange | None) -> bytes:
         if not self.remote:
-            return _read_file(self._root / key, byte_range)
+            return _read_file(self._root, key, byte_range)
         wanted: Any = None
         match byte_range:
             case ByteRange(start, int(stop)):
@@ -323,7 +335,7 @@ class Source:
         if self.remote:
             obstore.head(self._store, key)
         else:
-            _check_file(self._root / key)
+            _check_file(self._root, key)
         return True
 
     def _tried(self, key: str, read: Callable[[], Any]) -> Any:
@@ -378,6 +390,12 @@ class Source:
         return outage_s if self.known or not self.remote else min(outage_s, _FIRST_ANSWER_S)
 
     @property
+    def _patience_words(self) -> str:
+        if self._patience_s < 60 * self.config.outage_minutes:
+            return f"{self._patience_s:g} s, as it has never answered: check the address"
+        return f"{self.config.outage_minutes:g} minutes (data.store.outage_minutes)"
+
+    @property
     def _absent_if_forbidden(self) -> bool:
         return self.remote and (not self.cache_scope or self.config.forbidden_is_absent)
 
@@ -418,12 +436,12 @@ class Source:
                 self._said = now
         if say:
             log.warning(
-                "%s has not answered since %s (%s): %s; trying again for up to %g minutes (data.store.outage_minutes)",
+                "%s has not answered since %s (%s): %s; trying again for up to %s",
                 self.address,
                 _clock(outage.since),
                 _duration(now - outage.since),
                 outage.cause,
-                self._patience_s / 60,
+                self._patience_words,
             )
 
     def _end_failing(self, number: int, answered: bool) -> None:
@@ -550,9 +568,10 @@ def prepare_cache(config: StoreConfig) -> None:
         cache.prepare()
 
 
-def _read_file(path: Path, byte_range: ByteRange | None) -> bytes:
+def _read_file(root: Path, key: str, byte_range: ByteRange | None) -> bytes:
     """As obstore's reads, with errors that keep the system's number.  Raises OSError, FetchError."""
-    _check_file(path)
+    path = root / key
+    _check_file(root, key)
     with path.open("rb") as file:
         if byte_range is None:
             return file.read()
@@ -563,16 +582,33 @@ def _read_file(path: Path, byte_range: ByteRange | None) -> bytes:
         return _checked(file.read(max(stop - start, 0)), byte_range, size)
 
 
-def _check_file(path: Path) -> None:
+def _check_file(root: Path, key: str) -> None:
     """Raises FileNotFoundError where there is nothing, FetchError for what is there and no file."""
+    path = root / key
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_symlink():
-            raise FetchError(f"a link to what is not there, {path}") from None
+        _check_way(root, path)
         raise FileNotFoundError(path) from None
     if not stat.S_ISREG(mode):
         raise FetchError(f"{'a folder' if stat.S_ISDIR(mode) else 'a special file'} in place of the file {path}")
+
+
+def _check_way(root: Path, path: Path) -> None:
+    """Raises FetchError where a path ends, below its root, at a dangling link or at a file in place of a folder."""
+    for place in (path, *path.parents):
+        if place == root or place.is_dir():
+            return
+        if place.exists():
+            raise FetchError(f"a file in place of the folder {place}")
+        if place.is_symlink():
+            raise FetchError(f"a link to what is not there, {place}")
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """Below a folder that is not there, or not any more, no keys are listed."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _cut(data: bytes, byte_range: ByteRange) -> bytes:
