@@ -6,7 +6,6 @@ in the trainer (`cutter.py`), straight out of the regions in shared memory: that
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -167,7 +166,8 @@ class Reader:
 
     def __init__(self, job: ReaderJob, ring: int, node: str = "", actor: str = "") -> None:
         self._job = job
-        self._ring = itertools.cycle([np.empty(job.block_bytes, np.uint8) for _ in range(ring)])
+        self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
+        self._turn = 0
         self._node, self._actor = node, actor
         self._volumes = [open_volume(spec, job.store, job.missing_chunk, known=True) for spec in job.volumes]
         for volume, stored in zip(self._volumes, job.stored, strict=False):
@@ -209,10 +209,10 @@ class Reader:
             queue.append((visit.volume, visit.region))
         for number, (slot, visit) in enumerate(zip(task.slots, visits, strict=True)):
             self._stage(queue[number:])
-            block = next(self._ring)
-            attempt, region = self._fill(block, slot, visit)
-            self._write_head(block, slot, attempt, region)
-            yield block
+            self._turn = (self._turn + 1) % len(self._ring)
+            attempt, region = self._fill(slot, visit)
+            self._write_head(slot, attempt, region)
+            yield self._block
         self._stage(queue[len(visits) :])
 
     def close(self) -> None:
@@ -220,6 +220,11 @@ class Reader:
         for volume in self._opened:
             volume.close()
         self._reads.close()
+
+    @property
+    def _block(self) -> Block:
+        """The buffer that is being filled."""
+        return self._ring[self._turn]
 
     @property
     def _opened(self) -> list[Volume]:
@@ -242,15 +247,15 @@ class Reader:
                 for volume in self._arrays(key[0]):
                     volume.stage(key[1])
 
-    def _fill(self, block: Block, slot: int, visit: Visit) -> tuple[int, Box]:
-        """Read the region of a slot into a block, or another in its place; which attempt it is, and the region.
+    def _fill(self, slot: int, visit: Visit) -> tuple[int, Box]:
+        """Read the region of a slot into the block, or another in its place; which attempt it is, and the region.
 
         Raises:
             DataError: none of the substitutes can be read.
         """
         for attempt in range(_SUBSTITUTES_TRIED + 1):
             instead = self._job.plan.visit(slot, attempt) if attempt else visit
-            if self._try_region(block, (instead.volume, instead.region)):
+            if self._try_region((instead.volume, instead.region)):
                 return attempt, instead.region
         raise DataError(
             f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
@@ -258,8 +263,8 @@ class Reader:
             f"{self._last_cause}; restore the volume (`vesuvius volume verify` lists what is broken)"
         )
 
-    def _try_region(self, block: Block, key: _RegionKey) -> bool:
-        """Decode a region into a block, or put what is damaged into quarantine and return False."""
+    def _try_region(self, key: _RegionKey) -> bool:
+        """Decode a region into the block, or put what is damaged into quarantine and return False."""
         staged = key in self._staged
         if staged:
             self._staged.remove(key)
@@ -270,16 +275,25 @@ class Reader:
             return False
         started = time.perf_counter()
         try:
-            for volume, out in zip(self._arrays(number), regions_in(block, self._job, shape_of(box)), strict=True):
-                self._reads.read(volume, box, out)
+            for place, volume in enumerate(self._arrays(number)):
+                out = regions_in(self._block, self._job, shape_of(box))[place]
+                voxels = self._reads.read(volume, box, out)
+                if voxels is not out:
+                    self._renew_block()
+                    regions_in(self._block, self._job, shape_of(box))[place][...] = voxels
                 self._since.bytes_read += _decoded_bytes(volume, box)
         except UnreadableChunkError as error:
+            self._renew_block()
             self._unstage(key)
             self._quarantine(number, error)
             return False
         finally:
             self._since.decode_s += time.perf_counter() - started
         return True
+
+    def _renew_block(self) -> None:
+        """Go on in other memory: what is left of a failed read may write into the old one at any time."""
+        self._ring[self._turn] = self._block.copy()
 
     def _unstage(self, key: _RegionKey) -> None:
         """Let go of what was fetched for a region that will not be read, or not to its end."""
@@ -303,11 +317,11 @@ class Reader:
         self._since.quarantined.append(record)
         check_quarantine(len(self._damaged), self._job.max_quarantined, record)
 
-    def _write_head(self, block: Block, slot: int, attempt: int, region: Box) -> None:
+    def _write_head(self, slot: int, attempt: int, region: Box) -> None:
         report = self._since.report(self._node, self._actor)
         head = json.dumps(asdict(BlockHead(slot, attempt, region, report))).encode()
         assert len(head) <= HEAD_BYTES, f"a head must fit into {HEAD_BYTES} bytes; got {len(head)}"
-        block[:HEAD_BYTES] = np.frombuffer(head.ljust(HEAD_BYTES), np.uint8)
+        self._block[:HEAD_BYTES] = np.frombuffer(head.ljust(HEAD_BYTES), np.uint8)
 
 
 _RegionKey = tuple[int, Box]  # volume number and region
