@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -120,3 +123,57 @@ def test_an_error_of_the_other_process_is_the_same_here(tmp_path: Path) -> None:
     missing = config_of(tmp_path / "none.zarr")
     with StartReads(missing) as reads, pytest.raises(DataError, match="a volume must exist"):
         reads.read("volume", 0, BOX)
+
+
+LEAVING = """
+import os, subprocess, sys, threading, time
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.stream.start_reads import StartReads
+
+folder, busy = sys.argv[1], sys.argv[2] == "busy"
+server = subprocess.Popen(
+    [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"],
+    cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+)
+port = server.stdout.readline().split("port ")[1].split()[0]
+config = DataConfig(volumes=(VolumeConfig(path=f"http://127.0.0.1:{port}/v.zarr"),), patch_size=(8, 16, 16))
+reads = StartReads(config)
+reads.read("volume", 0, ((0, 0, 0), (8, 8, 8)))
+server.kill()
+server.wait()
+if busy:
+    threading.Thread(target=reads.read, args=("volume", 0, ((60, 60, 60), (90, 90, 90))), daemon=True).start()
+    time.sleep(2)
+print(reads._process.pid, flush=True)
+os._exit(75)
+"""
+
+
+@pytest.mark.parametrize("state", ["busy", "idle"])
+def test_a_trainer_that_leaves_in_the_middle_of_a_read_leaves_nothing(tmp_path: Path, state: str) -> None:
+    """The store has gone as well: the read would be tried again for `data.store.outage_minutes`."""
+    write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    left = subprocess.run(
+        [sys.executable, "-c", LEAVING, str(tmp_path), state],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert left.returncode == 75
+    child = int(left.stdout)
+    deadline = time.monotonic() + 30
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(child)
+    assert list(temporary.iterdir()) == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import tempfile
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import IO, Any, Literal, Self
 
@@ -50,6 +52,7 @@ class StartReads:
     def __init__(self, config: DataConfig, notes: Path | None = None) -> None:
         self._config = config
         self._held = ExitStack()
+        self._notes_are_temporary = notes is None
         if notes is None:
             notes = Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="vesuvius-notes-")))
         self._notes = notes
@@ -130,7 +133,7 @@ class StartReads:
             start_new_session=True,  # Ctrl-C is for the trainer, which closes the pipe
         )
         assert process.stdin is not None
-        _send(process.stdin, (self._config, self._notes))
+        _send(process.stdin, (self._config, self._notes, self._notes_are_temporary))
         return process
 
     def _take_death(self) -> str:
@@ -171,6 +174,8 @@ class StartReads:
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(BrokenPipeError):  # it has ended in the middle of a request
+            _send(process.stdin, None)
+        with suppress(BrokenPipeError):
             process.stdin.close()
         process.stdout.close()
         try:
@@ -181,18 +186,18 @@ class StartReads:
 
 
 def serve() -> None:
-    """The other side: answer requests from the standard input until it ends."""
+    """The other side: answer requests from the standard input until there is None."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not end up among the answers
-    config, notes = pickle.load(sys.stdin.buffer)
+    config, notes, notes_are_temporary = pickle.load(sys.stdin.buffer)
+    requests = SimpleQueue[Any]()
+    taking = (requests, notes if notes_are_temporary else None)
+    threading.Thread(target=_take_requests, args=taking, name="requests", daemon=True).start()
     lock = threading.Lock()
     logging.basicConfig(level=logging.INFO, handlers=[_Forward(answers, lock)])
     reads, opened = GuardedReads(notes, role="start"), dict[tuple[Kind, int], Volume]()
-    while True:
-        try:
-            kind, number, box = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            break
+    while (request := requests.get()) is not None:
+        kind, number, box = request
         try:
             part: Kind = "volume" if kind == "foreground" else kind
             volume = opened.get((part, number)) or open_volume(
@@ -213,6 +218,20 @@ def serve() -> None:
     for volume in opened.values():
         volume.close()
     reads.close()
+
+
+def _take_requests(requests: SimpleQueue[Any], temporary: Path | None) -> None:
+    """Take them from the standard input.  Where it ends without a last one, the trainer is gone: so is this process
+    then, whatever it reads, for a store that does not answer is asked again for as long as an outage may last."""
+    request: Any = ()
+    while request is not None:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except (EOFError, pickle.UnpicklingError):
+            if temporary is not None:
+                shutil.rmtree(temporary, ignore_errors=True)
+            os._exit(1)
+        requests.put(request)
 
 
 class _Carried:
