@@ -26,7 +26,7 @@ from vesuvius.stream.ray import private
 
 # isort: split
 import ray
-from ray._private import utils, worker
+from ray._private import auto_init_hook, utils, worker
 from ray.data import ActorPoolStrategy, DataContext
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -182,9 +182,21 @@ def test_the_threads_that_fetch_blocks_have_these_names(tmp_path: Path) -> None:
 def test_a_node_is_ended_by_a_function_with_these_parameters() -> None:
     parameters = inspect.signature(private.Node.kill_all_processes).parameters
     assert list(parameters) == ["self", "check_alive", "allow_graceful", "wait"]
-    assert any("DashboardAgent" in " ".join(child.cmdline()) for child in private._children_of_daemons())
+    assert any("DashboardAgent" in " ".join(child.cmdline()) for child in private._children(private._daemons()))
     assert "kill_all_processes" in inspect.getsource(worker.shutdown)
     assert "disconnect" in inspect.getsource(worker.shutdown)
+
+
+def test_a_ray_that_is_killed_is_not_started_anew_and_not_shut_down_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[psutil.Process] = []
+    monkeypatch.setattr(private, "_kill", killed.extend)
+    monkeypatch.setattr(auto_init_hook, "enable_auto_connect", True)
+    private.kill_daemons()
+    assert {"gcs_server", "raylet"} <= {process.name() for process in killed}
+    assert any("DashboardAgent" in " ".join(process.cmdline()) for process in killed)
+    assert auto_init_hook.enable_auto_connect is False
+    assert "if enable_auto_connect" in inspect.getsource(auto_init_hook.auto_init_ray)
+    assert "atexit.register(shutdown," in inspect.getsource(worker)
 
 
 def test_sigterm_and_the_messages_of_daemons_are_in_functions_that_ray_has() -> None:

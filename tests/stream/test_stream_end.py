@@ -218,3 +218,52 @@ def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
         run_to_reading(process)
         output = read_to_end(process)
     assert "seen spill" in output, output
+
+
+HEAD_STOPPED = """
+import os, signal, sys, time
+import psutil
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.stream import PatchStream
+
+path, when = sys.argv[1:]
+job = prepare_data(0, DataConfig(volumes=(VolumeConfig(path=path),), patch_size=(16, 16, 16))).job
+stream = PatchStream(job, StreamOptions(batch_size=4, workers=1))
+if when == "reading":
+    next(stream)
+children = psutil.Process().children(recursive=True)
+(head,) = [child for child in children if child.name() == "gcs_server"]
+os.kill(head.pid, signal.SIGSTOP)
+stream.close()
+print("closed", *(child.pid for child in children), flush=True)
+"""
+
+
+@pytest.mark.parametrize("when", ["starting", "reading"])
+def test_a_stream_closes_though_the_head_of_its_ray_has_stopped(tmp_path: Path, when: str) -> None:
+    """Ray itself waits for it for ever: in its shutdown, and where an execution has yet to start."""
+    before = shared_memory()
+    path = write_array(tmp_path / "volume.zarr", textured((96, 96, 96)), chunk=32)
+    with subprocess.Popen(
+        [sys.executable, "-c", HEAD_STOPPED, str(path), when],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        children: list[psutil.Process] = []
+        try:
+            output, errors = process.communicate(timeout=120)
+        finally:
+            children = descendants(process.pid)
+            for child in children:
+                child.kill()
+            process.kill()
+    assert process.returncode == 0, errors
+    assert output.startswith("closed"), errors
+    assert "Ray did not shut down within 5 s" in errors
+    left = [psutil.Process(pid) for pid in map(int, output.split()[1:]) if psutil.pid_exists(pid)]
+    assert wait_until_gone(left, 30) == []
+    assert shared_memory() <= before

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ import pytest
 
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, DataError
 from vesuvius.stream import at_exit
 from vesuvius.stream import stream as stream_module
 from vesuvius.stream.ray import blocks as ray_blocks
 from vesuvius.stream.ray import session as ray_session
+from vesuvius.stream.ray.watch import ReaderDeath
+from vesuvius.stream.reader import Block
 from vesuvius.stream.stream import PatchStream
 
 
@@ -152,3 +156,75 @@ def test_a_closed_stream_is_not_closed_again_at_exit(volume: Path) -> None:
         assert stream in at_exit._open
     assert not at_exit._open
     assert isinstance(stream, PatchStream)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_one_death_too_many_during_a_hand_over_is_said_as_such(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch interrupts the executions while the next one is being made: the old one then ends without an error, and
+    the new one, where it is missed, goes on with other blocks than the next."""
+    segments: list[ray_blocks._Segment] = []
+    while_the_second_is_made: list[Callable[[], None]] = []
+
+    class Segment(ray_blocks._Segment):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            segments.append(self)
+            if len(segments) == 2:
+                watch = threading.Thread(target=while_the_second_is_made[0])
+                watch.start()
+                watch.join()
+
+        def next_block(self) -> Block | None:
+            return None if self._execution.closed and self is segments[0] else super().next_block()
+
+    monkeypatch.setattr(ray_blocks, "_Segment", Segment)
+    monkeypatch.setattr(ray_blocks, "TASKS_PER_SEGMENT", 6)
+    with open_stream(make_job(volume, max_reader_deaths=0), workers=1) as stream:
+        source: Any = stream._source
+        while_the_second_is_made.append(lambda: source._reader_died(ReaderDeath(1, "here", None, None)))
+        with pytest.raises(DataError, match=r"at most data\.max_reader_deaths=0 readers may die"):
+            collect(stream, 2000)
+        assert len(segments) == 2
+        assert segments[1]._execution.closed, "the new one was not missed"
+
+
+def test_a_state_that_no_stream_can_go_on_from_is_refused(volume: Path) -> None:
+    job = replace(make_job(volume, max_quarantined=5), world=2)
+    record = {"volume": "v", "number": 0, "box": [[0, 0, 0], [8, 8, 8]], "chunk": [0, 0, 0], "cause": "torn"}
+    bad_records: list[Any] = [
+        {},
+        "x",
+        None,
+        record | {"box": [[0, 0], [8, 8]]},
+        record | {"box": [["0", 0, 0], [8, 8, 8]]},
+        record | {"box": 3},
+        record | {"number": 1},
+        record | {"number": "?"},
+    ]
+    with open_stream(job) as stream:
+        state: Any = stream.state_dict()
+        for wrong in [True, 3, -2, "0"]:
+            with pytest.raises(ConfigError, match=r"sample_index is no int|multiple of the number of ranks") as raised:
+                stream.load_state_dict(state | {"sample_index": wrong})
+            assert "\n" not in str(raised.value)
+        for bad in bad_records:
+            with pytest.raises(ConfigError, match="a quarantine record must be one that") as raised:
+                stream.load_state_dict(state | {"quarantined": [bad]})
+            assert "\n" not in str(raised.value)
+            with pytest.raises(ConfigError, match="a quarantine record must be one that"):
+                open_stream(job, quarantined=[bad])
+        assert next(stream).indices.tolist() == [0, 2, 4, 6], "the stream stays as it was"
+        stream.load_state_dict(state | {"sample_index": 4, "quarantined": [record]})
+        assert next(stream).indices.tolist() == [4, 6, 8, 10]
+
+
+def test_a_closed_stream_is_not_opened_again(volume: Path) -> None:
+    with open_stream(make_job(volume)) as stream:
+        state = stream.state_dict()
+    with pytest.raises(ConfigError, match="one that is closed"):
+        stream.reconfigure(prefetch_factor=3)
+    with pytest.raises(ConfigError, match="one that is closed"):
+        stream.load_state_dict(state)
+    with pytest.raises(StopIteration):
+        next(stream)
+    assert stream not in at_exit._open

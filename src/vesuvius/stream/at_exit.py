@@ -1,8 +1,12 @@
-"""Streams that nobody has closed are closed when the interpreter exits: their threads would keep it for ever."""
+"""Streams that nobody has closed are closed when the interpreter exits: their threads would keep it for ever.
+
+Nor does closing one wait for ever: what may hang is done on a thread of its own.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
 from typing import Protocol
@@ -26,6 +30,27 @@ def close_at_exit(stream: Closable) -> None:
 def is_closed(stream: Closable) -> None:
     """It need not be closed any more."""
     _open.discard(stream)
+
+
+def done_within(seconds: float, act: Callable[[], None]) -> bool:
+    """Call it on a daemon thread, and wait for it no longer than that; returns whether it is done.
+
+    Raises what it raises within that time.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="ending", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
 
 
 @cache

@@ -122,11 +122,8 @@ class PatchStream(Iterator[Batch]):
         quarantined: Sequence[dict[str, Any]] = (),
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        if first < 0 or first % job.world or (stop is not None and stop < first):
-            raise ConfigError(
-                f"a stream begins at a multiple of the number of ranks ({job.world}) and does not stop before it; got "
-                f"first {first} and stop {stop}; change one of them"
-            )
+        _check_place(first, stop, job.world)
+        _check_quarantined(quarantined, len(job.volumes))
         self._job = with_quarantined(job, quarantined)
         self._options = options
         self._next_sample = first
@@ -146,6 +143,7 @@ class PatchStream(Iterator[Batch]):
         self._delivered = 0  # into the present ring
         self._held: list[Batch] = []
         self._failure: BaseException | None = None
+        self._closed = False
         self._temporary_notes: tempfile.TemporaryDirectory[str] | None = None
         if job.notes_dir is not None:
             _say_crashes(take_over(Path(job.notes_dir)))
@@ -177,7 +175,12 @@ class PatchStream(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """End the readers.  Safe to call again."""
+        """End the readers for good.  Safe to call again.
+
+        Takes half a minute at most: a private Ray that does not end in time, because its head hangs, is killed, and
+        any other is left behind, with a warning.
+        """
+        self._closed = True
         try:
             self._close_readers()
         finally:
@@ -199,17 +202,23 @@ class PatchStream(Iterator[Batch]):
         }
 
     def load_state_dict(self, state: StreamState) -> None:
-        """Go on where another stream over the same plan was; no region is read again but those of the current task.
+        """Go on where another stream over the same plan was.
+
+        Reads the regions in flight again, at most `plan.regions_in_flight`: the next samples are cut from them.
 
         Raises:
-            ConfigError: the state belongs to another plan, or is none.
+            ConfigError: the state belongs to another plan, or is none, or the stream is closed; the stream stays as it
+                was.
         """
+        self._check_open()
         _check_state(state)
         if state["plan_hash"] != self._job.plan.hash:
             raise ConfigError(
                 f"a stream goes on with the plan it began with; got plan {state['plan_hash']} for "
                 f"{self._job.plan.hash}; use the same seed, data section and volumes"
             )
+        _check_place(state["sample_index"], None, self._job.world)
+        _check_quarantined(state["quarantined"], len(self._job.volumes))
         self._job = with_quarantined(self._job, state["quarantined"])
         self.quarantined = list(state["quarantined"])
         self._reopen(state["sample_index"])
@@ -225,17 +234,20 @@ class PatchStream(Iterator[Batch]):
     ) -> None:
         """Change readers or prefetch: closes and opens again at the next sample, so no batch changes.
 
-        Costs the seconds in which new readers start.  No more batches are put together ahead than a ring of buffers has
-        places for, so a larger prefetch wants larger rings.
+        Costs the seconds in which new readers start and read the regions in flight again, at most
+        `plan.regions_in_flight`.  No more batches are put together ahead than a ring of buffers has places for, so a
+        larger prefetch wants larger rings.
 
         Args:
             buffers, condition_buffers: rings to take the place of both old ones, filled from their first buffers on;
                 None = they stay.  Old buffers may be among them once nobody uses the batches delivered in them.
 
         Raises:
-            ConfigError: /dev/shm is too small for that, or a ring has fewer than 3 buffers; the stream goes on as it
-                was.  Where new readers cannot start, `next` raises the error again until another call succeeds.
+            ConfigError: /dev/shm is too small for that, a ring has fewer than 3 buffers, or the stream is closed; it
+                stays as it was.  Where new readers cannot start, `next` raises the error again until another call
+                succeeds.
         """
+        self._check_open()
         check_rings((buffers or (), condition_buffers))
         changes = {"workers": workers, "prefetch_factor": prefetch_factor, "prefetch_bytes": prefetch_bytes}
         changes = {key: value for key, value in changes.items() if value is not None}
@@ -294,6 +306,10 @@ class PatchStream(Iterator[Batch]):
     def store_peak_bytes(self) -> int | None:
         """Most bytes seen in use in Ray's object store since the stream was opened; None without Ray."""
         return getattr(self._source, "store_peak_bytes", None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("a stream must be open to be changed; got one that is closed; make another PatchStream")
 
     def _reopen(self, sample: int) -> None:
         self._close_readers()
@@ -427,10 +443,34 @@ def _check_state(state: Any) -> None:
     wanted = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
     for key, kind in wanted.items():
         got = state.get(key) if isinstance(state, dict) else None
-        if not isinstance(got, kind) or (isinstance(got, int) and got < 0):
+        if not isinstance(got, kind) or isinstance(got, bool) or (isinstance(got, int) and got < 0):
             raise ConfigError(
                 f"a stream's state must be what state_dict() returned; got {one_line(repr(state))}, where {key} is no "
                 f"{kind.__name__}; pass it on as it was"
+            )
+
+
+def _check_place(first: int, stop: int | None, world: int) -> None:
+    """Raises ConfigError where a stream cannot begin at sample `first`."""
+    if first < 0 or first % world or (stop is not None and stop < first):
+        raise ConfigError(
+            f"a stream begins at a multiple of the number of ranks ({world}) and does not stop before it; got first "
+            f"{first} and stop {stop}; change one of them"
+        )
+
+
+def _check_quarantined(records: Sequence[Any], volumes: int) -> None:
+    """Raises ConfigError where one is not a record of damage in one of so many volumes."""
+    for record in records:
+        try:
+            number, (low, high) = damaged_box(record)
+            sound = 0 <= number < volumes and all(isinstance(edge, int) for edge in (*low, *high))
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise ConfigError(
+                f"a quarantine record must be one that a stream of these {volumes} volumes has made; got "
+                f"{one_line(repr(record))}; pass it on as it was"
             )
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.plan.plan import Task
+from vesuvius.stream.at_exit import done_within
 from vesuvius.stream.ray import private
 from vesuvius.stream.ray.watch import ReaderDeath, ReaderWatch
 from vesuvius.stream.reader import Block, Reader, ReaderJob
@@ -41,6 +42,8 @@ _OVERLAP_TASKS = 4
 _ROUND_S = 0.01
 _WATCH_S = 1.0
 _JOIN_S = 3.0
+# Ending two executions takes up to five seconds on a busy machine.
+_END_S = 8.0
 _COUNTED_S = 5.0
 
 
@@ -78,15 +81,19 @@ class RayBlocks(Iterator[Block]):
         self._tasks_in_flight = tasks_in_flight
         self._store_bytes = store_bytes
         self._tasks = job.tasks(first, stop)
+        self._segment: _Segment | None = None
         self._upcoming: _Segment | None = None
         self._failure: DataError | None = None
         self._failed = threading.Event()
+        self._interrupted = False
+        self._hangs = False
         self._on_death = on_death
         # A name of this stream's own: Ray's table of actors lists those of all streams of the process.
         self._reader_class = type(f"_RayReader_{uuid.uuid4().hex[:8]}", (_RayReader,), {})
         self._watch = _StoreWatch(on_spill)
         self._readers = ReaderWatch(self._reader_class.__name__, Path(job.notes_dir), self._reader_died)
         self._segment = self._next_segment()
+        self._heed_interrupt()
 
     @property
     def store_peak_bytes(self) -> int | None:
@@ -95,13 +102,16 @@ class RayBlocks(Iterator[Block]):
 
     def __next__(self) -> Block:
         try:
-            return self._next()
+            block = self._next()
         except (VesuviusError, StopIteration) as error:
             if isinstance(error, ReaderLostError):
                 self._failed.wait(_COUNTED_S)  # the watch has yet to count this death, and knows more of it
             if self._failure is not None:  # which has ended the execution
                 raise self._failure from None
             raise
+        if self._failure is not None:  # and another execution may go on, behind blocks that are lost
+            raise self._failure
+        return block
 
     def _next(self) -> Block:
         while self._segment is not None:
@@ -109,32 +119,55 @@ class RayBlocks(Iterator[Block]):
             if block is not None:
                 if self._upcoming is None and self._segment.ends_soon():
                     self._upcoming = self._next_segment()
+                    self._heed_interrupt()
                 return block
             self._segment.close()
             self._segment, self._upcoming = self._upcoming, None
+            self._heed_interrupt()
         raise StopIteration
 
     def interrupt(self) -> None:
-        """End the executions; to be called from another thread than the one that waits for a block."""
+        """End the executions, within seconds; to be called from another thread than the one that waits for a block."""
+        self._end(self._interrupt)
+
+    def close(self) -> None:
+        """End the executions and their actors, within seconds."""
+        self._end(self._close)
+        self._segment = self._upcoming = None
+
+    def _end(self, act: Callable[[], None]) -> None:
+        """A cluster whose head does not answer would be waited for without end."""
+        if not self._hangs and not done_within(_END_S, act):
+            self._hangs = True
+            log.warning(
+                "Ray did not end the readers within %g s, as where its head hangs; they end with a private Ray",
+                _END_S,
+            )
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
         self._tasks = iter(())
         for segment in (self._segment, self._upcoming):
             if segment is not None:
                 segment.interrupt()
 
-    def close(self) -> None:
-        """End the executions and their actors."""
+    def _heed_interrupt(self) -> None:
+        """Interrupt again where it came while a segment was made or took another's place: that one was missed."""
+        if self._interrupted:
+            self._interrupt()
+
+    def _close(self) -> None:
+        segments = [segment for segment in (self._segment, self._upcoming) if segment is not None]
         self._readers.close()
         self._watch.close()
-        for segment in (self._segment, self._upcoming):
-            if segment is not None:
-                segment.close()
-        self._segment = self._upcoming = None
+        for segment in segments:
+            segment.close()
 
     def _reader_died(self, death: ReaderDeath) -> None:
         self._failure = self._failure or self._on_death(death)
         if self._failure is not None:
             self._failed.set()
-            self.interrupt()
+            self._interrupt()
 
     def _next_segment(self) -> _Segment | None:
         tasks = list(itertools.islice(self._tasks, TASKS_PER_SEGMENT))
@@ -209,8 +242,10 @@ class _Segment:
         # The task after the one that is being cut is fetched to this machine.
         batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=job.blocks_per_task)
         self._iterator: Any = iter(batches)  # a generator: closing it ends the execution
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="ray-segment")
-        self._first: Future[Block | None] | None = self._starter.submit(self._next)
+        self._first: Future[Block | None] | None = Future()
+        # Daemon, unlike an executor's: one that waits for a dead cluster must not keep the interpreter.
+        self._starter = threading.Thread(target=self._fetch, args=(self._first,), name="ray-segment", daemon=True)
+        self._starter.start()
 
     def ends_soon(self) -> bool:
         """Whether the next segment should start, given the blocks handed over so far."""
@@ -237,14 +272,20 @@ class _Segment:
         except Exception as error:
             raise _reader_error(error) from None
 
+    def _fetch(self, first: Future[Block | None]) -> None:
+        try:
+            first.set_result(self._next())
+        except BaseException as error:
+            first.set_exception(error)
+
     def _next(self) -> Block | None:
         return next((block["bytes"][0] for block in self._iterator if len(block.get("bytes", ()))), None)
 
     def interrupt(self) -> None:
         """End the execution; whoever waits for a block gets an error or the end."""
         self._execution.closed = True
-        while self._execution.executor is None and self._first is not None and not self._first.done():
-            wait([self._first], timeout=0.05)  # it is about to start
+        while self._execution.executor is None and (first := self._first) is not None and not first.done():
+            wait([first], timeout=0.05)  # it is about to start
         if self._execution.executor is not None:
             private.end_execution(self._execution.executor)
 
@@ -252,7 +293,7 @@ class _Segment:
         """End the execution and wait for its threads: one that called Ray after its shutdown would start it anew, or
         end the process."""
         self.interrupt()
-        self._starter.shutdown(wait=True)
+        self._starter.join()
         with suppress(ValueError):  # somebody still waits in it, for a network that does not answer
             self._iterator.close()
 
@@ -270,7 +311,6 @@ class _StoreWatch:
         self._state: Any = None
         self._stop = threading.Event()
         self._blind = False
-        self._look()
         self._thread = threading.Thread(target=self._run, name="store-watch", daemon=True)
         self._thread.start()
 
@@ -279,6 +319,7 @@ class _StoreWatch:
         self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
+        self._look()  # on this thread: Ray waits for ever for a cluster whose head is gone
         while not self._stop.wait(_WATCH_S):
             self._look()
 
@@ -305,7 +346,7 @@ class _StoreWatch:
         if before is not None and spilled > before:
             self._on_spill(
                 f"Ray's object store was out of memory and spilled {(spilled - before) / 2**20:.0f} MiB to disk; lower "
-                "data.reader_mib or training.workers, or raise cluster.object_store_gib",
+                "data.regions_in_flight, data.reader_mib or training.workers, or raise cluster.object_store_gib",
                 {"spilled_bytes": spilled - before, "capacity_bytes": stats.capacity_bytes},
             )
 

@@ -6,6 +6,7 @@ No release of Ray promises any of them: `tests/stream/test_ray_private.py` check
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import threading
 import warnings
@@ -17,6 +18,7 @@ from unittest import mock
 
 import psutil
 import ray
+import ray._private.auto_init_hook
 import ray._private.state
 import ray._private.utils
 import ray._private.worker
@@ -38,6 +40,8 @@ __all__ = [
     "data_threads",
     "end_execution",
     "hide_progress_warning",
+    "kill_daemons",
+    "leave_to_the_system",
     "map_with_bounded_restarts",
     "quiet_daemon_messages",
     "set_blocks_ahead",
@@ -209,22 +213,50 @@ def shut_down(when_handlers_are_back: Callable[[], None]) -> None:
     def kill_at_once(node: Node, check_alive: bool = True, allow_graceful: bool = False, wait: bool = False) -> None:
         kill(node, check_alive, False, wait)
 
-    children = _children_of_daemons()
+    children = _children(_daemons())
     with (
         mock.patch.object(ray._private.state.state, "disconnect", tell_and_disconnect),
         mock.patch.object(Node, "kill_all_processes", kill_at_once),
     ):
         ray.shutdown()
-    for child in children:
-        with suppress(psutil.Error):  # it has ended
-            child.kill()
+    _kill(children)
 
 
-def _children_of_daemons() -> list[psutil.Process]:
-    """Workers and agents of the Ray that this process has started; none of a cluster that it is connected to."""
+def kill_daemons() -> None:
+    """End the Ray that this process has started, by SIGKILL: calls that wait for it then fail.
+
+    Ray is not started anew by whatever calls it next.
+    """
+    ray._private.auto_init_hook.enable_auto_connect = False
+    daemons = _daemons()
+    _kill([*daemons, *_children(daemons)])
+
+
+def leave_to_the_system() -> None:
+    """Have Ray not shut down when the interpreter exits, where it would hang."""
+    atexit.unregister(ray._private.worker.shutdown)
+
+
+def _daemons() -> list[psutil.Process]:
+    """Of the Ray that this process has started; none of a cluster that it is connected to."""
     found: list[psutil.Process] = []
     node: Any = ray._private.worker._global_node
     for info in itertools.chain.from_iterable(node.all_processes.values() if node else ()):
         with suppress(psutil.Error):
-            found += psutil.Process(info.process.pid).children(recursive=True)
+            found.append(psutil.Process(info.process.pid))
     return found
+
+
+def _children(daemons: list[psutil.Process]) -> list[psutil.Process]:
+    """Workers and agents."""
+    found: list[psutil.Process] = []
+    for daemon in daemons:
+        with suppress(psutil.Error):
+            found += daemon.children(recursive=True)
+    return found
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):  # it has ended
+            process.kill()

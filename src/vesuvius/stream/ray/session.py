@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ from vesuvius.stream.ray import private
 log = logging.getLogger(__name__)
 
 _JOIN_S = 3.0
+_END_S = 5.0
+_KILLED_S = 10.0
 _ANNOUNCEMENT = b"RAY_BACKEND_LOG_LEVEL"
 
 
@@ -33,16 +36,22 @@ class Session:
         store_bytes: size of a private Ray's object store.
 
     Raises:
-        ConfigError: the cluster does not answer.
+        ConfigError: the cluster does not answer, or Ray could not be ended in this process before.
     """
 
     _uses: ClassVar[int] = 0
     _ours: ClassVar[bool] = False
+    _hangs: ClassVar[bool] = False
     # Ray prints what its daemons report, such as tasks of readers that were ended on purpose, to the terminal.
     _messages: ClassVar[Any] = private.quiet_daemon_messages(lambda lines: log.debug("Ray: %s", lines))
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
         self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
+        if Session._hangs:
+            raise ConfigError(
+                "Ray must have ended before it can start again; got one that did not end in this process; start "
+                "another process, or set training.workers=0 to do without"
+            )
         if not ray.is_initialized():
             start_ray(config, self._cpus, store_bytes)
             Session._ours = True
@@ -63,7 +72,7 @@ class Session:
         if Session._uses == 0 and Session._ours:
             Session._ours = False
             _join_data_threads()
-            _shut_down()
+            Session._hangs = not _shut_down()
             Session._messages.stop()
 
 
@@ -83,18 +92,54 @@ def _join_data_threads() -> None:
         thread.join(max(deadline - time.monotonic(), 0) if ends else 0.2)
 
 
-def _shut_down() -> None:
-    """Disconnect, and end the daemons of a private Ray, which takes seconds.
+def _shut_down() -> bool:
+    """Disconnect, and end the daemons of a private Ray, which takes seconds.  Returns whether it has succeeded.
 
-    Early in it Ray's C++ core puts back the handlers of signals that it found, and SIGTERM would end this process on
-    the spot: the one that Python knows of is set again behind that.
+    Ray waits for ever for a head that does not answer: then its daemons are killed, which ends the wait.
+
+    Early in its shutdown Ray's C++ core puts back the handlers of signals that it found, and SIGTERM would end this
+    process on the spot: the one that Python knows of is set again behind that.
     """
 
-    def listen() -> None:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    handlers_are_back, listening = threading.Event(), threading.Event()
+    ended: Future[None] = Future()
 
-    private.shut_down(when_handlers_are_back=listen)
+    def tell() -> None:
+        handlers_are_back.set()
+        listening.wait(_END_S)
+
+    def end() -> None:
+        try:
+            private.shut_down(when_handlers_are_back=tell)
+        except BaseException as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+        handlers_are_back.set()
+
+    def ends_within(seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        if handlers_are_back.wait(seconds):
+            _listen_to_sigterm()
+            listening.set()
+        return not wait([ended], max(deadline - time.monotonic(), 0)).not_done
+
+    threading.Thread(target=end, name="ray-shutdown", daemon=True).start()
+    if not ends_within(_END_S):
+        log.warning("Ray did not shut down within %g s, as where its head hangs; a private Ray is killed now", _END_S)
+        private.kill_daemons()
+        if not ends_within(_KILLED_S):
+            log.warning("Ray did not shut down within another %g s, and is left behind", _KILLED_S)
+            private.leave_to_the_system()
+            return False
+    ended.result()
+    return True
+
+
+def _listen_to_sigterm() -> None:
+    """Have the handler that Python knows of called again: Ray's C++ core has put its own in place of it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
@@ -153,8 +198,7 @@ def _sigterm_blocked() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # Ray's C++ core has put its own before it
+        _listen_to_sigterm()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
