@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,20 @@ from vesuvius.engine.checkpoint import find_damage, list_checkpoints, step_of
 from vesuvius.observe.records import read_records
 
 WriteConfig = Callable[..., Path]
+
+
+SIGTERM_IN_STEP_3 = """
+import os, signal, sys
+from vesuvius import train
+from vesuvius.engine.run import Run
+one_step = Run._one_step
+def step_and_signal(run, *arguments):
+    if run.progress.step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    one_step(run, *arguments)
+Run._one_step = step_and_signal
+sys.exit(train.main(sys.argv[1:]))
+"""
 
 
 def checkpoint_steps(run: Path) -> list[int]:
@@ -39,6 +55,24 @@ def test_sigterm_to_all_processes_of_a_run_still_saves(tiny_config: WriteConfig,
         assert "Traceback" not in session.text()
     (step,) = checkpoint_steps(tmp_path / "runs/tiny")
     assert step >= 3
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_sigterm_in_the_last_step_stops_nothing_and_in_the_one_before_it_the_run(
+    tiny_config: WriteConfig, tmp_path: Path, steps: int
+) -> None:
+    config = tiny_config(training={"max_steps": steps})
+    command = [sys.executable, "-c", SIGTERM_IN_STEP_3, "--config", str(config)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    output = done.stdout + done.stderr
+    assert checkpoint_steps(tmp_path / "runs/tiny") == [3]
+    if steps == 3:
+        assert done.returncode == 0, output
+        assert "done: step 3" in output
+        assert "--resume" not in output
+    else:
+        assert done.returncode == 75, output
+        assert "stopped at step 3 of 4; go on with --resume" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -264,15 +264,14 @@ class Run:
                     raise short from error
                 raise
             failure = milestones.save_last()
-            # The guard may ask for the end while the last checkpoint is written: then nothing is left to stop.
+            # Asked for in the last step, or while the last checkpoint is written, a stop finds nothing left to stop.
             finished = self.progress.step >= self._config.stop_step and not milestones.due()
-            by_guard = self._stop.exit_code == EXIT_GUARD
-            if by_guard and not finished:
+            if self._stop.exit_code == EXIT_GUARD and not finished:
                 self._acts.record_exit()
                 deaths.of_guard()
         if failure is not None:
             raise failure
-        if self._stop.exit_code is None or (by_guard and finished):
+        if self._stop.exit_code is None or finished:
             log.info("done: step %d", self.progress.step)
             return EXIT_OK
         log.info("stopped at step %d of %d; go on with --resume", self.progress.step, self._config.stop_step)
