@@ -35,10 +35,10 @@ def run_door(door: Callable[[list[str]], int], argv: list[str] | None, *, check_
 
 
 def end_soon(exit_code: int) -> None:
-    """Have the process end with this code within half a second, and behind a stop at once.
+    """Have the process end with this code although threads or exit handlers hold it up, and behind a stop at once.
 
-    Python would wait for threads that read from a store, which may not answer for minutes, and then takes seconds to
-    free what the system frees anyway.
+    Python would wait for threads that read from a store, which may not answer for minutes: half a second is enough.
+    Once it frees its modules no other thread runs: that takes as long as it takes.
     """
 
     def end() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from vesuvius.volume_tools.info import LevelFacts, Occupancy, SidecarFacts, Volu
 from vesuvius.volume_tools.phantom_zarr import PhantomReport
 from vesuvius.volume_tools.places import PERCENTILES, GreyFacts
 from vesuvius.volume_tools.verify import VerifyFigures
+from vesuvius.volumes.axes import spatial
 from vesuvius.volumes.box import format_box
 from vesuvius.volumes.geometry import Geometry
 
@@ -95,7 +97,10 @@ def verify_line(figures: VerifyFigures) -> str:
 
 def verify_text(figures: VerifyFigures) -> str:
     """A verification that has ended: what is broken, a line each."""
-    before = f" ({figures.before} of {figures.objects} objects by earlier processes)" if figures.before else ""
+    since = (
+        time.strftime(", since %Y-%m-%d %H:%M", time.localtime(figures.before_since)) if figures.before_since else ""
+    )
+    before = f" ({figures.before} of {figures.objects} objects by earlier processes{since})" if figures.before else ""
     head = f"{figures.volume}: {figures.chunks} chunks read{before} in {figures.seconds:.1f} s"
     if not figures.broken:
         return f"{head}: all are whole"
@@ -106,7 +111,9 @@ def verify_text(figures: VerifyFigures) -> str:
 def _title(facts: VolumeFacts) -> str:
     kind = f"OME-Zarr {facts.ome_version or '?'}" if facts.chosen.path else "bare array"
     title = f" {facts.title!r}" if facts.title else ""
-    axes = ", ".join(name or "(no name)" for name in facts.axes) if facts.axes else "not named, taken as z, y, x"
+    axes = ", ".join(name or "(no name)" for name in facts.axes) if facts.axes else "not named"
+    if not facts.axes or not spatial(facts.axes):
+        axes += ", the last three taken as z, y, x" if len(facts.chosen.shape) > 3 else ", taken as z, y, x"
     return f"{facts.spec.path}: {kind}{title}, zarr v{facts.chosen.zarr_format}, axes {axes}"
 
 

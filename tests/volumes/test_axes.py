@@ -20,6 +20,8 @@ from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.occupancy import list_chunks
 from vesuvius.stream.prepare import prepare_data
+from vesuvius.volume_tools.info import describe_volume
+from vesuvius.volume_words import info_text
 from vesuvius.volumes.volume import Volume, open_volume
 
 SIZES = {"z": 20, "y": 24, "x": 28, "c": 2, "t": 3}
@@ -256,6 +258,25 @@ def test_without_names_of_space_the_last_three_axes_are_zyx(tmp_path: Path, name
     np.testing.assert_array_equal(open_at(tmp_path / "v.zarr", (1,)).read(BOX), stored[1, 3:18, 5:24, 6:20])
 
 
+@pytest.mark.parametrize("names", [["width", "height", "depth"], ["Width", "y", "DEPTH"]])
+def test_width_height_and_depth_are_x_y_and_z(tmp_path: Path, names: list[str]) -> None:
+    stored = write(tmp_path / "v.zarr", "xyz", names=list(names))
+    np.testing.assert_array_equal(open_at(tmp_path / "v.zarr").read(BOX), stored.transpose(2, 1, 0)[3:18, 5:24, 6:20])
+
+
+def test_names_that_are_not_of_space_are_told_with_what_they_are_taken_for(tmp_path: Path) -> None:
+    lines = {}
+    for order, names in {"czyx": ["dim_0", "dim_1", "dim_2", "dim_3"], "zyx": ["axial", "row", "column"]}.items():
+        path = tmp_path / f"{order}.zarr"
+        write(path, order, names=list(names))
+        select = (0,) * (len(order) - 3)
+        facts = describe_volume(ArrayConfig(path=str(path), select=select), (4, 4, 4), places=0)
+        assert facts.axes == tuple(names)
+        lines[order] = info_text(facts).splitlines()[0]
+    assert lines["czyx"].endswith("axes dim_0, dim_1, dim_2, dim_3, the last three taken as z, y, x")
+    assert lines["zyx"].endswith("axes axial, row, column, taken as z, y, x")
+
+
 def test_select_counts_the_axes_that_are_not_of_space_as_they_are_stored(tmp_path: Path) -> None:
     stored = write(tmp_path / "v.zarr", "tzcyx", names=list("tzcyx"))
     np.testing.assert_array_equal(open_at(tmp_path / "v.zarr", (2, 0)).read(BOX), stored[2, 3:18, 0, 5:24, 6:20])
@@ -280,7 +301,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rotation in a sequence": (ome_06(sequence(SCALE, ROTATION), systems=ZYX), "got rotation"),
     "rotation by a quarter turn, which makes an axis run backwards": (
         ome_06({"type": "rotation", "rotation": [[1, 0, 0], [0, 0, -1], [0, 1, 0]]}, systems=ZYX),
-        r"the row \[0, 0, -1\], which is not one axis of the array, forwards",
+        r"the row \[0, 0, -1\], a mirrored axis in the transformations",
     ),
     "affine": (
         ome_06({"type": "affine", "affine": [[*row, 5.0] for row in ROTATED]}, systems=ZYX),
@@ -295,7 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mapAxis twice the same": (ome_06({"type": "mapAxis", "mapAxis": [0, 1, 1]}, systems=ZYX), r"mapAxis \[0, 1, 1\]"),
     "mapAxis by name, as in a draft": (
         ome_06({"type": "mapAxis", "mapAxis": {"z": "x", "y": "y", "x": "z"}}, systems=ZYX),
-        "mapAxis {'z'",
+        "multiscales metadata of a volume must be well-formed; got TypeError: mapAxis {'z'.*; correct its axes",
     ),
     "byDimension that leaves one out": (
         ome_06(
@@ -320,7 +341,42 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer axes than the array has": (multiscale("yx", "0.4"), "got ValueError: 2 axes for an array of 3"),
     "a coordinate system that is not there": (
         {"ome": {"multiscales": [{"coordinateSystems": [], "datasets": [{"path": "0"}]}]}},
-        "multiscales metadata of a volume must be readable",
+        "multiscales metadata of a volume must be well-formed",
+    ),
+    "an output that is none of the coordinate systems": (
+        {
+            "ome": {
+                "multiscales": [
+                    {
+                        "coordinateSystems": [{"name": "physical", "axes": ZYX["physical"]}],
+                        "datasets": [
+                            {"path": "0", "coordinateTransformations": [SCALE | {"output": {"name": "atlas"}}]}
+                        ],
+                    }
+                ]
+            }
+        },
+        r"must be well-formed; got ValueError: the output 'atlas', which is none of .*\['physical'\]",
+    ),
+    "byDimension with names of axes": (
+        ome_06(
+            {
+                "type": "byDimension",
+                "transformations": [
+                    {"inputAxes": ["a"], "outputAxes": ["z"], "transformation": {"type": "identity"}},
+                ],
+            },
+            systems=ZYX,
+        ),
+        r"must be well-formed; got TypeError: byDimension with \['a'\] to \['z'\], which are no axis numbers",
+    ),
+    "a negative scale": (
+        ome_06({"type": "scale", "scale": [2.0, -2.0, 2.0]}, systems=ZYX),
+        r"got the scale \[2.0, -2.0, 2.0\] of z, y, x, a mirrored axis",
+    ),
+    "a scale of 0 in 0.4": (
+        multiscale("zyx", "0.4", coordinateTransformations=[{"type": "scale", "scale": [0, 1, 1]}]),
+        r"got the scale \[0.0, 2.0, 2.0\] of z, y, x, a mirrored axis or one without a size",
     ),
 }
 

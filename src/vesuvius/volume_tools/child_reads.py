@@ -195,6 +195,9 @@ def _serve(pipe: connection.Connection, reading: Reading, note: sharedctypes.Syn
     """What a child does: read the chunks of each task that comes, until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal's processes; the parent ends us
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    # numcodecs makes a lock for blosc.  A spawned process gives it a name, and where it is terminated Python's resource
+    # tracker complains of a leak; of the fork kind it has none.  No process is started from here.
+    multiprocessing.set_start_method("fork", force=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # backtraces of what ends the process; the log goes through the pipe
     sending = threading.Lock()
 

@@ -113,7 +113,8 @@ class VolumeFacts:
 
     Attributes:
         ome_version, title: None for a bare array.
-        axes: names of the chosen level's axes in stored order; None where the metadata do not name them.
+        axes: names of the chosen level's axes in stored order; None where the metadata do not name them.  Where none of
+            them is z, y or x the last three are taken for these.
         broken: path of each level that cannot be opened, and why.
         chosen: the level that the rest is about.
         region, no_region: the one or the other: why these patches cannot be drawn from this level.

@@ -2,13 +2,14 @@
 
 What was read is written down task by task, so that a verification that was ended goes on where it was:
 
-    ~/.cache/vesuvius/verify/ID.jsonl   first line: which volume, and a digest of the objects to read
+    ~/.cache/vesuvius/verify/ID.jsonl   first line: which volume, a digest of the objects to read, and when it began
                                         then a line per task: its number, its chunks, and the broken ones
+
+Tasks with broken chunks are read again: these may have been restored since.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -28,6 +29,7 @@ from obstore.store import HTTPStore
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, StorageError
+from vesuvius.file_lock import take_lock
 from vesuvius.plan.occupancy import Bools, kept_file, list_objects, read_sidecar
 from vesuvius.volume_tools.child_reads import BrokenChunk, FinishedTask, Reading, read_in_children
 from vesuvius.volumes.source import open_store
@@ -46,7 +48,8 @@ class VerifyFigures:
     Attributes:
         volume: path and level.
         objects: chunks to read, or shards.
-        before: of these, read by earlier processes.
+        before: of these, found whole by earlier processes.
+        before_since: when the first of those began, seconds since 1970; None where `before` is 0.
         done: read so far, those included.
         chunks: chunks read so far; inner ones of shards.
         broken: of these, those that cannot be read, in order.
@@ -56,6 +59,7 @@ class VerifyFigures:
     volume: str
     objects: int
     before: int = 0
+    before_since: float | None = None
     done: int = 0
     chunks: int = 0
     broken: list[BrokenChunk] = field(default_factory=list)
@@ -92,6 +96,7 @@ def verify_volume(
             for task in journal.finished.values():
                 _count(figures, task, min(per_task, len(numbers) - task.number * per_task))
             figures.before = figures.done
+            figures.before_since = journal.began if figures.before else None
             tasks = (
                 (number, _chunks_of(volume, objects.shape, numbers[number * per_task : (number + 1) * per_task]))
                 for number in range(-(-len(numbers) // per_task))
@@ -163,51 +168,52 @@ class _Journal:
     """What was done, a line per task; one process at a time.
 
     Attributes:
-        finished: tasks that earlier processes have finished.
+        finished: tasks that earlier processes have finished, and of which all chunks were whole.
+        began: when the first of those processes did, seconds since 1970.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], file: FileIO) -> None:
         self.finished: dict[int, FinishedTask] = {}
         self._path, self._file = path, file
         first, *lines = file.readall().splitlines() or [b""]
-        if _parsed(first) == identity:
+        head = _parsed(first)
+        if isinstance(head, dict) and head == identity | {"began": head.get("began")}:
+            self.began: float | None = head["began"]
             for line in lines:
                 record = _parsed(line)
-                if record is not None:  # the last line is torn where the process was killed
-                    self.finished[record["number"]] = _task_of(record)
+                if record is not None and not record["broken"]:  # the last line is torn where the process was killed
+                    self.finished[record["number"]] = FinishedTask(record["number"], record["chunks"])
             file.write(b"\n")
             return
         if first:
             log.info("the chunks to read are not those of the last time: all are read from the start")
         file.truncate(0)
         file.seek(0)
-        self._write(identity)
+        self.began = time.time()
+        self._write(identity | {"began": self.began})
 
     @classmethod
     @contextmanager
     def held(cls, path: Path, identity: dict[str, Any]) -> Iterator[_Journal]:
         """Open or begin a journal.  Raises ConfigError where another process has it, StorageError."""
-        try:
+        with _storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileIO(path, "a+") as file:
+            file = FileIO(path, "a+")
+        with file:
+            with _storage_errors(path):
                 file.seek(0)
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                if not take_lock(file.fileno(), path):
                     raise ConfigError(
                         f"one process verifies a level at a time; got another one that holds {path}; wait for it or "
                         "end it"
-                    ) from None
-                yield cls(path, identity, file)
-        except OSError as error:
-            raise StorageError(
-                f"what was verified must be kept somewhere; got {error} for {path}; free some space, or set "
-                "XDG_CACHE_HOME to a folder that can be written"
-            ) from error
+                    )
+                journal = cls(path, identity, file)
+            yield journal
 
     def add(self, task: FinishedTask) -> None:
-        """Write down that a task is done."""
-        self._write(asdict(task))
+        """Write down that a task is done.  Raises StorageError."""
+        with _storage_errors(self._path):
+            self._write(asdict(task))
 
     def remove(self) -> None:
         """All is done: the next time begins from the start."""
@@ -218,17 +224,19 @@ class _Journal:
         self._file.write(json.dumps(record).encode() + b"\n")
 
 
+@contextmanager
+def _storage_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"what was verified must be kept somewhere; got {error} for {path}; free some space, or set XDG_CACHE_HOME "
+            "to a folder that can be written"
+        ) from error
+
+
 def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
     except ValueError:
         return None
-
-
-def _task_of(record: dict[str, Any]) -> FinishedTask:
-    broken = []
-    for entry in record["broken"]:
-        (z0, y0, x0), (z1, y1, x1) = entry["box"]
-        z, y, x = entry["chunk"]
-        broken.append(BrokenChunk((z, y, x), entry["key"], entry["cause"], ((z0, y0, x0), (z1, y1, x1))))
-    return FinishedTask(record["number"], record["chunks"], broken)

@@ -17,6 +17,7 @@ Names = tuple[str | None, ...]
 """What the axes of an array are called, in stored order."""
 
 _SPACE = ("z", "y", "x")
+_WORDS = {"depth": "z", "height": "y", "width": "x"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Axes:
 def find_axes(
     name: str, array: zarr.Array[Any], ome_names: Names | None, select: tuple[int, ...]
 ) -> tuple[Axes, Names]:
-    """The axes of an array, from their names; without names the last three are z, y and x.
+    """The axes of an array, from their names; without names of space the last three are z, y and x.
 
     Args:
         name: of the volume, for messages.
@@ -84,7 +85,8 @@ def find_axes(
             f"a volume has three axes z, y, x; got {_words(array, names)} in {name}; stack its slices into one array "
             "(Z, Y, X)"
         )
-    zyx = _places(name, array, names) if names else (array.ndim - 3, array.ndim - 2, array.ndim - 1)
+    named = ome_names is not None or (own_names is not None and spatial(own_names))
+    zyx = _places(name, array, names) if names and named else (array.ndim - 3, array.ndim - 2, array.ndim - 1)
     if ome_names and own_names and not _agree(ome_names, own_names):
         raise DataError(
             f"the axes of an OME-Zarr and the dimension_names of its arrays must agree; got {_listed(ome_names)} and "
@@ -96,27 +98,35 @@ def find_axes(
 
 
 def _own_names(array: zarr.Array[Any]) -> Names | None:
-    """dimension_names of zarr v3, or what xarray writes in zarr v2; None where none of them is z, y or x."""
+    """dimension_names of zarr v3, or what xarray writes in zarr v2; None where some are missing and none is z, y or
+    x."""
     found: Any = getattr(array.metadata, "dimension_names", None) or array.attrs.get("_ARRAY_DIMENSIONS")
     if not isinstance(found, (list, tuple)) or len(found) != array.ndim:
         return None
     names = tuple(None if one is None else str(one) for one in found)
-    return names if any(_letter(one) in _SPACE for one in names) else None
+    return names if spatial(names) or all(names) else None
+
+
+def spatial(names: Names) -> bool:
+    """Whether one of these names is z, y or x: if none is, the last three axes are taken for them."""
+    return any(letter_of(one) in _SPACE for one in names)
 
 
 def _agree(ome_names: Names, own_names: Names) -> bool:
     """Whether an axis that calls itself z, y or x is the one of the group."""
-    pairs = ((_letter(ome), _letter(own)) for ome, own in zip(ome_names, own_names, strict=True))
+    pairs = ((letter_of(ome), letter_of(own)) for ome, own in zip(ome_names, own_names, strict=True))
     return all(ome == own or own not in _SPACE for ome, own in pairs)
 
 
-def _letter(name: str | None) -> str:
-    return (name or "").strip().lower()
+def letter_of(name: str | None) -> str:
+    """The name of an axis in lower case; z, y and x for depth, height and width."""
+    lower = (name or "").strip().lower()
+    return _WORDS.get(lower, lower)
 
 
 def _places(name: str, array: zarr.Array[Any], names: Names) -> Triple:
     """Where z, y and x are.  Raises DataError where one is missing or there twice."""
-    letters = [_letter(one) for one in names]
+    letters = [letter_of(one) for one in names]
     if any(letters.count(letter) != 1 for letter in _SPACE):
         raise DataError(
             f"a volume has three axes z, y, x, each once; got {_words(array, names)} in {name}; correct the names of "

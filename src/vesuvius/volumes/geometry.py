@@ -14,7 +14,7 @@ import zarr
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
-from vesuvius.volumes.axes import Names
+from vesuvius.volumes.axes import Names, letter_of
 
 if TYPE_CHECKING:
     from vesuvius.volumes.volume import Volume
@@ -53,7 +53,7 @@ class Geometry:
     def voxel_size_um(self) -> FloatTriple | None:
         """Edge lengths (z, y, x) where all units are lengths."""
         micrometers = [MICROMETERS.get(unit or "") for unit in self.units_zyx]
-        z, y, x = (None if um is None else abs(size) * um for size, um in zip(self.scale_zyx, micrometers, strict=True))
+        z, y, x = (None if um is None else size * um for size, um in zip(self.scale_zyx, micrometers, strict=True))
         return None if z is None or y is None or x is None else (z, y, x)
 
 
@@ -73,11 +73,13 @@ class Space:
     """What a level's metadata say of its axes.
 
     Attributes:
+        volume: its name, for messages.
         dimensions: of the coordinate system that the voxels are given in.
         scaled: whether a scale is given.
         readable: whether all scales and translations can be read.
     """
 
+    volume: str
     dimensions: tuple[Dimension, ...]
     scaled: bool = False
     readable: bool = True
@@ -88,11 +90,18 @@ class Space:
         return tuple(map(names.get, range(ndim))) if any(names.values()) else None
 
     def geometry(self, zyx: Triple) -> Geometry | None:
-        """Of the axes at these positions of the array; None where the metadata give no scale."""
+        """Of the axes at these positions of the array; None where the metadata give no scale.
+
+        Raises:
+            DataError: the scale of one of them is not above 0.
+        """
         if not (self.scaled and self.readable):
             return None
         at = {dimension.array_axis: dimension for dimension in self.dimensions}
         z, y, x = (at[axis] for axis in zyx)
+        if not all(dimension.scale > 0 for dimension in (z, y, x)):
+            scale = [z.scale, y.scale, x.scale]
+            raise _unsupported(f"the scale {scale} of z, y, x, a mirrored axis or one without a size", self.volume)
         return Geometry(
             (z.scale, y.scale, x.scale),
             (z.translation, y.translation, x.translation),
@@ -139,19 +148,23 @@ def space_of(entry: Any, dataset: Any, ndim: int, name: str) -> Space:
     Raises:
         DataError: an axis of space is not one of the array, as after a rotation, or the metadata are malformed.
     """
-    space = Space(tuple(Dimension(axis) for axis in range(ndim)))
+    space = Space(name, tuple(Dimension(axis) for axis in range(ndim)))
     try:
         return _in_system(entry, dataset, space) if "coordinateSystems" in entry else _in_axes(entry, dataset, space)
     except UnsupportedTransformError as error:
-        raise DataError(
-            f"z, y and x must each be one axis of the array; got {error} in the transformations of {name}; resample it "
-            "onto a grid along z, y and x"
-        ) from error
+        raise _unsupported(str(error), name) from error
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise DataError(
-            f"the multiscales metadata of a volume must be readable; got {type(error).__name__}: {one_line(error)} in "
-            f"{name}; correct its axes and transformations"
+            f"the multiscales metadata of a volume must be well-formed; got {type(error).__name__}: {one_line(error)} "
+            f"in {name}; correct its axes and transformations"
         ) from error
+
+
+def _unsupported(what: str, name: str) -> DataError:
+    return DataError(
+        f"z, y and x must each be one axis of the array, in its direction; got {what} in the transformations of "
+        f"{name}; resample it onto a grid along z, y and x, or correct its transformations"
+    )
 
 
 def _in_axes(entry: Any, dataset: Any, space: Space) -> Space:
@@ -171,6 +184,8 @@ def _in_system(entry: Any, dataset: Any, space: Space) -> Space:
     for transform in dataset.get("coordinateTransformations") or ():
         space = _transformed(space, transform)
         reached = _reference(transform.get("output")) or reached
+    if reached not in systems:
+        raise ValueError(f"the output {reached!r}, which is none of the coordinate systems {list(systems)}")
     space = _named(space, systems[reached])
     if _is_spatial(space):
         return space
@@ -203,7 +218,7 @@ def _named(space: Space, axes: Sequence[Any]) -> Space:
 
 
 def _is_spatial(space: Space) -> bool:
-    return {"z", "y", "x"} <= {(dimension.name or "").strip().lower() for dimension in space.dimensions}
+    return {"z", "y", "x"} <= {letter_of(dimension.name) for dimension in space.dimensions}
 
 
 def _transformed(space: Space, transform: Any) -> Space:
@@ -250,8 +265,10 @@ def _moved(space: Space, kind: str, values: Any) -> Space:
 
 def _mapped(space: Space, order: Any) -> Space:
     """With its axes in another order; `order[i]` is the input axis that becomes output axis i."""
+    if not isinstance(order, list):
+        raise TypeError(f"mapAxis {order}, which is no list of axes")
     if sorted(order) != list(range(len(space.dimensions))):
-        raise UnsupportedTransformError(f"mapAxis {order}, which is no order of {len(space.dimensions)} axes")
+        raise ValueError(f"mapAxis {order}, which is no order of {len(space.dimensions)} axes")
     sources = [space.dimensions[axis] for axis in order]
     return replace(space, dimensions=_with_names_of(sources, space.dimensions))
 
@@ -264,8 +281,10 @@ def _multiplied(space: Space, kind: str, matrix: Any) -> Space:
     for row in matrix:
         *factors, shift = map(float, row if kind == "affine" else (*row, 0))
         sources = [axis for axis, factor in enumerate(factors) if factor]
-        if len(factors) != len(space.dimensions) or len(sources) != 1 or factors[sources[0]] < 0:
-            raise UnsupportedTransformError(f"{kind} with the row {row}, which is not one axis of the array, forwards")
+        if len(factors) != len(space.dimensions) or len(sources) != 1:
+            raise UnsupportedTransformError(f"{kind} with the row {row}, which is not one axis of the array")
+        if factors[sources[0]] < 0:
+            raise UnsupportedTransformError(f"{kind} with the row {row}, a mirrored axis")
         source, factor = space.dimensions[sources[0]], factors[sources[0]]
         found.append(replace(source, scale=source.scale * factor, translation=source.translation * factor + shift))
     if sorted(dimension.array_axis for dimension in found) != sorted(d.array_axis for d in space.dimensions):
@@ -277,12 +296,14 @@ def _by_dimension(space: Space, parts: Any) -> Space:
     """Transformations of some of the axes each."""
     found: dict[int, Dimension] = {}
     for part in parts:
+        if not all(isinstance(axis, int) for axis in (*part["inputAxes"], *part["outputAxes"])):
+            raise TypeError(f"byDimension with {part['inputAxes']} to {part['outputAxes']}, which are no axis numbers")
         some = replace(space, dimensions=tuple(space.dimensions[axis] for axis in part["inputAxes"]))
         some = _transformed(some, part["transformation"])
         found |= dict(zip(part["outputAxes"], some.dimensions, strict=True))
         space = replace(space, scaled=space.scaled or some.scaled, readable=space.readable and some.readable)
     if sorted(found) != list(range(len(space.dimensions))):
-        raise UnsupportedTransformError(f"byDimension with the output axes {sorted(found)}")
+        raise ValueError(f"byDimension with the output axes {sorted(found)}")
     return replace(space, dimensions=_with_names_of([found[axis] for axis in sorted(found)], space.dimensions))
 
 
