@@ -40,7 +40,7 @@ with PatchStream(prepare_data(0, data).job, options) as stream:
     while end == "spill" and time.monotonic() < until and not any(event.kind == "spill" for event in stream.events):
         next(stream)
         time.sleep(0.2)  # slower than the readers, which run as far ahead as they may
-    print("seen", *(event.kind for event in stream.events), flush=True)
+    print("seen", *(f"{event.kind}: {event.text}" for event in stream.events), flush=True)
 print("closed", flush=True)
 """
 
@@ -217,7 +217,8 @@ def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
     with trainer(tmp_path, "spill", size=256, region=160, store_gib=0.08) as process:
         run_to_reading(process)
         output = read_to_end(process)
-    assert "seen spill" in output, output
+    assert "seen spill: " in output, output
+    assert "lower data.regions_in_flight, data.reader_mib or training.workers" in output, "the largest part first"
 
 
 HEAD_STOPPED = """

@@ -18,6 +18,7 @@ import pytest
 
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
+from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.stream import at_exit
 from vesuvius.stream import stream as stream_module
@@ -79,6 +80,25 @@ def test_only_the_announcement_of_ray_s_core_is_hidden(capfd: pytest.CaptureFixt
         os.write(2, b"a reason to look at\n")
     os.write(2, b"and on\n")
     assert capfd.readouterr().err == "a reason to look at\nand on\n"
+
+
+def test_a_ray_that_does_not_even_end_once_it_is_killed_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a cluster of others hangs, whose daemons are not ours to kill."""
+    never, called = threading.Event(), []
+    monkeypatch.setattr(ray_session, "_END_S", 0.05)
+    monkeypatch.setattr(ray_session, "_KILLED_S", 0.05)
+    monkeypatch.setattr(ray_session.private, "shut_down", lambda when_handlers_are_back: never.wait())
+    monkeypatch.setattr(ray_session.private, "kill_daemons", lambda: called.append("kill"))
+    monkeypatch.setattr(ray_session.private, "leave_to_the_system", lambda: called.append("leave"))
+    monkeypatch.setattr(ray_session.Session, "_hangs", not ray_session._shut_down())
+    never.set()
+    assert called == ["kill", "leave"]
+    assert "is killed now" in caplog.text
+    assert "is left behind" in caplog.text
+    with pytest.raises(ConfigError, match="Ray must have ended before it can start again"):
+        ray_session.Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)
 
 
 @pytest.mark.usefixtures("ray_cluster")
