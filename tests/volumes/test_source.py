@@ -222,8 +222,12 @@ def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(
     path = write_array(tmp_path / "v.zarr", textured((96, 64, 64)), **LAYOUTS[layout])
     slab = path / {"v2": "1", "v3": "c/1", "v3-sharded": "c/1"}[layout]
     slab.rename(tmp_path / "unmounted")
-    words = f"a link to what is not there, {slab}" if kind == "dangling link" else f"a file in place of the folder {slab}"
-    slab.symlink_to("/disk2/slab") if kind == "dangling link" else slab.write_bytes(b"")
+    if kind == "dangling link":
+        slab.symlink_to(tmp_path / "disk2/slab")
+        words = f"a link to what is not there, {slab}"
+    else:
+        slab.write_bytes(b"")
+        words = f"a file in place of the folder {slab}"
     volume = open_volume(ArrayConfig(path=str(path)))
     with pytest.raises(DataError, match=f"a folder of chunks must be a folder; got {words}; mount the disk"):
         list_chunks(volume)

@@ -201,9 +201,8 @@ class Volume:
         except Exception as error:  # codecs and stores raise whatever they like; here it is found which chunk it was
             log.debug("reading %s of %s chunk by chunk after %s", format_box(box), self.name, one_line(error))
             self.source.count(retries=1)
-            out = np.empty_like(
-                out
-            )  # zarr does not end the other chunks of a read that has failed: they go on into `out`
+            # zarr does not end the other chunks of a read that has failed: they go on into `out`.
+            out = np.empty_like(out)
             self._read_chunk_by_chunk(box, out)
         finally:
             if self._staged is not None:
@@ -414,7 +413,7 @@ def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal[
         with zarr.config.set(_PYTHON_PIPELINE):
             array = zarr.open_array(array.store_path, mode="r")
     source.cache_scope = f"{spec.path.rstrip('/')}#{metadata_hash(array)}"
-    geometry, paths = (space.geometry(axes.zyx, name), level.paths) if space and level else (None, ())
+    geometry, paths = (space.geometry(axes.zyx), level.paths) if space and level else (None, ())
     return Volume(name, array, axes, axis_names, geometry, paths, source, missing_chunk)
 
 
