@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import pytest
 from tests.conftest import textured
 from tests.poison import poison, write_sharded
 from vesuvius.config import ArrayConfig
+from vesuvius.stream import notes as notes_module
 from vesuvius.stream.guarded import GuardedReads
-from vesuvius.stream.notes import Notebook, Place, Strikes, forget_crashes, read_notes, take_over
+from vesuvius.stream.notes import Notebook, NoteFolder, Place, Strikes, forget_crashes, read_notes, take_over
 from vesuvius.stream.outage_log import OutageLog
 from vesuvius.volumes.source import Outage
 from vesuvius.volumes.volume import UnreadableChunkError, open_volume
@@ -31,6 +33,29 @@ from vesuvius.stream.notes import Notebook, Place
 
 with Notebook(Path(sys.argv[1])).reading(Place("v.zarr", ((0, 0, 0), (8, 8, 8)), (1, 2, 3), ((0, 0, 0), (4, 4, 4)))):
     os.kill(os.getpid(), int(sys.argv[2]))
+"""
+# One thread reads, and another crashes, in the way that comes on the command line.
+DIES_ELSEWHERE = """
+import ctypes, os, sys, threading
+from pathlib import Path
+from vesuvius.stream.notes import Notebook, Place
+
+notes, begun = Notebook(Path(sys.argv[1]), role="trainer"), threading.Event()
+
+def read():
+    with notes.reading(Place("v.zarr", ((0, 0, 0), (8, 8, 8)))):
+        begun.set()
+        threading.Event().wait()
+
+threading.Thread(target=read, daemon=True).start()
+begun.wait()
+exec(sys.argv[2])
+threading.Event().wait()
+"""
+# A thread that Python does not know: as those of a codec, or of torch.
+NATIVE = """
+libc, number = ctypes.CDLL(None), ctypes.c_ulong()
+libc.pthread_create(ctypes.byref(number), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
 """
 # What comes on the command line behind the folder and the volume is done to the codecs first.
 READS = """
@@ -89,6 +114,90 @@ def test_between_two_regions_nothing_is_blamed(tmp_path: Path) -> None:
     assert Strikes(tmp_path).on("v.zarr", BOX) == []
 
 
+@pytest.mark.parametrize("crash", ["os.abort()", "threading.Thread(target=os.abort).start()"])
+def test_a_crash_on_another_thread_is_not_blamed_on_what_is_read(tmp_path: Path, crash: str) -> None:
+    assert run(DIES_ELSEWHERE, tmp_path, crash).returncode == -signal.SIGABRT
+    (note,) = read_notes(tmp_path)
+    assert (note.crash, note.place) == ("SIGABRT", None)
+    assert Strikes(tmp_path).on("v.zarr", BOX) == []
+
+
+def test_a_crash_on_a_thread_that_python_does_not_know_is_a_strike(tmp_path: Path) -> None:
+    assert run(DIES_ELSEWHERE, tmp_path, NATIVE).returncode == -signal.SIGABRT
+    assert [note.crash for note in Strikes(tmp_path).on("v.zarr", ((0, 0, 0), (8, 8, 8)))] == ["SIGABRT"]
+
+
+def test_processes_of_the_same_number_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    alone = ["unshare", "--pid", "--fork"]  # as in a container: each is process 1
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
+        pytest.skip("only root may give a process the number 1")
+    for _ in range(3):
+        subprocess.run([*alone, sys.executable, "-c", DIES, tmp_path, "6"], capture_output=True, timeout=120)
+    assert [(note.pid, note.crash) for note in read_notes(tmp_path)] == [(1, "SIGABRT")] * 3
+
+
+def test_notes_of_any_length_and_language_fit(tmp_path: Path) -> None:
+    begin, end = "/Volumen/" + '\u5dfb\U0001f4dc\x01"' * 1000, "/\udcff.zarr"
+    notes = Notebook(tmp_path, role="trainer")
+    notes.outage(Outage(1000.0, "\U0001f4dc" * 1000, f"http://{begin}{end}"))
+    with notes.reading(Place(begin + end, BOX, (1, 2, 3), BOX)):
+        (note,) = read_notes(tmp_path)
+    assert note.place is not None
+    assert note.outage is not None
+    assert note.place.volume.endswith(end)
+    assert note.outage.cause.startswith("\U0001f4dc" * 200)
+    assert note.outage.address.endswith(end)
+    notes.close()
+
+
+def test_a_volume_of_a_long_name_is_told_from_others_that_end_alike(tmp_path: Path) -> None:
+    name = "\u5dfb" * 1500
+    run(DIES.replace('"v.zarr"', f"{name!r}"), tmp_path, int(signal.SIGABRT))
+    assert Strikes(tmp_path).on(name, BOX) == []
+    assert Strikes(tmp_path).on(name, ((0, 0, 0), (2, 2, 2)))
+    assert Strikes(tmp_path).on(f"other {name}", ((0, 0, 0), (2, 2, 2))) == []
+
+
+def test_a_file_is_parsed_again_only_where_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[Path] = []
+    parse = notes_module._read_note
+    monkeypatch.setattr(notes_module, "_read_note", lambda path: (parsed.append(path), parse(path))[1])
+    run(DIES, tmp_path, int(signal.SIGKILL))
+    (old,) = tmp_path.glob("*.note")
+    os.utime(old, (1000, 1000))
+    folder, strikes = NoteFolder(tmp_path), Strikes(tmp_path)
+    for _ in range(3):
+        assert len(folder.read()) == 1
+        assert strikes.on("v.zarr", ((0, 0, 0), (2, 2, 2))) == []
+    assert parsed == [old], "once by the one, and never by the other: it has not crashed"
+    run(DIES, tmp_path, int(signal.SIGABRT))
+    assert len(folder.read()) == 2
+    assert len(strikes.on("v.zarr", ((0, 0, 0), (2, 2, 2)))) == 1
+    assert parsed.count(old) == 1
+    os.utime(old, (2000, 2000))
+    folder.read()
+    assert parsed.count(old) == 2
+
+
+def test_a_reader_that_is_asked_for_its_stacks_too_late_lives(tmp_path: Path) -> None:
+    late = (
+        "import os, sys; from pathlib import Path; from vesuvius.stream.notes import *; "
+        "Notebook(Path(sys.argv[1])).close(); os.kill(os.getpid(), STACKS_SIGNAL); print('lives')"
+    )
+    done = run(late, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "lives\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_faulthandler_that_was_enabled_is_enabled_afterwards(tmp_path: Path) -> None:
+    crash = (
+        "import faulthandler, io, os, sys; from pathlib import Path; from vesuvius.stream.notes import *; "
+        "{}; sys.stderr = io.StringIO(); Notebook(Path(sys.argv[1])).close(); os.abort()"
+    )
+    assert "Fatal Python error: Aborted" in run(crash.format("faulthandler.enable()"), tmp_path).stderr
+    assert "Fatal" not in run(crash.format("pass"), tmp_path).stderr
+
+
 def test_a_strike_holds_for_what_touches_it_and_is_seen_by_those_at_work(tmp_path: Path) -> None:
     strikes = Strikes(tmp_path)
     assert strikes.on("v.zarr", BOX) == []
@@ -105,7 +214,7 @@ def test_a_living_process_is_told_from_another_of_the_same_number(tmp_path: Path
     assert (note.pid, note.actor, note.place) == (os.getpid(), "", None)
     notes.close()
     assert read_notes(tmp_path) == []
-    assert not type(note)(**{**vars(note), "started": note.started - 1}).is_alive()
+    assert not type(note)(**{**vars(note), "started": note.started - 60}).is_alive()
 
 
 def test_the_codec_that_ends_its_process_ends_it_once(tmp_path: Path) -> None:
@@ -125,7 +234,7 @@ def test_the_codec_that_ends_its_process_ends_it_once(tmp_path: Path) -> None:
 def test_a_chunk_that_kills_in_careful_mode_too_is_not_read_a_third_time(tmp_path: Path) -> None:
     path, notes = write_sharded(tmp_path / "v.zarr", textured((64, 64, 64))), tmp_path / "notes"
     poison(path, (1, 1, 1))
-    deadly = "import os, zarr.codecs.zstd as z; z.ZstdCodec._decode_sync = lambda *_: os.abort()"
+    deadly = "import os, zarr.codecs.zstd as z; z.as_numpy_array_wrapper = lambda *_: os.abort()"
     assert run(READS, notes, path).returncode == -signal.SIGABRT
     assert run(READS, notes, path, deadly).returncode == -signal.SIGABRT
     third = run(READS, notes, path, deadly)

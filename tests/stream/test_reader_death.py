@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from tests.conftest import textured
 from tests.poison import poison, write_sharded
 from tests.stream.test_stream import collect, make_job, open_stream
 from vesuvius.errors import DataError
+from vesuvius.stream.notes import read_notes
+from vesuvius.stream.ray import blocks as ray_stream
 from vesuvius.stream.ray import deaths as ray_deaths
 from vesuvius.stream.stream import PatchStream
+from vesuvius.volumes.box import intersects
 
 
 def killed_reader(stream: PatchStream) -> int:
@@ -90,11 +94,34 @@ def test_a_region_that_ends_its_reader_is_replaced_and_the_stream_goes_on(poison
         assert (fields["signal"], fields["volume"]) == ("SIGABRT", str(poisoned))
         assert all(lo < 64 and hi > 32 for lo, hi in zip(*fields["box"], strict=True))
     assert records
-    assert all(record["chunk"] == [1, 1, 1] and "Zstd decompression" in record["cause"] for record in records)
+    assert all(record["chunk"] == [1, 1, 1] and " of an object of " in record["cause"] for record in records)
     with open_stream(job, workers=1, quarantined=records) as stream:
         again, _ = collect(stream, 100)
         assert died(stream) == []
-    assert again.tobytes() == patches.tobytes(), "care changes no voxel"
+    # The box of the damage is that of the shard: until it was known, regions of its other chunks were read.
+    shard = ((0, 0, 0), (64, 64, 64))
+    untouched = [not intersects(shard, job.plan.sample(int(index)).region) for index in indices]
+    assert any(untouched)
+    assert again[untouched].tobytes() == patches[untouched].tobytes(), "care changes no voxel"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_readers_that_have_ended_leave_no_notes(volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 3)
+    job = replace(make_job(volume), notes_dir=str(tmp_path / "notes"))
+    with open_stream(job, workers=1) as stream:
+        victim, readers = killed_reader(stream), set[int]()
+        for _ in itertools.islice(stream, 60):
+            readers |= stream.readers.keys()
+        assert len(readers) > 2, "those of several segments"
+        deadline = time.monotonic() + 60
+        while any(not note.is_alive() for note in read_notes(tmp_path / "notes")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = read_notes(tmp_path / "notes")
+        assert all(note.is_alive() for note in left)
+        assert {path.stem for path in (tmp_path / "notes").iterdir()} == {note.path.stem for note in left}
+        (death,) = died(stream)
+        assert death["pid"] == victim, "counted before its note was removed"
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -68,7 +68,8 @@ def preflight(
         resume: the run may exist.
         checkpoint: the whole one to go on from, if there is one.
         allow_drift: go on though the data or what the weights mean have changed.
-        caches: read by way of the disk cache, where one is configured.
+        caches: read by way of the disk cache, where one is configured, and leave notes of what is read with the run
+            that is resumed; a dry run does neither.
 
     Raises:
         ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do
@@ -82,7 +83,8 @@ def preflight(
         refuse_existing(directory)
     parameters = _check_network(config)
     data_config = config.data if caches else _without_cache(config.data)
-    with StartReads(data_config, directory.reading if resume and directory.exists() else None) as reads:
+    notes = directory.reading if caches and resume and directory.exists() else None
+    with StartReads(data_config, notes) as reads:
         data = prepare_data(config.seed, data_config, foreground=reads.foreground_map)
         options = StreamOptions.from_config(config.training, config.cluster)
         check_store_need(data.job, options)

@@ -8,17 +8,18 @@ knows the region, and a crash (SIGABRT, SIGSEGV, ...) can be told from a SIGKILL
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import os
+import re
 import signal
 import socket
-import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,26 @@ _SIGNALS = {
     "Floating point exception": "SIGFPE",
     "Illegal instruction": "SIGILL",
 }
-_CAUSE_CHARACTERS = 400
+# How much of each text of any length goes into a record: together less than a page, whatever the characters are.
+_VOLUME_BYTES = 1200
+_ADDRESS_BYTES = 600
+_CAUSE_BYTES = 1200
+_CAUSE_CHARACTERS = 300
+# The thread that crashed, and its frames.  Threads that a codec has started itself are in no list of Python's.
+_CRASHED_THREAD = re.compile(r"^Current thread 0x([0-9a-f]+).*\n((?:  .*\n?)*)", re.MULTILINE)
+# zarr decodes on threads of its own.  Where such a thread calls zarrs, the innermost frame is that of its pool.
+_DECODES = re.compile(
+    r"\A  <no Python frame>"
+    r'|\A  File "[^"]*/concurrent/futures/thread\.py"'
+    r"|-packages/(zarr|zarrs|numcodecs)/|/vesuvius/volumes/"
+)
+# A file that was written less than this long ago may change again without another time of change.
+_SETTLED_S = 1.0
+# The kernel's clock is set from time to time, and the start of a process with it.
+_SAME_START_S = 5.0
+_STDERR = 2
 # Asks a process for the stacks of all its threads.
 STACKS_SIGNAL = signal.SIGUSR2
-_number = count()
 
 
 @dataclass(frozen=True)
@@ -74,8 +91,9 @@ class Note:
         role: 'reader', 'trainer' or 'start' (the process that reads for the start of a run).
         actor: the Ray actor that it is an incarnation of; '' without Ray.
         started: when the process began, seconds since 1970; with `pid` it names the process.
-        place: what it reads; None between two regions.
+        place: what it reads; None between two regions, and where it crashed on a thread that does not decode.
         since: when it began to read that, seconds since 1970.
+        thread: which reads that, as `threading.get_ident`.
         outage: a store that it waits for.
         crash: the fatal signal that ended it; None while it lives, and where nothing was left behind (SIGKILL).
         path: its file.
@@ -88,6 +106,7 @@ class Note:
     started: float
     place: Place | None = None
     since: float | None = None
+    thread: int = 0
     outage: Outage | None = None
     crash: str | None = None
     path: Path = Path()
@@ -95,9 +114,19 @@ class Note:
     def is_alive(self) -> bool:
         """Whether the process runs on this machine, under the same number."""
         try:
-            return self.node == socket.gethostname() and psutil.Process(self.pid).create_time() == self.started
+            return self.is_here and abs(psutil.Process(self.pid).create_time() - self.started) < _SAME_START_S
         except psutil.Error:
             return False
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process ran, or runs, on this machine."""
+        return self.node == socket.gethostname()
+
+    def remove(self) -> None:
+        """Remove the files of the process.  Raises OSError; not where they are gone."""
+        for path in (self.path, self.stacks):
+            path.unlink(missing_ok=True)
 
     @property
     def stacks(self) -> Path:
@@ -108,7 +137,8 @@ class Note:
 class Notebook:
     """Writes the note of this process.
 
-    Takes the process's faulthandler over: where it dies by a fatal signal the stacks go into the note.
+    Takes the process's faulthandler over until it is closed: where it dies by a fatal signal the stacks go into the
+    note.  Python does not tell where they went before; one that was enabled writes to the standard error afterwards.
 
     Args:
         folder: on a disk of this machine, or in memory; made if it is not there.
@@ -120,16 +150,18 @@ class Notebook:
     def __init__(self, folder: Path, role: str = "reader", actor: str = "") -> None:
         pid = os.getpid()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{role}-{pid}-{next(_number)}{_SUFFIX}"
+        # Never a name that was there before: each process of a container may be number 1.
+        path = folder / f"{role}-{pid}-{uuid.uuid4().hex}{_SUFFIX}"
         self._note = Note(role, pid, socket.gethostname(), actor, psutil.Process().create_time(), path=path)
         self._file = path.open("wb")
         self._dump = path.open("ab")  # behind the record: a second file, as `pwrite` to this one would append too
         self._lock = threading.Lock()
         self._was_enabled = faulthandler.is_enabled()
-        self._stacks = None
         if role == "reader":  # the trainer's stacks are its own affair
-            self._stacks = self._note.stacks.open("ab")
-            faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
+            # Stays registered, and open, until the process ends: whoever has just read the note may still send the
+            # signal, which ends a process that does not expect it.
+            stacks = os.open(self._note.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
         self._write()
         faulthandler.enable(self._dump)
 
@@ -140,7 +172,7 @@ class Notebook:
     @contextmanager
     def reading(self, place: Place) -> Iterator[None]:
         """Around the reading of a place: a process that dies inside leaves it behind."""
-        self._write(place=place, since=time.time())
+        self._write(place=place, since=time.time(), thread=threading.get_ident())
         try:
             yield
         finally:
@@ -157,17 +189,12 @@ class Notebook:
             if self._file.closed:
                 return
             self._file.close()
-        if self._was_enabled and sys.stderr is not None:
-            with suppress(OSError, ValueError):  # stderr may have no file behind it
-                faulthandler.enable()
+        self._note.remove()
+        if self._was_enabled:
+            faulthandler.enable(_STDERR)
         else:
             faulthandler.disable()
-        if self._stacks is not None:
-            faulthandler.unregister(STACKS_SIGNAL)
-            self._stacks.close()
         self._dump.close()
-        for path in (self._note.path, self._note.stacks):
-            path.unlink(missing_ok=True)
 
     def _write(self, **changes: Any) -> None:
         with self._lock:
@@ -176,22 +203,46 @@ class Notebook:
             self._note = replace(self._note, **changes)
             fields = asdict(self._note)
             del fields["path"], fields["crash"]
+            if self._note.place is not None:
+                fields["place"]["volume"] = _fitting(self._note.place.volume, _VOLUME_BYTES)
             if self._note.outage is not None:
-                fields["outage"]["cause"] = one_line(self._note.outage.cause, _CAUSE_CHARACTERS)
-            record = json.dumps(fields).encode()
+                fields["outage"]["cause"] = _fitting(one_line(self._note.outage.cause, _CAUSE_CHARACTERS), _CAUSE_BYTES)
+                fields["outage"]["address"] = _fitting(self._note.outage.address, _ADDRESS_BYTES)
+            record = _encoded(fields)
             assert len(record) <= _RECORD_BYTES, f"a note must fit into {_RECORD_BYTES} bytes; got {len(record)}"
             os.pwrite(self._file.fileno(), record.ljust(_RECORD_BYTES), 0)
 
 
+class NoteFolder:
+    """The notes in a folder, for those who look often: a file is parsed again only where it has changed.
+
+    Args:
+        crashes: only the notes of processes that crashed; the others are not even opened.
+    """
+
+    def __init__(self, folder: Path, crashes: bool = False) -> None:
+        self._folder = folder
+        self._crashes = crashes
+        self._known: dict[Path, tuple[tuple[int, int] | None, Note | None]] = {}
+
+    def read(self) -> list[Note]:
+        """The oldest first; none where there is no folder."""
+        settled_ns = time.time_ns() - int(_SETTLED_S * 1e9)
+        before, self._known = self._known, {}
+        for path, size, changed_ns in _files(self._folder):
+            if self._crashes and size <= _RECORD_BYTES:
+                continue
+            stamp = (size, changed_ns) if changed_ns < settled_ns else None
+            known = before.get(path)
+            is_same = known is not None and known[0] is not None and known[0] == stamp
+            self._known[path] = known if known is not None and is_same else (stamp, _read_note(path))
+        notes = [note for _, note in self._known.values() if note is not None]
+        return sorted((note for note in notes if note.crash or not self._crashes), key=lambda note: note.started)
+
+
 def read_notes(folder: Path) -> list[Note]:
     """The notes in a folder, the oldest first; none where there is no folder."""
-    try:
-        with os.scandir(folder) as entries:
-            paths = [Path(entry.path) for entry in entries if entry.name.endswith(_SUFFIX)]
-    except FileNotFoundError:
-        return []
-    notes = [note for path in paths if (note := _read_note(path)) is not None]
-    return sorted(notes, key=lambda note: note.started)
+    return NoteFolder(folder).read()
 
 
 def take_over(folder: Path) -> list[Note]:
@@ -205,7 +256,7 @@ def take_over(folder: Path) -> list[Note]:
     crashed = []
     for note in read_notes(folder):
         if note.crash is None:
-            note.path.unlink(missing_ok=True)
+            note.remove()
         elif note.path.name.startswith("trainer-"):
             note.path.rename(note.path.with_name(f"said-{note.path.name}"))
             crashed.append(note)
@@ -218,36 +269,50 @@ class Strikes:
     """The places that crashed a process which left its note in a folder, looked up anew where notes have changed."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._sizes: dict[str, int] = {}
-        self._strikes: list[Note] = []
+        self._crashes = NoteFolder(folder, crashes=True)
 
     def on(self, volume: str, box: Box) -> list[Note]:
         """The crashes in this box of a volume, or in chunks of it."""
-        self._look()
-        return [note for note in self._strikes if note.place is not None and _is_on(note.place, volume, box)]
-
-    def _look(self) -> None:
-        try:
-            with os.scandir(self._folder) as entries:
-                sizes = {entry.name: entry.stat().st_size for entry in entries if entry.name.endswith(_SUFFIX)}
-        except FileNotFoundError:  # a file or the folder has just gone
-            return
-        if sizes != self._sizes:  # a crash makes a note longer; a new place does not
-            self._sizes = sizes
-            self._strikes = [note for note in read_notes(self._folder) if note.crash is not None]
+        name = _fitting(volume, _VOLUME_BYTES)
+        return [note for note in self._crashes.read() if note.place is not None and _is_on(note.place, name, box)]
 
 
 def forget_crashes(folder: Path) -> None:
     """Remove the notes of processes that crashed: what they read is read again as any other place.  Raises OSError."""
-    for path in folder.glob(f"*{_SUFFIX}"):
-        note = _read_note(path)
-        if note is not None and note.crash is not None:
-            path.unlink(missing_ok=True)
+    for note in NoteFolder(folder, crashes=True).read():
+        note.remove()
 
 
 def _is_on(place: Place, volume: str, box: Box) -> bool:
     return place.volume == volume and intersects(place.chunk_box or place.box, box)
+
+
+def _files(folder: Path) -> list[tuple[Path, int, int]]:
+    """Each note with its size and the time of its last change, in ns."""
+    found = []
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(_SUFFIX):
+                with suppress(FileNotFoundError):  # it has just been removed
+                    stat = entry.stat()
+                    found.append((Path(entry.path), stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+def _encoded(value: Any) -> bytes:
+    # Paths that are no text in the file system's encoding hold lone surrogates.
+    return json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def _fitting(text: str, limit: int) -> str:
+    """A text whose JSON has no more than so many bytes: as it is, or a hash and as much of its end as fits."""
+    if len(_encoded(text)) <= limit:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+    end = text[-limit:]
+    while len(_encoded(short := f"{digest}...{end}")) > limit:
+        end = end[len(end) // 16 + 1 :]
+    return short
 
 
 def _read_note(path: Path) -> Note | None:
@@ -263,6 +328,8 @@ def _read_note(path: Path) -> Note | None:
         reason = dump.split(_FATAL, 1)[1].splitlines()[0]
         crash = _SIGNALS.get(reason, reason)
     place, outage = fields.pop("place"), fields.pop("outage")
+    if crash is not None and not _was_decoding(dump, fields.get("thread", 0)):
+        place = None
     return Note(
         **fields,
         place=_place(place) if place else None,
@@ -270,6 +337,17 @@ def _read_note(path: Path) -> Note | None:
         crash=crash,
         path=path,
     )
+
+
+def _was_decoding(dump: str, reading_thread: int) -> bool:
+    """Whether faulthandler's account leaves it possible that a codec has crashed.
+
+    Not where it was a thread of Python other than the one that reads, and not one of those that decode for it.
+    """
+    crashed = _CRASHED_THREAD.search(dump)
+    if crashed is None:
+        return True
+    return int(crashed[1], 16) == reading_thread or _DECODES.search(crashed[2]) is not None
 
 
 def _place(fields: dict[str, Any]) -> Place:

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from vesuvius.errors import one_line
-from vesuvius.stream.notes import Note, Place, read_notes
+from vesuvius.stream.notes import Note, NoteFolder, Place, read_notes
 from vesuvius.stream.outage_log import OutageLog
 from vesuvius.stream.ray import private
 from vesuvius.stream.ray.deaths import RayCause, reader_death_cause
@@ -83,6 +83,8 @@ class ReaderWatch:
     def __init__(self, reader_class: str, notes: Path, on_death: Callable[[ReaderDeath], None]) -> None:
         self._reader_class = reader_class
         self._notes = notes
+        self._folder = NoteFolder(notes)
+        self._ended: set[Path] = set()
         self._on_death = on_death
         self._seen: dict[str, private.ActorRow] = {}
         self._outages = OutageLog()
@@ -120,13 +122,29 @@ class ReaderWatch:
                 deaths += row.worker_died and not (before and before.worker_died)
                 for _ in range(deaths):
                     self._died(row, before)
-        living = [note for note in read_notes(self._notes) if note.outage is not None and note.is_alive()]
+        notes = self._folder.read()
+        ended = {note.path: note for note in notes if self._is_done_with(note)}
+        for path in ended.keys() & self._ended:  # twice: it may have crashed after its note was read
+            ended[path].remove()
+        self._ended = set(ended)
+        living = [note for note in notes if note.outage is not None and note.is_alive()]
         self._outages.take([note.outage for note in living if note.outage is not None], time.time())
 
+    def _is_done_with(self, note: Note) -> bool:
+        """Whether a note tells nothing any more: its reader has ended without a crash, and that is counted or wanted.
+
+        Ray's table lags behind: until it shows another process at work, or none to come, the death is not counted.
+        """
+        if not note.actor or note.crash is not None or not note.is_here or note.is_alive():
+            return False
+        row = self._seen.get(note.actor)  # None: a reader of a stream that was here before
+        return row is None or row.state == "DEAD" or (row.state == "ALIVE" and row.pid != note.pid)
+
     def _died(self, row: private.ActorRow, before: private.ActorRow | None) -> None:
-        left = [note for note in read_notes(self._notes) if note.actor == row.actor and not note.is_alive()]
         pid = before.pid if before else 0
-        note = next((note for note in reversed(left) if pid in (0, note.pid)), None)
+        left = [note for note in read_notes(self._notes) if note.actor == row.actor]
+        # What Ray calls dead may be in the table of processes for a moment longer.
+        note = next((note for note in reversed(left) if note.pid == pid or (not pid and not note.is_alive())), None)
         pid, node = (note.pid, note.node) if note else (pid, _host_name((before or row).node_id))
         cause, deadline = None, time.monotonic() + _CAUSE_S
         while pid and cause is None and time.monotonic() < deadline:
