@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import textured, write_array
 from vesuvius import quarantine, train
 from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint
 from vesuvius.engine.quarantine import box_of, clear, read_quarantine, still_quarantined
@@ -90,6 +92,39 @@ def test_what_is_whole_again_is_cleared_and_the_next_resume_reads_it(
 
     assert run(20, "--resume") == []
     assert f"{len(kept)} of {len(kept)} unreadable places are tried again" in capsys.readouterr().out
+
+
+def test_a_retry_tells_what_is_found_now_and_what_it_cannot_look_at(
+    run: Callable[..., list[Any]],
+    volume: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = run(8)
+    (volume / "1/1/1").unlink()
+    capsys.readouterr()
+    assert quarantine.main(["tiny", "--retry"]) == 6
+    (*_, line) = capsys.readouterr().out.splitlines()
+    assert line.endswith("the listing says that it is stored, and it is gone")
+    assert kept[0]["cause"] not in line
+
+    config = tmp_path / "runs/tiny/config.resolved.yaml"
+    text = config.read_text()
+    config.write_text(text.replace(str(volume), volume.name))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert quarantine.main([str(config.parent), "--retry"]) == 6
+    assert f"got {volume.name}, which is not there, in the folder {tmp_path / 'elsewhere'}; " in capsys.readouterr().err
+    config.write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+    shutil.rmtree(volume)
+    write_array(volume, textured((32, 32, 32)))
+    assert quarantine.main(["tiny", "--retry"]) == 2
+    error = capsys.readouterr().err
+    assert "must lie inside its volume; got " in error
+    assert "clear it with --clear" in error
 
 
 def test_what_is_cleared_and_torn_still_is_found_again_and_kept(

@@ -18,7 +18,7 @@ import zarr
 from tests.chunk_server import ChunkServer
 from tests.conftest import run_vesuvius, textured, write_array
 from tests.volumes.test_axes import axis, ome_06, sequence
-from vesuvius import volume
+from vesuvius import cli, volume
 from vesuvius.config_file import read_config
 from vesuvius.stream.prepare import prepare_data
 from vesuvius.volume_tools.phantom import Phantom
@@ -107,7 +107,7 @@ def test_a_wrong_command_line_exits_2_and_says_why(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["synth", "info", "copy", "occupancy"])
+@pytest.mark.parametrize("command", ["synth", "info", "copy", "occupancy", "verify"])
 def test_help_shows_each_option_with_its_meaning(capsys, command):
     with pytest.raises(SystemExit) as exit_info:
         volume.main([command, "--help"])
@@ -296,3 +296,12 @@ def test_an_output_that_cannot_be_written_exits_6(tmp_path, option):
 def test_the_command_is_found_by_its_names(tmp_path):
     write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
     assert run_vesuvius("volume", "info", "v.zarr", cwd=tmp_path).stdout.startswith("v.zarr: bare array, zarr v2")
+
+
+def test_help_names_what_verifies_and_says_where_its_list_of_chunks_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert {"list", "verify"} <= set(re.findall(r"\w+", cli.COMMANDS["volume"]))
+    with pytest.raises(SystemExit):
+        volume.main(["verify", "--help"])
+    assert "the list of stored chunks" in " ".join(capsys.readouterr().out.split())

@@ -12,7 +12,7 @@ COMMANDS = {
     "train": "train a model from a config file, or go on training it",
     "tune": "find out by short runs how a config trains fastest on this machine",
     "sample": "draw samples of a trained model",
-    "volume": "describe, copy or make volumes",
+    "volume": "describe, copy, list, verify or make volumes",
     "quarantine": "list what a run could not read, try it again, or forget it",
     "memcheck": "show the memory of a run, what limits it and how near a kill is; also of a dead one",
 }

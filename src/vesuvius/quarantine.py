@@ -16,11 +16,12 @@ from vesuvius.config import ArrayConfig, Config
 from vesuvius.config_file import read_config
 from vesuvius.door import run_door, say
 from vesuvius.engine.quarantine import Record, as_json, box_of, clear, read_quarantine
-from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError, StorageError
+from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, StorageError
 from vesuvius.observe.run_files import find_run
 from vesuvius.stream.notes import forget_crashes
 from vesuvius.volume_tools.child_reads import Reading, read_in_children
 from vesuvius.volumes.box import format_box
+from vesuvius.volumes.source import is_remote
 from vesuvius.volumes.stored import Stored
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -43,8 +44,9 @@ def _main(argv: list[str]) -> int:
         return EXIT_OK
     if arguments.retry:
         with contextlib.redirect_stdout(sys.stderr):
-            broken = _still_broken(run, records)
-        whole = [record for record in records if record not in broken]
+            causes = _still_broken(run, records)
+        broken = [record | {"cause": causes[place]} for place, record in enumerate(records) if place in causes]
+        whole = [record for place, record in enumerate(records) if place not in causes]
         _clear(path, whole)
         say(f"run {run.name}: {len(whole)} of {len(records)} can be read again and are cleared for the next --resume")
         records = broken
@@ -89,28 +91,47 @@ def _clear(path: Path, records: Sequence[Record]) -> None:
         raise StorageError(f"the run directory must be writable; got {error}; free some space") from error
 
 
-def _still_broken(run: Path, records: Sequence[Record]) -> list[Record]:
-    """The records whose boxes cannot be read, each with what was found now.
+def _still_broken(run: Path, records: Sequence[Record]) -> dict[int, str]:
+    """The places in the list of those records whose boxes cannot be read, each with the cause that was found now.
 
     Raises:
-        ConfigError: the run's config does not name the volume of a record.
+        ConfigError: the run's config does not name the volume of a record, or that is smaller now.
         DataError: a volume cannot be opened.
     """
     if not records:
-        return []
+        return {}
     config = read_config(run / "config.resolved.yaml")
-    by_array: dict[tuple[int, str], list[Record]] = {}
-    for record in records:
-        by_array.setdefault((record["number"], record["volume"]), []).append(record)
-    broken = []
+    by_array: dict[tuple[int, str], dict[int, Record]] = {}
+    for place, record in enumerate(records):
+        by_array.setdefault((record["number"], record["volume"]), {})[place] = record
+    causes: dict[int, str] = {}
     for (number, name), of_array in by_array.items():
         spec = _spec(config, number, name)
+        if not is_remote(spec.path) and not Path(spec.path).exists():
+            raise DataError(
+                f"the volumes of a run must be where its config says; got {spec.path}, which is not there, in the "
+                f"folder {Path.cwd()}; bring it back, or call this from the folder where the run was started"
+            )
         with closing(open_volume(spec, config.data.store)) as volume:
-            reading = Reading(spec, config.data.store, _must_be_stored(volume, of_array))
-            tasks = [(place, list(volume.grid.chunks_of(box_of(record)))) for place, record in enumerate(of_array)]
+            _check_inside(volume, list(of_array.values()))
+            reading = Reading(spec, config.data.store, _must_be_stored(volume, list(of_array.values())))
+            tasks = [(place, list(volume.grid.chunks_of(box_of(record)))) for place, record in of_array.items()]
             with closing(read_in_children(reading, volume, tasks, processes=1)) as reads:  # type: ignore[type-var]
-                broken += [of_array[task.number] for task in reads if task.broken]
-    return broken
+                causes |= {task.number: task.broken[0].cause for task in reads if task.broken}
+    return causes
+
+
+def _check_inside(volume: Volume, records: Sequence[Record]) -> None:
+    counts = volume.grid.counts_zyx
+    for record in records:
+        chunk = record.get("chunk") or (0, 0, 0)
+        if any(hi > size for hi, size in zip(box_of(record)[1], volume.shape_zyx, strict=True)) or any(
+            place >= count for place, count in zip(chunk, counts, strict=True)
+        ):
+            raise ConfigError(
+                f"a record of the quarantine must lie inside its volume; got {format_box(box_of(record))} in "
+                f"{volume.name} of shape {volume.shape_zyx}, which was another one; clear it with --clear"
+            )
 
 
 def _must_be_stored(volume: Volume, records: Sequence[Record]) -> Stored:

@@ -110,8 +110,9 @@ def _add_verify(commands: Commands) -> None:
         "verify",
         help="read every stored chunk once and list those that are broken; goes on where it was",
         description="Read every stored chunk of a level once and list those that are broken.  However it ends, the "
-        "same command goes on where it was.  A chunk that the sidecar names and that is gone is broken.  Exit code 6: "
-        "some are broken.",
+        "same command goes on where it was.  Where the list of stored chunks is kept beside the level "
+        "(.chunk_occupancy.npz, of `vesuvius volume occupancy`), a chunk that it names and that is gone is broken.  "
+        "Exit code 6: some are broken.",
     )
     _add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
     verify.add_argument(
