@@ -48,7 +48,12 @@ def validation_loss(volume: Path, seed: int, order: str, steps: int) -> float:
     config = {
         "name": "order",
         "seed": seed,
-        "data": {"volumes": [{"path": str(volume)}], "patch_size": [16, 32, 32], "order": order},
+        "data": {
+            "volumes": [{"path": str(volume)}],
+            "patch_size": [8, 32, 32],
+            "order": order,
+            "normalize": {"low": 0, "high": 200},
+        },
         "training": {
             "train_batch_size": 8,
             "workers": 0,

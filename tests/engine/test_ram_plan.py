@@ -94,7 +94,8 @@ def test_a_run_of_one_task_has_one_reader_and_a_long_one_twice_its_workers(plann
     config, data, long = planned("training.workers=4", "training.steps_per_epoch=10000")
     options = StreamOptions.from_config(config.training, config.cluster)
     assert long.readers_at_once == 8
-    assert 2 * store_need_bytes(data.job, options) <= long.store_bytes <= store_bytes(data.job, options)
+    handing_over = store_need_bytes(data.job, options) + store_ahead_bytes(data.job, options)
+    assert handing_over <= long.store_bytes <= store_bytes(data.job, options)
     assert "and as many while one execution of Ray hands over" in "\n".join(long.lines())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -20,9 +21,10 @@ from vesuvius.config import StoreConfig
 from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint
 from vesuvius.errors import DataError
 from vesuvius.observe.records import read_records
-from vesuvius.stream.reader import ReaderJob
+from vesuvius.stream.reader import Reader, ReaderJob
 from vesuvius.stream.stream import damaged_box
 from vesuvius.volumes.box import intersects
+from vesuvius.volumes.volume import UnreadableChunkError, Volume
 
 SHAPE = (96, 128, 128)
 BAD_CHUNK = ((32, 32, 32), (64, 64, 64))
@@ -80,6 +82,31 @@ def test_samples_of_an_unreadable_region_come_from_another_and_no_other_sample_c
     assert damaged_box(record) == (0, BAD_CHUNK)
     assert (record["volume"], record["number"], record["chunk"]) == (str(torn), 0, [1, 1, 1])
     assert "Error" in record["cause"]
+
+
+def test_memory_of_a_failed_read_is_not_used_again(torn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zarr goes on with the other chunks of a read that has failed, into the same memory, and may be late."""
+    tainted = []
+
+    def read(volume: Volume, box: Any, out: Any = None) -> Any:
+        try:
+            voxels = honest(volume, box, out)
+        except UnreadableChunkError:
+            tainted.append(out)
+            raise
+        if voxels is not out:
+            tainted.append(out)
+        return voxels
+
+    honest = Volume.read
+    monkeypatch.setattr(Volume, "read", read)
+    job = make_job(torn)
+    reader = Reader(job, ring=2)
+    for task in itertools.islice(job.tasks(0, 10_000), 20):
+        for block in reader.blocks(task):
+            assert not any(np.shares_memory(block, memory) for memory in tainted)
+    reader.close()
+    assert tainted
 
 
 @pytest.mark.usefixtures("ray_cluster")

@@ -225,6 +225,10 @@ class Plan:
             return self._drawn_visit(number, phases, (self.seed, _SUBSTITUTE, slot, attempt))
         return self.visit_of_volume(number, count)
 
+    def uniform_start(self, number: int, draw: int) -> Triple:
+        """A start of this volume, independent of all others and of how regions are laid.  Pure."""
+        return self._drawn_visit(number, self._pass(number, 0)[0], (self.seed, _PROPOSAL, number, draw)).anchor_zyx
+
     def visit_of_volume(self, number: int, count: int) -> Visit:
         """Visit number `count` (0, 1, 2, ...) to this one volume.  Pure."""
         volume = self.volumes[number]

@@ -213,9 +213,8 @@ def estimate_grey_range(
     if volume.dtype == np.bool_:
         return GreyRange(0.0, 1.0)
     material: list[NDArray[Any]] = []
-    for visit in range(4 * _PATCHES_PER_ESTIMATE):
-        start, stop = plan.visit_of_volume(number, visit).region
-        z, y, x = ((a + b - p) // 2 for a, b, p in zip(start, stop, plan.patch_zyx, strict=True))
+    for draw in range(4 * _PATCHES_PER_ESTIMATE):
+        z, y, x = plan.uniform_start(number, draw)
         size_z, size_y, size_x = plan.patch_zyx
         try:
             voxels = read(((z, y, x), (z + size_z, y + size_y, x + size_x)))
