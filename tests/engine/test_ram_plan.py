@@ -19,7 +19,7 @@ from vesuvius.engine.memory_plan import plan_memory
 from vesuvius.engine.ram_parts import RamPlan
 from vesuvius.engine.ram_plan import RamLimit, plan_ram, ram_limit, ram_warning
 from vesuvius.observe.units import GIB
-from vesuvius.stream.options import StreamOptions, store_bytes, store_need_bytes
+from vesuvius.stream.options import StreamOptions, store_ahead_bytes, store_bytes, store_need_bytes
 from vesuvius.stream.prepare import PreparedData, prepare_data
 from vesuvius.stream.ray import blocks as ray_stream
 
