@@ -179,8 +179,8 @@ class Volume:
             out: where to, C-contiguous, of the volume's dtype and the shape of the box; a new array by default.
 
         Returns:
-            `out`, or an array of the stored dtype, shape stop - start.  Another one than `out` where reading all at once
-            has failed; then, as after UnreadableChunkError, `out` must not be used again.
+            `out`, or an array of the stored dtype, shape stop - start.  Another one than `out` where reading all at
+            once has failed; then, as after UnreadableChunkError, `out` must not be used again.
 
         Raises:
             UnreadableChunkError: a chunk cannot be decoded, holds NaN or infinity, or is gone: it was there when this
@@ -201,6 +201,7 @@ class Volume:
         except Exception as error:  # codecs and stores raise whatever they like; here it is found which chunk it was
             log.debug("reading %s of %s chunk by chunk after %s", format_box(box), self.name, one_line(error))
             self.source.count(retries=1)
+            self._check_metadata(at_once=True)  # of a volume that is gone no chunk is to blame
             # zarr does not end the other chunks of a read that has failed: they go on into `out`.
             out = np.empty_like(out)
             self._read_chunk_by_chunk(box, out)
