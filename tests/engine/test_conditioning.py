@@ -115,7 +115,7 @@ def test_a_volume_that_does_not_say_its_voxel_size_is_refused_where_it_is_wanted
 def test_a_voxel_size_of_nothing_is_refused(tmp_path: Path) -> None:
     path = write_group(tmp_path / "flat.zarr", textured((96, 128, 128)), [0.0, 8.0, 8.0])
     config = make_config([{"path": str(path)}], scalars=("voxel_size",))
-    with pytest.raises(DataError, match=r"voxel_size needs .* got \(0\.0, 8\.0, 8\.0\) in .*flat\.zarr"):
+    with pytest.raises(DataError, match=r"flat\.zarr.*without a size|without a size.*flat\.zarr"):
         volume_scalars(config, prepare_data(0, config.data))
 
 

@@ -62,7 +62,7 @@ def test_an_abort_ends_the_other_process_and_its_chunk_is_passed_over(
     caplog.set_level(logging.WARNING)
     with StartReads(config_of(poisoned)) as reads:
         for _ in range(2):
-            with pytest.raises(UnreadableChunkError, match="Zstd decompression error") as raised:
+            with pytest.raises(UnreadableChunkError, match=r"bytes \d+ to \d+ of an object") as raised:
                 reads.read("volume", 0, BOX)
             assert (raised.value.volume, raised.value.chunk) == (str(poisoned), (1, 1, 1))
         sound = ((64, 64, 64), (80, 80, 80))
