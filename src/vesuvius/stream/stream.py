@@ -429,12 +429,15 @@ class PatchStream(Iterator[Batch]):
 
 def _say_crashes(crashed: Sequence[Note]) -> None:
     for note in crashed:
+        if note.place is None:
+            log.error("the process before this one (%d) was ended by %s, not by what it read", note.pid, note.crash)
+            continue
         log.error(
             "the process before this one (%d) was ended by %s while it read %s; that region is now read chunk by "
             "chunk, and what ends the process again is replaced by others",
             note.pid,
             note.crash,
-            note.place or "nothing",
+            note.place,
         )
 
 
