@@ -44,7 +44,9 @@ def log_start(config: Config, found: Preflight, lost: bool) -> None:
             amplification,
             volume.codec_pipeline,
         )
-        if amplification > 1 and not data.plan.independent:
+        # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
+        small = planned.visits_per_pass < 4 * data.plan.regions_in_flight
+        if amplification > 1 and not small and not data.plan.independent:
             log.warning(
                 "at most 1 byte should be decoded per byte of patch; got %.2f for %s in chunks of %s; raise "
                 "data.patches_per_region (now %d), or copy the volume into smaller chunks (vesuvius volume copy)",
