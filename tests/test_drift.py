@@ -115,7 +115,7 @@ def test_another_version_of_the_plan_is_refused_in_one_line_and_allowed_drift_ke
 
     def newer(self: Plan) -> dict[str, Any]:
         described = describe(self)
-        del described["regions_per_task"]
+        del described["patches_per_region"]
         return described | {"version": described.get("version", 1) + 1, "a_new_key": 3}
 
     monkeypatch.setattr(Plan, "describe", newer)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ import torch
 from tests.conftest import run_vesuvius
 from tests.runs import WriteConfig, final_weights, records_of, steps_of, vesuvius_train
 from vesuvius.engine import milestones as milestones_module
+from vesuvius.engine import stop as stop_module
 from vesuvius.engine import validation as validation_module
 from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint
 from vesuvius.engine.run_dir import RunDir
+from vesuvius.engine.step import TrainStep
 
 
 @pytest.fixture(autouse=True)
@@ -258,10 +261,28 @@ def test_a_run_goes_on_from_its_own_copy_of_the_config(tiny_config: WriteConfig)
     assert vesuvius_train(Path("runs/tiny/config.source.yaml"), "--resume", "training.max_steps=2") == 0
 
 
-def test_a_time_limit_stops_saves_and_exits_75(tiny_config: WriteConfig) -> None:
-    config = tiny_config(training={"epochs": 1000, "max_hours": 1e-6})
+def test_a_time_limit_stops_saves_and_exits_75(tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(training={"epochs": 1000, "max_hours": 1.0})
+    now_s, accumulate = [0.0], TrainStep.accumulate
+
+    def half_an_hour(self: TrainStep, *arguments: Any) -> None:
+        now_s[0] += 1800
+        accumulate(self, *arguments)
+
+    monkeypatch.setattr(TrainStep, "accumulate", half_an_hour)
+    monkeypatch.setattr(stop_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     assert vesuvius_train(config) == 75
-    assert "max_hours" in Path("runs/tiny/logs/train_full.log").read_text()
+    assert "training.max_hours=1 are over" in Path("runs/tiny/logs/train_full.log").read_text()
+    (saved,) = list_checkpoints(Path("runs/tiny/checkpoints"))
+    assert load_checkpoint(saved)["step"] == steps_of()[-1]["step"] >= 1
+
+
+def test_a_time_limit_that_ends_before_the_run_begins_leaves_nothing(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(training={"epochs": 1000, "max_hours": 1e-6})) == 75
+    assert "training.max_hours=1e-06 are over" in capsys.readouterr().out
+    assert not Path("runs/tiny").exists()
 
 
 def test_a_new_run_starts_from_the_averaged_weights_of_another(

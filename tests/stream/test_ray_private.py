@@ -117,7 +117,7 @@ class Rows:
         self.path = Path(path)
 
     def __call__(self, row: dict[str, Any]) -> Any:
-        for number in range(12):
+        for number in range(40):
             self.path.write_text(str(number))
             yield {"bytes": np.full((1, 2**16), number, np.uint8)}
 
@@ -149,7 +149,7 @@ def test_a_task_runs_ahead_and_an_execution_can_be_watched_and_ended(tmp_path: P
     private.hide_progress_warning()
     blocks = mapped(tmp_path / "far", context)
     assert int(next(blocks)["bytes"][0][0]) == 0
-    until(lambda: (tmp_path / "far").read_text() == "11")
+    until(lambda: int((tmp_path / "far").read_text() or 0) >= 11)
     assert "step" in seen
     (row,) = [row for row in private.actor_rows() if "Rows" in row.class_name and row.state == "ALIVE"]
     assert row.pid
