@@ -21,7 +21,7 @@ from vesuvius.observe.run_files import find_run
 from vesuvius.stream.notes import forget_crashes
 from vesuvius.volume_tools.child_reads import Reading, read_in_children
 from vesuvius.volumes.box import format_box
-from vesuvius.volumes.source import is_remote
+from vesuvius.volumes.object_store import is_remote
 from vesuvius.volumes.stored import Stored
 from vesuvius.volumes.volume import Volume, open_volume
 

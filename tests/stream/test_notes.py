@@ -21,8 +21,9 @@ from vesuvius.stream import notes as notes_module
 from vesuvius.stream.guarded import GuardedReads
 from vesuvius.stream.notes import Notebook, NoteFolder, Place, Strikes, forget_crashes, read_notes, take_over
 from vesuvius.stream.outage_log import OutageLog
-from vesuvius.volumes.source import Outage
-from vesuvius.volumes.volume import UnreadableChunkError, open_volume
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.retry import Outage
+from vesuvius.volumes.volume import open_volume
 
 BOX = ((8, 8, 8), (50, 50, 50))
 FATAL = [signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL]
@@ -273,7 +274,7 @@ def test_a_reader_that_waits_for_its_store_says_so(tmp_path: Path) -> None:
     reads.publish_outages([volume])
     outage = Outage(1000.0, "connection refused", "http://store")
     for expected in (outage, None):
-        volume.source.outage = expected
+        volume.source._retrier.outage = expected
         deadline = time.monotonic() + 30
         while (said := read_notes(tmp_path / "notes")[0].outage) != expected and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -19,7 +19,7 @@ from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes import source as source_module
+from vesuvius.volumes import retry
 
 SHAPE = (96, 128, 128)
 BATCHES = 60
@@ -82,7 +82,7 @@ def test_a_server_that_stays_away_ends_the_stream_without_quarantine(
 def test_the_trainer_says_that_it_waits(
     own_server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "_SAID_AFTER_S", 0.5)
+    monkeypatch.setattr(retry, "_SAID_AFTER_S", 0.5)
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     with caplog.at_level(logging.INFO), open_stream(make_job(own_server.url_of(path))) as stream:
         collect(stream, 4)

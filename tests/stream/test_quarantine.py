@@ -24,7 +24,8 @@ from vesuvius.observe.records import read_records
 from vesuvius.stream.reader import Reader, ReaderJob
 from vesuvius.stream.stream import damaged_box
 from vesuvius.volumes.box import intersects
-from vesuvius.volumes.volume import UnreadableChunkError, Volume
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.volume import Volume
 
 SHAPE = (96, 128, 128)
 BAD_CHUNK = ((32, 32, 32), (64, 64, 64))

@@ -22,7 +22,7 @@ from vesuvius.errors import DataError
 from vesuvius.stream.reader_figures import ReaderFigures
 from vesuvius.stream.stream import PatchStream
 from vesuvius.volumes.cache import OVERHEAD_BYTES
-from vesuvius.volumes.source import ClosedError
+from vesuvius.volumes.errors import ClosedError
 from vesuvius.volumes.volume import open_volume
 
 SHAPE = (96, 128, 128)

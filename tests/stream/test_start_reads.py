@@ -21,7 +21,7 @@ from vesuvius.errors import DataError
 from vesuvius.stream.fixed_patches import read_fixed_patches
 from vesuvius.stream.prepare import prepare_data
 from vesuvius.stream.start_reads import StartReads
-from vesuvius.volumes.volume import UnreadableChunkError
+from vesuvius.volumes.errors import UnreadableChunkError
 
 SHAPE = (128, 128, 128)
 BOX = ((8, 8, 8), (50, 50, 50))

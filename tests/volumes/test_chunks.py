@@ -26,9 +26,10 @@ from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.chunks import ChunkGrid, Request
+from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.source import Source
 from vesuvius.volumes.staged import _own
-from vesuvius.volumes.volume import UnreadableChunkError, open_volume
+from vesuvius.volumes.volume import open_volume
 
 
 class Recorder(WrapperStore[LocalStore]):

@@ -21,8 +21,9 @@ from vesuvius.errors import DataError
 from vesuvius.plan.occupancy import list_chunks
 from vesuvius.stream.prepare import prepare_data
 from vesuvius.stream.reader import Reader
+from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.stored import Stored
-from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
 
 SHAPE = (64, 64, 96)
 WHOLE = ((0, 0, 0), SHAPE)

@@ -20,8 +20,11 @@ from tests.conftest import textured, write_array
 from tests.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.volumes import retry
 from vesuvius.volumes import source as source_module
-from vesuvius.volumes.source import ByteRange, ClosedError, FetchError, OutageError, RefusedError, Source
+from vesuvius.volumes.byte_range import ByteRange
+from vesuvius.volumes.errors import ClosedError, FetchError, OutageError, RefusedError
+from vesuvius.volumes.source import Source
 from vesuvius.volumes.volume import open_volume
 
 FAST = StoreConfig(outage_minutes=0.02, max_pause_s=0.05)
@@ -89,8 +92,8 @@ def test_the_state_of_an_outage_can_be_read_while_it_lasts(server: ChunkServer, 
 def test_one_line_a_minute_says_since_when_and_why_and_one_that_it_is_over(
     server: ChunkServer, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "_SAID_AFTER_S", 0.3)
-    monkeypatch.setattr(source_module, "_SAID_EVERY_S", 1.0)
+    monkeypatch.setattr(retry, "_SAID_AFTER_S", 0.3)
+    monkeypatch.setattr(retry, "_SAID_EVERY_S", 1.0)
     server.set_faults([{"path": "data", "kind": "status", "status": 503}])
     source = source_at(address, PATIENT)
     with caplog.at_level(logging.INFO):
@@ -115,7 +118,7 @@ def test_a_blip_is_not_worth_a_line(server: ChunkServer, address: str, caplog: p
 
 
 def test_an_address_that_never_answered_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "_FIRST_ANSWER_S", 0.3)
+    monkeypatch.setattr(retry, "_FIRST_ANSWER_S", 0.3)
     began = time.monotonic()
     with pytest.raises(OutageError, match=r"must answer; got Connection refused .*; check the address") as caught:
         open_volume(ArrayConfig(path="http://127.0.0.1:1/v.zarr"), PATIENT)
@@ -126,8 +129,8 @@ def test_an_address_that_never_answered_is_given_up_soon(monkeypatch: pytest.Mon
 def test_the_line_about_an_address_that_never_answered_does_not_name_a_limit_that_is_not_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(source_module, "_FIRST_ANSWER_S", 0.3)
-    monkeypatch.setattr(source_module, "_SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(retry, "_FIRST_ANSWER_S", 0.3)
+    monkeypatch.setattr(retry, "_SAID_AFTER_S", 0.0)
     with caplog.at_level(logging.WARNING), pytest.raises(OutageError):
         open_volume(ArrayConfig(path="http://127.0.0.1:1/v.zarr"), PATIENT)
     line = caplog.messages[0]
@@ -136,7 +139,7 @@ def test_the_line_about_an_address_that_never_answered_does_not_name_a_limit_tha
 
 
 def test_closing_ends_all_pauses_at_once(server: ChunkServer, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "_FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_S", 1000.0)
     server.set_faults([{"path": "data", "kind": "status", "status": 503}])
     source = source_at(address, StoreConfig(outage_minutes=600, max_pause_s=1000))
     reads = [source.submit("data") for _ in range(4)]

@@ -19,9 +19,12 @@ from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.occupancy import list_chunks
-from vesuvius.volumes import source as store
-from vesuvius.volumes.source import ByteRange, ClosedError, Source, open_store
-from vesuvius.volumes.volume import UnreadableChunkError, open_volume
+from vesuvius.volumes import retry
+from vesuvius.volumes.byte_range import ByteRange
+from vesuvius.volumes.errors import ClosedError, UnreadableChunkError
+from vesuvius.volumes.object_store import open_store
+from vesuvius.volumes.source import Source
+from vesuvius.volumes.volume import open_volume
 
 FAST = StoreConfig(outage_minutes=0.01, max_pause_s=0.02)
 DATA = bytes(range(256)) * 4
@@ -75,7 +78,7 @@ def test_a_closed_source_neither_waits_nor_tries_again(
     server: ChunkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process ends when its threads do: a pause must not hold it."""
-    monkeypatch.setattr(store, "_FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_S", 1000.0)
     source = Source(server.url_of(tmp_path), StoreConfig(requests=1, max_pause_s=1000, outage_minutes=1000))
     server.set_faults([{"path": "data", "kind": "status"}])
     trying, waiting = source.submit("data"), source.submit("data")

@@ -24,7 +24,7 @@ from vesuvius.stream.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.options import StreamOptions, check_store, check_store_need
 from vesuvius.stream.prepare import GreyRanges, PreparedData, prepare_data
 from vesuvius.stream.start_reads import StartReads
-from vesuvius.volumes.source import check_cache
+from vesuvius.volumes.object_store import check_cache
 
 # float32: weights, two moments of AdamW; each average once more.
 _FLOATS_PER_PARAMETER = 3

@@ -50,7 +50,7 @@ from vesuvius.observe.watchdog import Watchdog
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.stream import PatchStream
-from vesuvius.volumes.source import prepare_cache
+from vesuvius.volumes.object_store import prepare_cache
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, Volume
 from vesuvius.errors import DataError, one_line
 from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.volumes.box import Box
-from vesuvius.volumes.source import FetchError, RefusedError
+from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.stored import Stored
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 

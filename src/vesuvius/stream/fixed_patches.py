@@ -20,7 +20,7 @@ from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
 from vesuvius.plan.split import Split
 from vesuvius.stream.prepare import PreparedData, ReadBox
 from vesuvius.stream.start_reads import KINDS
-from vesuvius.volumes.volume import UnreadableChunkError
+from vesuvius.volumes.errors import UnreadableChunkError
 
 log = logging.getLogger(__name__)
 

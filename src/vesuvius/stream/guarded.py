@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.stream.notes import Notebook, Place, Strikes
 from vesuvius.volumes.box import Box
-from vesuvius.volumes.volume import UnreadableChunkError, Volume
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.volume import Volume
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ import psutil
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
 from vesuvius.volumes.box import Box, format_box, intersects
-from vesuvius.volumes.source import Outage
+from vesuvius.volumes.retry import Outage
 
 # One page: a reader of the file never sees half of a record.
 _RECORD_BYTES = 4096

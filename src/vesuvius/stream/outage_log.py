@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from vesuvius.volumes.source import Outage
+from vesuvius.volumes.retry import Outage
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from vesuvius.plan.split import Split, split_volume
 from vesuvius.stream.reader import ReaderJob
 from vesuvius.stream.start_reads import Kind
 from vesuvius.volumes.box import Box
-from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
 
 _PATCHES_PER_ESTIMATE = 16

@@ -23,8 +23,9 @@ from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.guarded import GuardedReads
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
+from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.stored import Stored
-from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
 
 Block = NDArray[np.uint8]
 """One region as it travels from a reader to the trainer: a head of `HEAD_BYTES` (a `BlockHead` as JSON, padded with

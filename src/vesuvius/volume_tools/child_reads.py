@@ -28,8 +28,9 @@ from typing import Any
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, intersection
+from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.stored import Stored
-from vesuvius.volumes.volume import UnreadableChunkError, Volume, open_volume
+from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import PartialVolume, check_record, finished_record, is_begun, partial_path
 from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.box import Box, shape_of, slices
+from vesuvius.volumes.errors import OutageError, UnreadableChunkError
 from vesuvius.volumes.geometry import Geometry
-from vesuvius.volumes.source import OutageError
-from vesuvius.volumes.volume import UnreadableChunkError, Volume, metadata_hash, open_volume
+from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
 log = logging.getLogger(__name__)
 

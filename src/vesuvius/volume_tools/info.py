@@ -25,7 +25,7 @@ from vesuvius.plan.split import split_volume
 from vesuvius.volume_tools.places import GreyFacts, grey_facts
 from vesuvius.volumes.axes import Names
 from vesuvius.volumes.geometry import Geometry, read_multiscale
-from vesuvius.volumes.source import open_store
+from vesuvius.volumes.object_store import open_store
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)

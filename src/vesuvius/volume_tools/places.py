@@ -15,8 +15,8 @@ from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
 from vesuvius.plan.occupancy import Bools
 from vesuvius.volumes.box import Box
-from vesuvius.volumes.source import FetchError
-from vesuvius.volumes.volume import UnreadableChunkError, Volume
+from vesuvius.volumes.errors import FetchError, UnreadableChunkError
+from vesuvius.volumes.volume import Volume
 from vesuvius.volumes.voxels import percentiles
 
 log = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from vesuvius.errors import ConfigError, StorageError
 from vesuvius.file_lock import take_lock
 from vesuvius.plan.occupancy import Bools, kept_file, list_objects, read_sidecar
 from vesuvius.volume_tools.child_reads import BrokenChunk, FinishedTask, Reading, read_in_children
-from vesuvius.volumes.source import open_store
+from vesuvius.volumes.object_store import open_store
 from vesuvius.volumes.stored import Stored
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 

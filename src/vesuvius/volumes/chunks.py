@@ -27,7 +27,8 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 from vesuvius.config import Triple
 from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import Box
-from vesuvius.volumes.source import ByteRange, Source
+from vesuvius.volumes.byte_range import ByteRange
+from vesuvius.volumes.source import Source
 
 Coords = tuple[int, ...]
 Request = tuple[str, ByteRange | None]

@@ -12,8 +12,10 @@ from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Sto
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from vesuvius.volumes.box import Box
+from vesuvius.volumes.byte_range import ByteRange
 from vesuvius.volumes.chunks import ChunkGrid, Request
-from vesuvius.volumes.source import ByteRange, ClosedError, Source
+from vesuvius.volumes.errors import ClosedError
+from vesuvius.volumes.source import Source
 
 _READS_ONLY = "a staged store only reads, and only keys that it is asked for by name"
 

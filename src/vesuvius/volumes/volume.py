@@ -34,9 +34,11 @@ from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.axes import Axes, Names, find_axes
 from vesuvius.volumes.box import Box, format_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
+from vesuvius.volumes.errors import ClosedError, FetchError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
 from vesuvius.volumes.levels import Level, pick_level
-from vesuvius.volumes.source import ClosedError, FetchError, Source, SourceFigures, is_remote
+from vesuvius.volumes.object_store import is_remote
+from vesuvius.volumes.source import Source, SourceFigures
 from vesuvius.volumes.staged import StagedStore
 from vesuvius.volumes.stored import Stored
 
@@ -49,22 +51,6 @@ _CHECK_SHARE = 50
 _SAMPLES = 3
 
 _PYTHON_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
-
-
-class UnreadableChunkError(DataError):
-    """A chunk whose bytes are damaged, or gone, after all tries.
-
-    Attributes:
-        volume, box, chunk, cause: what to write into the quarantine; the box holds all voxels that are damaged: the
-            chunk's, or all of its shard's where the index of the shard is damaged.
-    """
-
-    def __init__(self, volume: str, region: Box, chunk: Triple, box: Box, cause: str) -> None:
-        super().__init__(
-            f"every chunk of a volume must be readable; got {cause} in volume {volume}, region {format_box(region)}, "
-            f"chunk {list(chunk)}; restore the chunk from its source (`vesuvius volume verify` lists all such chunks)"
-        )
-        self.volume, self.box, self.chunk, self.cause = volume, box, chunk, cause
 
 
 class Volume:
