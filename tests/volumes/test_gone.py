@@ -225,7 +225,7 @@ def test_another_volume_in_its_place_is_noticed_and_edited_attributes_are_not(tm
     shutil.rmtree(path)
     write_array(path, textured((96, 96, 96)), chunk=16, **LAYOUTS[layout])
     (path / CHUNK[layout]).unlink()
-    volume._check_due = 0.0
+    volume.metadata._due = 0.0
     with pytest.raises(DataError, match="it has been replaced"):
         volume.read(CHUNK_BOX)
 

@@ -37,18 +37,13 @@ from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
 from vesuvius.volumes.errors import ClosedError, FetchError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
 from vesuvius.volumes.levels import Level, pick_level
+from vesuvius.volumes.missing import MetadataCheck, MissingChunks
 from vesuvius.volumes.object_store import is_remote
 from vesuvius.volumes.source import Source, SourceFigures
 from vesuvius.volumes.staged import StagedStore
 from vesuvius.volumes.stored import Stored
 
 log = logging.getLogger(__name__)
-
-# Metadata are looked at no more often than this, and for no more than one part in so many of the time.
-_CHECK_EVERY_S = 1.0
-_CHECK_SHARE = 50
-# Per axis of a chunk, where it is looked for voxels that are not air.
-_SAMPLES = 3
 
 _PYTHON_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
 
@@ -64,7 +59,8 @@ class Volume:
         axis_names: of the array, in stored order; None where an axis has no name.
         geometry: where its voxels lie in space; None where the metadata do not say.
         level_paths: the arrays of its pyramid from the finest; empty for a bare array.
-        stored: the chunks that a listing has found, where one was made; see `expect`.
+        metadata: whether the volume is still there.
+        missing: its chunks that are not stored, air or gone.
         wait_s: seconds for which `read` has waited for staged bytes, in all.
     """
 
@@ -88,14 +84,11 @@ class Volume:
         self.source = source
         self.grid = ChunkGrid(array, axes, source)
         self.wait_s = 0.0
-        self._missing_chunk = missing_chunk
         self._staged = array.store if isinstance(array.store, StagedStore) else None
         if self._staged is not None:
             self._staged.grid = self.grid
-        self.stored: Stored | None = None
-        self._seen = np.zeros(self.grid.counts_zyx, bool)  # takes memory only where something was read
-        self._metadata: bytes | None = None
-        self._check_due = 0.0
+        self.metadata = MetadataCheck(source)
+        self.missing = MissingChunks(name, self.grid, self._staged, self.metadata, self.fill_value, missing_chunk)
 
     @cached_property
     def shape_zyx(self) -> Triple:
@@ -146,7 +139,12 @@ class Volume:
 
     def expect(self, stored: Stored | None) -> None:
         """From now on a chunk that a listing says is stored, and that is absent, is damaged rather than air."""
-        self.stored = stored
+        self.missing.stored = stored
+
+    @property
+    def stored(self) -> Stored | None:
+        """The chunks that a listing has found, where one was made; see `expect`."""
+        return self.missing.stored
 
     def unstage(self) -> None:
         """Forget what was staged and will not be read."""
@@ -178,16 +176,16 @@ class Volume:
         out = np.empty(shape_of(box), self.dtype) if out is None else out
         try:
             self._settle(box)
-            self._check_present(box)
+            self.missing.check_present(box)
             _read_into(self._checked_array, self.axes, box, out)
-            self._treat_absent(box, out)
+            self.missing.treat(box, out)
             _check_finite(out)
         except (DataError, ClosedError):
             raise
         except Exception as error:  # codecs and stores raise whatever they like; here it is found which chunk it was
             log.debug("reading %s of %s chunk by chunk after %s", format_box(box), self.name, one_line(error))
             self.source.count(retries=1)
-            self._check_metadata(at_once=True)  # of a volume that is gone no chunk is to blame
+            self.metadata.check(at_once=True)  # of a volume that is gone no chunk is to blame
             # zarr does not end the other chunks of a read that has failed: they go on into `out`.
             out = np.empty_like(out)
             self._read_chunk_by_chunk(box, out)
@@ -247,11 +245,11 @@ class Volume:
                     self.source.count(retries=1)
 
     def _read_one(self, chunk: Triple, part: Box, voxels: NDArray[Any]) -> None:
-        self._check_present(part)
+        self.missing.check_present(part)
         if self.grid.indexed:
             self.grid.shard_index(self.grid.key_of(chunk))
         _read_into(self._plain_array, self.axes, part, voxels)
-        self._treat_absent(part, voxels)
+        self.missing.treat(part, voxels)
         _check_finite(voxels)
 
     def _unreadable(self, box: Box, chunk: Triple, error: Exception) -> UnreadableChunkError:
@@ -259,72 +257,6 @@ class Volume:
         kind = "" if isinstance(error, FetchError) else f"{type(error).__name__}: "
         damaged = self.grid.object_box(chunk) if whole_object else self.grid.box_of(chunk)
         return UnreadableChunkError(self.name, box, chunk, damaged, kind + one_line(error, 400))
-
-    def note_metadata(self) -> None:
-        """Remember the metadata as they are now: `read` notices when they are gone.  Reads them."""
-        name = ".zarray" if self.array.metadata.zarr_format == 2 else "zarr.json"
-        self.source.metadata_key = f"{self.array.path}/{name}".lstrip("/")
-        self._metadata = self.source.get(self.source.metadata_key, cached=False)
-
-    def _treat_absent(self, box: Box, out: NDArray[Any]) -> None:
-        """Tell air from what is gone, among the chunks of a box that seem to have come as nothing but the fill value.
-
-        zarr takes a chunk that is not there for air, whatever the reason.  Costs a few samples of each chunk, and a
-        look at the store for those whose samples are all fill.
-        """
-        fill = self.array.fill_value
-        stored = _some_differ(out, 0 if fill is None else fill, box, self.chunk_zyx)
-        first = tuple(lo // c for lo, c in zip(box[0], self.chunk_zyx, strict=True))
-        seen = self._seen[tuple(slice(lo, lo + n) for lo, n in zip(first, stored.shape, strict=True))]
-        for place in np.argwhere(~stored).tolist():
-            z, y, x = (lo + i for lo, i in zip(first, place, strict=True))
-            if not self._is_absent((z, y, x)):
-                stored[tuple(place)] = True
-                continue
-            known = "was read before" if seen[tuple(place)] else "the listing says that it is stored"
-            gone = seen[tuple(place)] or (self.stored is not None and (z, y, x) in self.stored)
-            self._check_metadata(at_once=bool(gone))
-            if gone:
-                whole_shard = not self.source.exists(self.grid.key_of((z, y, x)))
-                damaged = self.grid.object_box((z, y, x)) if whole_shard else self.grid.box_of((z, y, x))
-                raise UnreadableChunkError(self.name, box, (z, y, x), damaged, f"{known}, and it is gone")
-            if out.dtype.kind == "f":
-                out[slices(intersection(self.grid.box_of((z, y, x)), box), box[0])] = self.fill_value
-        seen |= stored
-
-    def _is_absent(self, chunk: Triple) -> bool:
-        """Whether no bytes are stored for a chunk.  Raises as `Source.get`, and what `ChunkGrid.shard_index` raises."""
-        grid, key = self.grid, self.grid.key_of(chunk)
-        absent = None
-        if self._staged is not None:
-            absent = self._staged.found_absent(key, None)
-            absent = self._staged.found_absent(key, grid.index_range) if absent is None else absent
-        if absent is None:
-            absent = not self.source.exists(key)
-        if absent:
-            return True
-        return grid.indexed and bool(grid.absent(grid.box_of(chunk)))
-
-    def _check_metadata(self, at_once: bool) -> None:
-        """Raises DataError where the volume is gone, or is another one; looks no more often than costs nothing."""
-        started = time.monotonic()
-        if self._metadata is None or self.source.metadata_key is None or (started < self._check_due and not at_once):
-            return
-        found = self.source.get(self.source.metadata_key, cached=False)
-        now = time.monotonic()
-        self._check_due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
-        if found is None:
-            raise DataError(
-                f"a volume must stay where it is while it is read; got no {self.source.metadata_key} any more in "
-                f"{self.source.address}: the volume is gone (deleted, or its file system is no longer mounted); bring "
-                "it back and go on: a run with --resume"
-            )
-        if found != self._metadata and _essential(found) != _essential(self._metadata):
-            raise DataError(
-                f"a volume must stay as it is while it is read; got other metadata in {self.source.metadata_key} of "
-                f"{self.source.address} than at the start: it has been replaced; start a new run for another volume"
-            )
-        self._metadata = found
 
     @cached_property
     def _plain_array(self) -> zarr.Array[Any]:
@@ -339,15 +271,6 @@ class Volume:
     def _checked_array(self) -> zarr.Array[Any]:
         """What a whole box is read from: zarrs checks the length of chunks itself, our store does for zarr-python."""
         return self.array if self._staged or self.codec_pipeline == "zarrs" else self._plain_array
-
-    def _check_present(self, box: Box) -> None:
-        absent = self.grid.absent(box) if self._missing_chunk == "error" else []
-        if absent:
-            raise DataError(
-                f"every chunk must be stored with data.missing_chunk=error; got {len(absent)} absent, the first "
-                f"{list(absent[0])}, in volume {self.name}, region {format_box(box)}; restore it, or set "
-                "data.missing_chunk=air"
-            )
 
 
 def open_volume(
@@ -371,7 +294,7 @@ def open_volume(
         # `Volume.codec_pipeline` says which one is at work, and the run's log repeats it once.
         warnings.filterwarnings("ignore", message="Array is unsupported by ZarrsCodecPipeline")
         volume = _open_volume(spec, store, missing_chunk, known)
-    volume.note_metadata()
+    volume.metadata.note(volume.array)
     return volume
 
 
@@ -431,28 +354,6 @@ def _read_into(array: zarr.Array[Any], axes: Axes, box: Box, out: NDArray[Any]) 
 def _check_finite(voxels: NDArray[Any]) -> None:
     if voxels.dtype.kind == "f" and not np.isfinite(voxels).all():
         raise ValueError("NaN or infinity")
-
-
-def _some_differ(voxels: NDArray[Any], fill: Any, box: Box, chunk_zyx: Triple) -> NDArray[np.bool_]:
-    """In which chunks of a box a few samples hold another value than one: bool over the chunks that it touches."""
-    places, shape = [], []
-    for lo, hi, edge in zip(*box, chunk_zyx, strict=True):
-        firsts = np.arange(lo // edge, -(-hi // edge)) * edge
-        starts, lasts = np.maximum(firsts, lo) - lo, np.minimum(firsts + edge, hi) - lo - 1
-        places.append(np.stack([starts + (lasts - starts) * k // (_SAMPLES - 1) for k in range(_SAMPLES)], 1).ravel())
-        shape += [len(firsts), _SAMPLES]
-    samples = voxels[np.ix_(*places)]
-    differs = ~np.isnan(samples) if fill != fill else samples != fill  # NaN does not equal itself
-    return np.asarray(differs.reshape(shape).any((1, 3, 5)))
-
-
-def _essential(metadata: bytes) -> Any:
-    """Metadata without attributes, which may be edited at any time."""
-    try:
-        found = json.loads(metadata)
-    except ValueError:
-        return metadata
-    return {key: value for key, value in found.items() if key != "attributes"} if isinstance(found, dict) else found
 
 
 def _use_one_codec_thread() -> None:

@@ -1,0 +1,169 @@
+"""What is not there: chunks that are air, chunks that are gone, and volumes that are gone.
+
+zarr takes a chunk that is not stored for air, whatever the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Literal
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from vesuvius.config import Triple
+from vesuvius.errors import DataError
+from vesuvius.volumes.box import Box, format_box, intersection, slices
+from vesuvius.volumes.chunks import ChunkGrid
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.source import Source
+from vesuvius.volumes.staged import StagedStore
+from vesuvius.volumes.stored import Stored
+
+# Metadata are looked at no more often than this, and for no more than one part in so many of the time.
+_CHECK_EVERY_S = 1.0
+_CHECK_SHARE = 50
+# Per axis of a chunk, where it is looked for voxels that are not air.
+_SAMPLES = 3
+
+
+class MetadataCheck:
+    """Whether a volume is still there, and still the same: its metadata are compared with those of the start."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._known: bytes | None = None
+        self._due = 0.0
+
+    def note(self, array: zarr.Array[Any]) -> None:
+        """Remember the metadata of an array as they are now.  Reads them."""
+        name = ".zarray" if array.metadata.zarr_format == 2 else "zarr.json"
+        self._source.metadata_key = f"{array.path}/{name}".lstrip("/")
+        self._known = self._source.get(self._source.metadata_key, cached=False)
+
+    def check(self, at_once: bool) -> None:
+        """Raises DataError where the volume is gone, or is another one; looks no more often than costs nothing."""
+        started, key = time.monotonic(), self._source.metadata_key
+        if self._known is None or key is None or (started < self._due and not at_once):
+            return
+        found = self._source.get(key, cached=False)
+        now = time.monotonic()
+        self._due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
+        if found is None:
+            raise DataError(
+                f"a volume must stay where it is while it is read; got no {key} any more in "
+                f"{self._source.address}: the volume is gone (deleted, or its file system is no longer mounted); bring "
+                "it back and go on: a run with --resume"
+            )
+        if found != self._known and _essential(found) != _essential(self._known):
+            raise DataError(
+                f"a volume must stay as it is while it is read; got other metadata in {key} of "
+                f"{self._source.address} than at the start: it has been replaced; start a new run for another volume"
+            )
+        self._known = found
+
+
+class MissingChunks:
+    """The chunks of a volume that are not stored: told from those that are gone.
+
+    Args:
+        name: of the volume, for messages.
+        staged: where its chunks are fetched ahead; None on disk.
+        metadata: looked at before a chunk is called gone.
+        air: what voxels of floats are given in absent chunks.
+        treatment: `data.missing_chunk`.
+
+    Attributes:
+        stored: the chunks that a listing has found, where one was made.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        grid: ChunkGrid,
+        staged: StagedStore | None,
+        metadata: MetadataCheck,
+        air: float,
+        treatment: Literal["air", "error"],
+    ) -> None:
+        self.stored: Stored | None = None
+        self._name = name
+        self._grid = grid
+        self._source = grid.source
+        self._staged = staged
+        self._metadata = metadata
+        self._air = air
+        self._treatment = treatment
+        self._seen = np.zeros(grid.counts_zyx, bool)  # takes memory only where something was read
+
+    def check_present(self, box: Box) -> None:
+        """Raises DataError where a chunk of a box is absent and must not be; what `ChunkGrid.absent` raises."""
+        absent = self._grid.absent(box) if self._treatment == "error" else []
+        if absent:
+            raise DataError(
+                f"every chunk must be stored with data.missing_chunk=error; got {len(absent)} absent, the first "
+                f"{list(absent[0])}, in volume {self._name}, region {format_box(box)}; restore it, or set "
+                "data.missing_chunk=air"
+            )
+
+    def treat(self, box: Box, out: NDArray[Any]) -> None:
+        """Tell air from what is gone, among the chunks of a box that seem to have come as nothing but the fill value.
+
+        Costs a few samples of each chunk, and a look at the store for those whose samples are all fill.
+        """
+        fill = self._grid.array.fill_value
+        stored = _some_differ(out, 0 if fill is None else fill, box, self._grid.chunk_zyx)
+        first = tuple(lo // c for lo, c in zip(box[0], self._grid.chunk_zyx, strict=True))
+        seen = self._seen[tuple(slice(lo, lo + n) for lo, n in zip(first, stored.shape, strict=True))]
+        for place in np.argwhere(~stored).tolist():
+            z, y, x = (lo + i for lo, i in zip(first, place, strict=True))
+            if not self._is_absent((z, y, x)):
+                stored[tuple(place)] = True
+                continue
+            known = "was read before" if seen[tuple(place)] else "the listing says that it is stored"
+            gone = seen[tuple(place)] or (self.stored is not None and (z, y, x) in self.stored)
+            self._metadata.check(at_once=bool(gone))
+            if gone:
+                whole_shard = not self._source.exists(self._grid.key_of((z, y, x)))
+                damaged = self._grid.object_box((z, y, x)) if whole_shard else self._grid.box_of((z, y, x))
+                raise UnreadableChunkError(self._name, box, (z, y, x), damaged, f"{known}, and it is gone")
+            if out.dtype.kind == "f":
+                out[slices(intersection(self._grid.box_of((z, y, x)), box), box[0])] = self._air
+        seen |= stored
+
+    def _is_absent(self, chunk: Triple) -> bool:
+        """Whether no bytes are stored for a chunk.  Raises as `Source.get`, and what `ChunkGrid.shard_index` raises."""
+        grid, key = self._grid, self._grid.key_of(chunk)
+        absent = None
+        if self._staged is not None:
+            absent = self._staged.found_absent(key, None)
+            absent = self._staged.found_absent(key, grid.index_range) if absent is None else absent
+        if absent is None:
+            absent = not self._source.exists(key)
+        if absent:
+            return True
+        return grid.indexed and bool(grid.absent(grid.box_of(chunk)))
+
+
+def _some_differ(voxels: NDArray[Any], fill: Any, box: Box, chunk_zyx: Triple) -> NDArray[np.bool_]:
+    """In which chunks of a box a few samples hold another value than one: bool over the chunks that it touches."""
+    places, shape = [], []
+    for lo, hi, edge in zip(*box, chunk_zyx, strict=True):
+        firsts = np.arange(lo // edge, -(-hi // edge)) * edge
+        starts, lasts = np.maximum(firsts, lo) - lo, np.minimum(firsts + edge, hi) - lo - 1
+        places.append(np.stack([starts + (lasts - starts) * k // (_SAMPLES - 1) for k in range(_SAMPLES)], 1).ravel())
+        shape += [len(firsts), _SAMPLES]
+    samples = voxels[np.ix_(*places)]
+    differs = ~np.isnan(samples) if fill != fill else samples != fill  # NaN does not equal itself
+    return np.asarray(differs.reshape(shape).any((1, 3, 5)))
+
+
+def _essential(metadata: bytes) -> Any:
+    """Metadata without attributes, which may be edited at any time."""
+    try:
+        found = json.loads(metadata)
+    except ValueError:
+        return metadata
+    return {key: value for key, value in found.items() if key != "attributes"} if isinstance(found, dict) else found
