@@ -21,8 +21,8 @@ from vesuvius.config import StoreConfig
 from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint
 from vesuvius.errors import DataError
 from vesuvius.observe.records import read_records
+from vesuvius.stream.quarantine import damaged_box
 from vesuvius.stream.reader import Reader, ReaderJob
-from vesuvius.stream.stream import damaged_box
 from vesuvius.volumes.box import intersects
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.volume import Volume

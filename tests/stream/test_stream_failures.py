@@ -33,7 +33,7 @@ def test_a_reconfigure_that_fails_does_not_look_like_the_end(volume: Path, monke
     with open_stream(make_job(volume)) as stream:
         next(stream)
         with monkeypatch.context() as broken:
-            broken.setattr(stream_module, "_LocalBlocks", refuse)
+            broken.setattr(stream_module, "LocalBlocks", refuse)
             with pytest.raises(ConfigError, match="no readers today"):
                 stream.reconfigure(prefetch_factor=3)
         for _ in range(2):

@@ -13,7 +13,7 @@ from vesuvius.observe.death.death import Death, append_death, death_lines
 from vesuvius.observe.death.post_mortem import ReaderEnd, ended_run, examine_reader, record_run_death
 from vesuvius.observe.monitor import Monitor
 from vesuvius.observe.session import SessionRecord
-from vesuvius.stream.stream import StreamEvent
+from vesuvius.stream.events import StreamEvent
 
 log = logging.getLogger(__name__)
 

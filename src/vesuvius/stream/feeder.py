@@ -80,6 +80,12 @@ def check_rings(rings: Sequence[Sequence[NDArray[Any]]]) -> None:
         )
 
 
+def rotated(ring: Sequence[NDArray[Any]], count: int) -> list[NDArray[Any]]:
+    """The ring from where it is after so many batches."""
+    first = count % len(ring) if ring else 0
+    return [*ring[first:], *ring[:first]]
+
+
 class Feeder:
     """Copies patches into batches, ahead of whoever takes them.
 

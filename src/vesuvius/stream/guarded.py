@@ -12,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.stream.notes import Notebook, Place, Strikes
+from vesuvius.stream.notes import Note, Notebook, Place, Strikes
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.volume import Volume
@@ -90,3 +90,18 @@ class GuardedReads:
         self._closed.set()
         if self._notes is not None:
             self._notes.close()
+
+
+def say_crashes(crashed: Sequence[Note]) -> None:
+    """Log how the trainers before this one ended, and what is read with care for it."""
+    for note in crashed:
+        if note.place is None:
+            log.error("the process before this one (%d) was ended by %s, not by what it read", note.pid, note.crash)
+            continue
+        log.error(
+            "the process before this one (%d) was ended by %s while it read %s; that region is now read chunk by "
+            "chunk, and what ends the process again is replaced by others",
+            note.pid,
+            note.crash,
+            note.place,
+        )

@@ -22,6 +22,7 @@ from vesuvius.config import StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.guarded import GuardedReads
+from vesuvius.stream.quarantine import DamagedBox, check_quarantine, record_of
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.stored import Stored
@@ -36,9 +37,6 @@ _ALIGNED = 64
 # Compressed chunks that are fetched ahead of the region being decoded, in bytes once decoded.
 STAGED_BYTES_MAX = 64 * 2**20
 _SUBSTITUTES_TRIED = 100
-
-DamagedBox = tuple[int, Box]
-"""Volume number and voxels that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -308,13 +306,7 @@ class Reader:
         """Remember and report damage."""
         self._damaged.add((number, error.box))
         self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
-        record = {
-            "volume": error.volume,
-            "number": number,
-            "box": [list(error.box[0]), list(error.box[1])],
-            "chunk": list(error.chunk),
-            "cause": error.cause,
-        }
+        record = record_of(number, error)
         self._since.quarantined.append(record)
         check_quarantine(len(self._damaged), self._job.max_quarantined, record)
 
@@ -326,16 +318,6 @@ class Reader:
 
 
 _RegionKey = tuple[int, Box]  # volume number and region
-
-
-def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:
-    """Raises DataError where more places are damaged than `data.max_quarantined`; `last` is the record of one."""
-    if count > limit:
-        raise DataError(
-            f"at most data.max_quarantined={limit} places of the volumes may be damaged; got {count}, the last: volume "
-            f"{last['volume']}, voxels {last['box']}, chunk {last['chunk']}: {last['cause']}; restore the volume or "
-            "raise the limit"
-        )
 
 
 class _Tally:

@@ -53,3 +53,33 @@ class ReaderFigures(ReaderTotals):
         self.rss_anon_bytes = report.rss_anon_bytes
         if report.rss_anon_bytes is not None:
             self.rss_anon_peak_bytes = max(self.rss_anon_peak_bytes or 0, report.rss_anon_bytes)
+
+
+class ReaderBook:
+    """The figures of all readers of a stream.
+
+    Attributes:
+        living: of each living reader process by pid.
+        totals: of all together, those that have ended included.  Never fall.
+    """
+
+    def __init__(self) -> None:
+        self.living: dict[int, ReaderFigures] = {}
+        self.totals = ReaderTotals()
+        self._pids: dict[str, int] = {}
+
+    def take(self, report: BlockReport, workers: int) -> None:
+        """Take one block's report in, of a stream with so many workers."""
+        before = self._pids.get(report.actor)
+        self._pids[report.actor] = report.pid
+        if before is not None and before != report.pid:
+            self.living.pop(before, None)
+        while len(self._pids) > 2 * max(workers, 1):  # readers of executions that are over
+            self.living.pop(self._pids.pop(next(iter(self._pids))), None)
+        self.living.setdefault(report.pid, ReaderFigures()).add(report)
+        self.totals.add(report)
+
+    def clear(self) -> None:
+        """Forget who lives: all readers have ended."""
+        self._pids.clear()
+        self.living.clear()

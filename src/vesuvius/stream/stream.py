@@ -9,19 +9,21 @@ import logging
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 
-from vesuvius.errors import ConfigError, DataError, one_line
-from vesuvius.plan.plan import Task
+from vesuvius.errors import ConfigError, DataError
 from vesuvius.stream.at_exit import close_at_exit, is_closed
 from vesuvius.stream.cutter import Cutter
-from vesuvius.stream.feeder import Batch, Feeder, FeederFigures, check_rings
-from vesuvius.stream.notes import Note, take_over
+from vesuvius.stream.events import EventKind, StreamEvent
+from vesuvius.stream.feeder import Batch, Feeder, FeederFigures, check_rings, rotated
+from vesuvius.stream.guarded import say_crashes
+from vesuvius.stream.local_blocks import BlockSource, LocalBlocks
+from vesuvius.stream.notes import take_over
 from vesuvius.stream.options import (
     TASKS_IN_FLIGHT,
     StreamOptions,
@@ -30,9 +32,11 @@ from vesuvius.stream.options import (
     store_bytes,
     store_need_bytes,
 )
-from vesuvius.stream.reader import Block, BlockReport, DamagedBox, Reader, ReaderJob, check_quarantine
-from vesuvius.stream.reader_figures import ReaderFigures, ReaderTotals
+from vesuvius.stream.quarantine import check_quarantine, check_records, damaged_box, damaged_boxes
+from vesuvius.stream.reader import BlockReport, ReaderJob
+from vesuvius.stream.reader_figures import ReaderBook, ReaderFigures, ReaderTotals
 from vesuvius.stream.stacks import dump_stacks
+from vesuvius.stream.state import StreamState, check_place, check_state
 
 if TYPE_CHECKING:
     from vesuvius.stream.ray.watch import ReaderDeath  # Ray is not needed with workers: 0
@@ -41,46 +45,6 @@ log = logging.getLogger(__name__)
 
 _ENDLESS = 2**62
 _EVENTS_KEPT = 10_000
-
-
-EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured"]
-
-
-@dataclass(frozen=True)
-class StreamEvent:
-    """Something that the operator must learn of, though the batches go on unchanged.
-
-    Attributes:
-        kind: what happened.
-        text: one line for the log.
-        fields: the same as data.
-    """
-
-    kind: EventKind
-    text: str
-    fields: dict[str, Any] = field(default_factory=dict)
-
-
-class StreamState(TypedDict):
-    """Where a stream is: enough to go on with other workers, prefetch or cache."""
-
-    seed: int
-    sample_index: int
-    plan_hash: str
-    quarantined: list[dict[str, Any]]
-
-
-class BlockSource(Iterator[Block], Protocol):
-    """Blocks of consecutive tasks, from wherever they are read.
-
-    Iterated on one thread; the rest is called from another.
-    """
-
-    def interrupt(self) -> None:
-        """Have a `next` that is waiting end soon, with whatever error."""
-
-    def close(self) -> None:
-        """End what reads, once nobody iterates any more."""
 
 
 class PatchStream(Iterator[Batch]):
@@ -122,17 +86,15 @@ class PatchStream(Iterator[Batch]):
         quarantined: Sequence[dict[str, Any]] = (),
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        _check_place(first, stop, job.world)
-        _check_quarantined(quarantined, len(job.volumes))
-        self._job = with_quarantined(job, quarantined)
+        check_place(first, stop, job.world)
+        check_records(quarantined, len(job.volumes))
+        self._job = replace(job, quarantined=damaged_boxes(quarantined))
         self._options = options
         self._next_sample = first
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
         self._buffers = (buffers, condition_buffers)
-        self._pids: dict[str, int] = {}
-        self.readers: dict[int, ReaderFigures] = {}
-        self._totals = ReaderTotals()
+        self._readers = ReaderBook()
         self.reader_deaths = 0
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
         self.quarantined = list(quarantined)
@@ -146,7 +108,7 @@ class PatchStream(Iterator[Batch]):
         self._closed = False
         self._temporary_notes: tempfile.TemporaryDirectory[str] | None = None
         if job.notes_dir is not None:
-            _say_crashes(take_over(Path(job.notes_dir)))
+            say_crashes(take_over(Path(job.notes_dir)))
         close_at_exit(self)
         try:
             self._open_readers()
@@ -211,15 +173,15 @@ class PatchStream(Iterator[Batch]):
                 was.
         """
         self._check_open()
-        _check_state(state)
+        check_state(state)
         if state["plan_hash"] != self._job.plan.hash:
             raise ConfigError(
                 f"a stream goes on with the plan it began with; got plan {state['plan_hash']} for "
                 f"{self._job.plan.hash}; use the same seed, data section and volumes"
             )
-        _check_place(state["sample_index"], None, self._job.world)
-        _check_quarantined(state["quarantined"], len(self._job.volumes))
-        self._job = with_quarantined(self._job, state["quarantined"])
+        check_place(state["sample_index"], None, self._job.world)
+        check_records(state["quarantined"], len(self._job.volumes))
+        self._job = replace(self._job, quarantined=damaged_boxes(state["quarantined"]))
         self.quarantined = list(state["quarantined"])
         self._reopen(state["sample_index"])
 
@@ -292,9 +254,14 @@ class PatchStream(Iterator[Batch]):
         return self._options
 
     @property
+    def readers(self) -> dict[int, ReaderFigures]:
+        """Figures of each living reader process by pid."""
+        return self._readers.living
+
+    @property
     def reader_totals(self) -> ReaderTotals:
         """What all readers have done since the stream was opened, those that have ended included.  Never falls."""
-        return replace(self._totals)
+        return replace(self._readers.totals)
 
     @property
     def feeder_figures(self) -> FeederFigures:
@@ -325,14 +292,13 @@ class PatchStream(Iterator[Batch]):
         self._failure = None
 
     def _start_readers(self) -> None:
-        self._pids.clear()
-        self.readers.clear()
-        self._job = with_quarantined(self._job, self.quarantined)
+        self._readers.clear()
+        self._job = replace(self._job, quarantined=damaged_boxes(self.quarantined))
         self._source = self._open_source()
         cutter = Cutter(self._job, self._source, self._take_report, self._next_sample, self._stop)
         first = self._next_sample + self._job.rank
         ahead = batches_ahead(self._job.patch_bytes, self._options)
-        rings = [_rotated(ring, self._delivered) for ring in self._buffers]
+        rings = [rotated(ring, self._delivered) for ring in self._buffers]
         self._feeder = Feeder(
             self._job, cutter, self._options.batch_size, ahead, first, rings, self._held, self._interrupted
         )
@@ -359,7 +325,7 @@ class PatchStream(Iterator[Batch]):
             self._job = replace(self._job, notes_dir=self._temporary_notes.name)
         job = self._job
         if options.workers == 0:
-            return _LocalBlocks(job, self._next_sample, self._stop)
+            return LocalBlocks(job, self._next_sample, self._stop)
         # Ray takes a second to import and is not needed with workers: 0
         from vesuvius.stream.ray import blocks, session
 
@@ -383,14 +349,7 @@ class PatchStream(Iterator[Batch]):
 
     def _take_report(self, report: BlockReport) -> None:
         """On the feeder's thread."""
-        before = self._pids.get(report.actor)
-        self._pids[report.actor] = report.pid
-        if before is not None and before != report.pid:
-            self.readers.pop(before, None)
-        while len(self._pids) > 2 * max(self._options.workers, 1):  # readers of executions that are over
-            self.readers.pop(self._pids.pop(next(iter(self._pids))), None)
-        self.readers.setdefault(report.pid, ReaderFigures()).add(report)
-        self._totals.add(report)
+        self._readers.take(report, self._options.workers)
         for record in report.quarantined:
             self._quarantine(record)
 
@@ -412,7 +371,7 @@ class PatchStream(Iterator[Batch]):
         )
 
     def _quarantine(self, record: dict[str, Any]) -> None:
-        if damaged_box(record) in {damaged_box(known) for known in self.quarantined}:
+        if damaged_box(record) in damaged_boxes(self.quarantined):
             return
         self.quarantined.append(record)
         text = (
@@ -425,94 +384,3 @@ class PatchStream(Iterator[Batch]):
     def _event(self, kind: EventKind, text: str, fields: Any) -> None:
         self.events.append(StreamEvent(kind, text, dict(fields)))
         log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
-
-
-def _say_crashes(crashed: Sequence[Note]) -> None:
-    for note in crashed:
-        if note.place is None:
-            log.error("the process before this one (%d) was ended by %s, not by what it read", note.pid, note.crash)
-            continue
-        log.error(
-            "the process before this one (%d) was ended by %s while it read %s; that region is now read chunk by "
-            "chunk, and what ends the process again is replaced by others",
-            note.pid,
-            note.crash,
-            note.place,
-        )
-
-
-def _check_state(state: Any) -> None:
-    """Raises ConfigError where something is not what `state_dict` returns."""
-    wanted = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
-    for key, kind in wanted.items():
-        got = state.get(key) if isinstance(state, dict) else None
-        if not isinstance(got, kind) or isinstance(got, bool) or (isinstance(got, int) and got < 0):
-            raise ConfigError(
-                f"a stream's state must be what state_dict() returned; got {one_line(repr(state))}, where {key} is no "
-                f"{kind.__name__}; pass it on as it was"
-            )
-
-
-def _check_place(first: int, stop: int | None, world: int) -> None:
-    """Raises ConfigError where a stream cannot begin at sample `first`."""
-    if first < 0 or first % world or (stop is not None and stop < first):
-        raise ConfigError(
-            f"a stream begins at a multiple of the number of ranks ({world}) and does not stop before it; got first "
-            f"{first} and stop {stop}; change one of them"
-        )
-
-
-def _check_quarantined(records: Sequence[Any], volumes: int) -> None:
-    """Raises ConfigError where one is not a record of damage in one of so many volumes."""
-    for record in records:
-        try:
-            number, (low, high) = damaged_box(record)
-            sound = 0 <= number < volumes and all(isinstance(edge, int) for edge in (*low, *high))
-        except (KeyError, TypeError, ValueError):
-            sound = False
-        if not sound:
-            raise ConfigError(
-                f"a quarantine record must be one that a stream of these {volumes} volumes has made; got "
-                f"{one_line(repr(record))}; pass it on as it was"
-            )
-
-
-def _rotated(ring: Sequence[NDArray[Any]], count: int) -> list[NDArray[Any]]:
-    """The ring from where it is after so many batches."""
-    first = count % len(ring) if ring else 0
-    return [*ring[first:], *ring[:first]]
-
-
-class _LocalBlocks(Iterator[Block]):
-    """Blocks that are read in this process."""
-
-    def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
-        self._reader = Reader(job, ring=job.plan.regions_in_flight + 1)  # the cutter holds those in flight
-        self._blocks = self._read(job.tasks(first, stop))
-
-    def _read(self, tasks: Iterator[Task]) -> Iterator[Block]:
-        task = next(tasks, None)
-        while task is not None:
-            ahead = next(tasks, None)
-            yield from self._reader.blocks(task, ahead)
-            task = ahead
-
-    def __next__(self) -> Block:
-        return next(self._blocks)
-
-    def interrupt(self) -> None:
-        self._reader.close()
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-def damaged_box(record: dict[str, Any]) -> DamagedBox:
-    """Volume and voxels that a record of the quarantine is about.  Records of version 0.1 call the voxels region."""
-    (z0, y0, x0), (z1, y1, x1) = record["box"] if "box" in record else record["region"]
-    return int(record["number"]), ((z0, y0, x0), (z1, y1, x1))
-
-
-def with_quarantined(job: ReaderJob, records: Sequence[dict[str, Any]]) -> ReaderJob:
-    """The job, with known damage."""
-    return replace(job, quarantined=frozenset(map(damaged_box, records)))
