@@ -16,8 +16,9 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Rectangle
 
 from vesuvius.config import AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
+from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.mixing import Mixing
-from vesuvius.plan.plan import Plan, make_plan, plan_volume
+from vesuvius.plan.plan import Plan
 from vesuvius.plan.split import split_volume
 
 SHAPE, PATCH, CHUNK = (256, 640, 640), (72, 136, 136), (128, 128, 128)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from vesuvius.config import AugmentConfig, DataConfig, Triple, ValidationConfig, VolumeConfig
-from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
+from vesuvius.plan.make_plan import make_plan, plan_volume
+from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import split_volume
 
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tests.plan.layouts import LAYOUTS, Layout, chi_square_p, data_config, plan_of, planned
 from vesuvius.config import AugmentConfig, Triple, ValidationConfig
 from vesuvius.plan.foreground import ForegroundMap
-from vesuvius.plan.plan import Plan, make_plan, plan_difference
+from vesuvius.plan.make_plan import make_plan
+from vesuvius.plan.plan import Plan, plan_difference
 
 SMALL = Layout((96, 128, 128), (8, 16, 16), (32, 32, 32), options={"patches_per_region": 4})
 # 9 x 11 x 13 starts in cells of 4 x 8 x 4: ragged at all ends.

@@ -16,33 +16,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from vesuvius.config import AugmentConfig, DataConfig, Triple
-from vesuvius.errors import DataError
-from vesuvius.plan.cells import Cells, cells_of_region_size, lay_cells, region_of
-from vesuvius.plan.foreground import ForegroundMap, QualifyingStarts, qualifying_starts
+from vesuvius.config import AugmentConfig, Triple
+from vesuvius.plan.cells import Cells, region_of
+from vesuvius.plan.dealing import volume_of_slot
+from vesuvius.plan.foreground import QualifyingStarts
 from vesuvius.plan.mixing import GROUPS, Mixing
 from vesuvius.plan.permutation import permuted
-from vesuvius.plan.split import Split
 from vesuvius.volumes.box import Box
 
-# Second word of every random seed below (and of `mixing.py`, 6): keeps the draws for different purposes independent.
-_ORDER, _VOLUME, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 2, 3, 4, 5, 7, 8, 9
-_SLOTS_PER_DRAW = 64
+# Second word of every random seed below (and of `dealing.py`, 2, and `mixing.py`, 6): keeps the draws for different
+# purposes independent.
+_ORDER, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 3, 4, 5, 7, 8, 9
 # Steps of a lattice that fills a box evenly (Roberts' R3 sequence: powers of the root of x^4 = x + 1).
 _LATTICE = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
-# Patches per region are chosen such that this many bytes are decoded per byte of patch, within bounds.
-_READ_AMPLIFICATION = 0.95
-_PATCHES_PER_REGION = (4, 64)
-# Regions in flight by default: 64, fewer where that would take more than 1.5 GiB, at least one of each group.
-_REGIONS_IN_FLIGHT = 64
-_IN_FLIGHT_BYTES = 3 * 2**29
 _VERSION = 2
 
 
@@ -321,88 +314,7 @@ class Plan:
 
     def _volume_of_slot(self, slot: int) -> tuple[int, int]:
         """The slot's volume, and how many earlier slots went to the same volume."""
-        if len(self.volumes) == 1:
-            return 0, slot
-        block, position = divmod(slot, _SLOTS_PER_DRAW)
-        weights = tuple(volume.weight for volume in self.volumes)
-        return _draw_volumes(self.seed, weights, block)[position]
-
-
-def make_plan(seed: int, config: DataConfig, volumes: Sequence[PlanVolume]) -> Plan:
-    """The plan of a run.  Pure."""
-    patch = config.patch_size
-    independent = config.order == "independent"
-    region_bytes = max(math.prod(v.cells.region_zyx(patch)) * v.voxel_bytes for v in volumes)
-    fitting = max(min(_IN_FLIGHT_BYTES // region_bytes, _REGIONS_IN_FLIGHT) // GROUPS, 1) * GROUPS
-    patches = 1 if independent else config.patches_per_region or _patches_per_region(patch, volumes)
-    return Plan(
-        seed=seed,
-        patch_zyx=patch,
-        mixing=Mixing(seed, config.regions_in_flight or fitting, patches),
-        regions_per_task=config.regions_per_task,
-        augment=config.augment,
-        independent=independent,
-        volumes=tuple(volumes),
-    )
-
-
-def plan_volume(
-    name: str,
-    split: Split,
-    shape_zyx: Triple,
-    chunk_zyx: Triple,
-    dtype: str,
-    weight: float,
-    config: DataConfig,
-    *,
-    voxel_bytes: int | None = None,
-    foreground: ForegroundMap | None = None,
-) -> PlanVolume:
-    """Lay cells over the starts in the training box of a volume (`cells.lay_cells`).  Pure.
-
-    R regions fit `data.reader_mib`, and a volume has at least as many cells as regions in flight where its starts allow
-    it.  `data.region_size` replaces all that.
-
-    Args:
-        voxel_bytes: bytes that a reader holds per voxel; more than the dtype's where a condition is read as well.
-        foreground: what `data.min_foreground` is measured on.
-
-    Raises:
-        DataError: a region is smaller than a patch, or no start holds enough foreground.
-    """
-    patch, voxel_bytes = config.patch_size, voxel_bytes or np.dtype(dtype).itemsize
-    if config.region_size is not None and any(r < p for r, p in zip(config.region_size, patch, strict=True)):
-        raise DataError(
-            f"a region must hold a patch; got data.region_size {list(config.region_size)} for patch {list(patch)}; "
-            "enlarge it or set it to null"
-        )
-    if config.order == "independent":
-        cells = cells_of_region_size(split.train, patch, patch)
-    elif config.region_size is not None:
-        cells = cells_of_region_size(split.train, patch, config.region_size)
-    else:
-        region_bytes_max = config.reader_mib * 2**20 // config.regions_per_task
-        wanted = config.regions_in_flight or _REGIONS_IN_FLIGHT
-        cells = lay_cells(split.train, patch, chunk_zyx, voxel_bytes, region_bytes_max, wanted)
-    planned = PlanVolume(name, weight, shape_zyx, split.train, chunk_zyx, dtype, voxel_bytes, cells)
-    if foreground is None:
-        return planned
-    last = [axis.first + axis.count for axis in cells.axes]
-    starts = split.train[0], (last[0], last[1], last[2])
-    found = qualifying_starts(foreground, starts, patch, config.min_foreground, cells.longest_zyx)
-    if found is None:
-        raise DataError(
-            f"some patch must hold data.min_foreground of foreground; got none with {config.min_foreground:g} among "
-            f"{cells.starts} starts in {name}; lower it, or check data.foreground and the mask"
-        )
-    return replace(planned, foreground=found)
-
-
-def _patches_per_region(patch: Triple, volumes: Sequence[PlanVolume]) -> int:
-    """So many that the volume with the costliest regions reaches the read amplification aimed at."""
-    low, high = _PATCHES_PER_REGION
-    decoded = max(volume.cells.decoded_voxels(patch, volume.chunk_zyx) for volume in volumes)
-    return min(max(math.ceil(decoded / (_READ_AMPLIFICATION * math.prod(patch))), low), high)
+        return volume_of_slot(self.seed, tuple(volume.weight for volume in self.volumes), slot)
 
 
 def plan_difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
@@ -418,36 +330,3 @@ def plan_difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def _draw_pass(seed: int, number: int, again: int, cells: Cells, positions: int) -> tuple[Triple, int]:
     rng = np.random.default_rng((seed, _PASS, number, again))
     return cells.draw_phases(rng), int(rng.integers(positions))
-
-
-@lru_cache(maxsize=32)
-def _draw_volumes(seed: int, weights: tuple[float, ...], block: int) -> tuple[tuple[int, int], ...]:
-    """For each slot of a block: its volume, and how many slots before it (in all blocks) went to that volume.
-
-    Slots are dealt to volumes in exact proportion to the weights, then shuffled within the block.  Counts have a closed
-    form (a Beatty sequence per volume in fixed-point numbers), so block 10^6 costs as much as block 0.
-    """
-    first, stop = block * _SLOTS_PER_DRAW, (block + 1) * _SLOTS_PER_DRAW
-    before = _dealt(seed, weights, first)
-    counts = [b - a for a, b in zip(before, _dealt(seed, weights, stop), strict=True)]
-    dealt = np.repeat(np.arange(len(weights)), counts)
-    np.random.default_rng((seed, _VOLUME, block)).shuffle(dealt)
-    used = list(before)
-    slots = []
-    for volume in dealt.tolist():
-        slots.append((volume, used[volume]))
-        used[volume] += 1
-    return tuple(slots)
-
-
-def _dealt(seed: int, weights: tuple[float, ...], slots: int) -> list[int]:
-    """How many of the first `slots` slots each volume gets: within one of its share, summing to `slots`."""
-    counts = []
-    rest_slots, rest_weight = slots, sum(weights)
-    for volume, weight in enumerate(weights[:-1]):
-        share = round(weight / rest_weight * 2**40)
-        phase = int(np.random.default_rng((seed, _VOLUME, 2**32 + volume)).integers(2**40))
-        counts.append((rest_slots * share + phase) >> 40)
-        rest_slots -= counts[-1]
-        rest_weight -= weight
-    return [*counts, rest_slots]

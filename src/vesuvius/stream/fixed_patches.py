@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import DataError
-from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
+from vesuvius.plan.make_plan import make_plan, plan_volume
+from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import Split
 from vesuvius.stream.prepare import PreparedData, ReadBox
 from vesuvius.stream.start_reads import KINDS

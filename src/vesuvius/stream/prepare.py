@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from vesuvius.config import DataConfig, NormalizeConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.foreground import ForegroundMap
+from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.occupancy import foreground_map
-from vesuvius.plan.plan import Plan, PlanVolume, make_plan, plan_volume
+from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import Split, split_volume
 from vesuvius.stream.reader import ReaderJob
 from vesuvius.stream.start_reads import Kind

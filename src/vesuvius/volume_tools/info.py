@@ -19,8 +19,8 @@ from obstore.store import HTTPStore
 
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import ConfigError, DataError, StorageError, one_line
+from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.occupancy import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
-from vesuvius.plan.plan import make_plan, plan_volume
 from vesuvius.plan.split import split_volume
 from vesuvius.volume_tools.places import GreyFacts, grey_facts
 from vesuvius.volumes.axes import Names
