@@ -33,6 +33,7 @@ from vesuvius.stream.options import (
 from vesuvius.stream.reader import Block, BlockReport, DamagedBox, Reader, ReaderJob, check_quarantine
 from vesuvius.stream.reader_figures import ReaderFigures, ReaderTotals
 from vesuvius.stream.stacks import dump_stacks
+from vesuvius.volumes.source import Outage
 
 if TYPE_CHECKING:
     from vesuvius.stream.ray.watch import ReaderDeath  # Ray is not needed with workers: 0
@@ -75,6 +76,10 @@ class BlockSource(Iterator[Block], Protocol):
 
     Iterated on one thread; the rest is called from another.
     """
+
+    @property
+    def outages(self) -> list[Outage]:
+        """Of the stores that are waited for at the moment."""
 
     def interrupt(self) -> None:
         """Have a `next` that is waiting end soon, with whatever error."""
@@ -267,8 +272,10 @@ class PatchStream(Iterator[Batch]):
         """What a batch that does not come is waiting for, for people.  Any thread may ask."""
         if (feeder := self._feeder) is None:
             return "the readers to start or to end"
-        workers = self._options.workers
-        return f"{feeder.waiting_for()} ({f'{workers} readers' if workers else 'no readers: the trainer reads'})"
+        workers, source = self._options.workers, self._source
+        text = f"{feeder.waiting_for()} ({f'{workers} readers' if workers else 'no readers: the trainer reads'})"
+        outage = min(source.outages if source else [], key=lambda outage: outage.since, default=None)
+        return f"{text}; {outage}" if outage else text
 
     def dump_reader_stacks(self, path: Path) -> None:
         """Append the stacks of all threads of each reader process on this machine to a file, within two seconds.
@@ -499,6 +506,10 @@ class _LocalBlocks(Iterator[Block]):
 
     def __next__(self) -> Block:
         return next(self._blocks)
+
+    @property
+    def outages(self) -> list[Outage]:
+        return self._reader.outages
 
     def interrupt(self) -> None:
         self._reader.close()

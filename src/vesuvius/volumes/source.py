@@ -121,6 +121,9 @@ class Outage:
     cause: str
     address: str
 
+    def __str__(self) -> str:
+        return f"{self.address} has not answered since {_clock(self.since)}: {self.cause}"
+
 
 class FetchError(Exception):
     """An object is damaged: it is too short for what is asked of it, or no file lies in its place."""
