@@ -274,7 +274,8 @@ class PatchStream(Iterator[Batch]):
             return "the readers to start or to end"
         workers, source = self._options.workers, self._source
         text = f"{feeder.waiting_for()} ({f'{workers} readers' if workers else 'no readers: the trainer reads'})"
-        outage = min(source.outages if source else [], key=lambda outage: outage.since, default=None)
+        outages = source.outages if source and feeder.starving else []
+        outage = min(outages, key=lambda outage: outage.since, default=None)
         return f"{text}; {outage}" if outage else text
 
     def dump_reader_stacks(self, path: Path) -> None:
