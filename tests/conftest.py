@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,10 @@ from vesuvius.observe.logfile import _TerminalHandler
 # beside them: each layer then waits for the thread that has no core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` does
+
+# Where the tests are started in the background Ctrl-C is ignored, and would be by all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parent.parent
 SCROLL_DATA = REPOSITORY.parent / "shared" / "data"

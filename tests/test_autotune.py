@@ -83,7 +83,9 @@ def test_a_starved_run_puts_more_batches_together_ahead_and_learns_the_same(
             starve(monkeypatch)
         steps = 16 if name == "advise" else 24
         training = TRAINING | {"autotune": name, "max_steps": steps}
-        assert vesuvius_train(tiny_config(name, training=training, monitor=MONITOR)) == 0
+        # Two regions come into flight every four micro-batches, so that a task lasts eight.
+        data = {"regions_in_flight": 8}
+        assert vesuvius_train(tiny_config(name, data=data, training=training, monitor=MONITOR)) == 0
         if name == "act":
             assert trained == expected
     assert_trained_alike("act", "off")

@@ -102,6 +102,12 @@ class MemoryStream:
     def reader_memory(self) -> dict[int, int]:
         return {}
 
+    def waiting_for(self) -> str:
+        return "memory"
+
+    def dump_reader_stacks(self, path: Path) -> None:
+        pass
+
 
 class BareLoop:
     """A training script without a trainer."""

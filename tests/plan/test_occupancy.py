@@ -119,6 +119,31 @@ def test_a_kept_listing_is_used_until_a_chunk_comes_or_goes(tmp_path: Path, cach
     assert third > second
 
 
+def test_a_shard_with_a_damaged_index_counts_as_full_and_its_damage_is_met_by_who_reads_it(
+    tmp_path: Path, cache_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **LAYOUTS["v3-sharded"])
+    shard = path / "c/0/0/0"
+    sound = shard.read_bytes()
+    shard.write_bytes(sound[:-2] + b"no")
+    expected = some_chunks()
+    expected[:2, :2, :2] = True
+    assert not some_chunks()[:2, :2, :2].all()
+    with pytest.raises(DataError, match="every shard's index must be readable"):
+        list_chunks(opened(path))
+    np.testing.assert_array_equal(chunk_occupancy(opened(path), StoreConfig()), expected)
+    assert "the index of 1 of its shards cannot be read, the first: c/0/0/0:" in caplog.text
+    assert not list(cache_home.rglob("*.npz"))
+    job = prepare_data(0, data_config(path, min_foreground=0.5, max_quarantined=8)).job
+    with open_stream(job) as stream:
+        collect(stream, 24)
+        damaged = {tuple(record["chunk"]) for record in stream.quarantined}
+    assert damaged
+    assert damaged <= set(np.ndindex(2, 2, 2))
+    shard.write_bytes(sound)
+    np.testing.assert_array_equal(chunk_occupancy(opened(path), StoreConfig()), some_chunks())
+
+
 def test_a_kept_listing_that_is_damaged_is_made_anew(tmp_path: Path, cache_home: Path) -> None:
     path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()))
     chunk_occupancy(opened(path), StoreConfig())

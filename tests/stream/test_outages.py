@@ -51,11 +51,17 @@ def test_a_server_that_is_gone_for_a_while_costs_time_and_nothing_else(
         stopped = time.monotonic()
         back = threading.Timer(gone_s, own_server.start)
         back.start()
+        told: list[str] = []
+        asked = threading.Timer(gone_s - 3, lambda: told.append(stream.waiting_for()))
+        asked.start()
         rest, _ = collect(stream, BATCHES - 4)
         took_s = time.monotonic() - stopped
         back.join()
+        asked.join()
         assert not stream.quarantined
         assert not stream.events
+        assert "has not answered" not in stream.waiting_for()
+    assert re.search(r"regions to be read.*; http://\S+ has not answered since 20\S+ \S+: Connection refused", told[0])
     assert first.tobytes() + rest.tobytes() == expected.tobytes()
     assert gone_s <= took_s < gone_s + 2 * StoreConfig().max_pause_s + 10, (
         "the outage was met, and not outlasted by long"

@@ -76,7 +76,8 @@ def occupancy_map(volume: Volume, occupancy: Bools) -> ForegroundMap:
 def chunk_occupancy(volume: Volume, store: StoreConfig) -> Bools:
     """Which chunks are stored: bool over the chunk grid (of a sharded array: of inner chunks, or of shards).
 
-    From the sidecar beside the array, else from a listing made earlier, else from a listing, which is kept.
+    From the sidecar beside the array, else from a listing made earlier, else from a listing, which is kept.  A shard
+    whose index is damaged counts as full: who reads its chunks meets the damage.
 
     Raises:
         DataError: the store cannot list, or the sidecar is not of this volume.
@@ -92,7 +93,15 @@ def chunk_occupancy(volume: Volume, store: StoreConfig) -> Bools:
                 return kept[0]
         except (OSError, ValueError) as error:
             log.warning("a kept listing is damaged and made anew: %s (%s)", path, one_line(error))
-    occupancy = list_chunks(volume)
+    damaged: list[str] = []
+    occupancy = list_chunks(volume, damaged)
+    if damaged:  # not kept: once they are restored, it is known which of their chunks are stored
+        log.warning(
+            "%s: the index of %d of its shards cannot be read, the first: %s; all their chunks count as stored; "
+            "restore them (`vesuvius volume verify` lists what is broken)",
+            *(volume.name, len(damaged), damaged[0]),
+        )
+        return occupancy
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sidecar(path, occupancy, signature)
@@ -149,16 +158,20 @@ def sidecar_signature(volume: Volume) -> str:
     return f"vesuvius:{metadata_hash(volume.array)}"
 
 
-def list_chunks(volume: Volume) -> Bools:
+def list_chunks(volume: Volume, damaged: list[str] | None = None) -> Bools:
     """Ask the store which chunks it holds.  Streams the listing, with a line of progress every few seconds.
 
     Of a sharded array the indices of all its shards are read.
 
+    Args:
+        damaged: where given, takes a line on each shard whose index is damaged, and these count as full.
+
     Raises:
-        DataError: the store cannot list, or a shard's index cannot be read.
+        DataError: the store cannot list, or a shard's index is damaged.
     """
     occupancy = list_objects(volume)
-    return _inner_occupancy(volume, occupancy) if volume.grid.shard_zyx and volume.grid.indexed else occupancy
+    sharded = volume.grid.shard_zyx and volume.grid.indexed
+    return _inner_occupancy(volume, occupancy, damaged) if sharded else occupancy
 
 
 def list_objects(volume: Volume) -> Bools:
@@ -279,27 +292,32 @@ def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
         yield from pool.map(lambda folder: list(source.list_keys(folder)), folders)
 
 
-def _inner_occupancy(volume: Volume, shards: Bools) -> Bools:
-    """Which inner chunks are stored, from the index of each shard that is."""
+def _inner_occupancy(volume: Volume, shards: Bools, damaged: list[str] | None) -> Bools:
+    """Which inner chunks are stored, from the index of each shard that is; `damaged` as in `list_chunks`."""
     grid = volume.grid
     assert grid.shard_zyx is not None
     per_shard = [s // c for s, c in zip(grid.shard_zyx, grid.chunk_zyx, strict=True)]
     occupancy = np.zeros(grid.counts_zyx, bool)
     stored = np.argwhere(shards).tolist()
-    with ThreadPoolExecutor(volume.source.config.requests) as pool:
-        firsts = [tuple(i * n for i, n in zip(shard, per_shard, strict=True)) for shard in stored]
+    firsts: list[Triple] = [(z * per_shard[0], y * per_shard[1], x * per_shard[2]) for z, y, x in stored]
+
+    def present_in(first: Triple) -> Bools:
         try:
-            found = pool.map(grid.present_in_shard, firsts)
-            for first, present in zip(
-                firsts, _with_progress(found, f"reading the shards of {volume.name}"), strict=True
-            ):
-                part = tuple(slice(i, i + n) for i, n in zip(first, per_shard, strict=True))
-                view = occupancy[part]
-                view[...] = present[tuple(slice(n) for n in view.shape)]
+            return grid.present_in_shard(first)
         except (FetchError, ValueError) as error:
-            raise DataError(
-                f"every shard's index must be readable; got {one_line(error)} in {volume.name}; restore the shard"
-            ) from error
+            if damaged is None:
+                raise DataError(
+                    f"every shard's index must be readable; got {one_line(error)} in {volume.name}; restore the shard"
+                ) from error
+            damaged.append(f"{grid.key_of(first)}: {one_line(error)}")
+            return np.ones(per_shard, bool)
+
+    with ThreadPoolExecutor(volume.source.config.requests) as pool:
+        found = _with_progress(pool.map(present_in, firsts), f"reading the shards of {volume.name}")
+        for first, present in zip(firsts, found, strict=True):
+            part = tuple(slice(i, i + n) for i, n in zip(first, per_shard, strict=True))
+            view = occupancy[part]
+            view[...] = present[tuple(slice(n) for n in view.shape)]
     return occupancy
 
 

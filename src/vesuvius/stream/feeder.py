@@ -160,11 +160,16 @@ class Feeder:
         self._delivered = self._delivered.plus(FeederFigures(batches=1, ran_empty=empty, delivered_bytes=size))
         return ready
 
+    @property
+    def starving(self) -> bool:
+        """Whether no batch is ready because regions have to be read.  Any thread may ask."""
+        return self._ready.empty() and self._starved.waiting
+
     def waiting_for(self) -> str:
         """What a batch that does not come is waiting for, for people.  Any thread may ask."""
         if not self._ready.empty():
             return "the device: a batch is ready"
-        if self._starved.waiting:
+        if self.starving:
             return f"regions to be read, for sample {self._expected} on"
         return f"patches to be cut, for sample {self._expected} on"
 

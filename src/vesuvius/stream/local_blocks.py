@@ -7,6 +7,7 @@ from typing import Protocol
 
 from vesuvius.plan.plan import Task
 from vesuvius.stream.reader import Block, Reader, ReaderJob
+from vesuvius.volumes.retry import Outage
 
 
 class BlockSource(Iterator[Block], Protocol):
@@ -14,6 +15,10 @@ class BlockSource(Iterator[Block], Protocol):
 
     Iterated on one thread; the rest is called from another.
     """
+
+    @property
+    def outages(self) -> list[Outage]:
+        """Of the stores that are waited for at the moment."""
 
     def interrupt(self) -> None:
         """Have a `next` that is waiting end soon, with whatever error."""
@@ -38,6 +43,10 @@ class LocalBlocks(Iterator[Block]):
 
     def __next__(self) -> Block:
         return next(self._blocks)
+
+    @property
+    def outages(self) -> list[Outage]:
+        return self._reader.outages
 
     def interrupt(self) -> None:
         self._reader.close()

@@ -25,6 +25,7 @@ from vesuvius.stream.guarded import GuardedReads
 from vesuvius.stream.quarantine import DamagedBox, check_quarantine, record_of
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.retry import Outage
 from vesuvius.volumes.stored import Stored
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -213,6 +214,11 @@ class Reader:
             self._write_head(slot, attempt, region)
             yield self._block
         self._stage(queue[len(visits) :])
+
+    @property
+    def outages(self) -> list[Outage]:
+        """Of the stores that do not answer at the moment.  Any thread may ask."""
+        return [outage for volume in self._opened if (outage := volume.source.outage) is not None]
 
     def close(self) -> None:
         """End the threads that fetch."""

@@ -229,8 +229,11 @@ class PatchStream(Iterator[Batch]):
         """What a batch that does not come is waiting for, for people.  Any thread may ask."""
         if (feeder := self._feeder) is None:
             return "the readers to start or to end"
-        workers = self._options.workers
-        return f"{feeder.waiting_for()} ({f'{workers} readers' if workers else 'no readers: the trainer reads'})"
+        workers, source = self._options.workers, self._source
+        text = f"{feeder.waiting_for()} ({f'{workers} readers' if workers else 'no readers: the trainer reads'})"
+        outages = source.outages if source and feeder.starving else []
+        outage = min(outages, key=lambda outage: outage.since, default=None)
+        return f"{text}; {outage}" if outage else text
 
     def dump_reader_stacks(self, path: Path) -> None:
         """Append the stacks of all threads of each reader process on this machine to a file, within two seconds.

@@ -67,6 +67,9 @@ class Outage:
     cause: str
     address: str
 
+    def __str__(self) -> str:
+        return f"{self.address} has not answered since {_clock(self.since)}: {self.cause}"
+
 
 class Retrier:
     """Runs the reads of one store, each again while its error may pass.  Any thread may call it.

@@ -29,6 +29,7 @@ from vesuvius.stream.at_exit import done_within
 from vesuvius.stream.ray import private
 from vesuvius.stream.ray.watch import ReaderDeath, ReaderWatch
 from vesuvius.stream.reader import Block, Reader, ReaderJob
+from vesuvius.volumes.retry import Outage
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,11 @@ class RayBlocks(Iterator[Block]):
     def store_peak_bytes(self) -> int | None:
         """Most bytes seen in use in the object store."""
         return self._watch.peak_bytes
+
+    @property
+    def outages(self) -> list[Outage]:
+        """Of the stores that readers on this machine wait for at the moment."""
+        return self._readers.outages
 
     def __next__(self) -> Block:
         try:

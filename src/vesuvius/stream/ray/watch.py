@@ -17,6 +17,7 @@ from vesuvius.stream.notes import Note, NoteFolder, Place, read_notes
 from vesuvius.stream.outage_log import OutageLog
 from vesuvius.stream.ray import private
 from vesuvius.stream.ray.deaths import RayCause, reader_death_cause
+from vesuvius.volumes.retry import Outage
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class ReaderWatch:
         reader_class: what the names of the actors' class contain; of this stream's readers alone.
         notes: folder of the notes.
         on_death: called on the watch's thread.
+
+    Attributes:
+        outages: of the stores that readers on this machine wait for at the moment.
     """
 
     def __init__(self, reader_class: str, notes: Path, on_death: Callable[[ReaderDeath], None]) -> None:
@@ -87,7 +91,8 @@ class ReaderWatch:
         self._ended: set[Path] = set()
         self._on_death = on_death
         self._seen: dict[str, private.ActorRow] = {}
-        self._outages = OutageLog()
+        self.outages: list[Outage] = []
+        self._outage_log = OutageLog()
         self._blind = False
         self._stop = threading.Event()
         # Daemon: Ray waits for ever for a cluster whose head is gone.
@@ -127,8 +132,8 @@ class ReaderWatch:
         for path in ended.keys() & self._ended:  # twice: it may have crashed after its note was read
             ended[path].remove()
         self._ended = set(ended)
-        living = [note for note in notes if note.outage is not None and note.is_alive()]
-        self._outages.take([note.outage for note in living if note.outage is not None], time.time())
+        self.outages = [note.outage for note in notes if note.outage is not None and note.is_alive()]
+        self._outage_log.take(self.outages, time.time())
 
     def _is_done_with(self, note: Note) -> bool:
         """Whether a note tells nothing any more: its reader has ended without a crash, and that is counted or wanted.
