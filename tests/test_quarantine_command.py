@@ -94,6 +94,29 @@ def test_what_is_whole_again_is_cleared_and_the_next_resume_reads_it(
     assert f"{len(kept)} of {len(kept)} unreadable places are tried again" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["restored", "gone"])
+def test_of_a_shard_that_is_restored_air_is_no_damage(
+    tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    voxels = textured((96, 128, 128))
+    voxels[:32, :32, :32] = 0
+    volume = write_array(tmp_path / "sharded.zarr", voxels, zarr_format=3, shards=(64, 64, 64))
+    shard = volume / "c/0/0/0"
+    sound = shard.read_bytes()
+    shard.write_bytes(sound[:-2] + b"no")
+    config = tiny_config(data={"volumes": [{"path": str(volume)}]})
+    assert train.main(["--config", str(config), "training.max_steps=8"]) == 0
+    (found,) = read_quarantine(tmp_path / "runs/tiny/quarantine.jsonl")
+    assert box_of(found) == ((0, 0, 0), (64, 64, 64))
+    of_air = {key: found[key] for key in ("volume", "number", "box", "cause")} | {"chunk": [0, 0, 0]}
+    write(tmp_path / "runs/tiny/quarantine.jsonl", of_air)  # it is chance which was met first
+    shard.write_bytes(sound)
+    if not whole:
+        shard.unlink()
+    assert quarantine.main(["tiny", "--retry"]) == (0 if whole else 6)
+
+
 def test_a_retry_tells_what_is_found_now_and_what_it_cannot_look_at(
     run: Callable[..., list[Any]],
     volume: Path,

@@ -48,7 +48,8 @@ def main() -> None:
         "waiting_share": sum(waits) / (sum(waits) + arguments.steps * step_s),
         "wait_median_s": statistics.median(waits),
         "wait_max_s": max(waits),
-        "waited_before_s": sum(first),
+        "settling_steps": len(first),
+        "share_with_settling": sum(first + waits) / (sum(first + waits) + len(first + waits) * step_s),
     }
     print("  ".join(f"{key} {value:.4g}" for key, value in figures.items()))
     if arguments.json:

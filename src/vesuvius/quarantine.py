@@ -135,11 +135,16 @@ def _check_inside(volume: Volume, records: Sequence[Record]) -> None:
 
 
 def _must_be_stored(volume: Volume, records: Sequence[Record]) -> Stored:
-    """A chunk that is in quarantine was stored once: that it is absent does not make it whole."""
+    """A chunk that is in quarantine was stored once: that it is absent does not make it whole.
+
+    Where its whole shard is in quarantine and there again, the index was damaged: it now says which chunks there are.
+    """
     stored = np.zeros(volume.grid.counts_zyx, bool)
     for record in records:
         if record.get("chunk"):
-            stored[tuple(record["chunk"])] = True
+            z, y, x = record["chunk"]
+            of_shard = box_of(record) != volume.grid.box_of((z, y, x))
+            stored[z, y, x] = not (of_shard and volume.source.exists(volume.grid.key_of((z, y, x))))
     return Stored.of(stored)
 
 

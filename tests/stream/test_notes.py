@@ -21,6 +21,7 @@ from vesuvius.stream import notes as notes_module
 from vesuvius.stream.guarded import GuardedReads
 from vesuvius.stream.notes import Notebook, NoteFolder, Place, Strikes, forget_crashes, read_notes, take_over
 from vesuvius.stream.outage_log import OutageLog
+from vesuvius.stream.ray import watch
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.retry import Outage
 from vesuvius.volumes.volume import open_volume
@@ -280,6 +281,21 @@ def test_a_reader_that_waits_for_its_store_says_so(tmp_path: Path) -> None:
             time.sleep(0.05)
         assert said == expected
     reads.close()
+
+
+def test_outages_are_known_while_ray_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is over must not be told for as long as Ray hangs."""
+    monkeypatch.setattr(watch.private, "actor_rows", lambda: 1 / 0)
+    notes, outage = Notebook(tmp_path, "reader", "an actor"), Outage(1000.0, "connection refused", "http://store")
+    readers = watch.ReaderWatch("Reader", tmp_path, lambda death: None)
+    for said in (outage, None, outage):
+        notes.outage(said)
+        deadline = time.monotonic() + 30
+        while readers.outages != [one for one in (said,) if one] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert readers.outages == [one for one in (said,) if one]
+    readers.close()
+    notes.close()
 
 
 def test_an_outage_is_said_once_a_minute_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:

@@ -60,7 +60,7 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
         return coarse_map(
             volume, open_volume(coarse_spec, config.store), config.foreground.threshold, config.patch_size
         )
-    occupancy = chunk_occupancy(volume, config.store)
+    occupancy = chunk_occupancy(volume, config.store, config.max_quarantined)
     if occupancy.shape == volume.grid.counts_zyx:  # of a stored shard any chunk may be absent
         volume.expect(Stored.of(occupancy))
     return occupancy_map(volume, occupancy)
@@ -73,14 +73,17 @@ def occupancy_map(volume: Volume, occupancy: Bools) -> ForegroundMap:
     return ForegroundMap(np.where(occupancy, np.uint8(255), np.uint8(0)), cell, volume.shape_zyx)
 
 
-def chunk_occupancy(volume: Volume, store: StoreConfig) -> Bools:
+def chunk_occupancy(volume: Volume, store: StoreConfig, max_damaged: int = 0) -> Bools:
     """Which chunks are stored: bool over the chunk grid (of a sharded array: of inner chunks, or of shards).
 
-    From the sidecar beside the array, else from a listing made earlier, else from a listing, which is kept.  A shard
-    whose index is damaged counts as full: who reads its chunks meets the damage.
+    From the sidecar beside the array, else from a listing made earlier, else from a listing, which is kept.
+
+    Args:
+        max_damaged: so many shards may have a damaged index.  None of their chunks can be read: they count as absent,
+            and the listing is not kept.
 
     Raises:
-        DataError: the store cannot list, or the sidecar is not of this volume.
+        DataError: the store cannot list, more shards are damaged, or the sidecar is not of this volume.
     """
     sidecar = read_sidecar(volume)
     if sidecar is not None:
@@ -93,12 +96,14 @@ def chunk_occupancy(volume: Volume, store: StoreConfig) -> Bools:
                 return kept[0]
         except (OSError, ValueError) as error:
             log.warning("a kept listing is damaged and made anew: %s (%s)", path, one_line(error))
-    damaged: list[str] = []
-    occupancy = list_chunks(volume, damaged)
-    if damaged:  # not kept: once they are restored, it is known which of their chunks are stored
+    occupancy, damaged = _listed(volume)
+    if damaged:
+        if len(damaged) > max_damaged:
+            raise _damaged_shards(volume, damaged)
         log.warning(
-            "%s: the index of %d of its shards cannot be read, the first: %s; all their chunks count as stored; "
-            "restore them (`vesuvius volume verify` lists what is broken)",
+            "%s: the index of %d of its shards cannot be read, the first: %s; no patch comes from there; restore them "
+            "(`vesuvius volume verify` lists what is broken) and start anew: behind that the plan is another one, and "
+            "--resume needs --allow-drift",
             *(volume.name, len(damaged), damaged[0]),
         )
         return occupancy
@@ -158,20 +163,31 @@ def sidecar_signature(volume: Volume) -> str:
     return f"vesuvius:{metadata_hash(volume.array)}"
 
 
-def list_chunks(volume: Volume, damaged: list[str] | None = None) -> Bools:
+def list_chunks(volume: Volume) -> Bools:
     """Ask the store which chunks it holds.  Streams the listing, with a line of progress every few seconds.
 
     Of a sharded array the indices of all its shards are read.
 
-    Args:
-        damaged: where given, takes a line on each shard whose index is damaged, and these count as full.
-
     Raises:
         DataError: the store cannot list, or a shard's index is damaged.
     """
-    occupancy = list_objects(volume)
-    sharded = volume.grid.shard_zyx and volume.grid.indexed
-    return _inner_occupancy(volume, occupancy, damaged) if sharded else occupancy
+    occupancy, damaged = _listed(volume)
+    if damaged:
+        raise _damaged_shards(volume, damaged)
+    return occupancy
+
+
+def _listed(volume: Volume) -> tuple[Bools, list[str]]:
+    """As `list_chunks`; and a line on each shard whose index is damaged, whose chunks count as absent."""
+    objects = list_objects(volume)
+    return _inner_occupancy(volume, objects) if volume.grid.shard_zyx and volume.grid.indexed else (objects, [])
+
+
+def _damaged_shards(volume: Volume, damaged: list[str]) -> DataError:
+    return DataError(
+        f"every shard's index must be readable; got {len(damaged)} that are not in {volume.name}, the first: "
+        f"{damaged[0]}; restore them (`vesuvius volume verify` lists what is broken)"
+    )
 
 
 def list_objects(volume: Volume) -> Bools:
@@ -292,8 +308,8 @@ def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
         yield from pool.map(lambda folder: list(source.list_keys(folder)), folders)
 
 
-def _inner_occupancy(volume: Volume, shards: Bools, damaged: list[str] | None) -> Bools:
-    """Which inner chunks are stored, from the index of each shard that is; `damaged` as in `list_chunks`."""
+def _inner_occupancy(volume: Volume, shards: Bools) -> tuple[Bools, list[str]]:
+    """Which inner chunks are stored, from the index of each shard that is; the rest as `_listed`."""
     grid = volume.grid
     assert grid.shard_zyx is not None
     per_shard = [s // c for s, c in zip(grid.shard_zyx, grid.chunk_zyx, strict=True)]
@@ -301,24 +317,23 @@ def _inner_occupancy(volume: Volume, shards: Bools, damaged: list[str] | None) -
     stored = np.argwhere(shards).tolist()
     firsts: list[Triple] = [(z * per_shard[0], y * per_shard[1], x * per_shard[2]) for z, y, x in stored]
 
-    def present_in(first: Triple) -> Bools:
+    def present_in(first: Triple) -> Bools | str:
         try:
             return grid.present_in_shard(first)
         except (FetchError, ValueError) as error:
-            if damaged is None:
-                raise DataError(
-                    f"every shard's index must be readable; got {one_line(error)} in {volume.name}; restore the shard"
-                ) from error
-            damaged.append(f"{grid.key_of(first)}: {one_line(error)}")
-            return np.ones(per_shard, bool)
+            return f"{grid.key_of(first)}: {one_line(error)}"
 
+    damaged: list[str] = []
     with ThreadPoolExecutor(volume.source.config.requests) as pool:
         found = _with_progress(pool.map(present_in, firsts), f"reading the shards of {volume.name}")
         for first, present in zip(firsts, found, strict=True):
+            if isinstance(present, str):
+                damaged.append(present)
+                continue
             part = tuple(slice(i, i + n) for i, n in zip(first, per_shard, strict=True))
             view = occupancy[part]
             view[...] = present[tuple(slice(n) for n in view.shape)]
-    return occupancy
+    return occupancy, damaged
 
 
 def _shard_counts(volume: Volume) -> Triple:

@@ -18,6 +18,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.stream.cutter import Cutter, StreamOrderError
 from vesuvius.stream.reader import ReaderJob
 from vesuvius.stream.wait_time import WaitTime
+from vesuvius.volumes.retry import Outage
 
 # A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
 HELD = 2
@@ -160,17 +161,18 @@ class Feeder:
         self._delivered = self._delivered.plus(FeederFigures(batches=1, ran_empty=empty, delivered_bytes=size))
         return ready
 
-    @property
-    def starving(self) -> bool:
-        """Whether no batch is ready because regions have to be read.  Any thread may ask."""
-        return self._ready.empty() and self._starved.waiting
+    def waiting_for(self, outages: Sequence[Outage] = ()) -> str:
+        """What a batch that does not come is waiting for, for people.  Any thread may ask.
 
-    def waiting_for(self) -> str:
-        """What a batch that does not come is waiting for, for people.  Any thread may ask."""
+        Args:
+            outages: of the stores that do not answer at the moment.
+        """
         if not self._ready.empty():
             return "the device: a batch is ready"
-        if self.starving:
-            return f"regions to be read, for sample {self._expected} on"
+        if self._starved.waiting:
+            oldest = min(outages, key=lambda outage: outage.since, default=None)
+            why = f" ({oldest})" if oldest else ""
+            return f"regions to be read, for sample {self._expected} on{why}"
         return f"patches to be cut, for sample {self._expected} on"
 
     @property

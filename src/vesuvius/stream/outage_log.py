@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 from vesuvius.volumes.retry import Outage
@@ -35,13 +34,7 @@ class OutageLog:
             _, said = self._said.get(address, (outage, 0.0))
             if now - outage.since >= _SAID_AFTER_S and now - said >= _SAID_EVERY_S:
                 self._said[address] = outage, now
-                log.warning(
-                    "%s has not answered since %s (%.0f s): %s; the readers try again",
-                    address,
-                    time.strftime("%H:%M:%S", time.localtime(outage.since)),
-                    now - outage.since,
-                    outage.cause,
-                )
+                log.warning("%s (for %.0f s); the readers try again", outage, now - outage.since)
         for address in self._said.keys() - oldest.keys():
             outage, _ = self._said.pop(address)
             log.info("%s answers again after %.0f s", address, now - outage.since)

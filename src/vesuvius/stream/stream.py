@@ -98,7 +98,7 @@ class PatchStream(Iterator[Batch]):
         self.reader_deaths = 0
         self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
         self.quarantined = list(quarantined)
-        self._session: Any = None  # a ray_session.Session, whose module is not imported without workers
+        self._session: Any = None  # a ray.session.Session, whose module is not imported without workers
         self._source: BlockSource | None = None
         self._feeder: Feeder | None = None
         self._fed = FeederFigures()
@@ -230,10 +230,8 @@ class PatchStream(Iterator[Batch]):
         if (feeder := self._feeder) is None:
             return "the readers to start or to end"
         workers, source = self._options.workers, self._source
-        text = f"{feeder.waiting_for()} ({f'{workers} readers' if workers else 'no readers: the trainer reads'})"
-        outages = source.outages if source and feeder.starving else []
-        outage = min(outages, key=lambda outage: outage.since, default=None)
-        return f"{text}; {outage}" if outage else text
+        readers = f"{workers} readers" if workers else "no readers: the trainer reads"
+        return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
     def dump_reader_stacks(self, path: Path) -> None:
         """Append the stacks of all threads of each reader process on this machine to a file, within two seconds.

@@ -188,11 +188,9 @@ class Retrier:
                 self._said = now
         if say:
             log.warning(
-                "%s has not answered since %s (%s): %s; trying again for up to %s",
-                self._address,
-                _clock(outage.since),
+                "%s (for %s); trying again for up to %s",
+                outage,
                 _duration(now - outage.since),
-                outage.cause,
                 self._patience_words,
             )
 

@@ -60,15 +60,15 @@ class Source:
 
     Args:
         address: folder or URL.
-        cache_scope: what names in the cache start with; another volume has another one.  While it is empty, as when
-            metadata are looked for, nothing is cached, and what is forbidden (403) counts as absent: S3 answers so for
-            absent keys where one may not list.
         known: whether the store has answered before.  One that has not is given up after a minute.
 
     Attributes:
+        cache_scope: what names in the cache start with; another volume has another one.  While it is empty, as when
+            metadata are looked for, nothing is cached, and what is forbidden (403) counts as absent: S3 answers so for
+            absent keys where one may not list.
         remote: whether the address is a URL.
         forbidden: what the store said of the last read that it forbade while the volume was opened; else None.
-        metadata_key: the object with the array's metadata, where it is known.
+        metadata_key: the object with the array's metadata, once whoever opens the volume has found it.
     """
 
     def __init__(self, address: str, config: StoreConfig, cache_scope: str = "", known: bool = False) -> None:

@@ -119,6 +119,9 @@ class ReaderWatch:
                 self._blind = False
 
     def _look(self) -> None:
+        # Before Ray is asked, which may hang.
+        self.outages = [note.outage for note in self._folder.read() if note.outage is not None and note.is_alive()]
+        self._outage_log.take(self.outages, time.time())
         for row in private.actor_rows():
             if self._reader_class in row.class_name:
                 before = self._seen.get(row.actor)
@@ -132,8 +135,6 @@ class ReaderWatch:
         for path in ended.keys() & self._ended:  # twice: it may have crashed after its note was read
             ended[path].remove()
         self._ended = set(ended)
-        self.outages = [note.outage for note in notes if note.outage is not None and note.is_alive()]
-        self._outage_log.take(self.outages, time.time())
 
     def _is_done_with(self, note: Note) -> bool:
         """Whether a note tells nothing any more: its reader has ended without a crash, and that is counted or wanted.
