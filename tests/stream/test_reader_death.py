@@ -107,11 +107,12 @@ def test_a_region_that_ends_its_reader_is_replaced_and_the_stream_goes_on(poison
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_readers_that_have_ended_leave_no_notes(volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 3)
+    # More than are read ahead: the reader that is killed has work left.
+    monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 24)
     job = replace(make_job(volume), notes_dir=str(tmp_path / "notes"))
     with open_stream(job, workers=1) as stream:
         victim, readers = killed_reader(stream), set[int]()
-        for _ in itertools.islice(stream, 60):
+        for _ in itertools.islice(stream, 400):
             readers |= stream.readers.keys()
         assert len(readers) > 2, "those of several segments"
         deadline = time.monotonic() + 60
