@@ -184,9 +184,10 @@ def _listed(volume: Volume) -> tuple[Bools, list[str]]:
 
 
 def _damaged_shards(volume: Volume, damaged: list[str]) -> DataError:
+    more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
     return DataError(
-        f"every shard's index must be readable; got {len(damaged)} that are not in {volume.name}, the first: "
-        f"{damaged[0]}; restore them (`vesuvius volume verify` lists what is broken)"
+        f"every shard's index must be readable; got {damaged[0]}{more} in {volume.name}; restore them (`vesuvius "
+        "volume verify` lists what is broken)"
     )
 
 
