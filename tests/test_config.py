@@ -94,7 +94,7 @@ def test_derived_numbers_follow_from_the_keys() -> None:
     ("overrides", "message"),
     [
         (
-            ["diffusion.zero_terminal_snr=true", "diffusion.prediction=eps"],
+            ["diffusion.noise=cosine", "diffusion.zero_terminal_snr=true", "diffusion.prediction=eps"],
             "zero_terminal_snr needs a prediction that says something at pure noise; got prediction eps; set",
         ),
         (["diffusion.sampler_quantile=0.995"], "sampler_quantile needs sampler_clip, the least limit; got 0.995"),

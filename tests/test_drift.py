@@ -49,7 +49,7 @@ def test_a_resume_on_voxels_of_another_kind_is_refused(
     assert "plan.volumes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("override", ["data.patches_per_region=8", "seed=1", "diffusion.schedule=linear"])
+@pytest.mark.parametrize("override", ["data.patches_per_region=8", "seed=1", "diffusion.noise=linear"])
 def test_allowed_drift_goes_on_and_is_written_down(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], override: str
 ) -> None:

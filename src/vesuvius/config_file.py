@@ -75,6 +75,10 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
 
 def parse_stored(stored: Any, overrides: Sequence[str] = (), source: str = "config") -> Config:
     """As `parse_config`, from what `config.model_dump(mode="json")` has given, which may lack keys that came later."""
+    diffusion = stored.get("diffusion") if isinstance(stored, dict) else None
+    if isinstance(diffusion, dict) and "schedule" in diffusion:  # the name of the key in earlier versions
+        renamed = {key: value for key, value in diffusion.items() if key != "schedule"}
+        stored = stored | {"diffusion": renamed | {"noise": diffusion["schedule"]}}
     return parse_config(to_yaml(stored), overrides, source)
 
 

@@ -120,7 +120,7 @@ def test_limits_of_the_config_hold_for_the_sample(method: SamplerMethod, quantil
 
 def _noise_of_each_step(purpose: Purpose) -> Tensor:
     """What two samples were made from, the noise at the start and of the three noisy steps: [8, voxels]."""
-    shape, config = (1, 16, 16, 16), DiffusionConfig(sampler="ddpm", sampler_steps=4, prediction="x_0")
+    shape, config = (1, 16, 16, 16), DiffusionConfig(noise="cosine", sampler="ddpm", sampler_steps=4, prediction="x_0")
     schedule = Schedule.from_config(config)
     states = [sample_noise(0, [0, 1], shape, purpose=purpose)]
     generate(

@@ -30,7 +30,7 @@ def test_min_snr_weights_parity_with_lucidrains_formula(kind: Prediction, gamma:
     alpha_bar = np.cumprod(1 - cosine_betas(1000))
     snr = alpha_bar / (1 - alpha_bar)
     divisor = {"eps": snr, "x_0": np.ones(1000), "v": snr + 1}[kind]
-    ours = min_snr_weight(kind, Schedule.from_config(DiffusionConfig()).snr_table, gamma)
+    ours = min_snr_weight(kind, Schedule.from_config(DiffusionConfig(noise="cosine")).snr_table, gamma)
     assert ours.dtype == torch.float32
     # 1e-6: the snr is rounded to float32 once, and so is the quotient.
     np.testing.assert_allclose(ours.numpy(), np.minimum(snr, gamma) / divisor, rtol=1e-6)
@@ -51,7 +51,7 @@ def test_min_snr_loss_parity_with_the_papers_weight_on_x_0(kind: Prediction, gam
     }[kind]
     weight = np.minimum(alpha_bar / (1 - alpha_bar), gamma)
     expected = (weight * (x_0_predicted - x_0_64) ** 2).mean(axis=(1, 2, 3, 4))
-    ours = _loss(DiffusionConfig(prediction=kind, min_snr_gamma=gamma), prediction, x_0, eps)
+    ours = _loss(DiffusionConfig(noise="cosine", prediction=kind, min_snr_gamma=gamma), prediction, x_0, eps)
     # 1e-5: a float32 mean of 120 squares against float64.
     np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-5)
 
@@ -65,7 +65,7 @@ def test_weight_divides_by_snr_plus_one_for_v_on_both_sides_of_gamma() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gamma_is_the_plain_mean_squared_error(kind: Prediction) -> None:
     prediction, x_0, eps = _batch()
-    config = DiffusionConfig(prediction=kind, min_snr_gamma=None)
+    config = DiffusionConfig(noise="cosine", prediction=kind, min_snr_gamma=None)
     target = Schedule.from_config(config).target(kind, x_0, eps, TIMES)
     expected = torch.nn.functional.mse_loss(prediction, target, reduction="none").flatten(1).mean(1)
     # 1e-6: the same float32 numbers, summed in another order.
@@ -75,7 +75,7 @@ def test_no_gamma_is_the_plain_mean_squared_error(kind: Prediction) -> None:
 @pytest.mark.parametrize("delta", [0.5, 1.0])
 def test_huber_is_half_the_square_up_to_delta_and_a_line_of_equal_slope_beyond(delta: float) -> None:
     prediction, x_0, eps = _batch()
-    config = DiffusionConfig(loss="huber", huber_delta=delta, min_snr_gamma=None, prediction="eps")
+    config = DiffusionConfig(noise="cosine", loss="huber", huber_delta=delta, min_snr_gamma=None, prediction="eps")
     error = (prediction - eps).double().abs().numpy()
     expected = np.where(error < delta, error**2 / 2, delta * (error - delta / 2)).mean(axis=(1, 2, 3, 4))
     assert (error < delta).any()
@@ -88,7 +88,7 @@ def test_huber_is_half_the_square_up_to_delta_and_a_line_of_equal_slope_beyond(d
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_prediction_has_no_loss(kind: Prediction, loss: str) -> None:
     _, x_0, eps = _batch()
-    config = DiffusionConfig(prediction=kind, loss=loss)
+    config = DiffusionConfig(noise="cosine", prediction=kind, loss=loss)
     target = Schedule.from_config(config).target(kind, x_0, eps, TIMES)
     assert torch.equal(_loss(config, target, x_0, eps), torch.zeros(len(TIMES)))
 
@@ -96,8 +96,18 @@ def test_exact_prediction_has_no_loss(kind: Prediction, loss: str) -> None:
 @pytest.mark.parametrize("kind", ["v", "x_0"])
 def test_loss_at_pure_noise_is_finite(kind: Prediction) -> None:
     prediction, x_0, eps = _batch()
-    weighted = _loss(DiffusionConfig(prediction=kind, zero_terminal_snr=True), prediction, x_0, eps)
-    plain = _loss(DiffusionConfig(prediction=kind, zero_terminal_snr=True, min_snr_gamma=None), prediction, x_0, eps)
+    weighted = _loss(
+        DiffusionConfig(noise="cosine", prediction=kind, zero_terminal_snr=True, min_snr_gamma=5.0),
+        prediction,
+        x_0,
+        eps,
+    )
+    plain = _loss(
+        DiffusionConfig(noise="cosine", prediction=kind, zero_terminal_snr=True, min_snr_gamma=None),
+        prediction,
+        x_0,
+        eps,
+    )
     assert weighted[-1] == 0
     assert plain.isfinite().all()
     assert plain[-1] > 0
@@ -105,7 +115,7 @@ def test_loss_at_pure_noise_is_finite(kind: Prediction) -> None:
 
 def test_each_samples_loss_is_its_own() -> None:
     prediction, x_0, eps = _batch()
-    config = DiffusionConfig()
+    config = DiffusionConfig(noise="cosine")
     schedule = Schedule.from_config(config)
     together = _loss(config, prediction, x_0, eps)
     alone = [
@@ -120,7 +130,7 @@ def test_each_samples_loss_is_its_own() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_is_float32_inside_autocast_and_from_a_bf16_prediction(kind: Prediction, loss: str) -> None:
     prediction, x_0, eps = _batch()
-    config = DiffusionConfig(prediction=kind, loss=loss)
+    config = DiffusionConfig(noise="cosine", prediction=kind, loss=loss)
     outside = _loss(config, prediction.bfloat16().float(), x_0, eps)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = _loss(config, prediction.bfloat16(), x_0, eps)

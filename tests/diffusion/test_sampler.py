@@ -74,7 +74,7 @@ def _size(x: Tensor) -> float:
 
 def _ancestral(kind: Prediction, name: str, t: int, x: Tensor) -> Tensor:
     """Our step from t to t - 1, with the noise that `_ancestral_oracle` draws."""
-    config = DiffusionConfig(prediction=kind, schedule=name)
+    config = DiffusionConfig(prediction=kind, noise=name)
     levels = trailing_levels(Schedule.from_config(config), 1000)[999 - t :][:2]
     noise = torch.randn(SHAPE, generator=torch.Generator().manual_seed(5))
     return sample(NetworkEstimate(_wavy, config), levels, x, "ddpm", step_noise=lambda k: noise)
@@ -173,7 +173,7 @@ def _ddim_both(oracle: DDIMScheduler, config: DiffusionConfig, steps: int, eta: 
 def test_ddim_parity_with_diffusers_trailing(
     kind: Prediction, name: str, steps: int, tolerance: float, clip: float | None
 ) -> None:
-    config = DiffusionConfig(prediction=kind, schedule=name, sampler_clip=clip)
+    config = DiffusionConfig(prediction=kind, noise=name, sampler_clip=clip)
     ours, expected = _ddim_both(_ddim_oracle(kind, name, steps, clip), config, steps, eta=0.0)
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance * _size(expected))
 
@@ -187,7 +187,7 @@ def test_ddim_parity_with_diffusers_trailing(
 )
 def test_ddim_with_noise_parity_with_diffusers_trailing(kind: Prediction, name: str, eta: float) -> None:
     oracle = _exact_table(_ddim_oracle(kind, name, 50))
-    ours, expected = _ddim_both(oracle, DiffusionConfig(prediction=kind, schedule=name), 50, eta)
+    ours, expected = _ddim_both(oracle, DiffusionConfig(prediction=kind, noise=name), 50, eta)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * _size(expected))
 
 
@@ -231,7 +231,7 @@ def test_dpmpp2m_parity_with_diffusers(kind: Prediction, name: str, steps: int) 
     expected = _noise()
     for t in oracle.timesteps:
         expected = oracle.step(_wavy(expected, t.expand(len(expected))), t, expected).prev_sample
-    config = DiffusionConfig(prediction=kind, schedule=name)
+    config = DiffusionConfig(prediction=kind, noise=name)
     ours = sample(
         NetworkEstimate(_wavy, config), trailing_levels(Schedule.from_config(config), steps), _noise(), "dpmpp2m"
     )
@@ -328,7 +328,7 @@ def test_samples_of_a_known_mixture_have_its_moments(method: SamplerMethod) -> N
     generator = torch.Generator().manual_seed(0)
     x = sample(
         _mixture(low, high, share, std),
-        trailing_levels(Schedule.from_config(DiffusionConfig()), 200),
+        trailing_levels(Schedule.from_config(DiffusionConfig(noise="cosine")), 200),
         torch.randn(shape, generator=generator),
         method,
         step_noise=lambda k: torch.randn(shape, generator=generator),
@@ -361,7 +361,7 @@ def test_a_known_sample_is_reached_exactly_from_any_noise_along_any_levels(metho
 @pytest.mark.parametrize("kind", ["v", "x_0"])
 @pytest.mark.parametrize("method", METHODS)
 def test_all_methods_start_from_pure_noise(method: SamplerMethod, kind: Prediction) -> None:
-    config = DiffusionConfig(prediction=kind, zero_terminal_snr=True)
+    config = DiffusionConfig(noise="cosine", prediction=kind, zero_terminal_snr=True)
     levels = trailing_levels(Schedule.from_config(config), 10)
     assert levels[0].alpha == 0
     rows = step_table(levels, method)
@@ -382,7 +382,7 @@ def test_all_methods_start_from_pure_noise(method: SamplerMethod, kind: Predicti
 @pytest.mark.parametrize("method", METHODS)
 def test_zero_terminal_snr_gives_a_gaussian_its_mean(method: SamplerMethod) -> None:
     # From alpha 0 on, the mean of the noise, 0, becomes the mean of the data; 0 noise stays on it all the way.
-    levels = trailing_levels(Schedule.from_config(DiffusionConfig(zero_terminal_snr=True)), 20)
+    levels = trailing_levels(Schedule.from_config(DiffusionConfig(noise="cosine", zero_terminal_snr=True)), 20)
     ours = sample(_gaussian(0.4, 0.25), levels, torch.zeros(SHAPE), method, step_noise=lambda k: torch.zeros(SHAPE))
     # 1e-5: the trapezoidal rule and the others are exact for a straight line; float32 over 20 steps.
     torch.testing.assert_close(ours, torch.full(SHAPE, 0.4), rtol=0, atol=1e-5)
@@ -409,9 +409,9 @@ def test_the_estimate_is_asked_once_a_step_by_heun_twice_and_never_at_the_clean_
 def test_on_step_sees_every_state_and_the_noise_is_not_changed(method: SamplerMethod) -> None:
     seen: list[tuple[int, Tensor]] = []
     noise = _noise()
-    levels = trailing_levels(Schedule.from_config(DiffusionConfig()), 7)
+    levels = trailing_levels(Schedule.from_config(DiffusionConfig(noise="cosine")), 7)
     end = sample(
-        NetworkEstimate(_wavy, DiffusionConfig()),
+        NetworkEstimate(_wavy, DiffusionConfig(noise="cosine")),
         levels,
         noise,
         method,
@@ -446,7 +446,7 @@ def test_state_outside_a_bf16_network_stays_float32_without_gradients(method: Sa
         assert x_t.dtype == torch.float32
         return (scale * x_t).bfloat16()
 
-    config = DiffusionConfig()
+    config = DiffusionConfig(noise="cosine")
     levels = trailing_levels(Schedule.from_config(config), 4)
 
     def run() -> Tensor:

@@ -29,7 +29,7 @@ BETAS = {"linear": linear_betas, "cosine": cosine_betas, "sigmoid": sigmoid_beta
 
 @pytest.fixture(params=["linear", "cosine", "sigmoid"])
 def schedule(request: pytest.FixtureRequest) -> Schedule:
-    return Schedule.from_config(DiffusionConfig(schedule=request.param))
+    return Schedule.from_config(DiffusionConfig(noise=request.param))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     [("cosine", 2), ("cosine", 10), ("cosine", 1000), ("linear", 100), ("linear", 1000), ("linear", 4000)],
 )
 def test_betas_and_alpha_bar_parity_with_diffusers(name: str, timesteps: int) -> None:
-    config = DiffusionConfig(schedule=name, timesteps=timesteps, sampler_steps=1)
+    config = DiffusionConfig(noise=name, timesteps=timesteps, sampler_steps=1)
     ours, theirs = Schedule.from_config(config), _oracle(name, timesteps)
     # 1e-6: diffusers takes the cumulative product in float32, up to 4000 roundings of 6e-8 that partly cancel.
     torch.testing.assert_close(ours.betas, theirs.betas, rtol=0, atol=1e-6)
@@ -72,7 +72,7 @@ def test_betas_and_alpha_bar_parity_with_diffusers(name: str, timesteps: int) ->
 
 
 def test_linear_betas_and_alpha_bar_parity_with_monai() -> None:
-    ours, theirs = Schedule.from_config(DiffusionConfig(schedule="linear")), MonaiScheduler(1000, "linear_beta")
+    ours, theirs = Schedule.from_config(DiffusionConfig(noise="linear")), MonaiScheduler(1000, "linear_beta")
     # 1e-6: MONAI's tables are float32 throughout.
     torch.testing.assert_close(ours.betas, theirs.betas, rtol=0, atol=1e-6)
     torch.testing.assert_close(ours.alpha_bar, theirs.alphas_cumprod, rtol=0, atol=1e-6)
@@ -138,7 +138,7 @@ def test_noise_grows_with_t_and_betas_stay_in_range(name: str, timesteps: int, z
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_zero_terminal_snr_parity_with_diffusers(name: str) -> None:
-    ours = Schedule.from_config(DiffusionConfig(schedule=name, zero_terminal_snr=True))
+    ours = Schedule.from_config(DiffusionConfig(noise=name, zero_terminal_snr=True))
     theirs = _oracle(name, rescale_betas_zero_snr=True)
     # 1e-6: as without rescaling.  Betas not compared near the end: diffusers takes ratios of float32 alpha_bar there.
     torch.testing.assert_close(ours.alpha_bar, theirs.alphas_cumprod, rtol=0, atol=1e-6)
@@ -146,8 +146,8 @@ def test_zero_terminal_snr_parity_with_diffusers(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(BETAS))
 def test_zero_terminal_snr_ends_at_exactly_zero_and_leaves_the_start(name: str) -> None:
-    plain = Schedule.from_config(DiffusionConfig(schedule=name))
-    rescaled = Schedule.from_config(DiffusionConfig(schedule=name, zero_terminal_snr=True))
+    plain = Schedule.from_config(DiffusionConfig(noise=name))
+    rescaled = Schedule.from_config(DiffusionConfig(noise=name, zero_terminal_snr=True))
     assert rescaled.alpha_bar_64[-1] == 0
     assert rescaled.snr(torch.tensor([999])).item() == 0
     # 1e-12 and 1e-10: float64; the cumulative product repeats what the betas' division did, 1000 times.
@@ -159,7 +159,7 @@ def test_zero_terminal_snr_ends_at_exactly_zero_and_leaves_the_start(name: str) 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_q_sample_and_v_parity_with_diffusers_and_monai(name: str) -> None:
-    ours = Schedule.from_config(DiffusionConfig(schedule=name))
+    ours = Schedule.from_config(DiffusionConfig(noise=name))
     x_0, eps = _batch()
     monai = MonaiScheduler(1000, "linear_beta" if name == "linear" else "cosine")
     # 1e-5 of what is compared, or of 1 where that is near 0: the oracles form 1 - alpha_bar in float32, which at t = 0
@@ -220,7 +220,7 @@ def test_conversions_go_round_between_all_three_predictions(angle: float, x_0: f
 
 def test_v_and_x_0_say_something_at_pure_noise() -> None:
     x_0, eps = _batch()
-    schedule = Schedule.from_config(DiffusionConfig(zero_terminal_snr=True))
+    schedule = Schedule.from_config(DiffusionConfig(noise="cosine", zero_terminal_snr=True))
     t = torch.full((len(x_0),), 999)
     x_t = schedule.q_sample(x_0, eps, t)
     assert torch.equal(x_t, eps)
@@ -238,7 +238,7 @@ def test_v_of_the_exact_pair_keeps_the_norm(schedule: Schedule) -> None:
 
 
 def test_snr_is_signal_power_over_noise_power() -> None:
-    schedule = Schedule.from_config(DiffusionConfig())
+    schedule = Schedule.from_config(DiffusionConfig(noise="cosine"))
     alpha_bar = np.cumprod(1 - cosine_betas(1000))[TIMES.numpy()]
     # 1e-6: one rounding from float64 to float32.
     np.testing.assert_allclose(schedule.snr(TIMES).numpy(), alpha_bar / (1 - alpha_bar), rtol=1e-6)

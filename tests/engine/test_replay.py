@@ -25,6 +25,7 @@ from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint
 from vesuvius.engine.conditioning import Conditioner, volume_scalars
+from vesuvius.engine.data_spectrum import measure_spectrum
 from vesuvius.engine.device import DeviceFeed
 from vesuvius.engine.network import build_network
 from vesuvius.engine.progress import Progress
@@ -72,12 +73,14 @@ class Session:
         config = self.config
         self.data: PreparedData = prepare_data(config.seed, config.data)
         greys, scalars = self.data.grey_ranges(config.data), volume_scalars(config, self.data)
-        self.step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
+        spectrum = measure_spectrum(self.data, config.data, greys, self.data.read)
+        schedule = Schedule.from_config(config.diffusion, spectrum)
+        self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
         conditioner = Conditioner(config.data.condition_classes, greys.conditions, scalars, CPU)
         self._options = StreamOptions.from_config(config.training, config.cluster)
         self._feed = DeviceFeed(CPU, self._options, self.data.job, greys.volumes, conditioner)
         replays = self.replays or self.directory / "nonfinite"
-        self.writer = ReplayWriter(replays, config, self.data, greys, scalars, self.step)
+        self.writer = ReplayWriter(replays, config, self.data, greys, spectrum, scalars, self.step)
         self.reporter = StepReporter(
             config,
             CPU,

@@ -16,6 +16,7 @@ from vesuvius.config import Config, DiffusionConfig
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.validation import Losses, Validation, ValidationResult
@@ -28,7 +29,7 @@ PATCHES, BINS = 3, 8
 
 def config_of(batch: int = 4, conditional: bool = False, patches: int = PATCHES, **diffusion: Any) -> Config:
     config = make_config(conditional, train_batch_size=batch, validate_patches=patches)
-    return config.model_copy(update={"diffusion": DiffusionConfig(**diffusion)})
+    return config.model_copy(update={"diffusion": DiffusionConfig(**{"noise": "cosine"} | diffusion)})
 
 
 def make_reference(
@@ -44,12 +45,16 @@ def make_reference(
     return Reference(fixed, greys, conditioner, device)
 
 
+def spectrum() -> Spectrum:
+    return Spectrum.of(make_reference().x_0(range(PATCHES))[:, 0])
+
+
 def run(
     config: Config, denoisers: dict[str, Any], reference: Reference | None = None, stop: Callable[[], bool] = bool
 ) -> ValidationResult | None:
-    schedule = Schedule.from_config(config.diffusion)
     reference = reference or make_reference(conditional=config.has_condition)
-    return Validation(config, reference, schedule, CPU).run(denoisers, stop)
+    schedule = Schedule.from_config(config.diffusion, spectrum())
+    return Validation(config, reference, schedule, spectrum(), CPU).run(denoisers, stop)
 
 
 def result_of(config: Config, denoisers: dict[str, Any], reference: Reference | None = None) -> ValidationResult:
@@ -235,7 +240,7 @@ def test_batches_do_not_make_the_host_wait_for_the_gpu() -> None:
         return False
 
     schedule = Schedule.from_config(config.diffusion).to(device)
-    validation = Validation(config, make_reference(device=device), schedule, device)
+    validation = Validation(config, make_reference(device=device), schedule, spectrum(), device)
     try:
         assert validation.run({"raw": half, "ema": half}, stop) is not None
     finally:
@@ -251,22 +256,55 @@ def test_a_loss_that_is_not_finite_is_reported_as_it_is() -> None:
 
 def test_the_record_and_the_line_say_everything() -> None:
     losses = {
-        "raw": Losses(0.0312, (0.03, 0.0324)),
-        "ema": Losses(0.0298, (0.0296, 0.03)),
-        "ema_0.999": Losses(0.0305, (0.03, 0.031)),
+        "raw": Losses(0.0312, (0.03, 0.0324), (4.0, 1.0)),
+        "ema": Losses(0.0298, (0.0296, 0.03), (0.25, 1.0)),
+        "ema_0.999": Losses(0.0305, (0.03, 0.031), (1.0, 1.0)),
     }
     result = ValidationResult(16, (0, 500, 1000), losses)
     assert json.loads(json.dumps(result.record())) == {
         "loss": 0.0298,
+        "relative_error": 0.5,
         "patches": 16,
         "bin_edges": [0, 500, 1000],
         "weights": {
-            "raw": {"loss": 0.0312, "bins": [0.03, 0.0324]},
-            "ema": {"loss": 0.0298, "bins": [0.0296, 0.03]},
-            "ema_0.999": {"loss": 0.0305, "bins": [0.03, 0.031]},
+            "raw": {"loss": 0.0312, "bins": [0.03, 0.0324], "relative_error": 2.0, "relative_bins": [4.0, 1.0]},
+            "ema": {"loss": 0.0298, "bins": [0.0296, 0.03], "relative_error": 0.5, "relative_bins": [0.25, 1.0]},
+            "ema_0.999": {"loss": 0.0305, "bins": [0.03, 0.031], "relative_error": 1.0, "relative_bins": [1.0, 1.0]},
         },
     }
     assert result.line(500, 128000) == (
         "Validation step 500/128000 loss_raw 0.03120 loss_ema 0.02980 loss_ema_0.999 0.03050 "
-        "bins_raw 0.03000 0.03240 bins_ema 0.02960 0.03000"
+        "bins_raw 0.03000 0.03240 bins_ema 0.02960 0.03000 relative_error 0.5000 relative_bins 0.250 1.000"
     )
+
+
+@pytest.mark.parametrize("noise", ["edm", "cosine"])
+@pytest.mark.parametrize("prediction", ["v", "x_0"])
+def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str, prediction: str) -> None:
+    """At every level: none counts more than another, whatever the loss weighs."""
+    config, reference = config_of(prediction=prediction, noise=noise), make_reference()
+    schedule = Schedule.from_config(config.diffusion, spectrum())
+    x_0 = reference.x_0(range(PATCHES))
+
+    def alpha(t: Tensor) -> Tensor:
+        return schedule.sqrt_alpha_bar[t].view(-1, 1, 1, 1, 1)
+
+    def predicting(guess: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """What a network says that takes x_0 for `guess`."""
+        sigma = schedule.sqrt_one_minus_alpha_bar[t].view(-1, 1, 1, 1, 1)
+        return schedule.target(
+            config.diffusion.prediction, guess, (x_t - alpha(t) * schedule.standardised(guess)) / sigma, t
+        )
+
+    def linear(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        return predicting(schedule.linear_x_0(spectrum(), x_t, t), x_t, t)
+
+    def sure(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        candidates = alpha(t)[:, None] * schedule.standardised(x_0)[None]  # [B, PATCHES, 1, Z, Y, X]
+        nearest = (candidates - x_t[:, None]).square().flatten(2).sum(2).argmin(1)
+        return predicting(x_0[nearest], x_t, t)
+
+    result = result_of(config, {"ema": linear, "raw": sure}, reference)
+    np.testing.assert_allclose(result.weights["ema"].relative, 1, rtol=0.02)
+    assert result.relative_error == pytest.approx(1, rel=0.01)
+    assert min(result.weights["raw"].relative) < 1e-3

@@ -21,6 +21,7 @@ from vesuvius.config_file import read_config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner, volume_scalars
+from vesuvius.engine.data_spectrum import measure_spectrum
 from vesuvius.engine.device import DeviceFeed
 from vesuvius.engine.network import build_network
 from vesuvius.engine.progress import Progress
@@ -56,7 +57,8 @@ def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any
     step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
     options = StreamOptions.from_config(config.training, config.cluster)
     feed = DeviceFeed(CPU, options, data.job, greys.volumes, conditioner)
-    replays = ReplayWriter(directory / "nonfinite", config, data, greys, scalars, step)
+    spectrum = measure_spectrum(data, config.data, greys, data.read)
+    replays = ReplayWriter(directory / "nonfinite", config, data, greys, spectrum, scalars, step)
     metrics, clock = Metrics(directory / "metrics.jsonl"), HostClock()
     with PatchStream(data.job, options) as stream:
         reporter = StepReporter(

@@ -16,7 +16,16 @@ class DiffusionConfig(Section):
     """Noise schedule, target, loss and sampler.  The timestep t counts from 0, the least noisy."""
 
     timesteps: Annotated[int, Field(ge=2)] = Field(1000, description="noise levels of the schedule")
-    schedule: Literal["linear", "cosine", "sigmoid"] = Field("cosine", description="how alpha_bar falls with t")
+    noise: Literal["edm", "cosine", "linear", "sigmoid"] = Field(
+        "cosine",
+        description="noise levels: how alpha_bar falls with t; edm = in log-SNR, as the data's power spectrum needs",
+    )
+    sigma_min: float = Field(
+        0.01, gt=0, description="least noise of edm, in standard deviations of the data; others have their own"
+    )
+    sigma_max: float | None = Field(
+        None, gt=0, description="most noise of edm; null = four times the largest amplitude of the measured spectrum"
+    )
     zero_terminal_snr: bool = Field(
         False, description="rescale the schedule so that the last t is pure noise; needs prediction v or x_0"
     )
@@ -36,7 +45,7 @@ class DiffusionConfig(Section):
     )
     sampler_steps: PositiveInt = Field(
         50,
-        description="steps per generated sample (trailing spacing); heun takes two evaluations in all but the last",
+        description="steps per generated sample (rho = 7 for edm, else trailing); heun evaluates twice in all but one",
     )
     sampler_eta: float = Field(0.0, ge=0, le=1, description="noise that ddim adds in each step; 0 = none, 1 = ddpm's")
     sampler_clip: float | None = Field(None, gt=0, description="limit of |x_0| in each step, model values; null = none")
@@ -53,6 +62,20 @@ class DiffusionConfig(Section):
             raise ValueError(
                 f"sampler_steps must not exceed timesteps; got {self.sampler_steps} of {self.timesteps}; "
                 "lower diffusion.sampler_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _noise_fits(self) -> Self:
+        if self.sigma_max is not None and self.sigma_max <= self.sigma_min:
+            raise ValueError(
+                f"sigma_max must be above sigma_min; got {self.sigma_max:g} and {self.sigma_min:g}; raise "
+                "diffusion.sigma_max or set it to null"
+            )
+        if self.noise == "edm" and self.zero_terminal_snr:
+            raise ValueError(
+                "zero_terminal_snr rescales the schedules of alpha_bar; got it with noise edm, which has sigma_max for "
+                "that; set diffusion.zero_terminal_snr=false"
             )
         return self
 

@@ -24,12 +24,23 @@ class NetworkEstimate:
     Everything outside the network is float32, or float64 where x is.  Uses `prediction`, `sampler_guidance`,
     `sampler_clip` and `sampler_quantile` of the config.
 
+    Args:
+        mean, std: of the data, in model values; x_0 is standardised by them, and the limits are model values.
+
     Attributes:
         evaluations: calls of the network so far; guidance other than 0 and 1 takes two per estimate.
     """
 
-    def __init__(self, denoise: Denoise, config: DiffusionConfig, condition: Condition = NO_CONDITION) -> None:
+    def __init__(
+        self,
+        denoise: Denoise,
+        config: DiffusionConfig,
+        condition: Condition = NO_CONDITION,
+        mean: float = 0.0,
+        std: float = 1.0,
+    ) -> None:
         self.evaluations = 0
+        self._mean, self._std = mean, std
         self._denoise, self._config, self._condition = denoise, config, condition
         assert not condition.empty or config.sampler_guidance == 1, "guidance other than 1 needs a condition"
 
@@ -39,10 +50,9 @@ class NetworkEstimate:
         x_0, eps = x_0_and_eps(config.prediction, self._guided(x, level), x, level.alpha, level.sigma)
         if config.sampler_clip is None:
             return x_0, eps
+        within = limited(x_0 * self._std + self._mean, config.sampler_clip, config.sampler_quantile)
         # eps anew, so that the two still explain x
-        return x_0_and_eps(
-            "x_0", limited(x_0, config.sampler_clip, config.sampler_quantile), x, level.alpha, level.sigma
-        )
+        return x_0_and_eps("x_0", (within - self._mean) / self._std, x, level.alpha, level.sigma)
 
     def _guided(self, x: Tensor, level: NoiseLevel) -> Tensor:
         """The prediction with classifier-free guidance: p_u + scale (p_c - p_u).

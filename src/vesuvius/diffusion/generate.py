@@ -11,7 +11,7 @@ from torch import Tensor
 from vesuvius.config import DiffusionConfig
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.estimate import Denoise, NetworkEstimate
-from vesuvius.diffusion.levels import trailing_levels
+from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.randomness import Purpose, derive_seed, sample_noise
 from vesuvius.diffusion.sampler import sample
 from vesuvius.diffusion.schedule import Schedule
@@ -48,22 +48,22 @@ def generate(
     The noise that a sample starts from follows from (seed, purpose, number) and that of step k from (seed, purpose,
     number, k): a sample is the same beside any neighbours, up to how `denoise` computes batches of different sizes.
     `condition` has one entry per number, on `device`; `on_step(k, x)` is called after each sampling step with the
-    state.  Moves no global generator.
+    state, which is standardised.  Moves no global generator.
     Raises ConfigError unless 1 <= sampler_steps <= timesteps.
     """
-    estimate = NetworkEstimate(denoise, config, condition)
+    estimate = NetworkEstimate(denoise, config, condition, schedule.mean, schedule.std)
 
     def step_noise(k: int) -> Tensor:
         step_seed = derive_seed(seed, Purpose.SAMPLER_NOISE, k)
         return sample_noise(step_seed, numbers, shape_czyx, device, purpose=purpose)
 
-    x_0 = sample(
+    standardised = sample(
         estimate,
-        trailing_levels(schedule, config.sampler_steps),
+        sampling_levels(schedule, config),
         sample_noise(seed, numbers, shape_czyx, device, purpose=purpose),
         config.sampler,
         eta=config.sampler_eta,
         step_noise=step_noise,
         on_step=on_step,
     )
-    return Generated(x_0, estimate.evaluations)
+    return Generated(schedule.model_values(standardised), estimate.evaluations)

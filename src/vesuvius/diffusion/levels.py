@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vesuvius.config import DiffusionConfig
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 
@@ -32,6 +33,7 @@ class NoiseLevel:
     sigma: float
 
 
+_RHO = 7.0
 CLEAN = NoiseLevel(t=-1, alpha=1.0, sigma=0.0)  # nothing is asked here, so its t is one that every table refuses
 
 
@@ -51,10 +53,7 @@ def trailing_timesteps(timesteps: int, steps: int) -> npt.NDArray[np.int64]:
     Source: Lin et al. 2023, table 2, "trailing": round(T k / S) - 1 for k = S ... 1.  It starts where training is
     noisiest; "leading" and "linspace" do not (diffusers #12633).  Raises ConfigError unless 1 <= steps <= timesteps.
     """
-    if not 1 <= steps <= timesteps:
-        raise ConfigError(
-            f"sampler steps must be between 1 and timesteps; got {steps} of {timesteps}; change diffusion.sampler_steps"
-        )
+    _check_steps(timesteps, steps)
     return np.round(timesteps * np.arange(steps, 0, -1) / steps).astype(np.int64) - 1
 
 
@@ -65,6 +64,38 @@ def trailing_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
     """
     times = trailing_timesteps(schedule.timesteps, steps)
     return (*(_level(int(t), float(schedule.alpha_bar_64[t])) for t in times), CLEAN)
+
+
+def rho_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
+    """Return steps + 1 levels whose sigma/alpha falls from the schedule's most noise to its least, then `CLEAN`.
+
+    Source: Karras et al. 2022, eq. 5, with rho = 7: equal steps in the seventh root.  The t of a level is where its log
+    sigma/alpha lies between those of two timesteps.  Raises ConfigError unless 1 <= steps <= timesteps.  Pure.
+    """
+    _check_steps(schedule.timesteps, steps)
+    table = np.sqrt((1 - schedule.alpha_bar_64) / schedule.alpha_bar_64)
+    roots = np.linspace(table[-1] ** (1 / _RHO), table[0] ** (1 / _RHO), steps)
+    noise = np.clip(roots**_RHO, table[0], table[-1])
+    times = np.interp(np.log(noise), np.log(table), np.arange(schedule.timesteps))
+    times[0], times[-1] = schedule.timesteps - 1, 0 if steps > 1 else schedule.timesteps - 1
+    levels = [
+        NoiseLevel(float(t), 1 / math.sqrt(1 + s**2), s / math.sqrt(1 + s**2))
+        for t, s in zip(times.tolist(), noise.tolist(), strict=True)
+    ]
+    return (*levels, CLEAN)
+
+
+def sampling_levels(schedule: Schedule, config: DiffusionConfig) -> tuple[NoiseLevel, ...]:
+    """Return the levels that samples are drawn along, as `noise` and `sampler_steps` say.  Errors as above.  Pure."""
+    levels = rho_levels if config.noise == "edm" else trailing_levels
+    return levels(schedule, config.sampler_steps)
+
+
+def _check_steps(timesteps: int, steps: int) -> None:
+    if not 1 <= steps <= timesteps:
+        raise ConfigError(
+            f"sampler steps must be between 1 and timesteps; got {steps} of {timesteps}; change diffusion.sampler_steps"
+        )
 
 
 def _level(t: int, alpha_bar: float) -> NoiseLevel:

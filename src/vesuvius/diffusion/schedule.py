@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, Prediction
+from vesuvius.diffusion.spectrum import Spectrum
 
 Betas = npt.NDArray[np.float64]
 
@@ -23,6 +24,12 @@ COSINE_OFFSET = 0.008
 MAX_BETA = 0.999
 LINEAR_FIRST, LINEAR_LAST = 1e-4, 0.02  # for 1000 timesteps
 SIGMOID_START, SIGMOID_END = -3.0, 3.0
+# A mode of power P comes back with the share sigma_max^2 / (sigma_max^2 + P) of its variance: with this 0.94 and more.
+_SIGMA_MAX_OVER_AMPLITUDE = 4.0
+_SIGMA_MAX_UNMEASURED = 1000.0
+# Of the training density over log sigma, the part that is uniform.
+_UNIFORM_SHARE = 0.5
+_GRID, _POWERS = 4096, 256
 
 
 def linear_betas(timesteps: int) -> Betas:
@@ -57,9 +64,50 @@ def sigmoid_betas(timesteps: int) -> Betas:
     return _betas_of((falling - falling[-1]) / (falling[0] - falling[-1]))
 
 
-def _betas_of(alpha_bar: npt.NDArray[np.float64]) -> Betas:
-    """beta_t = 1 - alpha_bar(t)/alpha_bar(t-1), clipped at 0.999, from alpha_bar up to a factor at 0 ... T."""
-    betas: Betas = np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], MAX_BETA)
+def edm_betas(
+    timesteps: int, sigma_min: float, sigma_max: float | None = None, spectrum: Spectrum | None = None
+) -> Betas:
+    """Return the betas of noise levels made for data of this spectrum: float64 [timesteps].
+
+    Level t is where t/(T - 1) of a density over u = log sigma lies below it, sigma = sqrt(1 - alpha_bar) /
+    sqrt(alpha_bar), so that a uniform t is drawn from that density.  Half of it is uniform from sigma_min to sigma_max;
+    half is where the data are decided: what the best linear denoiser's squared error gains per u, which for one mode of
+    power P is 2 P^2 sigma^2 / (P + sigma^2)^2.  Source of levels in log sigma with a density of their own: Karras et
+    al. 2022, section 5.  Pure.
+
+    Args:
+        sigma_max: None = four times the square root of the largest power.
+        spectrum: None = all of the density is uniform, up to sigma 1000 where nothing else is said.
+    """
+    if sigma_max is None:
+        sigma_max = _SIGMA_MAX_UNMEASURED
+        if spectrum is not None:
+            sigma_max = max(_SIGMA_MAX_OVER_AMPLITUDE * math.sqrt(spectrum.peak), 10 * sigma_min)
+    u = np.linspace(math.log(sigma_min), math.log(sigma_max), _GRID)
+    density = np.full(_GRID, 1.0 / _GRID)
+    if spectrum is not None and spectrum.peak > 0:
+        decided = _decided(spectrum, np.exp(2 * u))
+        density = _UNIFORM_SHARE * density + (1 - _UNIFORM_SHARE) * decided / decided.sum()
+    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    sigma = np.exp(np.interp(np.linspace(0, below[-1], timesteps), below, u))
+    return _betas_of(np.concatenate([[1.0], 1 / (1 + sigma**2)]), limit=1.0)
+
+
+def _decided(spectrum: Spectrum, sigma_squared: Betas) -> Betas:
+    """What of the variance is decided around each noise level, up to a factor: float64 like `sigma_squared`."""
+    power, counts = spectrum.modes()
+    logs = np.log(np.maximum(power, 1e-12))
+    # Modes of like power together: a patch has a million.
+    place = np.digitize(logs, np.linspace(logs.min(), logs.max(), _POWERS))
+    modes = np.bincount(place, counts)
+    mean = np.bincount(place, counts * power)[modes > 0] / modes[modes > 0]
+    decided: Betas = (modes[modes > 0] * mean**2) @ (sigma_squared / (mean[:, None] + sigma_squared) ** 2)
+    return decided
+
+
+def _betas_of(alpha_bar: npt.NDArray[np.float64], limit: float = MAX_BETA) -> Betas:
+    """beta_t = 1 - alpha_bar(t)/alpha_bar(t-1), clipped at `limit`, from alpha_bar up to a factor at 0 ... T."""
+    betas: Betas = np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], limit)
     return betas
 
 
@@ -104,6 +152,8 @@ class Schedule:
 
     Attributes:
         alpha_bar_64: float64 [timesteps], on the host; samplers make their coefficients from it.
+        mean, std: of the data, in model values.  What is noised is x_0 less the mean, over std: 0 and 1 where that is
+            left out.
         betas, alpha_bar, sqrt_alpha_bar, sqrt_one_minus_alpha_bar, snr_table: float32 [timesteps].
     """
 
@@ -113,9 +163,11 @@ class Schedule:
     sqrt_alpha_bar: Tensor
     sqrt_one_minus_alpha_bar: Tensor
     snr_table: Tensor
+    mean: float = 0.0
+    std: float = 1.0
 
     @classmethod
-    def from_betas(cls, betas: Betas) -> Self:
+    def from_betas(cls, betas: Betas, mean: float = 0.0, std: float = 1.0) -> Self:
         """Build the tables on the CPU from float64 betas [timesteps], each in (0, 1), the last in (0, 1]."""
         alpha_bar = np.cumprod(1 - betas, dtype=np.float64)
 
@@ -129,12 +181,21 @@ class Schedule:
             sqrt_alpha_bar=table(np.sqrt(alpha_bar)),
             sqrt_one_minus_alpha_bar=table(np.sqrt(1 - alpha_bar)),
             snr_table=table(alpha_bar / (1 - alpha_bar)),
+            mean=mean,
+            std=std,
         )
 
     @classmethod
-    def from_config(cls, config: DiffusionConfig) -> Self:
-        """Build the schedule that the config names, on the CPU."""
-        match config.schedule:
+    def from_config(cls, config: DiffusionConfig, spectrum: Spectrum | None = None) -> Self:
+        """Build the schedule that the config names, on the CPU.
+
+        Args:
+            spectrum: of the data, which edm is made for; None where none was measured, as to plan memory.
+        """
+        match config.noise:
+            case "edm":
+                betas = edm_betas(config.timesteps, config.sigma_min, config.sigma_max, spectrum)
+                return cls.from_betas(betas, *((spectrum.mean, spectrum.std) if spectrum else ()))
             case "linear":
                 betas = linear_betas(config.timesteps)
             case "cosine":
@@ -162,12 +223,22 @@ class Schedule:
             sqrt_alpha_bar=self.sqrt_alpha_bar.to(device),
             sqrt_one_minus_alpha_bar=self.sqrt_one_minus_alpha_bar.to(device),
             snr_table=self.snr_table.to(device),
+            mean=self.mean,
+            std=self.std,
         )
+
+    def standardised(self, x_0: Tensor) -> Tensor:
+        """Model values -> mean 0 and deviation 1: what the equations call x_0."""
+        return (x_0.float() - self.mean) / self.std
+
+    def model_values(self, x_0: Tensor) -> Tensor:
+        """The way back from `standardised`, in the dtype of `x_0`."""
+        return x_0 * self.std + self.mean
 
     def q_sample(self, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Noise `x_0` to level `t`: x_t = sqrt(alpha_bar) x_0 + sqrt(1 - alpha_bar) eps (Ho et al. 2020, eq. 4)."""
         alpha, sigma = self._levels(t)
-        return alpha * x_0.float() + sigma * eps.float()
+        return alpha * self.standardised(x_0) + sigma * eps.float()
 
     def target(self, kind: Prediction, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
         """Return what the network is trained to predict about x_t: the average of this is what it can learn.
@@ -177,15 +248,23 @@ class Schedule:
         match kind:
             case "v":
                 alpha, sigma = self._levels(t)
-                return alpha * eps.float() - sigma * x_0.float()
+                return alpha * eps.float() - sigma * self.standardised(x_0)
             case "eps":
                 return eps.float()
             case "x_0":
-                return x_0.float()
+                return self.standardised(x_0)
 
     def x_0_and_eps(self, kind: Prediction, prediction: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `prediction` says of x_0 and of eps; see the function of this name."""
-        return x_0_and_eps(kind, prediction.float(), x_t.float(), *self._levels(t))
+        """Return what `prediction` says of x_0, in model values, and of eps; see the function of this name."""
+        x_0, eps = x_0_and_eps(kind, prediction.float(), x_t.float(), *self._levels(t))
+        return self.model_values(x_0), eps
+
+    def linear_x_0(self, spectrum: Spectrum, x_t: Tensor, t: Tensor) -> Tensor:
+        """Return what the best linear denoiser for data of this spectrum makes of x_t: x_0 in model values."""
+        alpha, sigma = self._levels(t)
+        # x_t is made of (x_0 - mean) / std with this schedule's figures, and the filter of the spectrum's.
+        shift, scale = (spectrum.mean - self.mean) / self.std, spectrum.std / self.std
+        return spectrum.linear_estimate(x_t - alpha * shift, alpha * scale, sigma) * spectrum.std + spectrum.mean
 
     def snr(self, t: Tensor) -> Tensor:
         """Return the signal-to-noise ratio alpha_bar / (1 - alpha_bar) at `t`: float32 [B], falling with t."""

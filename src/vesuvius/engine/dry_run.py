@@ -10,7 +10,7 @@ from vesuvius.engine.preflight import Preflight, doubts, preflight
 from vesuvius.engine.ram_plan import plan_ram, ram_limit, ram_warning
 from vesuvius.engine.resume import checkpoint_to_resume
 from vesuvius.engine.run_dir import run_dir
-from vesuvius.engine.start_log import mixing_text
+from vesuvius.engine.start_log import mixing_text, noise_text
 from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
 from vesuvius.observe.units import GIB, gib, size_text
 from vesuvius.stream.prepare import PreparedData
@@ -76,7 +76,11 @@ def _data_lines(config: Config, found: Preflight) -> list[str]:
             f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
             f"  regions  {_regions(data, number)}",
         ]
-    return [*lines, f"plan       {data.plan.hash}, {mixing_text(data.job)}"]
+    return [
+        *lines,
+        f"plan       {data.plan.hash}, {mixing_text(data.job)}",
+        f"diffusion  {noise_text(config.diffusion, found.spectrum)}",
+    ]
 
 
 def _regions(data: PreparedData, number: int) -> str:

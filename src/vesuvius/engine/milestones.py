@@ -14,6 +14,7 @@ from typing import Any
 
 from vesuvius.config import Config
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.engine.checkpoint_writer import CheckpointWriter
 from vesuvius.engine.preview import make_preview
 from vesuvius.engine.progress import Best, Progress
@@ -46,6 +47,7 @@ class Milestones:
         directory: RunDir,
         train_step: TrainStep,
         schedule: Schedule,
+        spectrum: Spectrum,
         reference: Reference | None,
         progress: Progress,
         metrics: Metrics,
@@ -69,7 +71,7 @@ class Milestones:
         self._handed = self._done()  # to the writer, in this session or the one before
         self._validation: Validation | None = None
         if reference is not None and reference.held_out:
-            self._validation = Validation(config, reference, schedule, schedule.device)
+            self._validation = Validation(config, reference, schedule, spectrum, schedule.device)
 
     def due(self) -> bool:
         """Whether `do_what_is_due` has something to do."""
@@ -145,10 +147,10 @@ class Milestones:
         result = self._validation.run(denoisers, lambda: self._alive_and_stopping("batch of a validation"))
         if result is None:
             return False
-        loss = result.loss
-        improved = math.isfinite(loss) and (progress.best is None or loss < progress.best.loss)
+        error = result.relative_error
+        improved = math.isfinite(error) and (progress.best is None or error < progress.best.relative_error)
         if improved:
-            progress.best = Best(progress.step, loss)
+            progress.best = Best(progress.step, error)
         progress.validated_step = progress.step
         self._metrics.write(
             "validation",
@@ -158,9 +160,9 @@ class Milestones:
             best_step=progress.best.step if progress.best else None,
             **result.record(),
         )
-        best = (
-            f"best so far {progress.best.loss:.5f} at step {progress.best.step}" if progress.best else "none finite yet"
-        )
+        best = "none finite yet"
+        if progress.best:
+            best = f"best so far {progress.best.relative_error:.4f} at step {progress.best.step}"
         log.info("%s, %s", result.line(progress.step, self._config.stop_step), best)
         return improved
 

@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Config, DataConfig
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.diffusion.unet import check_torch_version
 from vesuvius.engine.conditioning import volume_scalars
+from vesuvius.engine.data_spectrum import measure_spectrum
 from vesuvius.engine.network import lay_out_network
-from vesuvius.engine.resume import Resumption, read_resumption, stored_greys, stored_scalars
+from vesuvius.engine.resume import Resumption, read_resumption, stored_greys, stored_scalars, stored_spectrum
 from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.engine.step import check_initial_weights, parameter_count
 from vesuvius.engine.trained import InitialWeights, read_initial_weights
@@ -39,6 +41,7 @@ class Preflight:
         resumed: the checkpoint it goes on from, or None to start at step 0.
         initial: the weights it starts from, for `training.init_from` at step 0.
         fixed: patches for validation and previews, or None where the config wants neither.
+        spectrum: of the data; that which the run began with.
         scalars: what the network is told of each volume, float32 [volumes, n].
         parameters: trainable weights of the network.
         checkpoint_bytes: size of one checkpoint on disk, estimated.
@@ -48,6 +51,7 @@ class Preflight:
     directory: RunDir
     data: PreparedData
     greys: GreyRanges
+    spectrum: Spectrum
     scalars: NDArray[np.float32]
     resumed: Resumption | None
     initial: InitialWeights | None
@@ -93,6 +97,9 @@ def preflight(
         resumed = read_resumption(checkpoint, config, data, allow_drift) if checkpoint else None
         keeps_data = resumed is not None and not resumed.other_data
         greys = stored_greys(resumed.state) if resumed and keeps_data else data.grey_ranges(config.data, reads.read)
+        spectrum = stored_spectrum(resumed.state) if resumed and keeps_data else None
+        if spectrum is None:
+            spectrum = measure_spectrum(data, config.data, greys, reads.read)
         fixed = _fixed_patches(config, data, reads)
     scalars = stored_scalars(resumed.state) if resumed and keeps_data else volume_scalars(config, data)
     initial = None if resumed else _initial_weights(config)
@@ -103,6 +110,7 @@ def preflight(
         directory,
         data,
         greys,
+        spectrum,
         scalars,
         resumed,
         initial,

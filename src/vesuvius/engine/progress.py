@@ -15,10 +15,10 @@ _PACE_STEPS = 50
 
 @dataclass(frozen=True)
 class Best:
-    """The validation with the lowest loss so far, of the averaged weights."""
+    """The best validation so far, by the `relative_error` of the averaged weights."""
 
     step: int
-    loss: float
+    relative_error: float
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Progress:
             "quarantined": list(self.quarantined),
             "validated_step": self.validated_step,
             "previewed_step": self.previewed_step,
-            "best": None if self.best is None else {"step": self.best.step, "loss": self.best.loss},
+            "best": None if self.best is None else vars(self.best).copy(),
             "trained_s": self.total_s,
             "sessions": self.sessions,
             "pace_s": list(self.pace),
@@ -109,7 +109,7 @@ class Progress:
             quarantined=list(state["quarantined"]),
             validated_step=state["validated_step"],
             previewed_step=state["previewed_step"],
-            best=None if best is None else Best(best["step"], best["loss"]),
+            best=Best(**best) if best and "relative_error" in best else None,  # earlier versions compared losses
             trained_s=state["trained_s"],
             sessions=state["sessions"] + 1,
             pace=deque(state["pace_s"], maxlen=_PACE_STEPS),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vesuvius.config import Config
 from vesuvius.config_file import parse_stored
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.device import make_condition, model_values
 from vesuvius.engine.greys import grey_scales
@@ -165,7 +166,8 @@ def _config(stored: StoredStep, overrides: Sequence[str], path: Path) -> Config:
 
 def _replay(stored: StoredStep, config: Config, device: torch.device) -> ReplayedStep:
     network = build_network(config, device)
-    step = TrainStep(config, network, Schedule.from_config(config.diffusion), device)
+    schedule = Schedule.from_config(config.diffusion, Spectrum.from_state(stored.spectrum))
+    step = TrainStep(config, network, schedule, device)
     step.set_weights(stored.weights)
     if step.amp == stored.amp == "fp16":
         step.scaler.load_state_dict(step.scaler.state_dict() | {"scale": stored.scale})

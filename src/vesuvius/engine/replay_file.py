@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.config import Config
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.engine.checkpoint_files import sync, write_state
 from vesuvius.engine.step import TrainStep
 from vesuvius.errors import ConfigError, StorageError, one_line
@@ -56,6 +57,7 @@ class StoredStep:
         volume_names: [V].
         greys, condition_greys: low and high of each volume, float64 [V, 2]; [0, 2] without grey conditions.
         scalars: what the network is told of each volume, float32 [V, n].
+        spectrum: of the data, as `Spectrum.state_dict` gives it.
         config: of the run.
         weights: of the network, by the names of its parameters.
     """
@@ -80,6 +82,7 @@ class StoredStep:
     greys: Tensor
     condition_greys: Tensor
     scalars: Tensor
+    spectrum: dict[str, Any]
     config: dict[str, Any]
     weights: dict[str, Tensor]
 
@@ -115,6 +118,7 @@ class ReplayWriter:
         config: Config,
         data: PreparedData,
         greys: GreyRanges,
+        spectrum: Spectrum,
         scalars: NDArray[np.float32],
         train_step: TrainStep,
     ) -> None:
@@ -122,6 +126,7 @@ class ReplayWriter:
         self._config = config
         self._data = data
         self._greys = greys
+        self._spectrum = spectrum
         self._scalars = scalars
         self._train_step = train_step
 
@@ -173,6 +178,7 @@ class ReplayWriter:
             greys=_pairs([(grey.low, grey.high) for grey in self._greys.volumes]),
             condition_greys=_pairs([(grey.low, grey.high) for grey in self._greys.conditions]),
             scalars=torch.from_numpy(self._scalars),
+            spectrum=self._spectrum.state_dict(),
             config=self._config.model_dump(mode="json"),
             weights=weights,
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Config
 from vesuvius.config_file import parse_stored
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.engine.checkpoint import STATE, list_with_replaced, load_checkpoint, newest_checkpoint, step_of
 from vesuvius.engine.network import lay_out_network
 from vesuvius.engine.progress import Progress
@@ -67,6 +68,7 @@ def run_state(
     config: Config,
     data: PreparedData,
     greys: GreyRanges,
+    spectrum: Spectrum,
     scalars: NDArray[np.float32],
     step: TrainStep,
     progress: Progress,
@@ -91,6 +93,7 @@ def run_state(
         "config": config.model_dump(mode="json"),
         "greys": [[grey.low, grey.high] for grey in greys.volumes],
         "condition_greys": [[grey.low, grey.high] for grey in greys.conditions],
+        "spectrum": spectrum.state_dict(),
         "torch_threads": torch.get_num_threads(),
     }
 
@@ -210,6 +213,11 @@ def stored_greys(state: dict[str, Any]) -> GreyRanges:
     """The grey ranges that a run began with."""
     volumes, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in _GREYS)
     return GreyRanges(volumes, conditions)
+
+
+def stored_spectrum(state: dict[str, Any]) -> Spectrum | None:
+    """The spectrum of the data that a run began with; None in checkpoints of versions that measured none."""
+    return Spectrum.from_state(state["spectrum"]) if "spectrum" in state else None
 
 
 def stored_scalars(state: dict[str, Any]) -> NDArray[np.float32]:

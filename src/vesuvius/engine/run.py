@@ -192,7 +192,7 @@ class Run:
         self._conditioner = Conditioner(
             config.data.condition_classes, found.greys.conditions, found.scalars, self._device
         )
-        self._schedule = Schedule.from_config(config.diffusion).to(self._device)
+        self._schedule = Schedule.from_config(config.diffusion, found.spectrum).to(self._device)
         network = build_network(config, self._device)
         self._step = TrainStep(config, network, self._schedule, self._device)
         check_convolution(self._device, self._step.amp)
@@ -285,6 +285,7 @@ class Run:
             self._directory,
             self._step,
             self._schedule,
+            self._found.spectrum,
             reference,
             self.progress,
             self._metrics,
@@ -329,7 +330,15 @@ class Run:
                 stream,
                 monitor,
                 self._on_step,
-                ReplayWriter(self._directory.nonfinite, config, found.data, found.greys, found.scalars, self._step),
+                ReplayWriter(
+                    self._directory.nonfinite,
+                    config,
+                    found.data,
+                    found.greys,
+                    found.spectrum,
+                    found.scalars,
+                    self._step,
+                ),
                 tuner.take,
             )
             try:
@@ -415,4 +424,6 @@ class Run:
     def _state(self) -> dict[str, Any]:
         """All that a checkpoint holds."""
         found = self._found
-        return run_state(self._config, found.data, found.greys, found.scalars, self._step, self.progress)
+        return run_state(
+            self._config, found.data, found.greys, found.spectrum, found.scalars, self._step, self.progress
+        )

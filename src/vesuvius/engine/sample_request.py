@@ -86,6 +86,7 @@ def describe(request: SampleRequest, trained: Trained, amp: AmpMode, evaluations
         "seed": request.seed,
         "numbers": list(range(request.count)),
         "batch_size": request.batch_size,
+        "noise": diffusion.noise,
         "sampler": diffusion.sampler,
         "steps": diffusion.sampler_steps,
         "eta": diffusion.sampler_eta,

@@ -118,7 +118,7 @@ class _Drawing:
         self._device = device
         self._network = TrainedNetwork(trained, request.weights, device)
         check_convolution(device, self._network.amp)
-        self._schedule = Schedule.from_config(config.diffusion).to(device)
+        self._schedule = Schedule.from_config(config.diffusion, trained.spectrum).to(device)
         self._conditioner = Conditioner(
             config.data.condition_classes, trained.greys.conditions, trained.scalars, device
         )

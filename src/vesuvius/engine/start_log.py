@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from torch import nn
 
-from vesuvius.config import Config
+from vesuvius.config import Config, DiffusionConfig
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.engine.preflight import Preflight, doubts
 from vesuvius.engine.progress import Progress
 from vesuvius.engine.step import AmpMode, parameter_count
@@ -62,6 +65,7 @@ def log_start(config: Config, found: Preflight, lost: bool) -> None:
             "volumes, a smaller data.patch_size or a smaller data.validation.guard",
             data.plan.regions_in_flight,
         )
+    log.info("%s", noise_text(config.diffusion, found.spectrum))
     if config.training.validate_every and not any(split.validation for split in data.splits):
         log.info("no validation: data.validation.fraction is 0")
 
@@ -74,6 +78,16 @@ def mixing_text(job: ReaderJob) -> str:
     return (
         f"a batch is drawn from {plan.regions_in_flight} regions in flight "
         f"({size_text(plan.regions_in_flight * job.block_bytes)}), {plan.patches_per_region} patches from each"
+    )
+
+
+def noise_text(config: DiffusionConfig, spectrum: Spectrum) -> str:
+    """Which noise levels are trained, and what of the data they follow from.  Pure."""
+    schedule = Schedule.from_config(config, spectrum)
+    least, most = (math.sqrt(1 / ab - 1) if ab else math.inf for ab in schedule.alpha_bar_64[[0, -1]])
+    return (
+        f"noise {config.noise}: sigma {least:.3g} to {most:.3g} times the signal; the data: mean {spectrum.mean:.3g}, "
+        f"standard deviation {spectrum.std:.3g}, largest amplitude of a frequency {math.sqrt(spectrum.peak):.3g}"
     )
 
 

@@ -21,10 +21,11 @@ from torch import Tensor
 from vesuvius.config import Config
 from vesuvius.config_file import parse_stored
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.engine.checkpoint import MANIFEST, STATE, readable, stored_averages, weights_file
 from vesuvius.engine.found_checkpoint import FoundCheckpoint, find_checkpoint, unreadable
 from vesuvius.engine.network import build_network
-from vesuvius.engine.resume import stored_greys, stored_scalars
+from vesuvius.engine.resume import stored_greys, stored_scalars, stored_spectrum
 from vesuvius.engine.step import AmpMode, autocast, parameter_count, resolve_amp
 from vesuvius.errors import ConfigError, StorageError, one_line
 from vesuvius.stream.prepare import GreyRanges
@@ -58,6 +59,7 @@ class Trained:
         config: that of the run, with the overrides.
         volumes: one entry per `data.volumes`.
         greys: their grey ranges.
+        spectrum: of their voxels; None in checkpoints of versions that knew no edm.
         scalars: what the network is told of each, float32 [volumes, n].
     """
 
@@ -66,6 +68,7 @@ class Trained:
     config: Config
     volumes: tuple[VolumeFacts, ...]
     greys: GreyRanges
+    spectrum: Spectrum | None
     scalars: NDArray[np.float32]
 
 
@@ -130,6 +133,7 @@ def read_trained(checkpoint: FoundCheckpoint, overrides: Sequence[str] = ()) -> 
         stored = state["config"]
         volumes = tuple(_volume_facts(volume) for volume in state["volumes"])
         scalars, greys, step = stored_scalars(state), stored_greys(state), int(state["step"])
+        spectrum = stored_spectrum(state)
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(
             f"a checkpoint must say what it was trained on; got {type(error).__name__}: {one_line(error)} in {path}; "
@@ -142,7 +146,7 @@ def read_trained(checkpoint: FoundCheckpoint, overrides: Sequence[str] = ()) -> 
             f"{error}\n(of a trained model only keys that an option of `vesuvius sample` sets can change: give it or "
             "leave it out)"
         ) from error
-    return Trained(checkpoint, step, config, volumes, greys, scalars)
+    return Trained(checkpoint, step, config, volumes, greys, spectrum, scalars)
 
 
 def load_weights(checkpoint: FoundCheckpoint, weights: str) -> dict[str, Tensor]:

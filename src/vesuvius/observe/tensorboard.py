@@ -152,7 +152,8 @@ def _scalars(record: Record) -> dict[str, float | None]:
                 for name, figures in weights
                 for number, loss in enumerate(figures["bins"])
             }
-            return losses | bins
+            relative = {f"validation/relative_error_{name}": figures.get("relative_error") for name, figures in weights}
+            return losses | bins | relative
         case "system":
             return _system_scalars(record)
         case "preview":

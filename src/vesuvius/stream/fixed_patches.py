@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # Not those of the config: two runs that differ in seed, mixing or reading show the same patches, so that they compare.
 _SEED = 0
+_TRIES = 4
 _LAYOUT: dict[str, Any] = {
     "order": "regions",
     "patches_per_region": 1,
@@ -69,7 +70,8 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int, read:
     Raises:
         DataError: no held-out slab holds enough foreground, or too many patches cannot be read.
     """
-    plan, numbers = _fixed_plan(data, config)
+    held_out = config.validation.fraction > 0
+    plan, numbers = _fixed_plan(data, config, held_out)
     arrays = [
         np.empty((count, *config.patch_size), source[0].dtype) for source in (data.volumes, data.conditions) if source
     ]
@@ -78,7 +80,7 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int, read:
         out = [array[index] for array in arrays]
         places.append(_read_patch(data, plan, numbers, index, config.max_quarantined, out, read or data.read))
     return FixedPatches(
-        held_out=config.validation.fraction > 0,
+        held_out=held_out,
         volumes=tuple(number for number, _ in places),
         starts_zyx=tuple(start_zyx for _, start_zyx in places),
         patches=arrays[0],
@@ -86,10 +88,46 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int, read:
     )
 
 
-def _fixed_plan(data: PreparedData, config: DataConfig) -> tuple[Plan, list[int]]:
+def read_training_patches(data: PreparedData, config: DataConfig, count: int, read: ReadBox) -> FixedPatches:
+    """Read up to `count` patches that training may draw, without conditions: the same for the same data.
+
+    Those that cannot be read are left out: the readers will meet them, report them and put them into quarantine.
+
+    Raises:
+        DataError: hardly any can be read.
+    """
+    plan, numbers = _fixed_plan(data, config, held_out=False)
+    patches: list[NDArray[Any]] = []
+    places: list[tuple[int, Triple]] = []
+    last = ""
+    for sample in (plan.sample(index) for index in range(_TRIES * count)):
+        number, start_zyx = numbers[sample.volume], sample.start_zyx
+        z, y, x = (start + size for start, size in zip(start_zyx, plan.patch_zyx, strict=True))
+        try:
+            patches.append(np.array(read("volume", number, (start_zyx, (z, y, x)))))
+        except UnreadableChunkError as error:
+            last = str(error)
+            continue
+        places.append((number, start_zyx))
+        if len(patches) == count:
+            break
+    if len(patches) < 2:
+        raise DataError(
+            f"some patches of training must be readable; got {len(patches)} of {_TRIES * count}, the last: {last}"
+        )
+    return FixedPatches(
+        held_out=False,
+        volumes=tuple(number for number, _ in places),
+        starts_zyx=tuple(start_zyx for _, start_zyx in places),
+        patches=np.stack(patches),
+        conditions=None,
+    )
+
+
+def _fixed_plan(data: PreparedData, config: DataConfig, held_out: bool) -> tuple[Plan, list[int]]:
     """The plan whose first samples are the patches, and the number in `data` of each of its volumes."""
     layout = config.model_copy(update=_LAYOUT)
-    if config.validation.fraction == 0:
+    if not held_out:
         return make_plan(_SEED, layout, data.plan.volumes), list(range(len(data.volumes)))
     slabs = [(number, _plan_slab(data, number, layout)) for number in range(len(data.volumes))]
     planned = {number: slab for number, slab in slabs if slab is not None}

@@ -1,0 +1,202 @@
+"""Mean, deviation and power spectrum of patches, and the noise levels and the linear denoiser that follow from them."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from vesuvius.config import DiffusionConfig
+from vesuvius.diffusion.levels import CLEAN, NoiseLevel, rho_levels, sampling_levels
+from vesuvius.diffusion.sampler import sample
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
+
+SHAPE = (12, 16, 15)
+EDM: dict[str, Any] = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 40}
+_AXES = (-3, -2, -1)
+
+
+def radius(shape: tuple[int, int, int]) -> Tensor:
+    z, y, x = shape
+    axes = torch.fft.fftfreq(z)[:, None, None], torch.fft.fftfreq(y)[:, None], torch.fft.rfftfreq(x)
+    return (axes[0] ** 2 + axes[1] ** 2 + axes[2] ** 2).sqrt()
+
+
+def red(shape: tuple[int, int, int] = SHAPE) -> Tensor:
+    """Power that falls over three decades, with the mean 1 over all modes."""
+    power = (1 / (0.03 + radius(shape)) ** 3).double()
+    found = Spectrum(0.0, 1.0, power, shape[2]).modes()
+    return power / float((found[0] * found[1]).sum() / found[1].sum())
+
+
+def patches_of(power: Tensor, count: int, shape: tuple[int, int, int] = SHAPE, seed: int = 0) -> Tensor:
+    """Gaussian patches whose modes have this power."""
+    white = torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.fft.irfftn(torch.fft.rfftn(white, dim=_AXES) * power.sqrt(), s=shape, dim=_AXES)
+
+
+def test_the_power_of_each_mode_is_found() -> None:
+    power = red()
+    found = Spectrum.of(7 + 3 * patches_of(power, 4000))
+    assert found.mean == pytest.approx(7, abs=0.2)
+    assert found.std == pytest.approx(3, rel=0.02)
+    ratio = found.power.double() / power
+    assert float(ratio.mean()) == pytest.approx(1, abs=0.02)
+    assert float(ratio.std()) < 0.05, "each of 4000 patches has one or two draws of a mode"
+
+
+@pytest.mark.parametrize("shape", [(4, 6, 8), (4, 6, 7), (1, 1, 1), (3, 2, 1)])
+def test_the_mean_power_of_all_modes_is_the_variance(shape: tuple[int, int, int]) -> None:
+    found = Spectrum.of(torch.randn((5, *shape), generator=torch.Generator().manual_seed(1)))
+    power, counts = found.modes()
+    assert counts.sum() == math.prod(shape)
+    assert (power * counts).sum() / counts.sum() == pytest.approx(1, rel=1e-5)
+
+
+def test_the_power_at_0_is_the_variance_of_the_means_of_patches() -> None:
+    patches = patches_of(red(), 50)
+    found = Spectrum.of(patches)
+    means = (patches - found.mean).mean(dim=_AXES) / found.std
+    assert float(found.power[0, 0, 0]) == pytest.approx(float(means.square().mean()) * math.prod(SHAPE), rel=1e-5)
+
+
+def test_patches_that_are_all_equal_have_no_power_and_divide_nothing_by_0() -> None:
+    found = Spectrum.of(torch.full((2, *SHAPE), 3.0))
+    assert (found.mean, found.std, found.peak) == (3.0, 1.0, 0.0)
+    assert Schedule.from_config(DiffusionConfig(noise="edm"), found).timesteps == 1000
+
+
+def test_a_state_gives_the_same_spectrum() -> None:
+    found = Spectrum.of(patches_of(red(), 3))
+    again = Spectrum.from_state(found.state_dict())
+    assert (again.mean, again.std, again.size_x) == (found.mean, found.std, found.size_x)
+    assert torch.equal(again.power, found.power)
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.5, 5.0])
+def test_no_other_filter_of_frequencies_comes_closer_than_the_linear_estimate(sigma: float) -> None:
+    power = red()
+    spectrum = Spectrum(0.0, 1.0, power.float(), SHAPE[2])
+    x_0 = patches_of(power, 400)[:, None].float()
+    level = NoiseLevel(0, 1 / math.sqrt(1 + sigma**2), sigma / math.sqrt(1 + sigma**2))
+    eps = torch.randn(x_0.shape, generator=torch.Generator().manual_seed(2))
+    x_t = level.alpha * x_0 + level.sigma * eps
+    factors = torch.full((2, len(x_0), 1, 1, 1, 1), level.alpha)
+    factors[1] = level.sigma
+    guess = spectrum.linear_estimate(x_t, *factors)
+    error = float((guess - x_0).square().mean())
+    noise = sigma**2
+    per_mode = (power * noise / (power + noise)).numpy().ravel()
+    counts = spectrum.modes()[1]
+    assert error == pytest.approx(float((per_mode * counts).sum() / counts.sum()), rel=0.05), "the closed form"
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        gains = 1 + 0.2 * torch.randn(power.shape, generator=generator)
+        other = torch.fft.irfftn(gains * torch.fft.rfftn(guess, dim=_AXES), s=SHAPE, dim=_AXES)
+        assert float((other - x_0).square().mean()) > error
+
+
+def spectrum_up_to(peak: float) -> Spectrum:
+    power = torch.ones((4, 4, 3))
+    power[0, 0, 0] = peak
+    return Spectrum(0.0, 1.0, power, 4)
+
+
+def share_of_variance(power: float, levels: tuple[NoiseLevel, ...], config: DiffusionConfig) -> float:
+    """Of a Gaussian mode, as it comes out of the sampler with the exact denoiser.  All is linear in the first noise."""
+
+    def exact(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
+        alpha, sigma = level.alpha, level.sigma
+        x_0 = alpha * power / (alpha**2 * power + sigma**2) * x
+        return x_0, (x - alpha * x_0) / sigma
+
+    drawn = sample(exact, levels, torch.ones(1, dtype=torch.float64), config.sampler)
+    return float(drawn**2) / power
+
+
+@pytest.mark.parametrize("exponent", range(-2, 6))
+def test_the_sampler_of_edm_gives_every_mode_its_variance_back(exponent: int) -> None:
+    """A sampler whose first step is too long, or whose noise ends too low, loses what is large."""
+    config = DiffusionConfig(**EDM)
+    levels = sampling_levels(Schedule.from_config(config, spectrum_up_to(max(10.0**exponent, 1.0))), config)
+    assert 0.9 < share_of_variance(10.0**exponent, levels, config) < 1.1
+    to_the_largest = sampling_levels(Schedule.from_config(config, spectrum_up_to(1e5)), config)
+    assert 0.9 < share_of_variance(10.0**exponent, to_the_largest, config) < 1.1
+
+
+def test_what_was_before_loses_large_modes() -> None:
+    config = DiffusionConfig(noise="cosine", sampler="ddim", sampler_steps=50)
+    levels = sampling_levels(Schedule.from_config(config), config)
+    assert share_of_variance(1e4, levels, config) < 0.2
+
+
+def test_levels_fall_by_equal_steps_of_the_seventh_root_and_each_t_has_its_noise() -> None:
+    config = DiffusionConfig(noise="edm", sigma_max=80.0, sigma_min=0.02)
+    schedule = Schedule.from_config(config, spectrum_up_to(100.0))
+    *levels, last = rho_levels(schedule, 20)
+    assert last == CLEAN
+    noise = np.array([level.sigma / level.alpha for level in levels])
+    assert noise[[0, -1]] == pytest.approx([80.0, 0.02])
+    np.testing.assert_allclose(np.diff(noise ** (1 / 7)), (0.02 ** (1 / 7) - 80 ** (1 / 7)) / 19, rtol=1e-9)
+    assert (levels[0].t, levels[-1].t) == (999, 0)
+    table = np.sqrt(1 / schedule.alpha_bar_64 - 1)
+    for level, sigma in zip(levels, noise, strict=True):
+        below, above = math.floor(level.t), math.ceil(level.t)
+        assert table[below] * (1 - 1e-9) <= sigma <= table[above] * (1 + 1e-9)
+    assert all(a.sigma > b.sigma for a, b in pairwise([*levels, last]))
+
+
+def test_timesteps_lie_where_the_data_are_decided_and_everywhere_else_too() -> None:
+    """Half of the density is uniform in log sigma, half follows the power: here of one mode's bump around sigma 30."""
+    power = torch.full((8, 8, 5), 900.0)
+    schedule = Schedule.from_config(DiffusionConfig(noise="edm", sigma_max=1000.0), Spectrum(0.0, 1.0, power, 8))
+    logs = np.log(np.sqrt(1 / schedule.alpha_bar_64 - 1))
+    edges = np.log([0.01, 0.1, 1.0, 10.0, 100.0, 1000.0])
+    shares = np.histogram(logs, edges + np.array([-1e-6, 0, 0, 0, 0, 1e-6]))[0] / schedule.timesteps
+    bump = np.diff(-900.0 / (900.0 + np.exp(2 * edges)))  # the integral of 2 P sigma^2 / (P + sigma^2)^2 over log sigma
+    np.testing.assert_allclose(
+        shares, 0.5 * np.diff(edges) / (edges[-1] - edges[0]) + 0.5 * bump / bump.sum(), atol=3e-3
+    )
+
+
+def test_the_most_noise_follows_from_the_largest_amplitude() -> None:
+    config = DiffusionConfig(noise="edm")
+    most = [
+        math.sqrt(1 / Schedule.from_config(config, spectrum_up_to(peak)).alpha_bar_64[-1] - 1) for peak in (1e2, 1e6)
+    ]
+    assert most == pytest.approx([40, 4000], rel=1e-6)
+    given = Schedule.from_config(DiffusionConfig(noise="edm", sigma_max=77.0), spectrum_up_to(1e6))
+    assert math.sqrt(1 / given.alpha_bar_64[-1] - 1) == pytest.approx(77)
+
+
+def test_the_schedule_standardises_and_the_others_do_not() -> None:
+    spectrum = Spectrum.of(7 + 3 * patches_of(red(), 20))
+    schedule = Schedule.from_config(DiffusionConfig(noise="edm"), spectrum)
+    x_0, t = 7 + 3 * torch.randn((2, 1, 4, 4, 4)), torch.tensor([0, 999])
+    torch.testing.assert_close(schedule.model_values(schedule.standardised(x_0)), x_0)
+    eps = torch.zeros_like(x_0)
+    alpha = schedule.sqrt_alpha_bar[t].view(-1, 1, 1, 1, 1)
+    torch.testing.assert_close(schedule.q_sample(x_0, eps, t), alpha * (x_0 - spectrum.mean) / spectrum.std)
+    target = schedule.target("v", x_0, eps, t)
+    found, _ = schedule.x_0_and_eps("v", target, schedule.q_sample(x_0, eps, t), t)
+    torch.testing.assert_close(found, x_0, rtol=1e-4, atol=1e-4)
+    cosine = Schedule.from_config(DiffusionConfig(noise="cosine"), spectrum)
+    assert (cosine.mean, cosine.std) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("noise", ["edm", "cosine"])
+def test_the_linear_guess_is_the_same_whatever_the_schedule_standardises_by(noise: str) -> None:
+    """At equal noise of the model values, edm and cosine let the filter see the same, and it must say the same."""
+    spectrum = Spectrum.of(7 + 3 * patches_of(red(), 50))
+    config = DiffusionConfig.model_validate({"noise": noise})
+    schedule, t = Schedule.from_config(config, spectrum), torch.tensor([500])
+    x_0 = (7 + 3 * patches_of(red(), 1, seed=9))[None].float()
+    guess = schedule.linear_x_0(spectrum, schedule.q_sample(x_0, torch.randn(x_0.shape), t), t)
+    assert float(guess.mean()) == pytest.approx(float(x_0.mean()), abs=2.0)
+    assert float((guess - x_0).square().mean()) < 0.9 * float((x_0 - spectrum.mean).square().mean())
