@@ -19,7 +19,7 @@ from vesuvius import sample
 from vesuvius.engine import run as run_module
 from vesuvius.engine.checkpoint import list_checkpoints, load_checkpoint
 
-EDM = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 3, "min_snr_gamma": None}
+EDM = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 3}
 VALIDATED = {"validate_every": 10, "validate_patches": 4}
 
 
@@ -43,7 +43,7 @@ def test_a_run_measures_its_data_once_and_goes_on_and_is_sampled_with_what_it_fo
     """The levels must not move with data that changed, or without the volume."""
     config = tiny_config("straight", diffusion=EDM, training=VALIDATED)
     assert vesuvius_train(config) == 0
-    assert re.search(r"noise edm: sigma 0\.01 to \d", Path("runs/straight/logs/train_full.log").read_text())
+    assert re.search(r"noise edm: sigma 0\.02 to \d", Path("runs/straight/logs/train_full.log").read_text())
     config = tiny_config("parts", diffusion=EDM, training=VALIDATED)
     assert vesuvius_train(config, "training.max_steps=10") == 0
     assert vesuvius_train(config, "--resume") == 0

@@ -59,7 +59,7 @@ def test_a_whole_t_goes_to_the_network_as_int64_and_one_between_as_float32() -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pair_is_the_predictions_and_explains_x(kind: Prediction) -> None:
-    x_0, eps = NetworkEstimate(_Network(), DiffusionConfig(prediction=kind))(_x(), LEVEL)
+    x_0, eps = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction=kind))(_x(), LEVEL)
     prediction = _Network()(_x(), torch.full((3,), 700), Condition(None, None))
     expected = x_0_and_eps(kind, prediction, _x(), 0.6, 0.8)
     assert torch.equal(x_0, expected[0])
@@ -102,8 +102,8 @@ def test_guidance_without_a_condition_is_refused() -> None:
 @pytest.mark.parametrize("quantile", [None, 0.9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limited_x_0_and_its_eps_still_explain_x(kind: Prediction, quantile: float | None) -> None:
-    config = DiffusionConfig(prediction=kind, sampler_clip=0.5, sampler_quantile=quantile)
-    free, _ = NetworkEstimate(_Network(), DiffusionConfig(prediction=kind))(_x(), LEVEL)
+    config = DiffusionConfig(noise="cosine", prediction=kind, sampler_clip=0.5, sampler_quantile=quantile)
+    free, _ = NetworkEstimate(_Network(), DiffusionConfig(noise="cosine", prediction=kind))(_x(), LEVEL)
     x_0, eps = NetworkEstimate(_Network(), config)(_x(), LEVEL)
     assert free.abs().max() > 0.6  # there is something to limit
     assert x_0.abs().max() <= 0.5 * (1 + 1e-6)  # one rounding of the scale

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import numpy as np
@@ -14,6 +15,7 @@ from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.generate import generate
 from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.randomness import sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
@@ -47,19 +49,23 @@ class Trained:
 def trained(request: pytest.FixtureRequest, one_thread: None) -> Trained:
     """A network of 0.1 M parameters after 400 steps: 8 s on a free core."""
     config = DiffusionConfig(noise=request.param, min_snr_gamma=5.0 if request.param == "cosine" else None)
-    schedule, network = Schedule.from_config(config, Spectrum.of(_patches(-1 % 2**32)[:, 0])), build_unet(MODEL, 0)
+    channels = 2 if request.param == "edm" else 1
+    schedule, network = (
+        Schedule.from_config(config, Spectrum.of(_patches(-1 % 2**32)[:, 0])),
+        build_unet(MODEL, 0, channels),
+    )
     optimizer = torch.optim.AdamW(network.parameters())
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * min(1, (step + 1) / 20) * (1 + math.cos(math.pi * step / STEPS)) / 2
         x_0, eps = _patches(step), sample_noise(0, range(step * BATCH, (step + 1) * BATCH), SHAPE)
         t = torch.from_numpy(stratified_timesteps(0, step, BATCH, config.timesteps))
-        prediction = network(schedule.q_sample(x_0, eps, t), t)
+        prediction = predict(network, schedule, schedule.q_sample(x_0, eps, t), t)
         optimizer.zero_grad()
         loss_per_sample(prediction, x_0, eps, t, schedule, config).mean().backward()
         optimizer.step()
     network.eval()
-    return Trained(lambda x_t, t, condition: network(condition.joined(x_t), t), config, schedule)
+    return Trained(partial(predict, network, schedule), config, schedule)
 
 
 @pytest.mark.parametrize("method", get_args(SamplerMethod))

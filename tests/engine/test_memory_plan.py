@@ -16,6 +16,7 @@ from vesuvius.config import Config
 from vesuvius.config_file import read_config
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine import memory_plan
 from vesuvius.engine.memory_plan import largest_batch, plan_memory
@@ -83,7 +84,7 @@ def real_loss(config: Config, amp: AmpMode, network: torch.nn.Module) -> Tensor:
     x_0, condition = a_batch(config)
     t, eps = torch.arange(len(x_0)), torch.ones_like(x_0)
     with torch.autocast("cpu", torch.bfloat16, enabled=amp == "bf16"):
-        prediction = network(condition.joined(schedule.q_sample(x_0, eps, t)), t, condition.scalars)
+        prediction = predict(network, schedule, schedule.q_sample(x_0, eps, t), t, condition)
     return loss_per_sample(prediction, x_0, eps, t, schedule, config.diffusion).mean()
 
 

@@ -17,11 +17,12 @@ class DiffusionConfig(Section):
 
     timesteps: Annotated[int, Field(ge=2)] = Field(1000, description="noise levels of the schedule")
     noise: Literal["edm", "cosine", "linear", "sigmoid"] = Field(
-        "cosine",
-        description="noise levels: how alpha_bar falls with t; edm = in log-SNR, as the data's power spectrum needs",
+        "edm",
+        description="noise levels: edm = uniform in log-SNR, over the range that the data's power spectrum needs; "
+        "others = how alpha_bar falls with t",
     )
     sigma_min: float = Field(
-        0.01, gt=0, description="least noise of edm, in standard deviations of the data; others have their own"
+        0.02, gt=0, description="least noise of edm, in standard deviations of the data; others have their own"
     )
     sigma_max: float | None = Field(
         None, gt=0, description="most noise of edm; null = four times the largest amplitude of the measured spectrum"
@@ -35,16 +36,18 @@ class DiffusionConfig(Section):
     loss: Literal["l2", "huber"] = Field("l2", description="error of the prediction, per voxel")
     huber_delta: float = Field(1.0, gt=0, description="error above which the Huber loss is linear, model values")
     min_snr_gamma: float | None = Field(
-        5.0, gt=0, description="cap on the loss weight by signal-to-noise ratio; null = unweighted"
+        None,
+        gt=0,
+        description="cap on the loss weight by signal-to-noise ratio; null = none, and with edm as the spectrum says",
     )
     condition_dropout: float = Field(
         0.1, ge=0, lt=1, description="share of samples trained without their condition, for guidance; 0 = none"
     )
     sampler: SamplerMethod = Field(
-        "ddim", description="how samples are drawn; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)"
+        "dpmpp2m", description="how samples are drawn; ddpm = ancestral, dpmpp2m = DPM-Solver++(2M)"
     )
     sampler_steps: PositiveInt = Field(
-        50,
+        40,
         description="steps per generated sample (rho = 7 for edm, else trailing); heun evaluates twice in all but one",
     )
     sampler_eta: float = Field(0.0, ge=0, le=1, description="noise that ddim adds in each step; 0 = none, 1 = ddpm's")
@@ -71,6 +74,16 @@ class DiffusionConfig(Section):
             raise ValueError(
                 f"sigma_max must be above sigma_min; got {self.sigma_max:g} and {self.sigma_min:g}; raise "
                 "diffusion.sigma_max or set it to null"
+            )
+        if self.noise == "edm" and self.prediction != "v":
+            raise ValueError(
+                f"edm has one prediction, what the best linear denoiser leaves of v; got {self.prediction}; set "
+                "diffusion.prediction=v or diffusion.noise=cosine"
+            )
+        if self.noise == "edm" and self.min_snr_gamma is not None:
+            raise ValueError(
+                f"min_snr_gamma weighs cosine, linear and sigmoid noise; got {self.min_snr_gamma:g} with edm, whose "
+                "weights follow from the spectrum; set diffusion.min_snr_gamma=null"
             )
         if self.noise == "edm" and self.zero_terminal_snr:
             raise ValueError(

@@ -114,6 +114,11 @@ class Config(Section):
         """Channels that the network is shown beside x_t: the condition's, and one that says whether it is there."""
         return (self.data.condition_classes or 1) + 1 if self.has_condition else 0
 
+    @property
+    def input_channels(self) -> int:
+        """Channels of the network's input: x_t, for edm in two parts, and the condition."""
+        return (2 if self.diffusion.noise == "edm" else 1) + self.condition_channels
+
     @model_validator(mode="after")
     def _patch_fits_model(self) -> Self:
         problem = self.model.size_problem(self.data.patch_size)

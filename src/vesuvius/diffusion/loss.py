@@ -34,8 +34,8 @@ def loss_per_sample(
 
     l2 is the squared error; huber is half of it up to `huber_delta` and linear beyond (Huber 1964).  `prediction` is
     what the network said about `schedule.q_sample(x_0, eps, t)`, any float dtype; `prediction`, `x_0` and `eps` are
-    BCZYX of one shape, `t` is int64 [B].  `config.min_snr_gamma` None means weight 1.  Pure; float32 inside an autocast
-    region too.
+    BCZYX of one shape, `t` is int64 [B].  The weight is that of the schedule where it has one (edm), else min-SNR with
+    `config.min_snr_gamma`, or 1 where that is None.  Pure; float32 inside an autocast region too.
     """
     assert prediction.shape == x_0.shape == eps.shape, (prediction.shape, x_0.shape, eps.shape)
     target = schedule.target(config.prediction, x_0, eps, t)
@@ -45,6 +45,8 @@ def loss_per_sample(
         case "huber":
             error = F.huber_loss(prediction.float(), target, reduction="none", delta=config.huber_delta)
     mean = error.mean(dim=(1, 2, 3, 4))
+    if schedule.loss_weight is not None:
+        return mean * schedule.loss_weight.index_select(0, t)
     if config.min_snr_gamma is None:
         return mean
     return mean * min_snr_weight(config.prediction, schedule.snr(t), config.min_snr_gamma)

@@ -7,8 +7,8 @@ The timestep `t` counts from 0, the least noisy, to `timesteps - 1`, almost pure
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vesuvius.config import DiffusionConfig, Prediction
-from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.diffusion.spectrum import LEAST_POWER, Spectrum
 
 Betas = npt.NDArray[np.float64]
 
@@ -26,9 +26,6 @@ LINEAR_FIRST, LINEAR_LAST = 1e-4, 0.02  # for 1000 timesteps
 SIGMOID_START, SIGMOID_END = -3.0, 3.0
 # A mode of power P comes back with the share sigma_max^2 / (sigma_max^2 + P) of its variance: with this 0.94 and more.
 _SIGMA_MAX_OVER_AMPLITUDE = 4.0
-_SIGMA_MAX_UNMEASURED = 1000.0
-# Of the training density over log sigma, the part that is uniform.
-_UNIFORM_SHARE = 0.5
 _GRID, _POWERS = 4096, 256
 
 
@@ -64,45 +61,48 @@ def sigmoid_betas(timesteps: int) -> Betas:
     return _betas_of((falling - falling[-1]) / (falling[0] - falling[-1]))
 
 
-def edm_betas(
-    timesteps: int, sigma_min: float, sigma_max: float | None = None, spectrum: Spectrum | None = None
-) -> Betas:
+def edm_betas(timesteps: int, sigma_min: float, sigma_max: float | None, spectrum: Spectrum) -> Betas:
     """Return the betas of noise levels made for data of this spectrum: float64 [timesteps].
 
-    Level t is where t/(T - 1) of a density over u = log sigma lies below it, sigma = sqrt(1 - alpha_bar) /
-    sqrt(alpha_bar), so that a uniform t is drawn from that density.  Half of it is uniform from sigma_min to sigma_max;
-    half is where the data are decided: what the best linear denoiser's squared error gains per u, which for one mode of
-    power P is 2 P^2 sigma^2 / (P + sigma^2)^2.  Source of levels in log sigma with a density of their own: Karras et
-    al. 2022, section 5.  Pure.
+    sigma = sqrt(1 - alpha_bar) / sqrt(alpha_bar) grows from sigma_min to sigma_max, by the same factor with each t: a
+    uniform t is uniform in log-SNR.  Pure.
 
     Args:
         sigma_max: None = four times the square root of the largest power.
-        spectrum: None = all of the density is uniform, up to sigma 1000 where nothing else is said.
     """
     if sigma_max is None:
-        sigma_max = _SIGMA_MAX_UNMEASURED
-        if spectrum is not None:
-            sigma_max = max(_SIGMA_MAX_OVER_AMPLITUDE * math.sqrt(spectrum.peak), 10 * sigma_min)
-    u = np.linspace(math.log(sigma_min), math.log(sigma_max), _GRID)
-    density = np.full(_GRID, 1.0 / _GRID)
-    if spectrum is not None and spectrum.peak > 0:
-        decided = _decided(spectrum, np.exp(2 * u))
-        density = _UNIFORM_SHARE * density + (1 - _UNIFORM_SHARE) * decided / decided.sum()
-    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    sigma = np.exp(np.interp(np.linspace(0, below[-1], timesteps), below, u))
+        sigma_max = max(_SIGMA_MAX_OVER_AMPLITUDE * math.sqrt(spectrum.peak), 10 * sigma_min)
+    sigma = np.exp(np.linspace(math.log(sigma_min), math.log(sigma_max), timesteps))
     return _betas_of(np.concatenate([[1.0], 1 / (1 + sigma**2)]), limit=1.0)
 
 
-def _decided(spectrum: Spectrum, sigma_squared: Betas) -> Betas:
-    """What of the variance is decided around each noise level, up to a factor: float64 like `sigma_squared`."""
+def spectrum_weights(alpha_bar: Betas, spectrum: Spectrum) -> Betas:
+    """Return the loss weight of a squared error in v at each noise level: float64 like `alpha_bar`.
+
+    The error is divided by that of the best linear denoiser, so that all levels are alike, and multiplied by the square
+    root of N: in how many independent modes that error lies, as a share of all, N = (sum e)^2 / (modes sum e^2) with
+    e = P sigma^2 / (P + sigma^2).  At little noise that is all of them; at much noise the error of a whole patch is one
+    number or a few, whose gradient says as much as that of a few voxels and would drown that of all others.  The linear
+    denoiser has a mean loss of 1.  Pure.
+    """
+    power, modes = _like_modes(spectrum)
+    variance = alpha_bar[:, None] * power + (1 - alpha_bar)[:, None]
+    error = power / variance  # of v; of x_0 it is this times 1 - alpha_bar
+    mean = error @ modes / modes.sum()
+    independent = (error @ modes) ** 2 / (error**2 @ modes) / modes.sum()
+    weights: Betas = np.sqrt(independent) / mean / np.sqrt(independent).mean()
+    return weights
+
+
+def _like_modes(spectrum: Spectrum) -> tuple[Betas, Betas]:
+    """Powers and how many modes have about each: a patch has a million, which are put into classes of like power."""
     power, counts = spectrum.modes()
-    logs = np.log(np.maximum(power, 1e-12))
-    # Modes of like power together: a patch has a million.
+    power = np.maximum(power, LEAST_POWER)
+    logs = np.log(power)
     place = np.digitize(logs, np.linspace(logs.min(), logs.max(), _POWERS))
-    modes = np.bincount(place, counts)
-    mean = np.bincount(place, counts * power)[modes > 0] / modes[modes > 0]
-    decided: Betas = (modes[modes > 0] * mean**2) @ (sigma_squared / (mean[:, None] + sigma_squared) ** 2)
-    return decided
+    modes: Betas = np.bincount(place, counts).astype(np.float64)
+    sums = np.bincount(place, counts * power).astype(np.float64)
+    return sums[modes > 0] / modes[modes > 0], modes[modes > 0]
 
 
 def _betas_of(alpha_bar: npt.NDArray[np.float64], limit: float = MAX_BETA) -> Betas:
@@ -152,8 +152,11 @@ class Schedule:
 
     Attributes:
         alpha_bar_64: float64 [timesteps], on the host; samplers make their coefficients from it.
-        mean, std: of the data, in model values.  What is noised is x_0 less the mean, over std: 0 and 1 where that is
-            left out.
+        spectrum: of the data, where the noise levels are made for it (edm), else None, as the three that follow.  What
+            is noised is then x_0 less its mean, over its deviation.
+        power: float32 [Z, Y, X // 2 + 1], of each frequency of `rfftn`.
+        mode_weight: float32 [X // 2 + 1], what a frequency counts in a mean over all modes of a patch.
+        loss_weight: float32 [timesteps]: see `spectrum_weights`.
         betas, alpha_bar, sqrt_alpha_bar, sqrt_one_minus_alpha_bar, snr_table: float32 [timesteps].
     """
 
@@ -163,17 +166,27 @@ class Schedule:
     sqrt_alpha_bar: Tensor
     sqrt_one_minus_alpha_bar: Tensor
     snr_table: Tensor
-    mean: float = 0.0
-    std: float = 1.0
+    spectrum: Spectrum | None = None
+    power: Tensor | None = None
+    mode_weight: Tensor | None = None
+    loss_weight: Tensor | None = None
 
     @classmethod
-    def from_betas(cls, betas: Betas, mean: float = 0.0, std: float = 1.0) -> Self:
+    def from_betas(cls, betas: Betas, spectrum: Spectrum | None = None) -> Self:
         """Build the tables on the CPU from float64 betas [timesteps], each in (0, 1), the last in (0, 1]."""
         alpha_bar = np.cumprod(1 - betas, dtype=np.float64)
 
         def table(values: npt.NDArray[np.floating]) -> Tensor:
             return torch.from_numpy(values).to(torch.float32)
 
+        of_spectrum = {}
+        if spectrum is not None:
+            counts = spectrum.counts_x()
+            of_spectrum = {
+                "power": table(np.maximum(spectrum.power, LEAST_POWER)),
+                "mode_weight": table(counts / counts.mean()),
+                "loss_weight": table(spectrum_weights(alpha_bar, spectrum)),
+            }
         return cls(
             alpha_bar_64=alpha_bar,
             betas=table(betas),
@@ -181,8 +194,8 @@ class Schedule:
             sqrt_alpha_bar=table(np.sqrt(alpha_bar)),
             sqrt_one_minus_alpha_bar=table(np.sqrt(1 - alpha_bar)),
             snr_table=table(alpha_bar / (1 - alpha_bar)),
-            mean=mean,
-            std=std,
+            spectrum=spectrum,
+            **of_spectrum,
         )
 
     @classmethod
@@ -190,12 +203,14 @@ class Schedule:
         """Build the schedule that the config names, on the CPU.
 
         Args:
-            spectrum: of the data, which edm is made for; None where none was measured, as to plan memory.
+            spectrum: of the data, which edm is made for; None where none was measured, as to plan memory: white.
         """
         match config.noise:
             case "edm":
-                betas = edm_betas(config.timesteps, config.sigma_min, config.sigma_max, spectrum)
-                return cls.from_betas(betas, *((spectrum.mean, spectrum.std) if spectrum else ()))
+                spectrum = spectrum or Spectrum.white()
+                return cls.from_betas(
+                    edm_betas(config.timesteps, config.sigma_min, config.sigma_max, spectrum), spectrum
+                )
             case "linear":
                 betas = linear_betas(config.timesteps)
             case "cosine":
@@ -216,16 +231,22 @@ class Schedule:
 
     def to(self, device: torch.device | str) -> Schedule:
         """Return a copy whose float32 tables are on `device`."""
-        return Schedule(
-            alpha_bar_64=self.alpha_bar_64,
-            betas=self.betas.to(device),
-            alpha_bar=self.alpha_bar.to(device),
-            sqrt_alpha_bar=self.sqrt_alpha_bar.to(device),
-            sqrt_one_minus_alpha_bar=self.sqrt_one_minus_alpha_bar.to(device),
-            snr_table=self.snr_table.to(device),
-            mean=self.mean,
-            std=self.std,
-        )
+        moved: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
+    @property
+    def mean(self) -> float:
+        """Of the data, in model values; 0 where they are not standardised."""
+        return self.spectrum.mean if self.spectrum else 0.0
+
+    @property
+    def std(self) -> float:
+        """Of the data, in model values; 1 where they are not standardised."""
+        return self.spectrum.std if self.spectrum else 1.0
 
     def standardised(self, x_0: Tensor) -> Tensor:
         """Model values -> mean 0 and deviation 1: what the equations call x_0."""
@@ -269,6 +290,18 @@ class Schedule:
     def snr(self, t: Tensor) -> Tensor:
         """Return the signal-to-noise ratio alpha_bar / (1 - alpha_bar) at `t`: float32 [B], falling with t."""
         return self.snr_table.index_select(0, t)
+
+    def alpha_and_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at `t`, each [B, 1, 1, 1, 1].
+
+        `t` may be float32 and lie between two timesteps: then log sigma / alpha does, as in `rho_levels`.
+        """
+        if not t.is_floating_point():
+            return self._levels(t)
+        below, above = t.floor().long(), t.ceil().long()
+        logs = 0.5 * (self.snr(below).log() * (1 - (t - below)) + self.snr(above).log() * (t - below))
+        alpha, sigma = torch.sigmoid(2 * logs).sqrt(), torch.sigmoid(-2 * logs).sqrt()
+        return alpha.view(-1, 1, 1, 1, 1), sigma.view(-1, 1, 1, 1, 1)
 
     def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at `t`, each [B, 1, 1, 1, 1]."""

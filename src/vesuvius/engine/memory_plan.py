@@ -164,7 +164,7 @@ def largest_batch(config: Config, vram_bytes: int, amp: AmpMode = "bf16") -> int
 
 def indexable_batch(config: Config) -> int:
     """The largest micro-batch without a tensor of 2^31 elements."""
-    elements = largest_activation_elements(config.model, 1, config.data.patch_size, 1 + config.condition_channels, 1)
+    elements = largest_activation_elements(config.model, 1, config.data.patch_size, config.input_channels, 1)
     return (INT32_LIMIT - 1) // elements
 
 
@@ -177,7 +177,7 @@ class _FakeUNet(UNet):
 
 def _step_with_state(config: Config) -> TrainStep:
     """A step as it is after the first update: with moments and without gradients.  Call it under FakeTensorMode."""
-    network = _FakeUNet(config.model, 1 + config.condition_channels, 1, execution=execution(config.training))
+    network = _FakeUNet(config.model, config.input_channels, 1, execution=execution(config.training))
     if config.training.channels_last:
         for weight in network.parameters():
             if weight.ndim == 5:

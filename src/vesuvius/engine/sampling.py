@@ -116,9 +116,9 @@ class _Drawing:
         config, device = trained.config, choose_device()
         self._request, self._trained, self._stop, self._on_step = request, trained, stop, on_step
         self._device = device
-        self._network = TrainedNetwork(trained, request.weights, device)
-        check_convolution(device, self._network.amp)
         self._schedule = Schedule.from_config(config.diffusion, trained.spectrum).to(device)
+        self._network = TrainedNetwork(trained, request.weights, self._schedule, device)
+        check_convolution(device, self._network.amp)
         self._conditioner = Conditioner(
             config.data.condition_classes, trained.greys.conditions, trained.scalars, device
         )

@@ -23,6 +23,7 @@ from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.estimate import Denoise
 from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.averages import MovingAverage, average_decays, load_averages
@@ -94,7 +95,7 @@ class TrainStep:
                 keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
                 condition = condition.kept(to_device(torch.from_numpy(keep), self._device))
             with autocast(self._device, self.amp):
-                prediction = self._forward(condition.joined(x_t), t_device, condition.scalars)
+                prediction = predict(self._forward, self._schedule, x_t, t_device, condition)
             per_sample = loss_per_sample(prediction, x_0, eps, t_device, self._schedule, self._config.diffusion)
             loss = per_sample.sum() / self._config.global_batch
         with timed("backward"):
@@ -160,10 +161,12 @@ class TrainStep:
 
         @torch.no_grad()
         def denoise(x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
-            arguments = (condition.joined(x_t), t, condition.scalars)
+            def network(*arguments: Tensor | None) -> Tensor:
+                output: Tensor = functional_call(self.network, parameters, arguments)
+                return output
+
             with autocast(self._device, self.amp):
-                prediction: Tensor = functional_call(self.network, parameters, arguments)
-            return prediction
+                return predict(network, self._schedule, x_t, t, condition)
 
         return denoise
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from vesuvius.config import Config
 from vesuvius.config_file import parse_stored
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
+from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.engine.checkpoint import MANIFEST, STATE, readable, stored_averages, weights_file
 from vesuvius.engine.found_checkpoint import FoundCheckpoint, find_checkpoint, unreadable
@@ -93,9 +95,9 @@ class TrainedNetwork:
         parameters: number of its weights.
     """
 
-    def __init__(self, trained: Trained, weights: str, device: torch.device) -> None:
+    def __init__(self, trained: Trained, weights: str, schedule: Schedule, device: torch.device) -> None:
         """Reads the weights.  Raises what `load_weights` raises, and StorageError where they are of another network."""
-        self._device = device
+        self._device, self._schedule = device, schedule
         self.amp: AmpMode = resolve_amp(trained.config.training.amp, device)
         self.network = build_network(trained.config, device).eval()
         self.parameters = parameter_count(self.network)
@@ -111,10 +113,9 @@ class TrainedNetwork:
 
     @torch.no_grad()
     def __call__(self, x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
-        """The network's prediction for BCZYX at timesteps [B]."""
+        """What the network says about BCZYX at timesteps [B]."""
         with autocast(self._device, self.amp):
-            prediction: Tensor = self.network(condition.joined(x_t), t, condition.scalars)
-        return prediction
+            return predict(self.network, self._schedule, x_t, t, condition)
 
 
 def read_trained(checkpoint: FoundCheckpoint, overrides: Sequence[str] = ()) -> Trained:
