@@ -359,7 +359,7 @@ def _configs(draw: st.DrawFn) -> Config:
                 warmup_steps=st.integers(0, 999),
             )
         ),
-        diffusion=draw(st.builds(DiffusionConfig, min_snr_gamma=st.none() | _positive)),
+        diffusion=draw(st.builds(DiffusionConfig, noise=st.just("cosine"), min_snr_gamma=st.none() | _positive)),
         model=ModelConfig(channels=tuple(channels)),
         cluster=draw(st.builds(ClusterConfig, address=st.none() | _texts)),
     )

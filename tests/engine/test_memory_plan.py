@@ -176,8 +176,8 @@ def test_flops_are_three_times_the_forward_pass_but_for_gradients_of_the_input()
     config = make_config(model={"attention_heads": 0})
     size_zyx = config.data.patch_size
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        lay_out_network(config)(torch.empty(1, 1, *size_zyx), torch.zeros(1, dtype=torch.int64))
-    first_convolution = 2 * 16 * 32 * 32 * 27 * 16  # 1 -> 16 channels at full resolution
+        lay_out_network(config)(torch.empty(1, 2, *size_zyx), torch.zeros(1, dtype=torch.int64))
+    first_convolution = 2 * 16 * 32 * 32 * 27 * 2 * 16  # 2 -> 16 channels at full resolution
     first_linear = 2 * 128 * 64  # 128 waves of t -> 4 x 16 numbers
     forward = counter.get_total_flops()
     assert plan_memory(config, 1).flops_per_step == 3 * forward - first_convolution - first_linear

@@ -39,7 +39,7 @@ def config(count: int = 2, steps: int = 3) -> Config:
     sections: dict[str, Any] = {
         "data": {"volumes": ({"path": "scroll.zarr"},), "patch_size": SHAPE},
         "training": {"preview_count": count},
-        "diffusion": {"sampler_steps": steps, "prediction": "x_0"},
+        "diffusion": {"sampler_steps": steps, "noise": "cosine", "prediction": "x_0"},
     }
     return Config.model_validate({"name": "tiny", **sections})
 

@@ -287,7 +287,9 @@ def test_a_run_keeps_three_steps_and_says_when_it_keeps_no_more(
 ) -> None:
     path = write_array(Path("huge.zarr").absolute(), np.full((96, 128, 128), 1e30, np.float32))
     data = {"volumes": [{"path": str(path)}], "normalize": {"low": 0.0, "high": 1.0}}
-    session, _ = stop_at_bad_step(read_config(tiny_config(data=data, training={"max_nonfinite": 5})), steps=5)
+    session, _ = stop_at_bad_step(
+        read_config(tiny_config(data=data, training={"max_nonfinite": 5}, diffusion={"noise": "cosine"})), steps=5
+    )
     kept = [f"nonfinite/step_{step:08d}.pt" for step in (1, 2, 3)]
     assert [event["replay"] for event in session.events()] == [*kept, None, None]
     assert sorted(map(str, Path("nonfinite").iterdir())) == kept

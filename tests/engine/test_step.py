@@ -12,6 +12,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
+from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.network import build_network
@@ -172,7 +173,8 @@ def test_a_denoiser_predicts_with_the_weights_of_its_name_and_the_condition(name
     assert all(not torch.equal(prediction, other) for other in predictions.values()), "each has weights of its own"
     if name != "raw":
         step.network.load_state_dict(step.averages[name].weights)
-    torch.testing.assert_close(step.network(condition.joined(x_t), t), prediction, rtol=0, atol=0)
+    schedule = Schedule.from_config(config.diffusion)
+    torch.testing.assert_close(predict(step.network, schedule, x_t, t, condition), prediction, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
