@@ -24,7 +24,7 @@ from vesuvius.diffusion.unet import build_unet
 # A patch is dark or bright as a whole, and each of its voxels deviates from that by itself.
 DARK, BRIGHT, SHARE_DARK, TEXTURE = -0.6, 0.4, 0.3, 0.2
 SHAPE = (1, 4, 4, 4)
-# edm gives less weight to much noise, where a patch decides whether it is dark or bright, and needs more steps for that.
+# edm gives less weight to much noise, where a patch becomes dark or bright, and needs more steps for that.
 STEPS, BATCH, COUNT = {"cosine": 400, "edm": 800}, 64, 400
 MODEL = ModelConfig(
     channels=(16,), stem_stride=(1, 1, 1), blocks_per_level=1, full_res_channels=0, attention_heads=0, norm_groups=4

@@ -1,8 +1,9 @@
-"""Histogram and radial power spectrum against closed forms."""
+"""Histogram, radial power spectrum and planarity against closed forms."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from vesuvius.engine.texture import (
     HISTOGRAM_EDGES,
     histogram_distance,
     measure_texture,
+    planarity,
     radial_power,
     shell_frequencies,
     spectrum_distance_db,
@@ -142,3 +144,48 @@ def test_values_that_are_not_finite_are_counted_and_kept_out_of_the_curves() -> 
 def test_a_spectrum_without_power_is_infinitely_far_away() -> None:
     empty, real = measure_texture(np.zeros((1, 8, 16, 16), np.float32)), measure_texture(noise((1, 8, 16, 16)))
     assert spectrum_distance_db(empty, real) == math.inf
+
+
+def waves(shape: tuple[int, int, int], *directions: tuple[float, float, float]) -> np.ndarray[Any, Any]:
+    """The sum of plane waves with these wave vectors, in cycles per voxel."""
+    z, y, x = np.indices(shape)
+    return np.sum([np.sin(2 * np.pi * (a * z + b * y + c * x)) for a, b, c in directions], axis=0)
+
+
+@pytest.mark.parametrize("direction", [(0.1, 0, 0), (0, 0.1, 0), (0, 0, 0.1), (0.06, 0.05, 0.06)])
+def test_sheets_are_planar_whichever_way_they_lie(direction: tuple[float, float, float]) -> None:
+    assert planarity(waves((16, 32, 32), direction)) > 0.95
+
+
+def test_fibres_grains_and_noise_are_not_planar() -> None:
+    """A measure that only asked whether there is any direction would call fibres, which have one, planar."""
+    shape = (24, 24, 24)
+    sheets = planarity(waves(shape, (0, 0.1, 0)))
+    fibres = planarity(waves(shape, (0, 0.1, 0), (0, 0, 0.1)))
+    grains = planarity(waves(shape, (0.1, 0, 0), (0, 0.1, 0), (0, 0, 0.1)))
+    noise = planarity(np.random.default_rng(0).standard_normal(shape))
+    assert noise < 0.5
+    assert max(fibres, grains) < 0.7
+    assert sheets > 0.95
+
+
+def test_planarity_does_not_depend_on_contrast_brightness_or_the_order_of_axes() -> None:
+    patch = waves((12, 16, 20), (0.03, 0.1, 0)) + np.random.default_rng(0).standard_normal((12, 16, 20))
+    assert 0.6 < planarity(patch) < 0.95
+    assert planarity(7 - 3 * patch) == pytest.approx(planarity(patch))
+    assert planarity(patch.transpose(2, 0, 1)) == pytest.approx(planarity(patch))
+
+
+def test_planarity_of_patches_counts_each_place_by_its_contrast_and_of_none_is_unknown() -> None:
+    sheets = waves((16, 16, 16), (0, 0.1, 0)).astype(np.float32)
+    air = np.full_like(sheets, -1)
+    assert measure_texture([sheets, air]).planarity == pytest.approx(planarity(sheets))
+    assert math.isnan(planarity(air))
+    assert math.isnan(measure_texture([air]).planarity)
+
+
+def test_the_spread_of_means_is_over_patches() -> None:
+    patches = [np.full((4, 4, 4), grey, np.float32) for grey in (-1, 0, 1)]
+    assert measure_texture(patches).means_std == pytest.approx(math.sqrt(2 / 3))
+    patches[0][0, 0, 0] = np.nan
+    assert measure_texture(patches).means_std == pytest.approx(0.5)

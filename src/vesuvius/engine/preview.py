@@ -65,8 +65,8 @@ def make_preview(
 
     Returns:
         None where `stop` said so; nothing is written then.  Else the fields of the record: picture (relative to the
-        run), histogram, spectrum, histogram_distance (model values) and spectrum_distance_db.  The distances are NaN
-        where generated values are not finite; the log then has a warning.
+        run), histogram, spectrum, means_std and histogram_distance (model values), planarity and spectrum_distance_db.
+        The distances are NaN where generated values are not finite; the log then has a warning.
 
     Raises:
         OSError: the picture cannot be written.
@@ -178,6 +178,8 @@ def _figures(generated: Texture, real: Texture) -> dict[str, Any]:
             "generated": generated.power.tolist(),
             "real": real.power.tolist(),
         },
+        "means_std": {"generated": generated.means_std, "real": real.means_std},
+        "planarity": {"generated": generated.planarity, "real": real.planarity},
         "histogram_distance": histogram_distance(generated, real) if whole else math.nan,
         "spectrum_distance_db": spectrum_distance_db(generated, real) if whole else math.nan,
     }
