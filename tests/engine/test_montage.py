@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vesuvius.engine.montage import GAP, HEADING, Cell, magnification, slices_row, write_grid
+from vesuvius.engine.montage import GAP, HEADING, Cell, magnification, orthogonal_slices, write_grid
 
 
-def test_a_row_holds_the_middle_slices_across_z_y_and_x() -> None:
+def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
     patch = np.full((2, 3, 5), -1.0)
     patch[1], patch[:, 1], patch[:, :, 2] = 0.0, 0.5, 1.0
-    row = slices_row(patch, 2)
-    assert row.shape == (2 * 3 + GAP, 2 * (5 + 5 + 3) + 3 * GAP)
-    across_z, across_y, across_x = row[:6, :10], row[:4, 14:24], row[:4, 28:34]
+    picture = orthogonal_slices(patch, 2)
+    assert picture.shape == (2 * (3 + 2) + 2 * GAP, 2 * (5 + 2) + 2 * GAP)
+    across_z, across_y, across_x = picture[:6, :10], picture[6 + GAP : 10 + GAP, :10], picture[:6, 10 + GAP : 14 + GAP]
     assert across_z[::2, ::2].tolist() == [
         [127, 127, 255, 127, 127],
         [191, 191, 255, 191, 191],
@@ -24,6 +24,14 @@ def test_a_row_holds_the_middle_slices_across_z_y_and_x() -> None:
     ]
     assert across_y[::2, ::2].tolist() == [[191, 191, 255, 191, 191]] * 2
     assert (across_x == 255).all()
+    assert picture.sum() == across_z.sum() + across_y.sum() + across_x.sum(), "nothing elsewhere"
+
+
+def test_the_slice_across_x_lies_beside_its_rows() -> None:
+    patch = np.full((2, 3, 4), -1.0)
+    patch[1, 2, 2] = 1.0
+    picture = orthogonal_slices(patch, 1)
+    assert np.argwhere(picture).tolist() == [[2, 2], [2, 4 + GAP + 1]]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from vesuvius.stream.fixed_patches import FixedPatches
 from vesuvius.stream.prepare import GreyRange, GreyRanges
 
 SHAPE = (8, 16, 16)
-ROW = 96 + GAP  # slices are enlarged to 96 pixels
-HALF = 3 * (96 + GAP)
+SIDE = 6 * (16 + 8) + 2 * GAP  # of a patch in the picture: z beside x, and below y
+COLUMN = SIDE + 2 * GAP
 GREYS = (GreyRange(0, 255),)
 CPU = torch.device("cpu")
 
@@ -68,21 +68,21 @@ def pixels(run: Path, step: int = 500) -> NDArray[np.uint8]:
     return np.asarray(Image.open(run / f"samples/step_{step:08d}.png"))
 
 
-def rows_of_patches(picture: NDArray[np.uint8], count: int = 2) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The generated and the real half of the montage."""
-    rows = picture[2 * HEADING :][: count * ROW]
-    return rows[:, :HALF], rows[:, HALF + 4 * GAP :][:, :HALF]
+def columns_of(picture: NDArray[np.uint8], count: int = 2) -> list[NDArray[np.uint8]]:
+    """Real patches, their conditions, patches drawn under them, and without them: the pixels of each."""
+    rows = picture[2 * HEADING :][: count * SIDE]
+    return [rows[:, left : left + SIDE] for left in range(0, 4 * COLUMN, COLUMN)]
 
 
 def test_the_picture_has_a_row_a_patch_and_the_curves_below(tmp_path: Path) -> None:
     preview(tmp_path)
     picture = pixels(tmp_path)
-    assert picture.shape == (2 * HEADING + 2 * ROW + 300, 800, 3)
-    generated, real = rows_of_patches(picture)
-    assert generated.std() > 10
-    assert real.std() > 10
-    assert not np.array_equal(generated, real)
-    assert not np.array_equal(real[:ROW], real[ROW:])
+    assert picture.shape == (2 * HEADING + 2 * SIDE + 300, 800, 3)
+    real, condition, under, without = columns_of(picture)
+    assert np.array_equal(real, condition), "the reference's condition is the patch itself"
+    assert min(column.std() for column in (real, under, without)) > 10
+    assert not np.array_equal(under, real)
+    assert not np.array_equal(real[:SIDE], real[SIDE:])
     assert picture[-300:].std() > 10
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000500.png"]
 
@@ -93,8 +93,10 @@ def test_patches_are_drawn_under_the_conditions_of_the_real_ones_beside_them(tmp
         return condition.channels[:, :1]
 
     record = preview(tmp_path, config(count=3), denoise=echo)
-    generated, real = rows_of_patches(pixels(tmp_path), count=3)
-    assert np.array_equal(generated, real)
+    real, _, under, without = columns_of(pixels(tmp_path), count=3)
+    assert np.array_equal(under, real)
+    assert (without[:90, :90] == 127).all(), "left out it is 0"
+    assert math.isnan(record["unconditional"]["planarity"])
     assert record["histogram_distance"] == 0
     # 1e-4: what the sampler's float32 leaves.
     assert abs(record["spectrum_distance_db"]) < 1e-4
@@ -125,8 +127,8 @@ def test_a_patch_is_the_same_at_every_step_and_beside_any_number_of_others(tmp_p
     for run, count, step in (("a", 1, 500), ("b", 2, 1000)):
         preview(tmp_path / run, config(count=count), step)
     of_one, of_two = pixels(tmp_path / "a"), pixels(tmp_path / "b", 1000)
-    for one, two in zip(rows_of_patches(of_one, 1), rows_of_patches(of_two), strict=True):
-        assert np.array_equal(one, two[:ROW])
+    for one, two in zip(columns_of(of_one, 1), columns_of(of_two), strict=True):
+        assert np.array_equal(one, two[:SIDE])
     assert not np.array_equal(of_one[:HEADING], of_two[:HEADING]), "the title says the step"
 
 
@@ -168,7 +170,7 @@ def test_values_that_are_not_finite_are_shown_and_reported_and_have_no_distance(
     (warning,) = [record for record in caplog.records if record.name == "vesuvius.engine.preview"]
     assert warning.levelname == "WARNING"
     assert "must be finite; got 512 of 4096 voxels that are not, at step 500;" in warning.getMessage()
-    generated, _ = rows_of_patches(pixels(tmp_path))
+    generated = columns_of(pixels(tmp_path))[2]
     assert (generated[:90, 0] == 0).all(), "NaN is black"
     assert generated[:90, 18:90].std() > 10, "the rest is seen"
     lines = JsonLines(tmp_path / "metrics.jsonl")

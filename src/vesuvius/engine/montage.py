@@ -25,19 +25,19 @@ def magnification(shape_zyx: Sequence[int]) -> int:
     return max(1, -(-_SMALLEST_SIDE // max(shape_zyx)))
 
 
-def slices_row(patch: NDArray[Any], scale: int) -> UInt8:
-    """The middle slices of a patch [Z, Y, X] across z, y and x, side by side, each pixel `scale` wide.  Pure.
+def orthogonal_slices(patch: NDArray[Any], scale: int) -> UInt8:
+    """The middle slices of a patch [Z, Y, X] as three faces of a box, each pixel `scale` wide.  Pure.
 
-    -1 is black and +1 white.  Each slice has a gap on its right, the row one below.
+    Across z top left, across y below it (both with x to the right), across x on its right (z to the right).  -1 is
+    black and +1 white.  A gap lies right of and below each slice.
     """
     z, y, x = (size // 2 for size in patch.shape)
-    slices = [patch[z], patch[:, y], patch[:, :, x]]
-    height = max(s.shape[0] for s in slices) * scale + GAP
-    row = []
-    for s in slices:
-        grey = np.clip((s + 1) * 127.5, 0, 255).astype(np.uint8).repeat(scale, 0).repeat(scale, 1)
-        row.append(np.pad(grey, ((0, height - grey.shape[0]), (0, GAP))))
-    return np.hstack(row)
+    depth, height, width = (size * scale + GAP for size in patch.shape)
+    picture = np.zeros((height + depth, width + depth), np.uint8)
+    for top, left, face in ((0, 0, patch[z]), (height, 0, patch[:, y]), (0, width, patch[:, :, x].T)):
+        grey = np.clip((face + 1) * 127.5, 0, 255).astype(np.uint8).repeat(scale, 0).repeat(scale, 1)
+        picture[top : top + grey.shape[0], left : left + grey.shape[1]] = grey
+    return picture
 
 
 @dataclass(frozen=True)

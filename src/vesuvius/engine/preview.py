@@ -19,7 +19,7 @@ from vesuvius.diffusion.generate import generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.charts import draw_charts
-from vesuvius.engine.montage import GAP, HEADING, magnification, slices_row
+from vesuvius.engine.montage import GAP, HEADING, magnification, orthogonal_slices
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.texture import (
     HISTOGRAM_EDGES,
@@ -71,10 +71,19 @@ def make_preview(
     Raises:
         OSError: the picture cannot be written.
     """
-    generated = _generate(config, denoise, schedule, reference, stop)
-    if generated is None:
+    rows = range(config.training.preview_count)
+    sight = "held out" if reference.held_out else "of training"
+    columns = [(f"real, {sight}", [_real(reference, row) for row in rows])]
+    shown = [greys for row in rows if (greys := reference.condition_greys(row)) is not None]
+    unconditional = None
+    try:
+        generated = _generate(config, denoise, schedule, reference, stop)
+        columns += [("its condition", shown), ("drawn under it", generated)] if shown else [("generated", generated)]
+        if shown and config.diffusion.condition_dropout > 0:
+            unconditional = _generate(config, denoise, schedule, reference, stop, left_out=True)
+            columns.append(("drawn without", unconditional))
+    except _StopWantedError:
         return None
-    real = [_real(reference, row) for row in range(config.training.preview_count)]
     texture = measure_texture(generated)
     real_texture = measure_texture(_real(reference, row) for row in range(len(reference)))
     if texture.nonfinite:
@@ -85,22 +94,32 @@ def make_preview(
             sum(patch.size for patch in generated),
             step,
         )
-    sight = "held out" if reference.held_out else "of training"
-    montage = draw_montage(generated, real, f"{config.name} step {step}", f"real, {sight}")
+    montage = draw_montage(columns, f"{config.name} step {step}")
     picture = Path("samples") / f"step_{step:08d}.png"
     charts = draw_charts(max(montage.width, _LEAST_CHART_WIDTH), texture, real_texture)
     _write_png(run / picture, _stacked(montage, charts))
-    return {"picture": picture.as_posix()} | _figures(texture, real_texture)
+    figures = _figures(texture, real_texture)
+    if unconditional:
+        without = measure_texture(unconditional)
+        figures["unconditional"] = {"means_std": without.means_std, "planarity": without.planarity}
+    return {"picture": picture.as_posix()} | figures
 
 
 def _generate(
-    config: Config, denoise: Denoise, schedule: Schedule, reference: Reference, stop: Callable[[], bool]
-) -> list[Patch] | None:
-    """`preview_count` patches, or None where `stop` said so.
+    config: Config,
+    denoise: Denoise,
+    schedule: Schedule,
+    reference: Reference,
+    stop: Callable[[], bool],
+    *,
+    left_out: bool = False,
+) -> list[Patch]:
+    """`preview_count` patches, under the conditions of the reference or with these left out.
 
-    One after another: a batch of them could need more memory than a training step.
+    One after another: a batch of them could need more memory than a training step.  Raises _StopWantedError.
     """
     assert len(reference) >= config.training.preview_count, (len(reference), config.training.preview_count)
+    diffusion = config.diffusion.model_copy(update={"sampler_guidance": 1.0}) if left_out else config.diffusion
 
     def stop_if_wanted(step: int, x: Tensor) -> None:
         if stop():
@@ -108,21 +127,19 @@ def _generate(
 
     patches = []
     for number in range(config.training.preview_count):
-        try:
-            generated = generate(
-                denoise,
-                schedule,
-                config.diffusion,
-                config.seed,
-                [number],
-                (1, *config.data.patch_size),
-                schedule.device,
-                condition=reference.condition([number]),
-                purpose=Purpose.PREVIEW,
-                on_step=stop_if_wanted,
-            )
-        except _StopWantedError:
-            return None
+        condition = reference.condition([number])
+        generated = generate(
+            denoise,
+            schedule,
+            diffusion,
+            config.seed,
+            [number],
+            (1, *config.data.patch_size),
+            schedule.device,
+            condition=condition.left_out() if left_out else condition,
+            purpose=Purpose.PREVIEW,
+            on_step=stop_if_wanted,
+        )
         patches.append(generated.x_0[0, 0].cpu().numpy())
     return patches
 
@@ -132,18 +149,18 @@ def _real(reference: Reference, row: int) -> Patch:
     return patch
 
 
-def draw_montage(generated: Sequence[Patch], real: Sequence[Patch], title: str, real_name: str) -> Image.Image:
-    """Generated patches left, real ones right; a row each; slices across z, y and x.  NaN is black.  Pure."""
-    scale = magnification(generated[0].shape)
-    left, right = (np.vstack([slices_row(_drawable(patch), scale) for patch in rows]) for rows in (generated, real))
-    gap = np.zeros((left.shape[0], 4 * GAP), np.uint8)
-    picture = np.hstack([left, gap, right])
-    image = Image.new("L", (max(picture.shape[1], 8 * len(title)), picture.shape[0] + 2 * HEADING))
-    image.paste(Image.fromarray(picture), (0, 2 * HEADING))
+def draw_montage(columns: Sequence[tuple[str, Sequence[Patch]]], title: str) -> Image.Image:
+    """Patches in named columns, a row each, as slices across z, y and x.  NaN is black.  Pure."""
+    scale = magnification(columns[0][1][0].shape)
+    blocks = [np.vstack([orthogonal_slices(_drawable(patch), scale) for patch in patches]) for _, patches in columns]
+    height, width = blocks[0].shape
+    width = max(width, 7 * max(len(name) for name, _ in columns)) + 2 * GAP
+    image = Image.new("L", (max(width * len(blocks), 8 * len(title)), height + 2 * HEADING))
     draw = ImageDraw.Draw(image)
     draw.text((GAP, 2), title, fill=255)
-    draw.text((GAP, HEADING), "generated: z, y, x slices", fill=255)
-    draw.text((left.shape[1] + 5 * GAP, HEADING), f"{real_name}: z, y, x slices", fill=255)
+    for number, ((name, _), block) in enumerate(zip(columns, blocks, strict=True)):
+        draw.text((number * width + GAP, HEADING), name, fill=255)
+        image.paste(Image.fromarray(block), (number * width, 2 * HEADING))
     return image
 
 

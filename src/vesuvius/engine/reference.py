@@ -55,6 +55,15 @@ class Reference:
         raw = None if stored is None else self._raw(stored, rows).unsqueeze(1)
         return self._conditioner(raw, self._volumes(rows))
 
+    def condition_greys(self, row: int) -> NDArray[np.float32] | None:
+        """The condition of a patch as a picture, [Z, Y, X] from -1 to 1: its greys, or its labels; None without one."""
+        channels = self.condition([row]).channels
+        if channels is None:
+            return None
+        shown = channels[0, :-1]  # the last says that it is there
+        greys = shown[0] if len(shown) == 1 else shown.argmax(0) * (2 / (len(shown) - 1)) - 1
+        return greys.float().cpu().numpy()
+
     def _volumes(self, rows: Sequence[int]) -> list[int]:
         return [self._fixed.volumes[row] for row in rows]
 

@@ -23,7 +23,7 @@ from vesuvius.diffusion.generate import Generated, generate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.found_checkpoint import find_checkpoint
-from vesuvius.engine.montage import Cell, magnification, slices_row, write_grid
+from vesuvius.engine.montage import Cell, magnification, orthogonal_slices, write_grid
 from vesuvius.engine.network import lay_out_network
 from vesuvius.engine.sample_conditions import ConditionPatches
 from vesuvius.engine.sample_request import (
@@ -225,7 +225,7 @@ class _Files:
             pictures, caption = [self._conditions.to_model_values(stored), x_0], "{}: condition, sample"
         scale = magnification(x_0.shape[1:])
         for place, number in enumerate(numbers[: MAX_IN_MONTAGE - len(self._cells)]):
-            row = np.hstack([slices_row(values[place], scale) for values in pictures])
+            row = np.hstack([orthogonal_slices(values[place], scale) for values in pictures])
             self._cells.append(Cell(caption.format(number), row))
 
     def finish(self, record: dict[str, Any]) -> None:
