@@ -16,6 +16,7 @@ Convolve = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Norm of the error over the norm of the result.  One rounding to bf16 is up to 2^-9, to fp16 2^-12; float32 is held to
 # that of TF32 (2^-11), which GPUs use for it.  Each with room for the roundings of inputs, weights and output together.
 TOLERANCES: dict[AmpMode, float] = {"off": 2e-3, "fp16": 2e-3, "bf16": 1e-2}
+_CUDNN_WITHOUT_CONV3D = (90800, 91500)  # from, to below
 _CHANNELS = 32
 _SIZE_ZYX = (9, 17, 17)  # the lowest level of the default network with its default patch
 
@@ -59,6 +60,36 @@ def check_convolution(device: torch.device, amp: AmpMode, convolve: Convolve | N
                 f"Conv3d must agree with float64 within {TOLERANCES[amp]:g}; got an error of {error:.2g} in its "
                 f"{name} (torch {torch.__version__}, {device}, amp {amp}); set training.amp=off or use another torch"
             )
+
+
+def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool, version: int | None = None) -> str:
+    """Why torch would convolve without cuDNN on this machine, and the remedy; '' where it would not.  Pure.
+
+    With cuDNN 9.8 to 9.14 torch takes kernels of its own for 16-bit Conv3d unless tensors lie channels last
+    (`use_cudnn` in ATen's Convolution.cpp): far slower, and they unfold their input in memory.  torch's version does
+    not tell which cuDNN is loaded.
+
+    Args:
+        device: where the model will be.
+        amp: the dtype that it will be computed in.
+        channels_last: whether weights and activations lie that way.
+        version: of cuDNN, such as 91002 for 9.10.2; None = the one that is loaded.
+    """
+    if device.type != "cuda" or amp == "off" or channels_last:
+        return ""
+    version = torch.backends.cudnn.version() if version is None else version  # type: ignore[no-untyped-call]
+    if version is None or not _CUDNN_WITHOUT_CONV3D[0] <= version < _CUDNN_WITHOUT_CONV3D[1]:
+        return ""
+    return (
+        f"a 16-bit Conv3d must run on cuDNN; got cuDNN {version // 10000}.{version // 100 % 100}, with which torch "
+        f"does without it (9.8 to 9.14, amp {amp}); set training.channels_last=true or install cuDNN 9.15 or newer"
+    )
+
+
+def check_cudnn(device: torch.device, amp: AmpMode, channels_last: bool, version: int | None = None) -> None:
+    """Raises ConfigError where `cudnn_problem` finds one."""
+    if problem := cudnn_problem(device, amp, channels_last, version):
+        raise ConfigError(problem)
 
 
 def _run(convolve: Convolve, x: Tensor, kernel: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
