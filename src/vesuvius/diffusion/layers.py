@@ -12,7 +12,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from vesuvius.config import Triple
-from vesuvius.diffusion.lean import NORM_EPS, no_autocast, norm_silu_conv
+from vesuvius.diffusion.lean import no_autocast, norm_silu_conv
+from vesuvius.diffusion.norm_silu import NORM_EPS
 
 FREQUENCIES = 64
 LONGEST_PERIOD = 10_000.0
