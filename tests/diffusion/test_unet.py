@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from vesuvius.config import ModelConfig
@@ -201,6 +202,63 @@ def test_channels_last_gives_the_same_numbers() -> None:
     torch.testing.assert_close(last_loss, loss, rtol=1e-5, atol=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(last_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class _Layouts(TorchDispatchMode):
+    """Which tensors of new memory do not lie channels last, by the operation that made them.
+
+    Views move nothing.  Of one channel, or one voxel, both orders are the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[str] = []
+        self.count = 0
+        self.tokens = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        given = {part.untyped_storage().data_ptr() for part in tree_leaves(args) if isinstance(part, Tensor)}
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(tensor, Tensor) or tensor.untyped_storage().data_ptr() in given:
+                continue
+            if tensor.ndim == 5 and tensor.shape[1] > 1 and tensor.shape[2:].numel() > 27:  # no kernel of weights
+                self.count += 1
+                if "aten.stack" in str(func):
+                    self.tokens = tensor.shape[3]
+                if not tensor.is_contiguous(memory_format=torch.channels_last_3d):
+                    self.others.append(f"{func} {tuple(tensor.shape)} {tensor.stride()}")
+        return out
+
+
+@pytest.fixture
+def one_dnn() -> Iterator[None]:
+    """Small convolutions by oneDNN, which keeps the memory order: with one thread torch has its own for them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_dnn")
+@CONFIGS
+@pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_in_channels_last_order_no_activation_and_no_gradient_lies_otherwise(
+    config: ModelConfig, lean: bool, channels: int
+) -> None:
+    model = _awake(config, channels, Execution(lean))
+    model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    x, t = _input(2, channels)  # contiguous, as the loader delivers it
+    with _Layouts() as layouts:
+        model(x, t).square().sum().backward()
+    assert layouts.count > 60
+    # Attention's queries, keys and values have five axes too: of their gradients one tensor is made, and turned.
+    allowed = ("aten.stack.default (3, ", f"aten.clone.default (2, {layouts.tokens}, 3, ")
+    assert [line for line in layouts.others if not line.startswith(allowed)] == []
+    with _Layouts() as layouts:
+        _awake(config, channels, Execution(lean))(x, t).square().sum().backward()
+    assert layouts.others, "contiguous weights are seen"
 
 
 def test_added_skips_need_fewer_weights_and_every_level_still_reaches_the_output() -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 
-from vesuvius.engine.self_test import check_convolution, check_cudnn, cudnn_problem
+from vesuvius.engine.self_test import TOLERANCES, check_convolution, check_cudnn, check_norm, cudnn_problem, norm_errors
 from vesuvius.engine.step import AmpMode
 from vesuvius.errors import ConfigError
 
@@ -20,6 +20,27 @@ def test_this_machine_convolves_rightly(amp: AmpMode) -> None:
     before = torch.get_rng_state()
     check_convolution(CPU, amp)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@MODES
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("lean", [False, True])
+def test_this_machine_normalises_rightly_in_either_form_and_order(
+    amp: AmpMode, channels_last: bool, lean: bool
+) -> None:
+    before = torch.get_rng_state()
+    errors = norm_errors(CPU, amp, channels_last, lean)
+    check_norm(CPU, amp, channels_last, errors)
+    assert torch.equal(torch.get_rng_state(), before)
+    # Rounding is there, so it is compared with float64 in the dtype that was asked for.
+    assert min(errors.values()) > (1e-8 if amp == "off" else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["output", "input gradient", "scale gradient", "shift gradient"])
+def test_a_wrong_norm_is_refused_with_the_remedy(name: str) -> None:
+    for error in (2 * TOLERANCES["bf16"], float("nan")):
+        with pytest.raises(ConfigError, match=rf"in their {name} .* amp bf16\); set training\.amp=off or use"):
+            check_norm(CPU, "bf16", True, {"other": 0.0, name: error})
 
 
 def _one_plane_lost(x: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-from torch import Tensor
+from torch import Tensor, nn
 
+from vesuvius.diffusion.lean import norm_silu_conv
 from vesuvius.engine.step import AmpMode, autocast
 from vesuvius.errors import ConfigError
 
@@ -60,6 +62,62 @@ def check_convolution(device: torch.device, amp: AmpMode, convolve: Convolve | N
                 f"Conv3d must agree with float64 within {TOLERANCES[amp]:g}; got an error of {error:.2g} in its "
                 f"{name} (torch {torch.__version__}, {device}, amp {amp}); set training.amp=off or use another torch"
             )
+
+
+def norm_errors(device: torch.device, amp: AmpMode, channels_last: bool, lean: bool = True) -> dict[str, float]:
+    """Compare norm, SiLU and a 1x1x1 convolution behind them, as the network has them, with float64 on the CPU.
+
+    With the first call on a GPU its kernels are compiled, which takes seconds; touches no global generator.
+
+    Args:
+        device: where the model will be.
+        amp: the dtype that it will be computed in.
+        channels_last: the memory order of weights and activations.
+        lean: which of the two forms (`diffusion/lean.py`).
+
+    Returns:
+        Norm of the error over the norm of the result, of the output and the gradients of input, scale and shift.
+    """
+    generator = torch.Generator().manual_seed(1)
+    x = 1 + torch.randn(2, _CHANNELS, *_SIZE_ZYX, generator=generator)
+    scale, shift = torch.randn(2, 2, _CHANNELS, generator=generator).unbind()
+    grad = torch.randn(x.shape, generator=generator)
+    conv = nn.Conv3d(_CHANNELS, _CHANNELS, 1, device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.normal_(std=_CHANNELS**-0.5, generator=generator)
+    layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+    exact = _norm_run(x.double(), scale.double(), shift.double(), grad.double(), copy.deepcopy(conv).double(), lean)
+    on_device = [part.to(device).contiguous(memory_format=layout) for part in (x, grad)]
+    conv = conv.to(device).to(memory_format=layout)  # type: ignore[call-overload]  # torch declares channels_last only
+    with autocast(device, amp):
+        found = _norm_run(on_device[0], scale.to(device), shift.to(device), on_device[1], conv, lean)
+    names = ("output", "input gradient", "scale gradient", "shift gradient")
+    return {
+        name: float((ours.cpu().double() - truth).norm() / truth.norm())
+        for name, ours, truth in zip(names, found, exact, strict=True)
+    }
+
+
+def check_norm(device: torch.device, amp: AmpMode, channels_last: bool, errors: dict[str, float] | None = None) -> None:
+    """Raises ConfigError where `norm_errors`, or given `errors`, are beyond rounding."""
+    for name, error in (errors or norm_errors(device, amp, channels_last)).items():
+        if not error <= TOLERANCES[amp]:  # also where it is NaN
+            raise ConfigError(
+                f"GroupNorm and SiLU must agree with float64 within {TOLERANCES[amp]:g}; got an error of {error:.2g} "
+                f"in their {name} (torch {torch.__version__}, {device}, amp {amp}); set training.amp=off or use the "
+                "triton that belongs to this torch"
+            )
+
+
+def _norm_run(
+    x: Tensor, scale: Tensor, shift: Tensor, grad: Tensor, conv: nn.Conv3d, lean: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output and the gradients of x, scale and shift for the output's gradient `grad`."""
+    x, scale, shift = (part.clone().requires_grad_() for part in (x, scale, shift))
+    out = norm_silu_conv(x, scale, shift, 8, conv, lean)
+    grad_x, grad_scale, grad_shift = torch.autograd.grad(out, (x, scale, shift), grad.to(out.dtype))
+    return out.detach(), grad_x, grad_scale, grad_shift
 
 
 def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool, version: int | None = None) -> str:
