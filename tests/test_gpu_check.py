@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -147,6 +148,27 @@ def test_a_failed_parity_ends_in_exit_code_1(tmp_path: Path) -> None:
     assert read(tmp_path)["figures"]["parity_ok"] is False
     assert "| off | 0.0e+00 |" in done.stdout
     assert "NO" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "used_share", "short"),
+    [
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", 0.1, True),
+        ("CUDA error: out of memory", 0.1, True),
+        ("FIND was unable to find an engine to execute this computation", 0.9, True),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", 0.9, True),
+        ("FIND was unable to find an engine to execute this computation", 0.1, False),
+        ("cuDNN error: CUDNN_STATUS_BAD_PARAM", 0.9, False),
+    ],
+)
+def test_cudnn_without_a_kernel_is_out_of_memory_where_memory_was_nearly_full(
+    text: str, used_share: float, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
+    tool = importlib.import_module("gpu_measure")
+    assert tool.is_out_of_memory(RuntimeError(text), used_share) is short
+    assert not tool.is_out_of_memory(ValueError(text), used_share), "not an error of the device"
+    assert tool.is_out_of_memory(torch.OutOfMemoryError("Tried to allocate"), 0.1)
 
 
 @pytest.mark.gpu

@@ -153,7 +153,7 @@ def _train(
                 (batch.x_0.clone(), batch.indices.copy()) for batch in (feed.next(stream, HostClock()) for _ in numbers)
             ]
             for contender in contenders:
-                _turn(contender, numbers, batches)
+                _turn(contender, numbers, batches, device)
             done = numbers[-1] + 1
             if done % arguments.validate_every == 0 or done == arguments.steps:
                 for contender in contenders:
@@ -164,14 +164,26 @@ def _train(
                 )
 
 
-def _turn(contender: Contender, numbers: range, batches: Sequence[tuple[Tensor, np.ndarray[Any, Any]]]) -> None:
+def _turn(
+    contender: Contender,
+    numbers: range,
+    batches: Sequence[tuple[Tensor, np.ndarray[Any, Any]]],
+    device: torch.device,
+) -> None:
     config = contender.config
-    started = time.perf_counter()
+    started = device_time(device)
     for number, (x_0, indices) in zip(numbers, batches, strict=True):
         t = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)
         contender.step.accumulate(x_0, indices, t)
-        contender.step.apply(learning_rate(number, config.training)).read()
-    contender.seconds += time.perf_counter() - started
+        contender.step.apply(learning_rate(number, config.training))
+    contender.seconds += device_time(device) - started
+
+
+def device_time(device: torch.device) -> float:
+    """Seconds of a clock, read once a GPU has done all that was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _contender(name: str, config: Config, device: torch.device) -> Contender:

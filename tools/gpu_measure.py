@@ -27,6 +27,7 @@ from torch import Tensor
 from vesuvius.config import Config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.engine.gpu_memory import is_gpu_memory_error
 from vesuvius.engine.outcome import StepResult
 from vesuvius.engine.step import TrainStep
 from vesuvius.errors import one_line
@@ -37,6 +38,11 @@ Row = dict[str, Any]
 WARM_UP_STEPS = 2  # the first makes the optimizer's state and cuDNN's choices
 LEAST_STEPS, MOST_STEPS = 3, 30
 REHEARSED_BATCH = 2  # in a rehearsal larger micro-batches "do not fit"
+
+# What cuDNN says where it has no kernel, or none whose workspace fits: "unable to find an engine to execute this
+# computation" is torch's own text.
+NO_KERNEL = ("unable to find an engine", "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_INTERNAL_ERROR")
+NEARLY_FULL = 0.6  # a workspace is at most some tensors of a convolution
 
 # Dense tensor-core TFLOP/s with float32 accumulation: (bf16 and fp16, TF32), from NVIDIA's data sheets, whose sparse
 # figures are twice these.  The first name found in the device's name counts.
@@ -128,12 +134,11 @@ def attempt(bench: Bench, budget: Budget, row: Row, measure: Callable[[], Row]) 
     try:
         with budget.enforced():
             row = row | measure() | {"outcome": "ok"}
-    except torch.OutOfMemoryError as error:
-        row = row | {"outcome": "out of memory", "detail": one_line(error)}
     except OutOfTimeError:
         row = row | {"outcome": "out of time"}
     except Exception as error:
-        row = row | {"outcome": type(error).__name__, "detail": one_line(error)}
+        short = is_out_of_memory(error, _used_share(bench))
+        row = row | {"outcome": "out of memory" if short else type(error).__name__, "detail": one_line(error)}
     # Only here: as long as an error is handled, its frames hold the tensors.
     gc.collect()
     if "torch._dynamo" in sys.modules:
@@ -141,6 +146,27 @@ def attempt(bench: Bench, budget: Budget, row: Row, measure: Callable[[], Row]) 
     if bench.on_gpu:
         torch.cuda.empty_cache()
     return row
+
+
+def is_out_of_memory(error: Exception, used_share: float) -> bool:
+    """Whether a measurement failed for lack of memory.  Pure.
+
+    cuDNN says it in two ways: that an allocation failed, and, where each of its kernels wants more workspace than is
+    left, that it knows no kernel.  The latter may be a kernel that is missing: it counts where memory was nearly full.
+
+    Args:
+        error: what torch raised.
+        used_share: allocated at the most, of what this process may take.
+    """
+    no_kernel = isinstance(error, RuntimeError) and any(text in str(error) for text in NO_KERNEL)
+    return is_gpu_memory_error(error) or (no_kernel and used_share >= NEARLY_FULL)
+
+
+def _used_share(bench: Bench) -> float:
+    if not bench.on_gpu:
+        return 0.0
+    may_take = torch.cuda.get_per_process_memory_fraction() * torch.cuda.get_device_properties(0).total_memory
+    return torch.cuda.max_memory_allocated() / may_take
 
 
 def measured(bench: Bench, spec: Spec, batch: int, budget: Budget, flops_per_patch: int, **training: Any) -> Row:

@@ -7,6 +7,7 @@ from diffusers import DDIMScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vesuvius.config import DiffusionConfig, Prediction
 from vesuvius.diffusion.condition import Condition
@@ -139,6 +140,25 @@ def test_the_threshold_is_numpys_quantile_of_each_sample_without_interpolation(
     expected = np.clip(x_0.flatten(1).numpy(), -limit, limit) * clip / limit
     # a few ulp of float64
     np.testing.assert_allclose(limited(x_0, clip, quantile).flatten(1).numpy(), expected, rtol=1e-14)
+
+
+class _Names(TorchDispatchMode):
+    """The names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.add(func._overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_thresholding_takes_nothing_that_deterministic_kernels_of_cuda_lack() -> None:
+    with _Names() as names:
+        limited(_x(), 0.5, 0.8)
+    # Those of torch.use_deterministic_algorithms that pick an order statistic: they raise on CUDA alone.
+    assert not names.seen & {"kthvalue", "median", "nanmedian", "histc"}
 
 
 def test_the_threshold_of_a_sample_does_not_depend_on_its_neighbours() -> None:

@@ -1,7 +1,7 @@
 """The network's shapes, initial weights, precision and refusals."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from vesuvius.config import ModelConfig
@@ -203,6 +204,63 @@ def test_channels_last_gives_the_same_numbers() -> None:
         torch.testing.assert_close(last_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
+class _Layouts(TorchDispatchMode):
+    """Which tensors of new memory do not lie channels last, by the operation that made them.
+
+    Views move nothing.  Of one channel, or one voxel, both orders are the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[str] = []
+        self.count = 0
+        self.tokens = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        given = {part.untyped_storage().data_ptr() for part in tree_leaves(args) if isinstance(part, Tensor)}
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(tensor, Tensor) or tensor.untyped_storage().data_ptr() in given:
+                continue
+            if tensor.ndim == 5 and tensor.shape[1] > 1 and tensor.shape[2:].numel() > 27:  # no kernel of weights
+                self.count += 1
+                if "aten.stack" in str(func):
+                    self.tokens = tensor.shape[3]
+                if not tensor.is_contiguous(memory_format=torch.channels_last_3d):
+                    self.others.append(f"{func} {tuple(tensor.shape)} {tensor.stride()}")
+        return out
+
+
+@pytest.fixture
+def one_dnn() -> Iterator[None]:
+    """Small convolutions by oneDNN, which keeps the memory order: with one thread torch has its own for them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_dnn")
+@CONFIGS
+@pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_in_channels_last_order_no_activation_and_no_gradient_lies_otherwise(
+    config: ModelConfig, lean: bool, channels: int
+) -> None:
+    model = _awake(config, channels, Execution(lean))
+    model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    x, t = _input(2, channels)  # contiguous, as the loader delivers it
+    with _Layouts() as layouts:
+        model(x, t).square().sum().backward()
+    assert layouts.count > 60
+    # Attention's queries, keys and values have five axes too: of their gradients one tensor is made, and turned.
+    allowed = ("aten.stack.default (3, ", f"aten.clone.default (2, {layouts.tokens}, 3, ")
+    assert [line for line in layouts.others if not line.startswith(allowed)] == []
+    with _Layouts() as layouts:
+        _awake(config, channels, Execution(lean))(x, t).square().sum().backward()
+    assert layouts.others, "contiguous weights are seen"
+
+
 def test_added_skips_need_fewer_weights_and_every_level_still_reaches_the_output() -> None:
     added, joined = _awake(ADDED), _awake(ALL_PARTS)
     assert sum(p.numel() for p in added.parameters()) < sum(p.numel() for p in joined.parameters())
@@ -240,6 +298,38 @@ def test_forward_and_backward_are_one_graph_for_torch_compile(lean: bool) -> Non
     assert torch.equal(compiled_loss, loss)
     for name, gradient in gradients.items():
         torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def _kept_bytes(model: UNet, forward: Callable[[Tensor, Tensor], Tensor]) -> int:
+    """What autograd keeps of a forward pass, storages once, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward(*_input())
+    assert out.requires_grad
+    return sum(size for pointer, size in sizes.items() if pointer not in parameters)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_the_lean_form_keeps_no_more_than_eager_and_gives_the_same_numbers() -> None:
+    # aot_eager: torch.compile's own choice of what is kept and what is computed again, without its code generator.
+    model, compiled, plain = _awake(ALL_PARTS), _awake(ALL_PARTS), _awake(ALL_PARTS, execution=Execution(False))
+    compiled.forward = torch.compile(compiled.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+    (loss, gradients), (compiled_loss, compiled_gradients) = _loss_and_gradients(model), _loss_and_gradients(compiled)
+    # 1e-5 in both: the compiler writes linear maps and attention in other operations of float32.
+    torch.testing.assert_close(compiled_loss, loss, rtol=1e-5, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+    eager = _kept_bytes(model, model.forward)
+    # 1.05: masks and statistics.  Seeing that forward and backward compute the same norms, it kept 1.8 times as much.
+    assert _kept_bytes(compiled, compiled.forward) <= 1.05 * eager
+    assert _kept_bytes(plain, plain.forward) > 1.8 * eager, "the bytes count"
 
 
 @CONFIGS

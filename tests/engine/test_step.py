@@ -15,9 +15,10 @@ from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.engine import step as step_module
 from vesuvius.engine.network import build_network
 from vesuvius.engine.outcome import StepOutcome, StepResult
-from vesuvius.engine.step import TrainStep, learning_rate, make_optimizer, resolve_amp
+from vesuvius.engine.step import TrainStep, holds_trials, learning_rate, make_optimizer, resolve_amp
 from vesuvius.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -414,3 +415,29 @@ def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert all(result.read().finite for result in results)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_memory_of_cudnns_trials_is_given_back_once_behind_the_first_step(
+    holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(step_module, "holds_trials", lambda device, config: holds)
+    step = make_step(make_config(train_batch_size=2, accumulate_steps=2))
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: calls.append(step.optimizer.state[_first(step)]["step"].item())
+    )
+    train(step, make_config(train_batch_size=2, accumulate_steps=2), steps=3)
+    assert calls == ([1] if holds else []), "the optimizer had made its first step"
+
+
+def _first(step: TrainStep) -> torch.Tensor:
+    return next(iter(step.network.parameters()))
+
+
+def test_only_cuda_with_cudnns_benchmark_leaves_trials_behind() -> None:
+    cuda = torch.device("cuda")
+    assert holds_trials(cuda, make_config().training)
+    assert not holds_trials(CPU, make_config().training)
+    assert not holds_trials(cuda, make_config(cudnn_benchmark=False).training)
+    assert not holds_trials(cuda, make_config(deterministic=True).training)

@@ -80,12 +80,14 @@ def limited(x_0: Tensor, clip: float, quantile: float | None) -> Tensor:
 
     Without `quantile` by clamping.  With it by dynamic thresholding (Saharia et al. 2022, section 2.3, where clip is
     1): each sample is clamped to s, the quantile of its own |x_0| or `clip` if that is more, and scaled by clip / s.
-    The quantile is the smallest |x_0| that this share of voxels does not exceed, without interpolation; kthvalue has
-    no limit on the number of voxels, torch.quantile has (16 M).  Pure.
+    The quantile is the smallest |x_0| that this share of voxels does not exceed, without interpolation.  topk has no
+    limit on the number of voxels, torch.quantile has (16 M), and a deterministic form on CUDA, which kthvalue has not.
+    Pure.
     """
     if quantile is None:
         return x_0.clamp(-clip, clip)
     size = x_0.abs().flatten(1)
     rank = max(1, math.ceil(quantile * size.shape[1]))
-    limit = size.kthvalue(rank, dim=1).values.clamp(min=clip).view(-1, *[1] * (x_0.ndim - 1))
+    largest = size.topk(size.shape[1] - rank + 1, dim=1).values  # in falling order: the last is the rank-th smallest
+    limit = largest[:, -1].clamp(min=clip).view(-1, *[1] * (x_0.ndim - 1))
     return x_0.clamp(-limit, limit) * (clip / limit)

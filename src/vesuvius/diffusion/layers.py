@@ -12,7 +12,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
 from vesuvius.config import Triple
-from vesuvius.diffusion.lean import NORM_EPS, no_autocast, norm_silu_conv
+from vesuvius.diffusion.lean import no_autocast, norm_silu_conv
+from vesuvius.diffusion.norm_silu import NORM_EPS, laid_out, layout_of
 
 FREQUENCIES = 64
 LONGEST_PERIOD = 10_000.0
@@ -30,18 +31,28 @@ def group_count(channels: int, norm_groups: int) -> int:
 
 
 def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
-    """Move each stride-sized box of voxels into channels: [B, C, Z, Y, X] -> [B, C sz sy sx, Z/sz, Y/sy, X/sx]."""
+    """Move each stride-sized box of voxels into channels: [B, C, Z, Y, X] -> [B, C sz sy sx, Z/sz, Y/sy, X/sx].
+
+    One copy; the result, and the gradient, lie in memory as x does.
+    """
     b, c, z, y, x_size = x.shape
     sz, sy, sx = stride_zyx
+    if layout_of(x) == torch.channels_last_3d:
+        boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z // sz, sz, y // sy, sy, x_size // sx, sx, c)
+        moved = boxes.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(b, z // sz, y // sy, x_size // sx, c * sz * sy * sx)
+        return moved.permute(0, 4, 1, 2, 3)
     boxes = x.reshape(b, c, z // sz, sz, y // sy, sy, x_size // sx, sx)
     return boxes.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(b, c * sz * sy * sx, z // sz, y // sy, x_size // sx)
 
 
 def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
-    """Undo `space_to_depth`: [B, C sz sy sx, Z, Y, X] -> [B, C, Z sz, Y sy, X sx]."""
+    """Undo `space_to_depth`: [B, C sz sy sx, Z, Y, X] -> [B, C, Z sz, Y sy, X sx]; the memory order stays as well."""
     b, channels, z, y, x_size = x.shape
     sz, sy, sx = stride_zyx
     c = channels // (sz * sy * sx)
+    if layout_of(x) == torch.channels_last_3d:
+        boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z, y, x_size, c, sz, sy, sx)
+        return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, z * sz, y * sy, x_size * sx, c).permute(0, 4, 1, 2, 3)
     boxes = x.reshape(b, c, sz, sy, sx, z, y, x_size)
     return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, c, z * sz, y * sy, x_size * sx)
 
@@ -123,10 +134,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, Z, Y, X] -> same shape."""
         b, c, *size_zyx = x.shape
-        qkv: Tensor = self.qkv(self.norm(x).flatten(2).transpose(1, 2))
+        qkv: Tensor = self.qkv(self.norm(laid_out(x)).flatten(2).transpose(1, 2))
         q, k, v = qkv.reshape(b, -1, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.out(attended.transpose(2, 3).reshape(b, c, *size_zyx))
+        if layout_of(x) == torch.channels_last_3d:
+            joined = attended.transpose(1, 2).reshape(b, *size_zyx, c).permute(0, 4, 1, 2, 3)
+        else:
+            joined = attended.transpose(2, 3).reshape(b, c, *size_zyx)
+        out: Tensor = self.out(joined)
         return x + out
 
 

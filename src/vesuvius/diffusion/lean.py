@@ -1,8 +1,8 @@
 """conv(SiLU(GroupNorm(x))) in two forms of the same numbers: plain, and lean in memory.
 
-Plain, torch keeps three tensors of the size of x until the backward pass: x, the norm's result and SiLU's.  Lean, x
-alone is kept, and the other two are computed from it again in the backward pass by the same kernels: two more passes
-over memory for a third of the bytes.
+Plain, autograd keeps x, SiLU's result and, on a CPU, the norm's; on CUDA the kernels go from x to SiLU's result and
+back without the norm's.  Lean, x alone is kept, with mean and inverse deviation of each group, and SiLU's result is
+computed from them again in the backward pass: one more pass over memory on CUDA, two on a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-NORM_EPS = 1e-5
+from vesuvius.diffusion import norm_silu
+
 _ONE = [1, 1, 1]
 
 
@@ -30,22 +31,30 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
 def norm_silu_conv(x: Tensor, weight: Tensor, bias: Tensor, groups: int, conv: nn.Conv3d, lean: bool) -> Tensor:
     """Return conv(SiLU(GroupNorm(x) weight + bias)), in the autocast dtype where autocast is on.
 
-    `x` is [B, C, Z, Y, X]; `weight` and `bias` are [C], or [B, C] with a row for each sample; `conv` has stride 1 and a
-    bias.  With `lean`, only `x` is kept for the backward pass.  The norm is computed in the dtype of `x`: left to
-    autocast, CUDA would keep float32 copies of its input and its output.
+    `x` is [B, C, Z, Y, X], contiguous or channels last; `weight` and `bias` are [C], or [B, C] with a row for each
+    sample; `conv` has stride 1 and a bias.  With `lean`, only `x` is kept for the backward pass.  The norm is computed
+    on the autocast dtype, its sums, weights and statistics in float32: left to autocast, CUDA would keep float32 copies
+    of its input and its output.
     """
     assert conv.bias is not None
     assert conv.stride == (1, 1, 1), conv.stride
     dtype = _compute_dtype(x)
-    x, weight, bias, kernel, kernel_bias = (part.to(dtype) for part in (x, weight, bias, conv.weight, conv.bias))
+    x, kernel, kernel_bias = (part.to(dtype) for part in (x, conv.weight, conv.bias))
+    weight, bias = (part.to(norm_silu.statistics_dtype(x)) for part in (weight, bias))
     padding = [int(size) for size in conv.padding]
     with no_autocast(x.device):
-        if lean and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            y: Tensor = norm_silu.forward(norm_silu.laid_out(x), weight, bias, groups)[0]
+        elif lean:
             function: Any = _NormSiLUConv  # torch has no type for `apply`
             out: Tensor = function.apply(x, weight, bias, kernel, kernel_bias, groups, padding)
             return out
-        z, _, _ = _group_norm(x, weight, bias, groups)
-        return F.conv3d(F.silu(z, inplace=not torch.is_grad_enabled()), kernel, kernel_bias, _ONE, padding)
+        elif torch.compiler.is_compiling():
+            y = F.silu(_traceable_norm(x, weight, bias, groups))
+        else:
+            function = _NormSiLU
+            y = function.apply(x, weight, bias, groups)
+        return F.conv3d(y, kernel, kernel_bias, _ONE, padding)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -55,41 +64,38 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def _layout(x: Tensor) -> torch.memory_format:
-    """The memory order in which the kernel of GroupNorm takes `x`: channels last is for CPUs alone.
-
-    And there for the strides of the textbook alone: with an axis of size 1, whose stride is arbitrary, torch calls `x`
-    channels last and its kernel refuses it.
-    """
-    _, c, z, y, x_size = x.shape
-    textbook = (c * z * y * x_size, 1, y * x_size * c, x_size * c, c)
-    last = x.device.type == "cpu" and x.stride() == textbook and not x.is_contiguous()
-    return torch.channels_last_3d if last else torch.contiguous_format
-
-
-def _folded(x: Tensor, weight: Tensor) -> Tensor:
-    """`x` as the kernel of GroupNorm takes it: with a weight for each sample, the batch is folded into the channels.
-
-    Written as norm(x) * (1 + scale) + shift, one more tensor of the size of x would be kept or computed.
-    """
-    if weight.ndim == 2:
-        x = x.reshape(1, -1, *x.shape[2:])
-    return x.contiguous(memory_format=_layout(x))
-
-
-def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of `x`, of its shape, and the mean and inverse deviation of each group."""
-    folded = _folded(x, weight)
+def _traceable_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
+    """The norm in operations that a compiler can fuse with their neighbours."""
+    x = norm_silu.laid_out(x)
+    weight, bias = (part.to(x.dtype) for part in (weight, bias))
+    samples = len(x) if weight.ndim == 2 else 1
+    folded = x.reshape(1, -1, *x.shape[2:]) if samples > 1 else x
     n, c, *size_zyx = folded.shape
-    samples = weight.shape[0] if weight.ndim == 2 else 1
-    z, mean, rstd = torch.native_group_norm(
-        folded, weight.reshape(-1), bias.reshape(-1), n, c, math.prod(size_zyx), groups * samples, NORM_EPS
+    z, _, _ = torch.native_group_norm(
+        folded, weight.reshape(-1), bias.reshape(-1), n, c, math.prod(size_zyx), groups * samples, norm_silu.NORM_EPS
     )
-    return z.view(x.shape), mean, rstd
+    return z.view(x.shape)
+
+
+class _NormSiLU(torch.autograd.Function):
+    """SiLU(GroupNorm(x) weight + bias); the backward pass cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> Tensor:
+        x = norm_silu.laid_out(x)
+        y, z, mean, rstd = norm_silu.forward(x, weight, bias, groups, keep_z=True)
+        ctx.save_for_backward(x, weight, bias, mean, rstd, z)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, rstd, z = ctx.saved_tensors
+        return *norm_silu.backward(grad_y, z, x, weight, bias, mean, rstd), None
 
 
 class _NormSiLUConv(torch.autograd.Function):
-    """The lean form.  All tensors have one dtype; the backward pass cannot be differentiated again."""
+    """The lean form; the backward pass cannot be differentiated again."""
 
     @staticmethod
     def forward(
@@ -102,42 +108,35 @@ class _NormSiLUConv(torch.autograd.Function):
         groups: int,
         padding: list[int],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, kernel)
-        ctx.groups, ctx.padding = groups, padding
-        z, _, _ = _group_norm(x, weight, bias, groups)
-        return F.conv3d(F.silu(z, inplace=True), kernel, kernel_bias, _ONE, padding)
+        x = norm_silu.laid_out(x)
+        if torch.compiler.is_compiling():
+            y, mean, rstd = norm_silu.opaque_forward(x, weight, bias, groups)
+        else:
+            y, _, mean, rstd = norm_silu.forward(x, weight, bias, groups)
+        ctx.save_for_backward(x, weight, bias, kernel, mean, rstd)
+        ctx.padding = padding
+        return F.conv3d(y, kernel, kernel_bias, _ONE, padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, kernel = ctx.saved_tensors
-        z, mean, rstd = _group_norm(x, weight, bias, ctx.groups)
+        x, weight, bias, kernel, mean, rstd = ctx.saved_tensors
+        z: Tensor | None = None
+        if torch.compiler.is_compiling():
+            y = norm_silu.opaque_again(x, weight, bias, mean, rstd)
+        else:
+            y, z = norm_silu.again(x, weight, bias, mean, rstd)
         wanted = [True, *ctx.needs_input_grad[3:5]]
         grad_y, grad_kernel, grad_kernel_bias = torch.ops.aten.convolution_backward(
-            grad_out, F.silu(z), kernel, [kernel.shape[0]], _ONE, ctx.padding, _ONE, False, [0, 0, 0], 1, wanted
+            grad_out, y, kernel, [kernel.shape[0]], _ONE, ctx.padding, _ONE, False, [0, 0, 0], 1, wanted
         )
-        grad_z = torch.ops.aten.silu_backward(grad_y, z)
-        del z, grad_y  # each as large as x, and the norm's backward pass makes one more
-        folded = _folded(x, weight)
-        n, c, *size_zyx = folded.shape
-        grad_folded, grad_weight, grad_bias = torch.ops.aten.native_group_norm_backward(
-            grad_z.reshape(folded.shape).contiguous(memory_format=_layout(folded)),
-            folded,
-            mean,
-            rstd,
-            weight.reshape(-1),
-            n,
-            c,
-            math.prod(size_zyx),
-            mean.shape[1],
-            ctx.needs_input_grad[:3],
-        )
-        return (
-            None if grad_folded is None else grad_folded.view(x.shape),
-            None if grad_weight is None else grad_weight.view(weight.shape),
-            None if grad_bias is None else grad_bias.view(bias.shape),
-            grad_kernel,
-            grad_kernel_bias,
-            None,
-            None,
-        )
+        del y
+        if torch.compiler.is_compiling():
+            found = norm_silu.opaque_backward(grad_y, x, weight, bias, mean, rstd)
+        elif z is None:
+            found = norm_silu.backward(grad_y, None, x, weight, bias, mean, rstd)
+        else:
+            grad_z = norm_silu.silu_backward(grad_y, z)
+            del z, grad_y  # each as large as x, and the norm's backward pass makes one more
+            found = norm_silu.norm_backward(grad_z, x, weight, mean, rstd)
+        return *found, grad_kernel, grad_kernel_bias, None, None

@@ -25,6 +25,7 @@ from vesuvius.diffusion.layers import (
     depth_to_space,
     space_to_depth,
 )
+from vesuvius.diffusion.norm_silu import layout_of
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.errors import ConfigError
 
@@ -202,6 +203,7 @@ class UNet(nn.Module):
                 reach 2^31 elements.
         """
         self._check_input(x, t)
+        x = self._laid_out_as_weights(x)
         embedding = self.embed(t, scalars)
         stride, run, lean = self.config.stem_stride, self.execution.run, self.execution.lean_norm
         if not self.config.full_res_channels:
@@ -212,6 +214,17 @@ class UNet(nn.Module):
         fine = run(0, self.full_up, embedding, fine + depth_to_space(self.stem_out(h), stride))
         out: Tensor = self.norm_out(fine, self.conv_out, lean)
         return out.float()
+
+    def _laid_out_as_weights(self, x: Tensor) -> Tensor:
+        """`x` in the memory order of the weights, for the first convolution to hand on.
+
+        One channel lies in either order; its strides alone say which is meant.
+        """
+        if layout_of(self.conv_out.weight) != torch.channels_last_3d:
+            return x
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+        _, c, z, y, x_size = x.shape
+        return x.as_strided(x.shape, (c * z * y * x_size, 1, y * x_size * c, x_size * c, c))
 
     def _check_input(self, x: Tensor, t: Tensor) -> None:
         assert x.ndim == 5, x.shape

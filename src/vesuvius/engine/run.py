@@ -34,7 +34,7 @@ from vesuvius.engine.replay_file import ReplayWriter
 from vesuvius.engine.report import StepReporter
 from vesuvius.engine.resume import checkpoint_to_resume, is_finished, restore, run_state
 from vesuvius.engine.run_dir import RunDir, run_dir
-from vesuvius.engine.self_test import check_convolution
+from vesuvius.engine.self_test import check_convolution, check_cudnn, check_norm
 from vesuvius.engine.start_log import log_network, log_progress, log_start
 from vesuvius.engine.step import TrainStep, choose_device, choose_kernels, learning_rate
 from vesuvius.engine.stop import StoppedError, StopRequest, unless_stopped
@@ -195,7 +195,9 @@ class Run:
         self._schedule = Schedule.from_config(config.diffusion, found.spectrum).to(self._device)
         network = build_network(config, self._device)
         self._step = TrainStep(config, network, self._schedule, self._device)
+        check_cudnn(self._device, self._step.amp, config.training.channels_last)
         check_convolution(self._device, self._step.amp)
+        check_norm(self._device, self._step.amp, config.training.channels_last)
         log_network(config, network, self._device, self._step.amp)
         self.progress = self._begin_or_go_on()
         self._acts = MemoryActs(

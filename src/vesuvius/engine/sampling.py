@@ -43,7 +43,7 @@ from vesuvius.engine.sample_zarr import (
     published_when_whole,
     to_greys,
 )
-from vesuvius.engine.self_test import check_convolution
+from vesuvius.engine.self_test import check_convolution, cudnn_problem
 from vesuvius.engine.step import choose_device
 from vesuvius.engine.stop import StopRequest
 from vesuvius.engine.trained import Trained, TrainedNetwork, read_trained
@@ -118,6 +118,8 @@ class _Drawing:
         self._device = device
         self._schedule = Schedule.from_config(config.diffusion, trained.spectrum).to(device)
         self._network = TrainedNetwork(trained, request.weights, self._schedule, device)
+        if problem := cudnn_problem(device, self._network.amp, config.training.channels_last):
+            log.warning("sampling will be slow: %s", problem)
         check_convolution(device, self._network.amp)
         self._conditioner = Conditioner(
             config.data.condition_classes, trained.greys.conditions, trained.scalars, device

@@ -55,6 +55,7 @@ class TrainStep:
         decays = average_decays(config.training)
         self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
         self.updating = False
+        self._holds_trials = holds_trials(device, config.training)
         self._loss = torch.zeros((), device=device)
         self._losses: list[Tensor] = []
         self._nonfinite_in_a_row = torch.zeros((), device=device)
@@ -111,7 +112,11 @@ class TrainStep:
             timed: `computing` of a clock.
         """
         with timed("optimizer"):
-            return self._apply(lr)
+            result = self._apply(lr)
+        if self._holds_trials:
+            torch.cuda.empty_cache()  # waits for the step: once
+            self._holds_trials = False
+        return result
 
     def _apply(self, lr: float) -> StepResult:
         for group in self.optimizer.param_groups:
@@ -295,6 +300,15 @@ def choose_kernels(device: torch.device, config: TrainingConfig) -> None:
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not
         torch.use_deterministic_algorithms(True)
+
+
+def holds_trials(device: torch.device, config: TrainingConfig) -> bool:
+    """Whether the first step leaves memory behind that no later one takes.  Pure.
+
+    cuDNN's benchmark tries kernels with whatever workspace is free; torch's allocator keeps the largest of them
+    reserved, where no other process, and with segments of fixed size often no tensor, can use it.
+    """
+    return device.type == "cuda" and config.cudnn_benchmark and not config.deterministic
 
 
 def parameter_count(network: nn.Module) -> int:

@@ -1,0 +1,236 @@
+"""SiLU(GroupNorm(x)) on each device: result, result again from kept statistics, gradients.  Nothing here is autograd's.
+
+On CUDA Triton's kernels compute it (`norm_kernels.py`), elsewhere torch's own.  Results lie in memory as x does,
+contiguous or channels last, and statistics are float32 where x has 16 bits.  `lean.py` decides what is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+
+NORM_EPS = 1e-5
+
+log = logging.getLogger(__name__)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of mean, inverse deviation, weight and bias for an `x`: float32 unless x has more."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def laid_out(x: Tensor) -> Tensor:
+    """`x` [N, C, Z, Y, X] contiguous or channels last with the strides of the textbook: a view where it is either.
+
+    An axis of size 1 has any stride (oneDNN gives it one of its own); torch then calls x channels last, and the kernel
+    of its GroupNorm refuses it.
+    """
+    if x.is_contiguous():
+        return x
+    if not x.is_contiguous(memory_format=torch.channels_last_3d):
+        return x.contiguous()
+    _, c, z, y, x_size = x.shape
+    return x.as_strided(x.shape, (c * z * y * x_size, 1, y * x_size * c, x_size * c, c))
+
+
+def layout_of(x: Tensor) -> torch.memory_format:
+    """Contiguous or channels last: what `laid_out` makes of `x`."""
+    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
+    return torch.channels_last_3d if last else torch.contiguous_format
+
+
+# ---- any device
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, keep_z: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return y = SiLU(z), z = GroupNorm(x) weight + bias, and mean and inverse deviation [N, groups].
+
+    Args:
+        x: [N, C, Z, Y, X], as `laid_out` makes it.
+        weight, bias: [C], or [N, C] with a row for each sample, in `statistics_dtype`.
+        groups: a divisor of C.
+        keep_z: whether to return z.  It is None all the same where kernels never write it.
+    """
+    kernels = kernels_for(x)
+    if kernels is not None:
+        y, mean, rstd = kernels.norm_silu(x, weight, bias, groups, NORM_EPS)
+        return y, None, mean, rstd
+    z, mean, rstd = _group_norm(x, weight, bias, groups)
+    return (F.silu(z), z, mean, rstd) if keep_z else (F.silu(z, inplace=True), None, mean, rstd)
+
+
+def again(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return y and z of `forward`, the same bits, from what it was given and what it returned."""
+    kernels = kernels_for(x)
+    if kernels is not None:
+        return kernels.again(x, weight, bias, mean, rstd), None
+    z, _, _ = _group_norm(x, weight, bias, mean.shape[1])
+    return F.silu(z), z
+
+
+def backward(
+    grad: Tensor, z: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias for the gradient of y.
+
+    Args:
+        grad: of y, in any memory order.
+        z: of `forward` or `again`; None = computed again, if it is needed.
+        x, weight, bias, mean, rstd: as there.
+    """
+    kernels = kernels_for(x)
+    if kernels is not None:
+        in_order = laid_out(grad.contiguous(memory_format=layout_of(x)))
+        found: tuple[Tensor, Tensor, Tensor] = kernels.backward(in_order, x, weight, bias, mean, rstd)
+        return found
+    if z is None:
+        z, _, _ = _group_norm(x, weight, bias, mean.shape[1])
+    return norm_backward(silu_backward(grad, z), x, weight, mean, rstd)
+
+
+def silu_backward(grad: Tensor, z: Tensor) -> Tensor:
+    """Return the gradient of z for that of y, lying as z does: the first half of `backward` on torch's kernels."""
+    found: Tensor = torch.ops.aten.silu_backward(laid_out(grad.contiguous(memory_format=layout_of(z))), z)
+    return found
+
+
+def kernels_for(x: Tensor) -> ModuleType | None:
+    """The module of Triton's kernels where they compute `x`; None where torch's do."""
+    if x.device.type != "cuda" or x.dtype == torch.float64:
+        return None
+    return _triton_kernels()
+
+
+@functools.cache
+def _triton_kernels() -> ModuleType | None:
+    """The module, once one of its kernels has run; None, and a warning, where none does (no Triton, no C compiler)."""
+    try:
+        from vesuvius.diffusion import norm_kernels
+
+        x = torch.zeros(1, 4, 1, 1, 8, device="cuda")
+        norm_kernels.norm_silu(x, x.new_ones(4), x.new_zeros(4), 1, NORM_EPS)
+    except Exception as error:  # whatever Triton lacks
+        log.warning(
+            "norms run on torch's kernels, which are slow on a GPU and copy channels-last tensors, because Triton's do "
+            "not run here: %s; install the triton that belongs to torch %s, and a C compiler",
+            error,
+            torch.__version__,
+        )
+        return None
+    return norm_kernels
+
+
+# ---- torch's kernels
+
+
+def _folds(x: Tensor, weight: Tensor) -> bool:
+    """Whether samples are channels to the kernel, so that each has a weight of its own without a tensor more."""
+    return weight.ndim == 2 and (len(x) == 1 or layout_of(x) == torch.contiguous_format)
+
+
+def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    if weight.ndim == 2 and not _folds(x, weight):
+        # Channels last cannot be folded without a copy of x: one sample at a time.
+        rows = [_group_norm(x[i : i + 1], weight[i], bias[i], groups) for i in range(len(x))]
+        z, mean, rstd = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        return z, mean, rstd
+    n, c, *size_zyx = _folded(x, weight).shape
+    # The kernels of CUDA want one dtype, those of a CPU take float32 weights with 16 bits and keep float32 statistics.
+    own = x.dtype if x.is_cuda else weight.dtype
+    z, mean, rstd = torch.native_group_norm(
+        _folded(x, weight),
+        weight.reshape(-1).to(own),
+        bias.reshape(-1).to(own),
+        n,
+        c,
+        math.prod(size_zyx),
+        groups * len(x) // n,
+        NORM_EPS,
+    )
+    mean, rstd = (part.view(len(x), groups).to(weight.dtype) for part in (mean, rstd))
+    return z.view(x.shape) if n != len(x) else z, mean, rstd
+
+
+def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias for that of z: the second half of `backward` on torch's kernels."""
+    if weight.ndim == 2 and not _folds(x, weight):
+        rows = []
+        for i in range(len(x)):
+            one = slice(i, i + 1)
+            rows.append(norm_backward(grad[one], x[one], weight[i], mean[one], rstd[one]))
+        return (
+            torch.cat([row[0] for row in rows]),
+            torch.stack([row[1] for row in rows]),
+            torch.stack([row[2] for row in rows]),
+        )
+    folded = _folded(x, weight)
+    n, c, *size_zyx = folded.shape
+    own = x.dtype if x.is_cuda else weight.dtype
+    grad_x, grad_weight, grad_bias = torch.ops.aten.native_group_norm_backward(
+        _folded(grad, weight),
+        folded,
+        mean.view(n, -1).to(own),
+        rstd.view(n, -1).to(own),
+        weight.reshape(-1).to(own),
+        n,
+        c,
+        math.prod(size_zyx),
+        mean.numel() // n,
+        [True, True, True],
+    )
+    grad_weight, grad_bias = (part.view(weight.shape).to(weight.dtype) for part in (grad_weight, grad_bias))
+    return grad_x.view(x.shape) if n != len(x) else grad_x, grad_weight, grad_bias
+
+
+def _folded(x: Tensor, weight: Tensor) -> Tensor:
+    """With a row of weights for each sample, `x` as one sample of all their channels; otherwise as it is."""
+    return x.reshape(1, -1, *x.shape[2:]) if weight.ndim == 2 and len(x) > 1 else x
+
+
+# ---- for torch.compile: opaque, so that it cannot see that two of them compute the same, and keep that instead of x
+
+
+@torch.library.custom_op("vesuvius::norm_silu", mutates_args=())
+def opaque_forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean and inverse deviation of `forward`."""
+    y, _, mean, rstd = forward(x, weight, bias, groups)
+    return y, mean, rstd
+
+
+@opaque_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), weight.new_empty(len(x), groups), weight.new_empty(len(x), groups)
+
+
+@torch.library.custom_op("vesuvius::norm_silu_again", mutates_args=())
+def opaque_again(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """y of `again`."""
+    return again(x, weight, bias, mean, rstd)[0]
+
+
+@opaque_again.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("vesuvius::norm_silu_backward", mutates_args=())
+def opaque_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `backward` returns."""
+    return backward(grad, None, x, weight, bias, mean, rstd)
+
+
+@opaque_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
