@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import REPOSITORY
 
@@ -125,6 +127,66 @@ def test_losses_agree_between_precisions_and_the_network_is_in_them(rehearsal: t
     for amp in ("bf16", "fp16"):
         assert 0 < parity[amp]["largest_difference"] < 0.03
     assert all(row["ok"] for row in [*parity.values(), *rehearsal[0]["self_test"]])
+
+
+def test_norms_are_compared_with_fp64_in_every_precision_and_order(rehearsal: tuple[dict[str, Any], str]) -> None:
+    content, text = rehearsal
+    seen = [(row["amp"], row["layout"]) for row in content["norms"]]
+    assert seen == [(amp, layout) for amp in ("off", "bf16", "fp16") for layout in ("contiguous", "channels_last")]
+    assert all(row["ok"] and max(row["errors"].values()) > 0 for row in content["norms"])
+    assert "| bf16 | channels_last |" in text
+
+
+def test_the_main_convolutions_are_timed_in_both_orders(rehearsal: tuple[dict[str, Any], str]) -> None:
+    content, text = rehearsal
+    rows = content["convolutions"]
+    assert [row["layout"] for row in rows] == ["contiguous", "channels_last"] * 8
+    shares = [row["share_of_flops"] for row in rows[::2]]
+    assert shares == sorted(shares, reverse=True)
+    assert 0.5 < sum(shares) <= 1
+    for row in rows:
+        assert row["outcome"] == "ok"
+        assert row["count"] >= 1
+        # A backward pass computes twice what the forward pass does.
+        ratio = row["backward_tflops"] * row["backward_ms"] / (row["forward_tflops"] * row["forward_ms"])
+        assert ratio == pytest.approx(2)
+    assert "| contiguous |" in text
+
+
+def test_the_counted_operations_of_the_convolutions_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
+    kernels, check, measure = (importlib.import_module(name) for name in ("gpu_kernels", "gpu_check", "gpu_measure"))
+    bench = measure.Bench(torch.device("cpu"), (8, 16, 16), 0.0, None)
+    spec = check.tiny_networks().ours
+    for shape, _, _ in kernels.main_convolutions(bench, spec):
+        x = torch.empty(1, shape.channels_in, *shape.size_zyx, device="meta")
+        weight = torch.empty(shape.channels_out, shape.channels_in, *shape.kernel_zyx, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            torch.nn.functional.conv3d(x, weight, None, shape.stride_zyx, shape.padding_zyx)
+        assert shape.flops == counter.get_total_flops()
+
+
+def test_each_family_of_kernels_has_its_time_and_its_bytes(rehearsal: tuple[dict[str, Any], str]) -> None:
+    content, text = rehearsal
+    rows = content["families"]
+    assert len(rows) == 2 * 2 * 10, "full and half resolution, two orders, ten kernels"
+    sizes = {(row["channels"], tuple(row["size"])) for row in rows}
+    assert sizes == {(4, (8, 16, 16)), (8, (4, 8, 8))}
+    for row in rows:
+        assert row["outcome"] == "ok", row
+        tensors = row["gb_s"] * row["ms"] * 1e6 / (2 * row["micro_batch"] * row["channels"] * math.prod(row["size"]))
+        assert tensors == pytest.approx(round(tensors)), "whole tensors of 2 bytes a number"
+        assert 1 <= round(tensors) <= 5
+    assert "| norm and SiLU, ours | 4 | 8x16x16 | 2 | channels_last |" in text
+
+
+def test_the_tables_can_be_printed_again_from_the_file(rehearsal: tuple[dict[str, Any], str], tmp_path: Path) -> None:
+    content, text = rehearsal
+    (tmp_path / "check.json").write_text(json.dumps(content))
+    command = [sys.executable, str(REPOSITORY / "tools" / "gpu_report.py"), str(tmp_path / "check.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == text
 
 
 def test_what_the_time_does_not_suffice_for_is_named(tmp_path: Path) -> None:

@@ -5,13 +5,14 @@
     python tools/gpu_check.py --rehearse               # the same code in half a minute on a CPU with tiny sizes
 
 Needs one CUDA GPU and torch, numpy and pydantic: no network, no data, no Ray, and no installation of vesuvius, which is
-then taken from ../src.  Exit codes: 0 done; 1 the self-test or the parity of losses failed; 2 no GPU, or wrong options.
+then taken from ../src.  Exit codes: 0 done; 1 a self-test or the parity of losses failed; 2 no GPU, or wrong options.
 
-What is measured, most important first, at 72x136x136: a self-test of Conv3d; our default model over micro-batches 1, 2,
-4, ... until one does not fit; parity of the losses in float32, bf16 and fp16; MONAI's U-Net of as many parameters
-and as many halvings, where it can be imported; each switch turned from its default; our plain full-resolution U-Net;
-the largest micro-batch under --cap-gib; torch.compile.  A row is some optimizer steps of its own (at least 3 and
---seconds), after two to warm up, with the data on the device; medians.
+What is measured, most important first, at 72x136x136: a self-test of Conv3d, and of norms in both memory orders; our
+default model over micro-batches 1, 2, 4, ... until one does not fit; parity of the losses in float32, bf16 and fp16;
+the eight largest convolutions in both memory orders, and norms, elementwise kernels and copies (`gpu_kernels.py`);
+MONAI's U-Net of as many parameters and as many halvings, where it can be imported; each switch turned from its default;
+our plain full-resolution U-Net; the largest micro-batch under --cap-gib; torch.compile.  A row is some optimizer steps
+of its own (at least 3 and --seconds), after two to warm up, with the data on the device; medians.
 
 patches/s  of whole optimizer steps: noise, forward, backward, clipping, AdamW, EMA.
 peak GiB   allocated by tensors (reserved by the allocator) at the most, weights and optimizer in it.
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from model_systems import Spec
 
 EXIT_OK, EXIT_WRONG, EXIT_USAGE = 0, 1, 2
-SECTIONS = ("networks", "self_test", "parity", "steps", "kernels", "largest")
+SECTIONS = ("networks", "self_test", "norms", "parity", "steps", "convolutions", "families", "kernels", "largest")
 LARGEST_SWEEP = 64
 LEAST_S = 8.0  # no measurement begins with less
 COMPILE_S = 60.0
@@ -84,7 +85,18 @@ class Findings:
 
 
 def _summary(row: Row) -> str:
-    names = ("name", "channels", "system", "micro_batch", "settings", "amp", "outcome")
+    names = (
+        "name",
+        "channels",
+        "convolution",
+        "kernel",
+        "layout",
+        "system",
+        "micro_batch",
+        "settings",
+        "amp",
+        "outcome",
+    )
     names += ("patches_s", "largest_difference", "ok", "detail")
     parts = [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in names if name in row]
     return " ".join(part for part in parts if part != "{}")
@@ -156,12 +168,14 @@ class Check:
         limits = self._sweep(ours)
         batch = max(1, min(self._networks.batch, limits[0]))
         self._parity(ours)
+        self._step(ours, batch, channels_last=True)
+        self._convolutions(ours, batch)
+        self._families(ours, batch)
         if monai:
             self._sweep(monai)
         else:
             self._findings.skip("monai, which cannot be imported", self._budget.left_s)
         self._step(ours, batch, lean_norm=False)
-        self._step(ours, batch, channels_last=True)
         self._step(ours, batch, amp="fp16")
         self._step(ours, batch, amp="off")
         self._kernels(ours, batch)
@@ -224,10 +238,12 @@ class Check:
         self._findings.add("largest", row)
 
     def _self_tests(self) -> None:
-        from gpu_parity import AMPS, convolution_self_test
+        from gpu_parity import AMPS, convolution_self_test, norm_self_test
 
         for amp in AMPS:
             self._findings.add("self_test", convolution_self_test(self._bench, amp))
+            for channels_last in (False, True):
+                self._findings.add("norms", norm_self_test(self._bench, amp, channels_last))
 
     def _parity(self, spec: Spec) -> None:
         from gpu_parity import parity
@@ -235,6 +251,27 @@ class Check:
         if self._time_for("parity of losses", LEAST_S):
             for row in parity(self._bench, spec, 1, self._budget):
                 self._findings.add("parity", row)
+
+    def _convolutions(self, spec: Spec, batch: int) -> None:
+        from gpu_kernels import LAYOUTS, convolution_row, main_convolutions
+
+        for shape, count, share in main_convolutions(self._bench, spec):
+            for layout in LAYOUTS:
+                if self._time_for(f"convolution {shape} {layout}", LEAST_S):
+                    row = convolution_row(self._bench, shape, batch, layout, self._budget)
+                    self._findings.add("convolutions", row | {"count": count, "share_of_flops": share})
+
+    def _families(self, spec: Spec, batch: int) -> None:
+        from gpu_kernels import family_rows
+        from model_systems import experiment
+
+        config = experiment(spec, self._bench.patch_zyx).model
+        full, first = self._bench.patch_zyx, config.channels[0]
+        half = tuple(size // stride for size, stride in zip(full, config.stem_stride, strict=True))
+        for channels, size_zyx in ((config.full_res_channels, full), (first, half)):
+            if self._time_for(f"kernels on {channels} channels", LEAST_S):
+                for row in family_rows(self._bench, channels, size_zyx, batch, self._budget):
+                    self._findings.add("families", row)
 
     def _kernels(self, spec: Spec, batch: int) -> None:
         from gpu_measure import kernel_share
@@ -314,8 +351,9 @@ def main() -> int:
     content = findings.content
     content |= {"figures": figures(content), "finished": True}
     findings.write()
-    print_report(content)
-    wrong = not content["figures"]["self_test_ok"] or content["figures"]["parity_ok"] is False
+    print_report(json.loads(json.dumps(content)))  # as gpu_report.py prints it from the file
+    wrong = not content["figures"]["self_test_ok"] or not content["figures"]["norms_ok"]
+    wrong = wrong or content["figures"]["parity_ok"] is False
     return EXIT_WRONG if wrong else EXIT_OK
 
 

@@ -11,7 +11,7 @@ from gpu_measure import Bench, Budget, Row, attempt, make_step, one_step, reside
 from model_systems import Spec, experiment
 from torch import nn
 
-from vesuvius.engine.self_test import TOLERANCES, convolution_errors
+from vesuvius.engine.self_test import TOLERANCES, convolution_errors, norm_errors
 from vesuvius.engine.step import AmpMode
 
 AMPS: tuple[AmpMode, ...] = ("off", "bf16", "fp16")
@@ -24,6 +24,13 @@ def convolution_self_test(bench: Bench, amp: AmpMode) -> Row:
     """The test that every run begins with, and its relative errors."""
     errors = convolution_errors(bench.device, amp)
     return {"amp": amp, "errors": errors, "ok": all(error <= TOLERANCES[amp] for error in errors.values())}
+
+
+def norm_self_test(bench: Bench, amp: AmpMode, channels_last: bool) -> Row:
+    """The same of norm and SiLU in the lean form, in either memory order."""
+    row: Row = {"amp": amp, "layout": "channels_last" if channels_last else "contiguous"}
+    errors = norm_errors(bench.device, amp, channels_last)
+    return row | {"errors": errors, "ok": all(error <= TOLERANCES[amp] for error in errors.values())}
 
 
 def parity(bench: Bench, spec: Spec, batch: int, budget: Budget) -> list[Row]:

@@ -1,7 +1,13 @@
-"""What `gpu_check.py` found, as figures and as Markdown.  Needs nothing but the content of its JSON file."""
+"""What `gpu_check.py` found, as figures and as Markdown.  Needs nothing but the content of its JSON file.
+
+python tools/gpu_report.py gpu_check.json          # the tables again, for docs/performance.md
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -27,6 +33,7 @@ def figures(content: Row) -> Row:
     ]
     return {
         "self_test_ok": all(row["ok"] for row in content["self_test"]),
+        "norms_ok": all(row["ok"] for row in content["norms"]),
         "parity_ok": all(row["ok"] for row in content["parity"]) if content["parity"] else None,
         "patches_s_to_monai": best["ours"] / monai if monai and "ours" in best else None,
         "largest_micro_batch": max(swept + found, default=None),
@@ -49,6 +56,11 @@ def print_report(content: Row) -> None:
         ["dtype", "output", "input gradient", "weight gradient", "ok"],
         [[r["amp"], *(f"{error:.1e}" for error in r["errors"].values()), _yes(r)] for r in content["self_test"]],
     )
+    print("\nNorm and SiLU against float64, relative error\n")
+    _print_markdown(
+        ["dtype", "order", "output", "input gradient", "scale gradient", "shift gradient", "ok"],
+        [[r["amp"], r["layout"], *(f"{e:.1e}" for e in r["errors"].values()), _yes(r)] for r in content["norms"]],
+    )
     print("\nLosses of a few steps, largest difference from float32\n")
     _print_markdown(
         ["dtype", "difference", "first and last loss", "ok"],
@@ -60,6 +72,12 @@ def print_report(content: Row) -> None:
     print("\nTraining steps\n")
     heads = ["system", "micro-batch", "settings", "patches/s", "step s", "peak GiB (reserved)", "predicted GiB"]
     _print_markdown([*heads, "MFU", "waiting"], [_step_cells(row) for row in content["steps"]])
+    print("\nThe convolutions with most operations, bf16\n")
+    heads = ["convolution", "input", "in the model", "of its FLOPs", "order", "forward ms", "TFLOP/s", "backward ms"]
+    _print_markdown([*heads, "TFLOP/s", "MFU"], [_convolution_cells(row) for row in content["convolutions"]])
+    print("\nOther kernels, bf16\n")
+    heads = ["kernel", "channels", "size", "micro-batch", "order", "ms", "GB/s"]
+    _print_markdown(heads, [_family_cells(row) for row in content["families"]])
     print()
     for row in content["kernels"]:
         shares = (
@@ -96,6 +114,25 @@ def _step_cells(row: Row) -> list[str]:
     return [*cells, _gib(row.get("predicted_peak_bytes")), _cell(row["mfu"], ".1%"), _cell(row["waiting_share"], ".2%")]
 
 
+def _convolution_cells(row: Row) -> list[str]:
+    count, share = f"{row['count']} times", f"{row['share_of_flops']:.1%}"
+    cells = [row["convolution"], f"{row['micro_batch']} x {_size(row['size'])}", count, share, row["layout"]]
+    if row["outcome"] != "ok":
+        return [*cells, row["outcome"]]
+    for way in ("forward", "backward"):
+        cells += [f"{row[f'{way}_ms']:.3f}", f"{row[f'{way}_tflops']:.3g}"]
+    return [*cells, _cell(row["mfu"], ".1%")]
+
+
+def _family_cells(row: Row) -> list[str]:
+    cells = [row["kernel"], str(row["channels"]), _size(row["size"]), str(row["micro_batch"]), row["layout"]]
+    return [*cells, f"{row['ms']:.3f}", f"{row['gb_s']:.0f}"] if row["outcome"] == "ok" else [*cells, row["outcome"]]
+
+
+def _size(size: list[int]) -> str:
+    return "x".join(map(str, size))
+
+
 def _print_markdown(heads: list[str], lines: list[list[str]]) -> None:
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for cells in lines:
@@ -120,3 +157,7 @@ def _gib(value: float | None) -> str:
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    print_report(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -133,7 +133,7 @@ def _triton_kernels() -> ModuleType | None:
 
 def _folds(x: Tensor, weight: Tensor) -> bool:
     """Whether samples are channels to the kernel, so that each has a weight of its own without a tensor more."""
-    return weight.ndim == 2 and (len(x) == 1 or layout_of(x) == torch.contiguous_format)
+    return weight.ndim == 2 and (len(x) == 1 or x.is_cuda or layout_of(x) == torch.contiguous_format)
 
 
 def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +156,7 @@ def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[T
         NORM_EPS,
     )
     mean, rstd = (part.view(len(x), groups).to(weight.dtype) for part in (mean, rstd))
-    return z.view(x.shape) if n != len(x) else z, mean, rstd
+    return _like(x, z), mean, rstd
 
 
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,12 +187,21 @@ def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: T
         [True, True, True],
     )
     grad_weight, grad_bias = (part.view(weight.shape).to(weight.dtype) for part in (grad_weight, grad_bias))
-    return grad_x.view(x.shape) if n != len(x) else grad_x, grad_weight, grad_bias
+    return _like(x, grad_x), grad_weight, grad_bias
 
 
 def _folded(x: Tensor, weight: Tensor) -> Tensor:
-    """With a row of weights for each sample, `x` as one sample of all their channels; otherwise as it is."""
-    return x.reshape(1, -1, *x.shape[2:]) if weight.ndim == 2 and len(x) > 1 else x
+    """With a row of weights for each sample, `x` as one sample of all their channels; otherwise as it is.
+
+    On CUDA contiguous, which is what torch's kernels take there.
+    """
+    folded = x.reshape(1, -1, *x.shape[2:]) if weight.ndim == 2 and len(x) > 1 else x
+    return folded.contiguous() if x.is_cuda else folded
+
+
+def _like(x: Tensor, found: Tensor) -> Tensor:
+    """`found` in the shape and the memory order of `x`."""
+    return laid_out(found.view(x.shape).contiguous(memory_format=layout_of(x)))
 
 
 # ---- for torch.compile: opaque, so that it cannot see that two of them compute the same, and keep that instead of x

@@ -6,7 +6,8 @@ have a shape, a dtype and no memory, and `Footprint` watches it.  So the plan fo
 The fake tensors are those of a CPU: torch without CUDA refuses to compute with fake CUDA tensors, and on meta tensors
 attention would form the whole matrix of scores.  Convolutions, linear maps and attention have the same autocast dtype
 on both.  What differs on CUDA: autocast computes the norm in front of the attention in float32, which here counts in
-bf16, some MiB a patch at the lowest level; with `training.channels_last` each norm copies its input into another order.
+bf16, some MiB a patch at the lowest level; Triton's kernels of norm and SiLU (`diffusion/norm_kernels.py`) do not write
+the norm's result, which `lean_norm: false` keeps on a CPU: there the plan is too high, by a third of what is kept.
 Beside the step, `DeviceFeed` holds 5 bytes a voxel more than the plan has.
 """
 
@@ -87,8 +88,8 @@ class MemoryPlan:
 def plan_memory(config: Config, batch: int | None = None, amp: AmpMode = "bf16") -> MemoryPlan:
     """Trace one training step of `config`.
 
-    Takes a second and no memory, needs no GPU and touches no global generator.  Of `training.compile` the plan knows
-    nothing: it is the eager step's.
+    Takes a second and no memory, needs no GPU and touches no global generator.  `training.compile` keeps as much as the
+    eager step with `lean_norm`, whose norms are opaque to it, and the plan is the eager step's.
 
     Args:
         config: the experiment; no volume is opened.
