@@ -76,8 +76,8 @@ def test_heads_must_divide_the_lowest_channels() -> None:
 
 
 def test_the_sampler_takes_no_more_steps_than_there_are() -> None:
-    assert problems(MINIMAL, "diffusion.timesteps=49") == [
-        "override diffusion.timesteps=49: diffusion: sampler_steps must not exceed timesteps; got 50 of 49; "
+    assert problems(MINIMAL, "diffusion.timesteps=39") == [
+        "override diffusion.timesteps=39: diffusion: sampler_steps must not exceed timesteps; got 40 of 39; "
         "lower diffusion.sampler_steps"
     ]
 

@@ -53,7 +53,8 @@ def test_a_resume_on_voxels_of_another_kind_is_refused(
 def test_allowed_drift_goes_on_and_is_written_down(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], override: str
 ) -> None:
-    config = tiny_config(training={"validate_every": 1, "validate_patches": 2})
+    training = {"validate_every": 1, "validate_patches": 2}
+    config = tiny_config(training=training, diffusion={"noise": "cosine"})
     assert vesuvius_train(config, "training.max_steps=1") == 0
     assert vesuvius_train(config, "--resume", "--allow-drift", override, "training.max_steps=2") == 0
     key = override.partition("=")[0].removeprefix("data.")

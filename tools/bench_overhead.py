@@ -291,6 +291,7 @@ def _config(arguments: argparse.Namespace) -> Config:
                 "save_every": steps + 1,
                 "validate_every": 0,
             },
+            "diffusion": {"noise": "cosine"},  # the loop it is compared with knows no spectrum
             "model": {
                 "channels": (width, 2 * width, 4 * width),
                 "full_res_channels": width // 2,

@@ -119,6 +119,7 @@ def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, **training: Any) -
                 "augment": {"turn": patch_zyx[1] == patch_zyx[2]},
             },
             "training": {"train_batch_size": batch, **spec.switches, **training},
+            "diffusion": {"noise": "cosine"},  # one channel in, as the peers have
             "model": model,
         }
     )
