@@ -46,7 +46,7 @@ def test_a_conditional_run_trains_draws_and_resumes_bit_by_bit(tmp_path: Path, c
     ]
     for name, weight in ends[0]["model"].items():
         assert torch.equal(weight, ends[1]["model"][name]), name
-    assert ends[0]["model"]["full_in.weight"].shape[1] == 1 + 2 + 1  # x_t, two labels, "there is a condition"
+    assert ends[0]["model"]["full_in.weight"].shape[1] == 2 + 2 + 1  # x_t in two parts, two labels, "there is a condition"
     assert ends[0]["volumes"][0]["scalars"] == [3.0]
     losses = [
         [json.loads(line).get("loss") for line in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
