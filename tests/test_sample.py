@@ -34,6 +34,7 @@ from vesuvius.config import ArrayConfig
 from vesuvius.config_file import read_config
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.generate import Generated, generate
+from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.diffusion.unet import build_unet
@@ -168,8 +169,8 @@ def test_samples_are_an_ome_zarr_in_the_volumes_dtype_with_a_chunk_each(tmp_path
         "seed": 7,
         "numbers": [0, 1, 2],
         "batch_size": 2,
-        "noise": "cosine",
-        "sampler": "ddim",
+        "noise": "edm",
+        "sampler": "dpmpp2m",
         "steps": 3,
         "eta": 0.0,
         "clip": None,
@@ -191,15 +192,16 @@ def test_samples_are_an_ome_zarr_in_the_volumes_dtype_with_a_chunk_each(tmp_path
 def test_what_is_written_is_what_the_averaged_weights_draw_in_grey_values(tmp_path: Path) -> None:
     samples = drawn(tmp_path / "out", "--count", 2, "--seed", 3)
     config = read_config(Path("plain.yaml"))
-    network = build_unet(config.model, 0)
+    network = build_unet(config.model, 0, config.input_channels)
     weights = load_file("runs/plain/checkpoints/step_00000010/model.safetensors")
-
-    @torch.no_grad()
-    def denoise(x_t: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
-        return functional_call(network, weights, (x_t, t))
 
     state = torch.load("runs/plain/checkpoints/step_00000010/state.pt", weights_only=True)
     schedule = Schedule.from_config(config.diffusion, Spectrum.from_state(state["spectrum"]))
+
+    @torch.no_grad()
+    def denoise(x_t: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
+        return predict(lambda *arguments: functional_call(network, weights, arguments), schedule, x_t, t, condition)
+
     x_0 = generate(denoise, schedule, config.diffusion, 3, [0, 1], (1, *PATCH), "cpu").x_0
     grey = GreyRange(samples.record["grey_low"], samples.record["grey_high"])
     np.testing.assert_array_equal(samples.voxels(), to_greys(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
@@ -278,11 +280,11 @@ def test_each_way_to_name_a_checkpoint_finds_it(plain: Path, tmp_path: Path, mon
     # The place to write to is found from within the checkpoint too, and outside a run lies below where one is.
     monkeypatch.chdir(newest)
     assert refused("--count", 1, "--steps", 2, checkpoint="model.safetensors") == 0
-    assert (plain / "runs/plain/samples/step_00000010_ddim_2_seed0/samples.zarr").is_dir()
+    assert (plain / "runs/plain/samples/step_00000010_dpmpp2m_2_seed0/samples.zarr").is_dir()
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain / newest, tmp_path / "copy")
     assert refused("--count", 1, "--seed", 5, checkpoint="copy") == 0
-    assert (tmp_path / "samples/step_00000010_ddim_3_seed5/montage.png").is_file()
+    assert (tmp_path / "samples/step_00000010_dpmpp2m_3_seed5/montage.png").is_file()
 
 
 @in_plain
@@ -306,12 +308,13 @@ def test_a_sample_is_a_volume_to_whoever_fixes_the_first_axis(tmp_path: Path) ->
 def test_the_picture_shows_the_slices_of_every_sample(tmp_path: Path) -> None:
     samples = drawn(tmp_path / "out", "--count", 5)
     picture = np.asarray(Image.open(samples.path / "montage.png")).astype(float)
-    # Each pixel 6 wide: three slices of 96 with gaps of 4, 12 more beside, a line of 16 above each sample and one at
-    # the top; 5 samples in 2 columns.
-    assert picture.shape == (16 + 3 * (16 + 96 + 4), 2 * (3 * 100 + 12))
+    # Each pixel 6 wide: slices of 96 beside and above ones of 48, a gap of 4 each, 12 more beside, a line of 16 above
+    # each sample and one at the top; 5 samples in 3 columns.
+    side = 96 + 4 + 48 + 4
+    assert picture.shape == (16 + 2 * (16 + side), 3 * (side + 12))
     record, voxels = samples.record, samples.voxels().astype(float)
     for number in range(5):
-        top, left = 32 + number // 2 * 116, number % 2 * 312
+        top, left = 32 + number // 3 * (16 + side), number % 3 * (side + 12)
         shown = picture[top : top + 96 : 6, left : left + 96 : 6]
         expected = 255 * (voxels[number, 4] - record["grey_low"]) / (record["grey_high"] - record["grey_low"])
         # half a grey value is 0.7 of a pixel's here, and pixels are cut to whole numbers

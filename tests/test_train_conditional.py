@@ -46,7 +46,7 @@ def test_a_conditional_run_trains_draws_and_resumes_bit_by_bit(tmp_path: Path, c
     ]
     for name, weight in ends[0]["model"].items():
         assert torch.equal(weight, ends[1]["model"][name]), name
-    assert ends[0]["model"]["full_in.weight"].shape[1] == 2 + 2 + 1  # x_t in two parts, two labels, "there is a condition"
+    assert ends[0]["model"]["full_in.weight"].shape[1] == 2 + 2 + 1  # x_t in two parts, labels, "it is there"
     assert ends[0]["volumes"][0]["scalars"] == [3.0]
     losses = [
         [json.loads(line).get("loss") for line in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
@@ -136,6 +136,7 @@ def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(
 
 
 def test_settings_that_are_seldom_meant_are_doubted(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
-    result = run_vesuvius("train", "--config", tiny_config(), "--dry-run", "diffusion.prediction=eps", cwd=tmp_path)
+    config = tiny_config(diffusion={"noise": "cosine", "prediction": "eps"})
+    result = run_vesuvius("train", "--config", config, "--dry-run", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "WARN       diffusion.prediction eps without diffusion.sampler_clip" in result.stdout
