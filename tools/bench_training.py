@@ -210,7 +210,7 @@ def _config(arguments: argparse.Namespace, model: ModelConfig) -> Config:
                 "warmup_steps": min(50, arguments.steps // 4),
                 "ema_decay": 0.99,
             },
-            "diffusion": {"noise": "cosine"},  # one channel in, as the peers have
+            "diffusion": {"noise": "cosine", "min_snr_gamma": 5.0},  # one channel in, as the peers have
             "model": model.model_dump(),
         }
     )
