@@ -23,7 +23,7 @@ from vesuvius.engine.conditioning import Conditioner
 from vesuvius.engine.montage import GAP, HEADING
 from vesuvius.engine.preview import make_preview
 from vesuvius.engine.reference import Reference
-from vesuvius.engine.texture import measure_texture
+from vesuvius.engine.texture import HISTOGRAM_EDGES, measure_texture
 from vesuvius.observe.records import JsonLines, read_records
 from vesuvius.stream.fixed_patches import FixedPatches
 from vesuvius.stream.prepare import GreyRange, GreyRanges
@@ -108,7 +108,9 @@ def test_the_curves_are_means_over_the_generated_patches_and_the_whole_reference
     real = measure_texture(patches.x_0(range(5))[:, 0].numpy())
     assert record["histogram"]["real"] == real.histogram.tolist()
     assert record["spectrum"]["real"] == real.power.tolist()
-    assert len(record["histogram"]["edges"]) == 65
+    assert record["correlation"]["real"] == [along.tolist() for along in real.correlation]
+    assert record["air"]["real"] == real.air
+    assert len(record["histogram"]["edges"]) == len(HISTOGRAM_EDGES)
     assert record["spectrum"]["frequency"] == real.frequency.tolist()
     assert sum(record["histogram"]["generated"]) == pytest.approx(1)
     assert record["histogram_distance"] > 0.1
@@ -179,6 +181,7 @@ def test_values_that_are_not_finite_are_shown_and_reported_and_have_no_distance(
     (written,) = read_records(tmp_path / "metrics.jsonl")
     assert written["histogram_distance"] is None
     assert written["spectrum_distance_db"] is None
+    assert written["correlation_distance"] is None
     assert written["spectrum"]["generated"] == [None] * 7
     assert sum(written["histogram"]["generated"]) == pytest.approx(1)
     json.dumps(written, allow_nan=False)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vesuvius.engine.texture import (
     HISTOGRAM_EDGES,
+    correlation_distance,
     histogram_distance,
     measure_texture,
     planarity,
@@ -87,11 +88,11 @@ def test_flat_and_cubic_patches_of_one_texture_agree() -> None:
 
 def test_a_histogram_sums_to_1_with_what_lies_outside_in_the_end_bins() -> None:
     patches = np.zeros((2, 4, 4, 4), np.float32)
-    patches[0, 0], patches[0, 1], patches[1, 0] = -7, 1.4999, 1e30
+    patches[0, 0], patches[0, 1], patches[1, 0] = -7, 2.9999, 1e30
     histogram = measure_texture(patches).histogram
     assert histogram.sum() == 1
     assert (histogram[0], histogram[-1]) == (16 / 128, 32 / 128)
-    assert histogram[32] == 80 / 128
+    assert histogram[48] == 80 / 128
 
 
 @pytest.mark.parametrize("shift", [0.02, 0.3, -0.7])
@@ -132,7 +133,7 @@ def test_values_that_are_not_finite_are_counted_and_kept_out_of_the_curves() -> 
     found = measure_texture(patches)
     assert found.nonfinite == 3
     assert np.array_equal(found.power, measure_texture(patches[1:]).power)
-    finite = patches[np.isfinite(patches)].clip(-1.5, 1.5)
+    finite = patches[np.isfinite(patches)].clip(-3, 3)
     assert np.allclose(found.histogram, np.histogram(finite, HISTOGRAM_EDGES)[0] / finite.size)
     nothing = measure_texture(np.full((2, 8, 16, 16), math.nan, np.float32))
     assert np.isnan(nothing.histogram).all()
@@ -189,3 +190,33 @@ def test_the_spread_of_means_is_over_patches() -> None:
     assert measure_texture(patches).means_std == pytest.approx(math.sqrt(2 / 3))
     patches[0][0, 0, 0] = np.nan
     assert measure_texture(patches).means_std == pytest.approx(0.5)
+
+
+def test_air_is_what_is_darker_than_the_material() -> None:
+    patch = np.linspace(-0.99, 1, 1000, dtype=np.float32).reshape(10, 10, 10)
+    patch[:3] = -2.16
+    assert measure_texture([patch]).air == pytest.approx(0.3)
+    patch[:3] = -5  # beyond the histogram, which counts it in its first bin
+    assert measure_texture([patch]).air == pytest.approx(0.3)
+
+
+def test_the_two_point_correlation_of_a_process_whose_own_is_known() -> None:
+    """First-order autoregression along x alone: 0.8^distance there, none along z and y."""
+    rng = np.random.default_rng(0)
+    lines = rng.standard_normal((20, 16, 16, 64))
+    for x in range(1, 64):
+        lines[..., x] = 0.8 * lines[..., x - 1] + 0.6 * lines[..., x]
+    z, y, x_axis = measure_texture(lines.astype(np.float32)).correlation
+    assert (len(z), len(y), len(x_axis)) == (9, 9, 33)
+    assert np.allclose(x_axis, 0.8 ** np.arange(33), atol=0.02)
+    assert np.allclose(np.concatenate([z[1:], y[1:]]), 0, atol=0.02)
+
+
+def test_brightness_that_differs_between_patches_correlates_far_apart() -> None:
+    """Patch by patch, with a mean of its own each, there would be no correlation to see."""
+    detail = noise((40, 8, 16, 16))
+    brightness = np.random.default_rng(1).standard_normal((40, 1, 1, 1)).astype(np.float32) * 0.3
+    found, expected = measure_texture(detail + brightness), brightness.var() / (brightness.var() + detail.var())
+    assert all(along[-1] == pytest.approx(expected, abs=0.02) for along in found.correlation)
+    assert correlation_distance(found, measure_texture(detail)) == pytest.approx(expected, abs=0.02)
+    assert correlation_distance(found, found) == 0

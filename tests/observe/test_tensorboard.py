@@ -24,6 +24,7 @@ TAGS = [
     "memory/ram_gib",
     "memory/vram_gib",
     "memory/worker_max_gib",
+    "preview/correlation_distance",
     "preview/histogram_distance",
     "preview/picture",
     "preview/spectrum_distance_db",
@@ -90,6 +91,7 @@ PREVIEW: Record = {
     "picture": "samples/step_00000010.png",
     "histogram_distance": 0.125,
     "spectrum_distance_db": 1.5,
+    "correlation_distance": 0.25,
 }
 START: Record = {"kind": "run_start", "time": 1000.0, "step": 0}
 END: Record = {"kind": "run_end", "time": 1030.0, "exit_code": 0}

@@ -24,6 +24,7 @@ from vesuvius.engine.reference import Reference
 from vesuvius.engine.texture import (
     HISTOGRAM_EDGES,
     Texture,
+    correlation_distance,
     histogram_distance,
     measure_texture,
     spectrum_distance_db,
@@ -65,7 +66,8 @@ def make_preview(
 
     Returns:
         None where `stop` said so; nothing is written then.  Else the fields of the record: picture (relative to the
-        run), histogram, spectrum, means_std and histogram_distance (model values), planarity and spectrum_distance_db.
+        run), histogram, air, spectrum, correlation, means_std and planarity of both, and their distances:
+        histogram_distance (model values), spectrum_distance_db, correlation_distance.
         The distances are NaN where generated values are not finite; the log then has a warning.
 
     Raises:
@@ -101,7 +103,11 @@ def make_preview(
     figures = _figures(texture, real_texture)
     if unconditional:
         without = measure_texture(unconditional)
-        figures["unconditional"] = {"means_std": without.means_std, "planarity": without.planarity}
+        figures["unconditional"] = {
+            "air": without.air,
+            "means_std": without.means_std,
+            "planarity": without.planarity,
+        }
     return {"picture": picture.as_posix()} | figures
 
 
@@ -195,8 +201,14 @@ def _figures(generated: Texture, real: Texture) -> dict[str, Any]:
             "generated": generated.power.tolist(),
             "real": real.power.tolist(),
         },
+        "correlation": {
+            "generated": [along.tolist() for along in generated.correlation],
+            "real": [along.tolist() for along in real.correlation],
+        },
+        "air": {"generated": generated.air, "real": real.air},
         "means_std": {"generated": generated.means_std, "real": real.means_std},
         "planarity": {"generated": generated.planarity, "real": real.planarity},
         "histogram_distance": histogram_distance(generated, real) if whole else math.nan,
+        "correlation_distance": correlation_distance(generated, real) if whole else math.nan,
         "spectrum_distance_db": spectrum_distance_db(generated, real) if whole else math.nan,
     }

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 Float64 = NDArray[np.float64]
 
-# Wider than -1 ... 1, the greys of training: a network may miss them.
-HISTOGRAM_EDGES: Float64 = np.linspace(-1.5, 1.5, 65)
+# Wider than -1 ... 1, the material of training: masked air lies below, and a network may miss both.
+HISTOGRAM_EDGES: Float64 = np.linspace(-3, 3, 97)
 _FIRST_SHELL = 2
 _BINOMIAL = np.array([1, 4, 6, 4, 1]) / 16
 
@@ -26,17 +26,22 @@ class Texture:
     """Means over patches; NaN where no patch could be measured.
 
     Attributes:
-        histogram: float64 [64], shares of voxels between `HISTOGRAM_EDGES`; their sum is 1.
+        histogram: float64 [96], shares of voxels between `HISTOGRAM_EDGES`; their sum is 1.
+        air: share of voxels below -1, where 0.5 % of the material lies: darker voxels are air.
         frequency: float64 [S], cycles per voxel, rising to 0.5.
         power: float64 [S], radial power spectrum there; white noise of variance s^2 has s^2 at every frequency.
+        correlation: two-point correlations along z, y and x, each float64 [half the axis + 1]: of voxels that lie 0, 1,
+            2, ... voxels apart, 1 at 0.  Patches that differ in brightness stay correlated over their whole length.
         means_std: standard deviation of the patches' means: the contrast at a scale above the patch.
         planarity: 0 to 1, see `planarity`: whether there are sheets.
         nonfinite: voxels that are NaN or infinite.  They are not in the histogram, nor their patches in the rest.
     """
 
     histogram: Float64
+    air: float
     frequency: Float64
     power: Float64
+    correlation: tuple[Float64, ...]
     means_std: float
     planarity: float
     nonfinite: int
@@ -46,6 +51,7 @@ def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
     """Measure patches of one shape, each [Z, Y, X], one after another."""
     counts, powers, nonfinite = np.zeros(len(HISTOGRAM_EDGES) - 1), [], 0
     means: list[float] = []
+    products: list[list[Float64]] = []
     differences = np.zeros(2)
     for patch in patches:
         finite = np.isfinite(patch)
@@ -55,11 +61,14 @@ def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
         if finite.all():
             powers.append(radial_power(patch))
             means.append(float(patch.mean(dtype=np.float64)))
+            products.append(mean_products(patch))
             differences += _structure(patch)
     return Texture(
         histogram=counts / counts.sum() if counts.any() else np.full_like(counts, math.nan),
+        air=float(counts[HISTOGRAM_EDGES[:-1] < -1].sum() / counts.sum()) if counts.any() else math.nan,
         frequency=frequency,
         power=np.mean(powers, axis=0) if powers else np.full_like(frequency, math.nan),
+        correlation=_correlation(products, means),
         means_std=float(np.std(means)) if means else math.nan,
         planarity=float(differences[0] / differences[1]) if differences[1] > 0 else math.nan,
         nonfinite=nonfinite,
@@ -101,6 +110,23 @@ def _blurred(values: Float64, *, twice: bool = False) -> Float64:
     return _blurred(values) if twice else values
 
 
+def mean_products(patch: NDArray[np.floating]) -> list[Float64]:
+    """Of a finite patch [Z, Y, X], along each axis, the mean product of voxels 0, 1, ... half the axis apart."""
+    values = patch.astype(np.float64)
+    found = []
+    for axis, size in enumerate(patch.shape):
+        along = np.moveaxis(values, axis, 0)
+        pairs = ((along[apart:], along[: size - apart]) for apart in range(size // 2 + 1))
+        found.append(np.array([np.einsum("ijk,ijk->", one, other) / one.size for one, other in pairs]))
+    return found
+
+
+def _correlation(products: Sequence[list[Float64]], means: Sequence[float]) -> tuple[Float64, ...]:
+    """Of all patches together: their covariance over their variance; nothing where there is none to measure."""
+    of_axes = [np.mean(along, axis=0) - np.mean(means) ** 2 for along in zip(*products, strict=True)]
+    return tuple(covariance / covariance[0] for covariance in of_axes if covariance[0] > 0)
+
+
 def shell_frequencies(shape_zyx: Sequence[int]) -> Float64:
     """The radial frequencies that a patch of this shape is measured at: float64 [S], cycles per voxel.
 
@@ -140,6 +166,14 @@ def spectrum_distance_db(one: Texture, other: Texture) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         decibels = 10 * np.log10(one.power / other.power)
     return math.sqrt(np.mean(decibels**2))
+
+
+def correlation_distance(one: Texture, other: Texture) -> float:
+    """Root mean square difference of the two-point correlations, over all distances and axes; NaN where one has none."""
+    pairs = list(zip(one.correlation, other.correlation, strict=False))
+    if not pairs:
+        return math.nan
+    return math.sqrt(np.mean(np.concatenate([a[1:] - b[1:] for a, b in pairs]) ** 2))
 
 
 def _hann(size: int) -> Float64:

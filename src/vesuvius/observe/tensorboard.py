@@ -160,6 +160,7 @@ def _scalars(record: Record) -> dict[str, float | None]:
             return {
                 "preview/histogram_distance": record.get("histogram_distance"),
                 "preview/spectrum_distance_db": record.get("spectrum_distance_db"),
+                "preview/correlation_distance": record.get("correlation_distance"),
             }
     return {}
 
