@@ -1,14 +1,14 @@
-"""What a network has learned at each noise level, with one recipe of training and another, on the same held-out patches.
+"""What a network has learned at each noise level with different recipes of training, on the same held-out patches.
 
     python tools/bench_recipes.py --volume volumes/demo.zarr --volume scroll.zarr --seeds 3 --steps 600 \
         --recipe edm \
         --recipe "cosine diffusion.noise=cosine diffusion.min_snr_gamma=5.0" --json recipes.json
 
 A recipe is a name and keys of the config.  For each volume and seed the demo's network is trained for the same steps
-with each recipe, in turns, and shown the same held-out patches at the same levels.  Figures: the squared error of x_0
-over that of the best linear denoiser, at levels from 0.02 to four times the largest amplitude of the spectrum (standard
-deviations of the data); their geometric mean, for each average of the weights; and the seconds of a step (median), which
-say how many steps another recipe could have done in the same time.
+with each recipe, and shown the same held-out patches at the same levels.  Figures: the squared error of x_0 over that
+of the best linear denoiser, at levels from 0.02 to four times the largest amplitude of the spectrum (deviations of the
+data); their geometric mean, for each average of the weights; and the seconds of a step (median), which say how many
+steps another recipe could have done in the same time.
 """
 
 from __future__ import annotations
@@ -149,7 +149,10 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     names = list(dict.fromkeys(row["recipe"] for row in rows))
     volumes = list(dict.fromkeys(row["volume"] for row in rows))
     found = {(row["recipe"], row["volume"], row["seed"]): row["mean"]["ema"] for row in rows}
-    lines = [f"| recipe | {' | '.join(volumes)} | better than {names[0]} | step s |", "| --- |" + " --- |" * (len(volumes) + 2)]
+    lines = [
+        f"| recipe | {' | '.join(volumes)} | better than {names[0]} | step s |",
+        "| --- |" + " --- |" * (len(volumes) + 2),
+    ]
     for name in names:
         pairs = [(error, found[names[0], *place]) for (of, *place), error in found.items() if of == name]
         means = [geometric_mean([e for (of, at, _), e in found.items() if (of, at) == (name, v)]) for v in volumes]

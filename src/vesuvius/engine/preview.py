@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Patch = NDArray[np.float32]  # [Z, Y, X], model values
 
-_LEAST_CHART_WIDTH = 800
+_LEAST_CHART_WIDTH = 540
 
 
 class _StopWantedError(Exception):

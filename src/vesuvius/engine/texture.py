@@ -27,7 +27,7 @@ class Texture:
 
     Attributes:
         histogram: float64 [96], shares of voxels between `HISTOGRAM_EDGES`; their sum is 1.
-        air: share of voxels below -1, where 0.5 % of the material lies: darker voxels are air.
+        air: share of voxels below -1.5: by a quarter of the material's greys darker than the darkest of it.
         frequency: float64 [S], cycles per voxel, rising to 0.5.
         power: float64 [S], radial power spectrum there; white noise of variance s^2 has s^2 at every frequency.
         correlation: two-point correlations along z, y and x, each float64 [half the axis + 1]: of voxels that lie 0, 1,
@@ -65,7 +65,7 @@ def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
             differences += _structure(patch)
     return Texture(
         histogram=counts / counts.sum() if counts.any() else np.full_like(counts, math.nan),
-        air=float(counts[HISTOGRAM_EDGES[:-1] < -1].sum() / counts.sum()) if counts.any() else math.nan,
+        air=float(counts[HISTOGRAM_EDGES[:-1] < -1.5].sum() / counts.sum()) if counts.any() else math.nan,
         frequency=frequency,
         power=np.mean(powers, axis=0) if powers else np.full_like(frequency, math.nan),
         correlation=_correlation(products, means),
@@ -169,7 +169,7 @@ def spectrum_distance_db(one: Texture, other: Texture) -> float:
 
 
 def correlation_distance(one: Texture, other: Texture) -> float:
-    """Root mean square difference of the two-point correlations, over all distances and axes; NaN where one has none."""
+    """Root mean square difference of the two-point correlations, over all distances; NaN where one has none."""
     pairs = list(zip(one.correlation, other.correlation, strict=False))
     if not pairs:
         return math.nan

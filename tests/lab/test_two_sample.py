@@ -1,0 +1,53 @@
+"""A classifier tells what differs, whatever it is, and does not tell what does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vesuvius.lab.two_sample import area_under_curve, two_sample_auc
+
+
+def test_the_area_is_the_share_of_pairs_in_order() -> None:
+    assert area_under_curve(np.array([3.0, 2.0]), np.array([1.0, 0.0])) == 1
+    assert area_under_curve(np.array([0.0, 1.0]), np.array([2.0, 3.0])) == 0
+    assert area_under_curve(np.array([1.0, 3.0]), np.array([2.0])) == 0.5
+    assert area_under_curve(np.ones(5), np.ones(7)) == 0.5
+
+
+def textures(count: int, seed: int, *, phases: bool) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Stripes of a random phase, or noise of just their power spectrum: equal to second order in every way."""
+    rng = np.random.default_rng(seed)
+    x = np.arange(16)
+    wave = np.sin(2 * np.pi * (x / 8 + rng.random((count, 1, 1, 1)))) * np.ones((1, 8, 16, 1))
+    if not phases:
+        return (wave + 0.1 * rng.standard_normal(wave.shape)).astype(np.float32)
+    sines = (
+        rng.standard_normal((2, count, 1, 1, 1))
+        * np.stack([np.sin(np.pi * x / 4), np.cos(np.pi * x / 4)])[:, None, None, None]
+    )
+    mixed = sines.sum(0) * np.ones((1, 8, 16, 1))
+    return (mixed + 0.1 * rng.standard_normal(mixed.shape)).astype(np.float32)
+
+
+def test_patches_of_one_kind_cannot_be_told_apart() -> None:
+    """A classifier that is tested on what it was trained on would say 1."""
+    real = textures(48, 0, phases=False), textures(200, 1, phases=False)
+    generated = textures(48, 2, phases=False), textures(200, 3, phases=False)
+    assert two_sample_auc(real, generated, steps=60) == pytest.approx(0.5, abs=0.12)
+
+
+def test_what_mean_variance_and_spectrum_do_not_tell_is_told() -> None:
+    real = textures(64, 0, phases=False), textures(64, 1, phases=False)
+    generated = textures(64, 2, phases=True), textures(64, 3, phases=True)
+    assert two_sample_auc(real, generated, steps=120) > 0.8
+
+
+def test_a_figure_repeats_and_leaves_the_global_generator_alone() -> None:
+    pair, other = (textures(8, 0, phases=False),) * 2, (textures(8, 1, phases=True),) * 2
+    state = torch.random.get_rng_state()
+    assert two_sample_auc(pair, other, steps=3) == two_sample_auc(pair, other, steps=3)
+    assert torch.equal(state, torch.random.get_rng_state())
+    with pytest.raises(ValueError, match="finite"):
+        two_sample_auc(pair, (other[0], np.full_like(other[1], np.nan)), steps=3)
