@@ -128,3 +128,13 @@ def test_another_version_of_the_plan_is_refused_in_one_line_and_allowed_drift_ke
     assert vesuvius_train(config, "--resume", "--allow-drift", "training.max_steps=2") == 0
     assert [s["step"] for s in steps_of()] == [1, 2]
     assert re.fullmatch(r"plan\.version: was \d, is \d", records_of("run_start")[1]["accepted"][0])
+
+
+def test_another_optimizer_is_refused_with_allow_drift_too(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    for arguments in ([], ["--allow-drift"]):
+        assert vesuvius_train(config, "--resume", *arguments, "training.optimizer=muon") == 2
+        assert "must keep its optimizer" in capsys.readouterr().err

@@ -29,9 +29,11 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_ten_steps_and_ten_resumed_are_twenty_bit_by_bit(tiny_config: WriteConfig) -> None:
-    assert vesuvius_train(tiny_config("straight")) == 0
-    config = tiny_config("parts")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ten_steps_and_ten_resumed_are_twenty_bit_by_bit(tiny_config: WriteConfig, optimizer: str) -> None:
+    training = {"optimizer": optimizer}
+    assert vesuvius_train(tiny_config("straight", training=training)) == 0
+    config = tiny_config("parts", training=training)
     assert vesuvius_train(config, "training.max_steps=10") == 0
     assert load_checkpoint(list_checkpoints(Path("runs/parts/checkpoints"))[-1])["step"] == 10
     assert vesuvius_train(config, "--resume") == 0

@@ -172,6 +172,13 @@ def test_fixed_bytes_are_five_float32_numbers_a_parameter() -> None:
     assert plan.optimizer_bytes == 8 * parameters + 4 * tensors, "two moments, and a step count for each tensor"
 
 
+def test_muon_keeps_one_moment_of_a_kernel_and_adds_no_flops_to_a_patch() -> None:
+    adamw, muon = (plan_memory(make_config(training={"optimizer": name})) for name in ("adamw", "muon"))
+    kernels = [p for p in lay_out_network(make_config()).parameters() if p.ndim == 5 and len(p) > 1]
+    assert adamw.optimizer_bytes - muon.optimizer_bytes == 4 * sum(p.numel() for p in kernels)
+    assert adamw.flops_per_step == muon.flops_per_step
+
+
 def test_flops_are_three_times_the_forward_pass_but_for_gradients_of_the_input() -> None:
     config = make_config(model={"attention_heads": 0})
     size_zyx = config.data.patch_size

@@ -117,16 +117,17 @@ def test_the_training_step_is_in_host_memory_on_a_cpu_alone(planned: Plan) -> No
     assert on_gpu.vram_bytes == on_cpu.vram_bytes == plan_memory(config, amp="bf16").vram_bytes
 
 
-def test_the_copy_of_a_checkpoint_holds_weights_moments_and_averages(planned: Plan) -> None:
-    config, _, plan = planned()
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_copy_of_a_checkpoint_holds_weights_moments_and_averages(planned: Plan, optimizer: str) -> None:
+    config, _, plan = planned(f"training.optimizer={optimizer}")
     step = plan_memory(config, amp="off")
     # The optimizer counts its steps besides, a number a tensor.
     assert plan.snapshot_bytes == pytest.approx(step.fixed_bytes - step.gradient_bytes, rel=1e-2)
-    more = planned("training.extra_ema_decays=[0.99]")[2]
+    more = planned(f"training.optimizer={optimizer}", "training.extra_ema_decays=[0.99]")[2]
     assert more.snapshot_bytes is not None
     assert plan.snapshot_bytes is not None
     assert more.snapshot_bytes - plan.snapshot_bytes == step.weight_bytes
-    pinned = planned(gpu=True)[2].snapshot_bytes
+    pinned = planned(f"training.optimizer={optimizer}", gpu=True)[2].snapshot_bytes
     assert pinned is not None
     assert plan.snapshot_bytes < pinned < 2 * plan.snapshot_bytes
 

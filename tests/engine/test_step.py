@@ -188,9 +188,10 @@ def test_autocast_trains_close_to_float32(amp: str) -> None:
     assert all(p.dtype == torch.float32 for p in reduced.network.parameters())
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
-def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str) -> None:
-    config = make_config(train_batch_size=4, amp=amp, extra_ema_decays=(0.5,))
+def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str, optimizer: str) -> None:
+    config = make_config(train_batch_size=4, amp=amp, extra_ema_decays=(0.5,), optimizer=optimizer)
     step = make_step(config)
     train(step, config, steps=2)
     before = copy.deepcopy(step.state_dict())
@@ -300,8 +301,9 @@ def test_max_steps_does_not_move_the_schedule() -> None:
     assert learning_rate(50, config.model_copy(update={"max_steps": 60})) == learning_rate(50, config)
 
 
-def test_a_saved_and_loaded_step_goes_on_bit_by_bit() -> None:
-    config = make_config(train_batch_size=4, accumulate_steps=2, extra_ema_decays=(0.5,))
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_saved_and_loaded_step_goes_on_bit_by_bit(optimizer: str) -> None:
+    config = make_config(train_batch_size=4, accumulate_steps=2, extra_ema_decays=(0.5,), optimizer=optimizer)
     straight, first = make_step(config), make_step(config)
     train(straight, config, steps=3)
     train(first, config, steps=3)
@@ -337,15 +339,26 @@ def test_weights_of_another_network_are_refused_by_name() -> None:
         step.set_weights({})
 
 
-def test_weight_decay_spares_biases_and_norms() -> None:
-    config = make_config()
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weight_decay_spares_biases_and_norms(optimizer: str) -> None:
+    config = make_config(optimizer=optimizer)
     network = build_network(config, CPU)
-    decayed, spared = make_optimizer(network, config.training).param_groups
-    assert decayed["weight_decay"] == 0.01
+    *decayed, spared = make_optimizer(network, config.training).param_groups
+    assert [group["weight_decay"] for group in decayed] == [0.01] * len(decayed)
     assert spared["weight_decay"] == 0.0
-    assert all(p.ndim > 1 for p in decayed["params"])
+    found = [p for group in decayed for p in group["params"]]
+    assert all(p.ndim > 1 for p in found)
     assert all(p.ndim <= 1 for p in spared["params"])
-    assert len(decayed["params"]) + len(spared["params"]) == len(list(network.parameters()))
+    assert len(found) + len(spared["params"]) == len(list(network.parameters()))
+
+
+def test_muon_takes_the_kernels_but_for_the_one_with_a_single_output() -> None:
+    config = make_config(optimizer="muon")
+    network = build_network(config, CPU)
+    kernels, others, _ = make_optimizer(network, config.training).param_groups
+    taken = {id(p) for p in kernels["params"]}
+    assert taken == {id(p) for name, p in network.named_parameters() if p.ndim == 5 and name != "conv_out.weight"}
+    assert {p.ndim for p in others["params"]} == {2, 5}
 
 
 def test_auto_precision_is_off_on_a_cpu() -> None:
@@ -393,9 +406,10 @@ def test_a_run_may_turn_to_channels_last_and_back(channels_last: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str) -> None:
-    config = make_config(train_batch_size=2, accumulate_steps=2, amp=amp)
+def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str, optimizer: str) -> None:
+    config = make_config(train_batch_size=2, accumulate_steps=2, amp=amp, optimizer=optimizer)
     device = torch.device("cuda")
     step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion), device)
     x_0 = torch.zeros(2, 1, 8, 16, 16, device=device)

@@ -51,14 +51,15 @@ class TrainingConfig(Section):
     deterministic: bool = Field(
         False, description="kernels that give the same bits each time, so that a resume is exact on a GPU too; slower"
     )
-    lr: float = Field(1e-4, gt=0, description="peak learning rate of AdamW")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon = kernels step by orthogonalized momentum (less memory), all else by AdamW"
+    )
+    lr: float = Field(1e-4, gt=0, description="peak learning rate, the same for both optimizers")
     lr_schedule: Literal["cosine", "constant", "inverse_sqrt"] = Field(
         "cosine", description="learning rate after warm-up, in optimizer steps; cosine ends at 0 with the last epoch"
     )
     warmup_steps: NonNegativeInt = Field(500, description="optimizer steps of linear learning-rate warm-up")
-    weight_decay: float = Field(
-        0.01, ge=0, description="AdamW's decoupled weight decay, on weights of two and more axes"
-    )
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay, on weights of two and more axes")
     clip_norm: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
     ema_decay: float = Field(
         0.9999, ge=0, lt=1, description="decay of the weight average per step, warmed up as (1+n)/(10+n)"

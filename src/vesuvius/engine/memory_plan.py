@@ -122,13 +122,14 @@ def _trace(config: Config) -> MemoryPlan:
         footprint.restart()
         with footprint.saving(weights):
             _one_micro_batch(step, config)
+        flops = footprint.flops  # Muon's products come once a step: below a hundredth
         step.apply(training.lr)
         weight_bytes = sum(weight.nbytes for weight in weights)
         return MemoryPlan(
             batch=training.train_batch_size,
             amp=amp,
             parameters=parameter_count(step.network),
-            flops_per_step=footprint.flops * training.accumulate_steps,
+            flops_per_step=flops * training.accumulate_steps,
             weight_bytes=weight_bytes,
             gradient_bytes=weight_bytes,
             optimizer_bytes=sum(value.nbytes for value in state),

@@ -18,7 +18,7 @@ from vesuvius.engine.data_spectrum import measure_spectrum
 from vesuvius.engine.network import lay_out_network
 from vesuvius.engine.resume import Resumption, read_resumption, stored_greys, stored_scalars, stored_spectrum
 from vesuvius.engine.run_dir import RunDir, refuse_existing, run_dir
-from vesuvius.engine.step import check_initial_weights, parameter_count
+from vesuvius.engine.step import check_initial_weights, parameter_count, saved_copies
 from vesuvius.engine.trained import InitialWeights, read_initial_weights
 from vesuvius.errors import StorageError
 from vesuvius.observe.units import GIB
@@ -27,9 +27,6 @@ from vesuvius.stream.options import StreamOptions, check_store, check_store_need
 from vesuvius.stream.prepare import GreyRanges, PreparedData, prepare_data
 from vesuvius.stream.start_reads import StartReads
 from vesuvius.volumes.object_store import check_cache
-
-# float32: weights, two moments of AdamW; each average once more.
-_FLOATS_PER_PARAMETER = 3
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,8 @@ def preflight(
     directory = run_dir(config)
     if not resume:
         refuse_existing(directory)
-    parameters = _check_network(config)
+    network = lay_out_network(config)
+    network.check_size(config.training.train_batch_size, config.data.patch_size)
     data_config = config.data if caches else _without_cache(config.data)
     notes = directory.reading if caches and resume and directory.exists() else None
     with StartReads(data_config, notes) as reads:
@@ -103,8 +101,9 @@ def preflight(
         fixed = _fixed_patches(config, data, reads)
     scalars = stored_scalars(resumed.state) if resumed and keeps_data else volume_scalars(config, data)
     initial = None if resumed else _initial_weights(config)
-    averages = 1 + len(config.training.extra_ema_decays)
-    checkpoint_bytes = parameters * (_FLOATS_PER_PARAMETER + averages) * 4
+    checkpoint_bytes = sum(
+        weight.numel() * 4 * saved_copies(weight, config.training) for weight in network.parameters()
+    )
     free_bytes = _check_disk(directory.path, checkpoint_bytes)
     return Preflight(
         directory,
@@ -115,7 +114,7 @@ def preflight(
         resumed,
         initial,
         fixed,
-        parameters,
+        parameter_count(network),
         checkpoint_bytes,
         free_bytes,
     )
@@ -163,13 +162,6 @@ def doubts(config: Config) -> list[str]:
             "from its neighbours only; set diffusion.min_snr_gamma=null to train it"
         )
     return found
-
-
-def _check_network(config: Config) -> int:
-    """Lay the network out without memory; returns its number of weights."""
-    network = lay_out_network(config)
-    network.check_size(config.training.train_batch_size, config.data.patch_size)
-    return parameter_count(network)
 
 
 def _check_disk(path: Path, checkpoint_bytes: int) -> int:

@@ -239,7 +239,7 @@ def _plan_network(config: Config, gpu: bool | None) -> _Network | None:
     # Here, because they need torch.
     from vesuvius.engine.memory_plan import plan_memory
     from vesuvius.engine.network import lay_out_network
-    from vesuvius.engine.step import AmpMode, choose_device, resolve_amp
+    from vesuvius.engine.step import AmpMode, choose_device, resolve_amp, saved_copies
 
     device = choose_device()
     on_gpu = device.type == "cuda" if gpu is None else gpu
@@ -247,11 +247,11 @@ def _plan_network(config: Config, gpu: bool | None) -> _Network | None:
     if config.training.amp == "auto" and device.type == "cpu":
         amp = "bf16"  # what a GPU would take
     plan = plan_memory(config, amp=amp)
-    sizes = [weight.numel() * 4 for weight in lay_out_network(config).parameters()]
-    copies = 4 + len(config.training.extra_ema_decays)  # weights, two moments, the averages
+    weights = list(lay_out_network(config).parameters())
+    sizes = [weight.numel() * 4 for weight in weights for _ in range(saved_copies(weight, config.training))]
     return _Network(
         gpu=on_gpu,
-        snapshot_bytes=copies * sum(_pinned(size) if on_gpu else size for size in sizes),
+        snapshot_bytes=sum(_pinned(size) if on_gpu else size for size in sizes),
         step_bytes=0
         if on_gpu
         else _cpu_bytes(plan_memory(config, amp=resolve_amp(config.training.amp, torch.device("cpu")))),

@@ -136,6 +136,12 @@ def read_resumption(path: Path, config: Config, data: PreparedData, allow_drift:
     state = load_checkpoint(path, verified=True)
     stored = parse_stored(state["config"], source=str(path / STATE))
     before, now = stored.model_dump(mode="json"), config.model_dump(mode="json")
+    if stored.training.optimizer != config.training.optimizer:
+        raise ConfigError(
+            "a resumed run must keep its optimizer, whose moments are of no use to another; got training.optimizer="
+            f"{config.training.optimizer}, was {stored.training.optimizer} in {path}; undo it, or start a new run "
+            "under another name with training.init_from"
+        )
     drift = config_drift(before, now)
     refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FIXED_BUT_FOR)]
     if _without_paths(before) != _without_paths(now):

@@ -27,12 +27,15 @@ from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.engine.averages import MovingAverage, average_decays, load_averages
+from vesuvius.engine.muon import Muon
 from vesuvius.engine.outcome import StepResult
 from vesuvius.engine.transfer import to_device
 from vesuvius.errors import ConfigError
 from vesuvius.observe.clock import Timed, untimed
 
 AmpMode = Literal["off", "bf16", "fp16"]
+
+_BETAS, _KERNEL_AXES = (0.9, 0.999), 5
 
 
 class TrainStep:
@@ -237,13 +240,32 @@ def autocast(device: torch.device, amp: AmpMode) -> AbstractContextManager[Any]:
 
 
 def make_optimizer(network: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """Fused AdamW; weight decay on matrices and kernels only, not on biases and norms."""
+    """Fused AdamW, or Muon with it; weight decay on matrices and kernels only, not on biases and norms."""
     parameters = [p for p in network.parameters() if p.requires_grad]
+    spared = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
+    decayed = [p for p in parameters if p.ndim > 1]
+    if config.optimizer == "adamw":
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, spared]
+        return torch.optim.AdamW(groups, lr=config.lr, betas=_BETAS, fused=True)
+    kernels = [p for p in decayed if _is_kernel(p)]
+    others = [p for p in decayed if not _is_kernel(p)]
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": kernels, "weight_decay": config.weight_decay, "orthogonal": True},
+        {"params": others, "weight_decay": config.weight_decay, "orthogonal": False},
+        spared | {"orthogonal": False},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.999), fused=True)
+    return Muon(groups, lr=config.lr, betas=_BETAS, fused=True)
+
+
+def saved_copies(weight: Tensor, config: TrainingConfig) -> int:
+    """How often a checkpoint holds a tensor of the size of this weight: itself, its moments, its averages.  Pure."""
+    moments = 1 if config.optimizer == "muon" and _is_kernel(weight) else 2
+    return 1 + moments + len(average_decays(config))
+
+
+def _is_kernel(weight: Tensor) -> bool:
+    """Of several output channels: of one, orthogonal means no more than scaled."""
+    return weight.ndim == _KERNEL_AXES and len(weight) > 1
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
