@@ -1,14 +1,13 @@
 """What a network has learned at each noise level with different recipes of training, on the same held-out patches.
 
     python tools/bench_recipes.py --volume volumes/demo.zarr --volume scroll.zarr --seeds 3 --steps 600 \
-        --recipe edm \
-        --recipe "cosine diffusion.noise=cosine diffusion.min_snr_gamma=5.0" --json recipes.json
+        --recipe adamw --recipe "muon training.optimizer=muon training.steps_per_epoch=550" --json recipes.json
 
-A recipe is a name and keys of the config.  For each volume and seed the demo's network is trained for the same steps
-with each recipe, and shown the same held-out patches at the same levels.  Figures: the squared error of x_0 over that
-of the best linear denoiser, at levels from 0.02 to four times the largest amplitude of the spectrum (deviations of the
-data); their geometric mean, for each average of the weights; and the seconds of a step (median), which say how many
-steps another recipe could have done in the same time.
+A recipe is a name and keys of the config; without any, those of the project's past and present are compared.  For each
+volume and seed the demo's network is trained for the same steps with each recipe, and shown the same held-out patches
+at the same levels.  Figures: the squared error of x_0 over that of the best linear denoiser, at levels from 0.02 to
+four times the largest amplitude of the spectrum (deviations of the data); their geometric mean, for each average of the
+weights; and the seconds of a step (median), which say how many steps another recipe could have done in the same time.
 """
 
 from __future__ import annotations
@@ -37,9 +36,13 @@ from vesuvius.engine.preflight import preflight
 from vesuvius.engine.reference import Reference
 from vesuvius.engine.trained import TrainedNetwork, read_trained
 
+_FALLING = "training.lr_schedule=inverse_sqrt training.warmup_steps=50"
 RECIPES = [
     "edm",
-    "cosine diffusion.noise=cosine diffusion.min_snr_gamma=5.0",  # what stood before edm
+    "cosine_noise diffusion.noise=cosine diffusion.min_snr_gamma=5.0",  # what stood before edm
+    f"inverse_sqrt {_FALLING}",
+    "muon training.optimizer=muon",
+    f"muon_inverse_sqrt training.optimizer=muon {_FALLING}",
 ]
 LEVELS, PATCHES = 11, 48
 
