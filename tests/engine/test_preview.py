@@ -77,7 +77,7 @@ def columns_of(picture: NDArray[np.uint8], count: int = 2) -> list[NDArray[np.ui
 def test_the_picture_has_a_row_a_patch_and_the_curves_below(tmp_path: Path) -> None:
     preview(tmp_path)
     picture = pixels(tmp_path)
-    assert picture.shape == (2 * HEADING + 2 * SIDE + 300, 800, 3)
+    assert picture.shape == (2 * HEADING + 2 * SIDE + 300, 4 * COLUMN, 3), "the curves are as wide as the columns"
     real, condition, under, without = columns_of(picture)
     assert np.array_equal(real, condition), "the reference's condition is the patch itself"
     assert min(column.std() for column in (real, under, without)) > 10
