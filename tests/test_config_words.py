@@ -187,4 +187,4 @@ def test_the_table_tool_writes_what_it_then_finds_correct(tmp_path: Path) -> Non
     text = readme.read_text(encoding="utf-8")
     assert text.startswith("# Title\n")
     assert text.endswith("-->\nrest\n")
-    assert "| `training.lr` | a number above 0 | `0.0001` | peak learning rate, the same for both optimizers |\n" in text
+    assert "| `training.lr` | a number above 0 | `0.0001` | peak learning rate of both optimizers |\n" in text

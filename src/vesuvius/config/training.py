@@ -54,7 +54,7 @@ class TrainingConfig(Section):
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon = kernels step by orthogonalized momentum (less memory), all else by AdamW"
     )
-    lr: float = Field(1e-4, gt=0, description="peak learning rate, the same for both optimizers")
+    lr: float = Field(1e-4, gt=0, description="peak learning rate of both optimizers")
     lr_schedule: Literal["cosine", "constant", "inverse_sqrt"] = Field(
         "cosine", description="learning rate after warm-up, in optimizer steps; cosine ends at 0 with the last epoch"
     )
