@@ -62,7 +62,7 @@ def main() -> None:
             for recipe in arguments.recipe or RECIPES:
                 name, *keys = recipe.split()
                 found = measure(Path(volume).resolve(), seed, keys, arguments.steps)
-                rows.append({"volume": Path(volume).name, "seed": seed, "recipe": name} | found)
+                rows.append({"volume": volume, "seed": seed, "recipe": name} | found)
                 print(json.dumps(rows[-1]), flush=True)
     for line in summary(rows):
         print(line)

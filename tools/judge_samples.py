@@ -1,14 +1,16 @@
 """How near generated patches come to real ones that training has not seen.
 
     vesuvius volume synth volumes/unseen.zarr --shape 128,384,384 --seed 9
-    vesuvius sample --checkpoint runs/demo --count 192 --out samples
+    vesuvius sample --checkpoint runs/demo --count 192 --guidance 0 --out samples
     python tools/judge_samples.py --samples samples/samples.zarr --real volumes/unseen.zarr
 
 Figures of both: share of air (well darker than the material), standard deviation of the patches'
 means, planarity; the distances of histogram, power spectrum and two-point correlation; and the area under the ROC curve
 of a classifier that was trained on half of the patches, as mean and standard deviation over seeds: 0.5 where it cannot
 tell them apart.  It takes samples of any program: a zarr array [N, Z, Y, X] in the grey values of the volume.  Real
-patches for training and for testing the classifier come from different halves of the volume.
+patches for training and for testing the classifier come from different halves of the volume, from anywhere in them: a
+model that was trained with `data.min_foreground` draws less air.  Samples are to be drawn without conditions
+(--guidance 0), or under conditions that do not overlap: those of one place show the same sheets in both halves.
 """
 
 from __future__ import annotations

@@ -39,18 +39,19 @@ def test_of_nothing_it_is_nothing() -> None:
 
 
 def test_steps_of_a_kernel_are_those_of_torchs_muon_on_its_matrix() -> None:
-    """torch iterates in bf16, whose rounding a step of five products amplifies to some percent."""
+    """To a percent, as torch iterates in bf16.  Gradients change direction, or any momentum would do."""
+    random = generator()
     start = torch.randn(16, 6, 3, 3, 3, generator=generator())
     kernel, matrix = start.clone().requires_grad_(), start.flatten(1).clone().requires_grad_()
     ours = Muon([{"params": [kernel], "weight_decay": DECAY, "orthogonal": True}], lr=LR, fused=True)
     theirs = torch.optim.Muon([matrix], lr=LR, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
     for number in range(4):
-        gradient = torch.randn(start.shape, generator=generator()) * (1 + number)
+        gradient = torch.randn(start.shape, generator=random) * (1 + number)
         kernel.grad, matrix.grad = gradient, gradient.flatten(1)
         ours.step()
         theirs.step()
     moved = (matrix - start.flatten(1)).detach()
-    assert (kernel.flatten(1) - matrix).norm() < 0.03 * moved.norm()
+    assert (kernel.flatten(1) - matrix).norm() < 0.013 * moved.norm()
     assert moved.norm() > 0.1 * math.sqrt(moved.numel()) * LR
 
 
