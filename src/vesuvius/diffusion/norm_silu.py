@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-from torch import Tensor
+from torch import Tensor, library
 
 NORM_EPS = 1e-5
 
@@ -207,7 +207,7 @@ def _like(x: Tensor, found: Tensor) -> Tensor:
 # ---- for torch.compile: opaque, so that it cannot see that two of them compute the same, and keep that instead of x
 
 
-@torch.library.custom_op("vesuvius::norm_silu", mutates_args=())
+@library.custom_op("vesuvius::norm_silu", mutates_args=())
 def opaque_forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and inverse deviation of `forward`."""
     y, _, mean, rstd = forward(x, weight, bias, groups)
@@ -219,7 +219,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Ten
     return torch.empty_like(x), weight.new_empty(len(x), groups), weight.new_empty(len(x), groups)
 
 
-@torch.library.custom_op("vesuvius::norm_silu_again", mutates_args=())
+@library.custom_op("vesuvius::norm_silu_again", mutates_args=())
 def opaque_again(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     """y of `again`."""
     return again(x, weight, bias, mean, rstd)[0]
@@ -230,7 +230,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -> Te
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("vesuvius::norm_silu_backward", mutates_args=())
+@library.custom_op("vesuvius::norm_silu_backward", mutates_args=())
 def opaque_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
