@@ -45,6 +45,7 @@ RECIPES = [
     f"muon_inverse_sqrt training.optimizer=muon {_FALLING}",
 ]
 LEVELS, PATCHES = 11, 48
+DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 
 
 def main() -> None:
@@ -88,33 +89,23 @@ def measure(volume: Path, seed: int, keys: list[str], steps: int) -> dict[str, A
 
 
 def demo_config(volume: Path, seed: int, steps: int) -> dict[str, Any]:
-    """The demo's network and training, without conditions and without Ray."""
-    return {
-        "name": "recipe",
-        "seed": seed,
-        "data": {"volumes": [{"path": str(volume)}], "patch_size": [8, 32, 32]},
-        "training": {
-            "train_batch_size": 8,
-            "workers": 0,
-            "steps_per_epoch": steps,
-            "epochs": 1,
-            "lr": 2e-3,
-            "warmup_steps": 20,
-            "ema_decay": 0.995,
-            "save_every": steps,
-            "validate_every": steps,
-            "validate_patches": PATCHES,
-            "preview_every": 0,
-        },
-        "model": {
-            "channels": [32, 64, 128],
-            "blocks_per_level": 1,
-            "full_res_channels": 16,
-            "attention_heads": 4,
-            "norm_groups": 8,
-        },
-        "monitor": {"tensorboard": False},
+    """The demo's config on another volume, without conditions and Ray, with AdamW and cosine decay to begin with."""
+    config: dict[str, Any] = yaml.safe_load(DEMO.read_text())
+    del config["diffusion"]  # the dropout of conditions
+    config["data"] = {"volumes": [{"path": str(volume)}], "patch_size": config["data"]["patch_size"]}
+    config["training"] |= {
+        "workers": 0,
+        "steps_per_epoch": steps,
+        "epochs": 1,
+        "optimizer": "adamw",
+        "lr_schedule": "cosine",
+        "warmup_steps": 20,
+        "save_every": steps,
+        "validate_every": steps,
+        "validate_patches": PATCHES,
+        "preview_every": 0,
     }
+    return config | {"name": "recipe", "seed": seed, "monitor": {"tensorboard": False}}
 
 
 @torch.no_grad()

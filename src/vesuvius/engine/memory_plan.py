@@ -122,9 +122,8 @@ def _trace(config: Config) -> MemoryPlan:
         footprint.restart()
         with footprint.saving(weights):
             _one_micro_batch(step, config)
-        flops = (
-            footprint.flops
-        )  # Muon's products come once a step, not once a micro-batch; of a large model they are below 3 %
+        # Before the update: Muon's products, below 3 % for a large model, come once a step, not once a micro-batch.
+        flops = footprint.flops
         step.apply(training.lr)
         weight_bytes = sum(weight.nbytes for weight in weights)
         return MemoryPlan(

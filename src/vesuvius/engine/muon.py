@@ -8,7 +8,7 @@ gradient are learned as fast as others.  It keeps one moment of a kernel instead
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,24 +27,23 @@ class Muon(torch.optim.AdamW):
     `found_inf` is set, a step changes nothing.  Sources: Jordan et al. 2024; Liu et al. 2025 for the scale.
     """
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update.  Takes no closure: kernels would step before it."""
         assert closure is None
         groups = self.param_groups
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        for group in groups:
-            if group.get("orthogonal"):
-                with _full_float32():
-                    self._step_orthogonally(group, found_inf)
-        self.param_groups = [group for group in groups if not group.get("orthogonal")]
+        with _full_float32():
+            for group in groups:
+                if group["orthogonal"]:
+                    self._step_orthogonally(group)
+        self.param_groups = [group for group in groups if not group["orthogonal"]]  # AdamW steps all that it sees
         try:
             super().step()
         finally:
             self.param_groups = groups
-        return None
 
     @torch.no_grad()
-    def _step_orthogonally(self, group: dict[str, Any], found_inf: Tensor | None) -> None:
+    def _step_orthogonally(self, group: dict[str, Any]) -> None:
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for kernel in group["params"]:
             if kernel.grad is None:
                 continue

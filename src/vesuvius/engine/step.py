@@ -264,7 +264,10 @@ def saved_copies(weight: Tensor, config: TrainingConfig) -> int:
 
 
 def _is_kernel(weight: Tensor) -> bool:
-    """Of several output channels: of one, orthogonal means no more than scaled."""
+    """Whether Muon takes this weight: a kernel of several output channels.
+
+    Of one output channel the matrix is a row, and to make it orthogonal only scales it.
+    """
     return weight.ndim == _KERNEL_AXES and len(weight) > 1
 
 

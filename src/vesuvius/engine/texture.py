@@ -17,6 +17,7 @@ Float64 = NDArray[np.float64]
 
 # Wider than -1 ... 1, the material of training: masked air lies below, and a network may miss both.
 HISTOGRAM_EDGES: Float64 = np.linspace(-3, 3, 97)
+_AIR_BELOW = -1.5
 _FIRST_SHELL = 2
 _BINOMIAL = np.array([1, 4, 6, 4, 1]) / 16
 
@@ -61,11 +62,11 @@ def measure_texture(patches: Iterable[NDArray[np.float32]]) -> Texture:
         if finite.all():
             powers.append(radial_power(patch))
             means.append(float(patch.mean(dtype=np.float64)))
-            products.append(mean_products(patch))
+            products.append(_mean_products(patch))
             differences += _structure(patch)
     return Texture(
         histogram=counts / counts.sum() if counts.any() else np.full_like(counts, math.nan),
-        air=float(counts[HISTOGRAM_EDGES[:-1] < -1.5].sum() / counts.sum()) if counts.any() else math.nan,
+        air=float(counts[HISTOGRAM_EDGES[:-1] < _AIR_BELOW].sum() / counts.sum()) if counts.any() else math.nan,
         frequency=frequency,
         power=np.mean(powers, axis=0) if powers else np.full_like(frequency, math.nan),
         correlation=_correlation(products, means),
@@ -110,7 +111,7 @@ def _blurred(values: Float64, *, twice: bool = False) -> Float64:
     return _blurred(values) if twice else values
 
 
-def mean_products(patch: NDArray[np.floating]) -> list[Float64]:
+def _mean_products(patch: NDArray[np.floating]) -> list[Float64]:
     """Of a finite patch [Z, Y, X], along each axis, the mean product of voxels 0, 1, ... half the axis apart."""
     values = patch.astype(np.float64)
     found = []
