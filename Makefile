@@ -1,4 +1,5 @@
-# Every target sets itself up from a bare Python >= 3.11.  VENV=elsewhere puts the virtual environment elsewhere.
+# Every target sets itself up from a bare Python >= 3.11.  VENV=elsewhere puts the virtual environment elsewhere;
+# PYTHON=python3.13 VENV=.venv-3.13 runs a target with another version.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,18 +7,27 @@ DEMO_ARGS ?=
 # Processes that share the tests.  Each starts a Ray of its own where its tests need one.
 TEST_PROCESSES ?= 2
 
-.PHONY: install demo test test-long lint format clean
+# With it each of some hundred test processes would compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: install demo test tests test-long lint format clean check-python
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python must be 3.11 or newer; got {v.major}.{v.minor}; run make PYTHON=/path/to/python3.11")'
-	$(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --disable-pip-version-check --quiet --editable '.[dev]'
+# Everything.  `make demo` makes do with what the program itself needs.
+$(VENV)/.installed: pyproject.toml constraints.txt tools/install.sh | check-python
+	tools/install.sh $(PYTHON) $(VENV) dev
+	@touch $@ $(VENV)/.runs
+
+$(VENV)/.runs: pyproject.toml constraints.txt tools/install.sh | check-python
+	tools/install.sh $(PYTHON) $(VENV)
 	@touch $@
 
+check-python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python must be 3.11 or newer; got {v.major}.{v.minor}; run make PYTHON=/path/to/python3.11")'
+
 # Writes a synthetic scroll, trains on it, shows where everything is.  DEMO_ARGS adds overrides.
-demo: install
+demo: $(VENV)/.runs
 	test -d volumes/demo.zarr || $(BIN)/vesuvius volume synth volumes/demo.zarr --shape 128,256,256 --seed 0
 	rm -rf runs/demo
 	$(BIN)/python -m vesuvius.train --config configs/demo.yaml $(DEMO_ARGS)
@@ -32,14 +42,18 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/config_table.py --check README.md
+	$(BIN)/python tools/config_table.py --check docs/config.md
 
-test: lint
-	$(BIN)/pytest -m "not long" -n $(TEST_PROCESSES) --dist worksteal
+# Lint runs beside the tests; what it finds fails them.
+test: install
+	@$(MAKE) --no-print-directory -j 2 lint tests
 
-# The full counts: minutes to hours.
+tests: install
+	$(BIN)/pytest -q -m "not long" -n $(TEST_PROCESSES) --dist worksteal
+
+# The full counts, benchmarks and rehearsals: minutes to hours.
 test-long: install
-	$(BIN)/pytest -m long
+	$(BIN)/pytest -m "long or hypothesis" --hypothesis-profile=full
 
 format: install
 	$(BIN)/ruff check --fix .

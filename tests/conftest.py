@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numcodecs
@@ -16,9 +18,14 @@ import numpy as np
 import pytest
 import yaml
 import zarr
+from hypothesis import settings
 
-from tests.servers import cache_home, s3, s3_server, server, session_server  # noqa: F401 - fixtures
-from vesuvius.observe.logfile import _TerminalHandler
+from tests.support import fork_server, orphans
+from tests.support.servers import cache_home, cache_homes, s3, s3_server, server, session_server  # noqa: F401 - fixtures
+from tests.support.tiny import TINY_MODEL as TINY_MODEL
+from tests.support.tiny import tiny_sections
+from vesuvius.runlog.logfile import _TerminalHandler
+from vesuvius.stream.start import start_reads
 
 # Before a test imports torch.  Tiny networks gain nothing by a second thread and lose much where other work runs
 # beside them: each layer then waits for the thread that has no core.
@@ -29,22 +36,42 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` does
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+LONG_TEST_S = 4 * 3600
+
+# `make test-long` takes the full counts.  A loaded machine is no failure, so examples have no deadline.
+settings.register_profile("few", max_examples=25, deadline=None)
+settings.register_profile("full", max_examples=300, deadline=None)
+settings.load_profile("few")
+
 REPOSITORY = Path(__file__).parent.parent
 SCROLL_DATA = REPOSITORY.parent / "shared" / "data"
-
-TINY_MODEL: dict[str, Any] = {
-    "channels": [8, 16],
-    "blocks_per_level": 1,
-    "stem_stride": [1, 2, 2],
-    "full_res_channels": 4,
-    "attention_heads": 2,
-    "norm_groups": 4,
-}
 
 needs_scroll_data = pytest.mark.skipif(
     not SCROLL_DATA.is_dir(),
     reason="real scroll CT is not part of the repository; it lies in ../shared/data where present",
 )
+
+
+def pytest_configure() -> None:
+    """A test that takes too long ends its process; trainers that it has started must not go on without it."""
+    orphans.watch_over_this_process()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` picks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What a sample leaves out is long; full counts have more time than other tests.
+
+    With a step that shares no factor with the lengths of a grid's axes, a sample has each value of each axis.
+    """
+    seen = Counter[str]()
+    for item in items:
+        if sample := item.get_closest_marker("sample"):
+            function = item.nodeid.partition("[")[0]
+            if seen[function] % sample.args[0]:
+                item.add_marker("long")
+            seen[function] += 1
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.timeout(LONG_TEST_S))
 
 
 def textured(shape: tuple[int, ...], seed: int = 0, dtype: str = "uint8") -> np.ndarray[Any, Any]:
@@ -80,6 +107,13 @@ def _package_log_as_at_the_start() -> Iterator[None]:
             package.removeHandler(handler)
 
 
+@pytest.fixture(autouse=True)
+def forked_start_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that reads before a run is forked: a new one takes a second of CPU to import zarr, in each run."""
+    stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start})
+    monkeypatch.setattr(start_reads, "subprocess", stand_in)
+
+
 @pytest.fixture
 def volume(tmp_path: Path) -> Path:
     """A bare 96x128x128 uint8 volume in 32^3 chunks."""
@@ -91,30 +125,7 @@ def tiny_config(tmp_path: Path, volume: Path) -> Callable[..., Path]:
     """Writes a config of seconds on one core; keyword arguments replace keys of its sections."""
 
     def write(name: str = "tiny", **sections: dict[str, Any]) -> Path:
-        config: dict[str, Any] = {
-            "name": name,
-            "data": {
-                "volumes": [{"path": str(volume)}],
-                "patch_size": [8, 16, 16],
-                "patches_per_region": 4,
-                "regions_per_task": 4,
-            },
-            "training": {
-                "train_batch_size": 2,
-                "accumulate_steps": 2,
-                "workers": 0,
-                "steps_per_epoch": 10,
-                "epochs": 2,
-                "warmup_steps": 3,
-                "lr": 1e-3,
-                "ema_decay": 0.9,
-                "save_every": 10,
-                "validate_every": 0,
-            },
-            "diffusion": {"sampler_steps": 3},
-            "monitor": {"tensorboard": False},
-            "model": TINY_MODEL,
-        }
+        config = tiny_sections(name, volume)
         for section, keys in sections.items():
             config[section] = config.get(section, {}) | keys
         path = tmp_path / f"{name}.yaml"
@@ -140,8 +151,8 @@ def run_vesuvius(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m vesuvius.<command> ...` as a user would."""
     command, *rest = map(str, arguments)
-    return subprocess.run(
-        [sys.executable, "-m", f"vesuvius.{command}", *rest],
+    return fork_server.run(
+        [sys.executable, "-m", "vesuvius", command, *rest],
         cwd=cwd,
         timeout=timeout,
         text=True,

@@ -1,40 +1,70 @@
-"""Prints the Markdown table of all config keys, made from the models; can also check or replace the one in README.
+"""Writes docs/config.md, the reference of all config keys, from the models; `--check` says whether it is up to date.
 
-    python tools/config_table.py --check README.md
-
-The table stands between the two marker lines named below.
+python tools/config_table.py --check docs/config.md
 """
 
 import argparse
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
-from vesuvius.config_words import describe_type, iter_keys, to_yaml
+from vesuvius.config.describe import describe_type, iter_keys, to_yaml
 
-BEGIN = "<!-- config table: begin -->"
-END = "<!-- config table: end -->"
+INTRODUCTION = """\
+# Config keys
+
+<!-- Made by tools/config_table.py from src/vesuvius/config; change the descriptions there. -->
+
+An experiment is one YAML file. `vesuvius init VOLUME` writes a first one, and `vesuvius train --config FILE
+--print-config` prints every key with its value, where that is set, and its meaning.
+
+- **Scalars** follow YAML 1.2: `1e-4` is a number, `off` and `yes` are text, `null` means none. Unknown keys and values
+  of the wrong type are refused with file and line. Nothing is converted silently.
+- **Overrides** on the command line are `key.path=value` with a YAML value: `training.lr=1e-4`,
+  `"data.volumes=[{path: scroll.zarr, level: 1}]"`. They are applied after the file, in order. An override of a section
+  replaces the whole section.
+- **Environment variables** that begin with `VESUVIUS_` set keys too: two underscores stand for a dot, a number for an
+  item of a list, and the value is YAML. `VESUVIUS_TRAINING__WORKERS=4` is `training.workers=4`, and
+  `VESUVIUS_DATA__VOLUMES__0__PATH=scroll.zarr` the path of the first volume. They are applied after the file and before
+  the overrides: defaults < file < environment < command line. A name of no key is refused with the nearest one;
+  `VESUVIUS_RUNS` alone is none, but the folder of run directories. All commands that take `--config` obey them, and the
+  processes that they start get the result. What works from a run (`sample`, `report`, `train --replay`) does not.
+  Names that Kubernetes makes of a Service called `vesuvius` are passed over.
+- **Lists** are replaced as a whole. Below, `[]` stands for an item of a list; an override counts items from 0:
+  `data.volumes[0].path=other.zarr`.
+- **`extends: other.yaml`** at the top level of a file takes all keys from the other file that this one does not set.
+  Sections are merged key by key; lists and plain values are replaced. The path is relative to the folder of the file
+  that names it, and up to 8 files may extend one another. `vesuvius tune` writes such a file, `FILE.tuned.yaml`. A run
+  keeps the merged text as `config.source.yaml`, so a resume does not need the other files.
+"""
 
 
-def config_table() -> str:
-    """The Markdown table, one row per key that takes a value.  Pure."""
-    rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
+def reference() -> str:
+    """The whole page.  Pure."""
+    sections: dict[str, list[tuple[str, dict[str, Any]]]] = {"": []}
+    meanings = {}
     for key, schema in iter_keys():
+        section = key.partition(".")[0]
         if "properties" in schema:
-            continue  # a section: its keys follow
+            meanings[key] = schema["description"]  # the keys of a section follow it
+        else:
+            sections.setdefault(section if "." in key else "", []).append((key, schema))
+    parts = [INTRODUCTION]
+    for section, keys in sections.items():
+        title = f"`{section}`: {meanings[section]}" if section else "The experiment"
+        parts.append(f"## {title}\n\n{table(keys)}\n")
+    return "\n".join(parts)
+
+
+def table(keys: list[tuple[str, dict[str, Any]]]) -> str:
+    """A Markdown table, one row per key.  Pure."""
+    rows = ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    for key, schema in keys:
         default = f"`{to_yaml(schema['default'])}`" if "default" in schema else "required"
         cells = [f"`{key}`", _escaped(describe_type(schema)), default, _escaped(schema["description"])]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
-
-
-def with_table(text: str, table: str) -> str:
-    """The text with what stands between the markers replaced.  Pure; raises ValueError where they are missing."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the file must hold the lines {BEGIN} and {END}, in this order")
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
 
 def _escaped(text: str) -> str:
@@ -43,26 +73,23 @@ def _escaped(text: str) -> str:
 
 
 def main() -> int:
-    """Returns the exit code: 1 where the file is out of date or has no markers."""
+    """Returns the exit code: 1 where the file is out of date or cannot be read or written."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if the table in FILE is out of date")
-    action.add_argument("--write", type=Path, metavar="FILE", help="replace the table in FILE")
+    action.add_argument("--check", type=Path, metavar="FILE", help="exit 1 if FILE is out of date")
+    action.add_argument("--write", type=Path, metavar="FILE", help="write FILE")
     arguments = parser.parse_args()
-    path = arguments.check or arguments.write
-    if path is None:
-        print(config_table())
-        return 0
     try:
-        old = path.read_text(encoding="utf-8")
-        new = with_table(old, config_table())
-    except (OSError, ValueError) as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        return 1
-    if arguments.write:
-        path.write_text(new, encoding="utf-8")
-    elif new != old:
-        print(f"{path}: the config table is out of date; run: python {sys.argv[0]} --write {path}", file=sys.stderr)
+        if arguments.write:
+            arguments.write.write_text(reference(), encoding="utf-8")
+        elif not arguments.check:
+            print(reference(), end="")
+        elif arguments.check.read_text(encoding="utf-8") != reference():
+            remedy = f"run: python {sys.argv[0]} --write {arguments.check}"
+            print(f"{arguments.check}: the reference of config keys is out of date; {remedy}", file=sys.stderr)
+            return 1
+    except OSError as error:
+        print(f"{arguments.check or arguments.write}: {error}", file=sys.stderr)
         return 1
     return 0
 

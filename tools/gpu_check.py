@@ -9,14 +9,14 @@ then taken from ../src.  Exit codes: 0 done; 1 a self-test or the parity of loss
 
 What is measured, most important first, at 72x136x136: a self-test of Conv3d, and of norms in both memory orders; our
 default model over micro-batches 1, 2, 4, ... until one does not fit; parity of the losses in float32, bf16 and fp16;
-the eight largest convolutions in both memory orders, and norms, elementwise kernels and copies (`gpu_kernels.py`);
+the eight largest convolutions in both memory orders, and norms, elementwise kernels and copies (`gpu/kernels.py`);
 MONAI's U-Net of as many parameters and as many halvings, where it can be imported; each switch turned from its default;
 our plain full-resolution U-Net; the largest micro-batch under --cap-gib; torch.compile.  A row is some optimizer steps
 of its own (at least 3 and --seconds), after two to warm up, with the data on the device; medians.
 
 patches/s  of whole optimizer steps: noise, forward, backward, clipping, AdamW, EMA.
 peak GiB   allocated by tensors (reserved by the allocator) at the most, weights and optimizer in it.
-predicted  the allocated peak according to `vesuvius/engine/memory_plan.py`, without having seen a GPU.
+predicted  the allocated peak according to `vesuvius/training/forecast/memory_plan.py`, without having seen a GPU.
 MFU        FLOPs of forward and backward (nothing that is computed twice) over the peak of the device's tensor cores.
 waiting    share of the step in which the device waited for data, for copies or for the host, by its own events;
            kernels: the same by torch's profiler, the share of the time in which a kernel ran.
@@ -38,14 +38,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_report import GIB, Row, figures, print_report
+from gpu.report import GIB, Row, figures, print_report
 
 if importlib.util.find_spec("vesuvius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 if TYPE_CHECKING:
-    from gpu_measure import Bench, Budget
-    from model_systems import Spec
+    from gpu.measure import Bench, Budget
+    from gpu.networks import Spec
 
 EXIT_OK, EXIT_WRONG, EXIT_USAGE = 0, 1, 2
 SECTIONS = ("networks", "self_test", "norms", "parity", "steps", "convolutions", "families", "kernels", "largest")
@@ -120,7 +120,7 @@ class Networks:
 
 def real_networks() -> Networks:
     """The default model, and peers with as many parameters and a lowest level as small: 9x17x17."""
-    from model_systems import FULL_MONAI, FULL_OURS, FULL_PLAIN, count_parameters, matched
+    from gpu.networks import FULL_MONAI, FULL_OURS, FULL_PLAIN, count_parameters, matched
 
     parameters = count_parameters(FULL_OURS)
     monai = matched(FULL_MONAI[4], parameters) if can_import("monai") else None
@@ -129,7 +129,7 @@ def real_networks() -> Networks:
 
 def tiny_networks() -> Networks:
     """For the rehearsal: the same kinds of network, not matched."""
-    from model_systems import Spec
+    from gpu.networks import Spec
 
     heads = {"attention_heads": 2, "blocks_per_level": 1}
     ours = Spec("ours", "vesuvius", (8, 16), {"full_res_channels": 4, **heads})
@@ -152,7 +152,7 @@ class Check:
     """The measurements in their order.  Each looks at the clock first."""
 
     def __init__(self, bench: Bench, networks: Networks, budget: Budget, findings: Findings) -> None:
-        from model_systems import count_parameters, training_flops
+        from gpu.networks import count_parameters, training_flops
 
         self._bench, self._networks, self._budget, self._findings = bench, networks, budget, findings
         self._flops = {}
@@ -196,7 +196,7 @@ class Check:
         return False
 
     def _step(self, spec: Spec, batch: int, needs_s: float = LEAST_S, **settings: Any) -> Row | None:
-        from gpu_measure import measured, predicted
+        from gpu.measure import measured, predicted
 
         changed = " ".join(f"{name}={value}" for name, value in settings.items())
         if not self._time_for(f"{spec.name}, micro-batch {batch} {changed}".strip(), needs_s):
@@ -223,7 +223,7 @@ class Check:
 
     def _largest(self, spec: Spec, limits: tuple[int, int | None], **settings: Any) -> None:
         """The largest micro-batch, between what is known to fit and what is known not to, to a sixteenth."""
-        from gpu_measure import fits
+        from gpu.measure import fits
 
         fitting, too_many = limits
         while too_many is None or too_many - fitting > max(1, fitting // 16):
@@ -238,7 +238,7 @@ class Check:
         self._findings.add("largest", row)
 
     def _self_tests(self) -> None:
-        from gpu_parity import AMPS, convolution_self_test, norm_self_test
+        from gpu.parity import AMPS, convolution_self_test, norm_self_test
 
         for amp in AMPS:
             self._findings.add("self_test", convolution_self_test(self._bench, amp))
@@ -246,14 +246,14 @@ class Check:
                 self._findings.add("norms", norm_self_test(self._bench, amp, channels_last))
 
     def _parity(self, spec: Spec) -> None:
-        from gpu_parity import parity
+        from gpu.parity import parity
 
         if self._time_for("parity of losses", LEAST_S):
             for row in parity(self._bench, spec, 1, self._budget):
                 self._findings.add("parity", row)
 
     def _convolutions(self, spec: Spec, batch: int) -> None:
-        from gpu_kernels import LAYOUTS, convolution_row, main_convolutions
+        from gpu.kernels import LAYOUTS, convolution_row, main_convolutions
 
         for shape, count, share in main_convolutions(self._bench, spec):
             for layout in LAYOUTS:
@@ -262,8 +262,8 @@ class Check:
                     self._findings.add("convolutions", row | {"count": count, "share_of_flops": share})
 
     def _families(self, spec: Spec, batch: int) -> None:
-        from gpu_kernels import family_rows
-        from model_systems import experiment
+        from gpu.kernels import family_rows
+        from gpu.networks import experiment
 
         config = experiment(spec, self._bench.patch_zyx).model
         full, first = self._bench.patch_zyx, config.channels[0]
@@ -274,7 +274,7 @@ class Check:
                     self._findings.add("families", row)
 
     def _kernels(self, spec: Spec, batch: int) -> None:
-        from gpu_measure import kernel_share
+        from gpu.measure import kernel_share
 
         if self._time_for("profile", LEAST_S):
             self._findings.add("kernels", kernel_share(self._bench, spec, batch, self._budget))
@@ -301,8 +301,8 @@ def parse() -> argparse.Namespace:
 def prepare(arguments: argparse.Namespace) -> tuple[Bench, Networks, Row]:
     """The device under its cap, the networks, and what to say about them."""
     import torch
-    from gpu_measure import Bench, find_peak_tflops
-    from model_systems import FULL_PATCH
+    from gpu.measure import Bench, find_peak_tflops
+    from gpu.networks import FULL_PATCH
 
     peak = (arguments.peak_tflops, arguments.peak_tflops / 2) if arguments.peak_tflops else None
     about: Row = {"rehearsal": arguments.rehearse, "minutes": arguments.minutes, "cap_gib": None, "memory_gib": None}
@@ -335,7 +335,7 @@ def _versions() -> dict[str, str]:
 def main() -> int:
     arguments = parse()
     import torch
-    from gpu_measure import Budget
+    from gpu.measure import Budget
 
     if not arguments.rehearse and not torch.cuda.is_available():
         print(
@@ -351,7 +351,7 @@ def main() -> int:
     content = findings.content
     content |= {"figures": figures(content), "finished": True}
     findings.write()
-    print_report(json.loads(json.dumps(content)))  # as gpu_report.py prints it from the file
+    print_report(json.loads(json.dumps(content)))  # as gpu/report.py prints it from the file
     wrong = not content["figures"]["self_test_ok"] or not content["figures"]["norms_ok"]
     wrong = wrong or content["figures"]["parity_ok"] is False
     return EXIT_WRONG if wrong else EXIT_OK

@@ -1,4 +1,4 @@
-"""The same as `vesuvius memcheck`, from a checkout that is not installed: needs Python and rich alone.
+"""The same as `vesuvius memcheck`, from a checkout that is not installed: needs Python, psutil and rich alone.
 
 python tools/memcheck.py demo
 python tools/memcheck.py --pid 1234 --once --json
@@ -13,7 +13,7 @@ from pathlib import Path
 if importlib.util.find_spec("vesuvius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from vesuvius.memcheck import main
+from vesuvius.commands.memcheck import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from vesuvius.memcheck import find_run
-from vesuvius.observe.inspect.inspection import Inspection
-from vesuvius.observe.inspect.inspector import Viewpoint
-from vesuvius.observe.inspect.memory_table import memory_table
-from vesuvius.observe.inspect.run_inspector import RunInspector
-from vesuvius.observe.system.gpus import Gpus
+from vesuvius.commands.memcheck import find_run
+from vesuvius.monitor.memcheck.inspection import Inspection
+from vesuvius.monitor.memcheck.inspector import Viewpoint
+from vesuvius.monitor.memcheck.memory_table import memory_table
+from vesuvius.monitor.memcheck.run_inspector import RunInspector
+from vesuvius.monitor.probes.gpus import Gpus
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def _draw_pass(axis: Any, plan: Plan, first_visit: int) -> None:
     for edge in range(0, SHAPE[1] + 1, CHUNK[1]):
         axis.plot([0, SHAPE[2]], [edge, edge], color=GREY, lw=0.8)
         axis.plot([edge, edge], [0, SHAPE[1]], color=GREY, lw=0.8)
-    visits = [plan.visit_of_volume(0, first_visit + n) for n in range(volume.visits_per_pass)]
+    visits = [plan.visit(first_visit + n) for n in range(volume.visits_per_pass)]
     visit = max(visits, key=lambda v: (v.cell[1][1] - v.cell[0][1]) * (v.cell[1][2] - v.cell[0][2]))
     phases = plan._pass(0, first_visit // volume.visits_per_pass)[0]
     for y0, y1 in volume.cells.axes[1].cells(phases[1]):
@@ -70,8 +70,7 @@ def _draw_pass(axis: Any, plan: Plan, first_visit: int) -> None:
     axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fc=BLUE, alpha=0.25))
     (_, y0, x0), (_, y1, x1) = visit.region
     axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, ec=GREEN, lw=2.2))
-    slot = next(s for s in range(10**6) if plan.visit(s) == visit)
-    starts = np.array([plan.start(index, visit) for index in plan.mixing.samples_of(slot)])
+    starts = np.array([plan.sample_of(visit, index).start_zyx for index in plan.mixing.samples_of(visit.slot)])
     axis.plot(starts[:, 2], starts[:, 1], ".", color=ORANGE, ms=4)
     _, y, x = starts[0]
     axis.add_patch(Rectangle((x, y), PATCH[2], PATCH[1], fill=False, ec=ORANGE, lw=1.6))

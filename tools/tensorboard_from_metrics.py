@@ -13,10 +13,10 @@ import logging
 import sys
 from pathlib import Path
 
-from vesuvius.observe.metrics import current_records
-from vesuvius.observe.records import read_records
-from vesuvius.observe.rotated import read_rotated
-from vesuvius.observe.tensorboard import TensorBoard
+from vesuvius.runlog.listeners.tensorboard import TensorBoard
+from vesuvius.runlog.metrics import current_records
+from vesuvius.runlog.records import read_records
+from vesuvius.runlog.rotated import read_rotated
 
 
 def main() -> int:

@@ -12,10 +12,10 @@ from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
 from vesuvius.diffusion.condition import NO_CONDITION, Condition
 from vesuvius.diffusion.generate import Generated, generate
 from vesuvius.diffusion.levels import trailing_levels
+from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.randomness import Purpose, sample_noise
 from vesuvius.diffusion.sampler import step_table
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.diffusion.unet import build_unet
 
 SHAPE = (1, 4, 4, 4)
 METHODS: tuple[SamplerMethod, ...] = get_args(SamplerMethod)

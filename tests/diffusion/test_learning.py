@@ -15,11 +15,11 @@ from vesuvius.config import DiffusionConfig, ModelConfig, SamplerMethod
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.generate import generate
 from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.network.unet import build_unet
 from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.randomness import sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.diffusion.unet import build_unet
 
 # A patch is dark or bright as a whole, and each of its voxels deviates from that by itself.
 DARK, BRIGHT, SHARE_DARK, TEXTURE = -0.6, 0.4, 0.3, 0.2
@@ -46,7 +46,7 @@ class Trained:
     schedule: Schedule
 
 
-@pytest.fixture(scope="module", params=["edm", "cosine"])
+@pytest.fixture(scope="module", params=["edm", pytest.param("cosine", marks=pytest.mark.long)])
 def trained(request: pytest.FixtureRequest, one_thread: None) -> Trained:
     """A network of 0.1 M parameters: 8 s and 20 s on a free core."""
     config = DiffusionConfig(noise=request.param, min_snr_gamma=5.0 if request.param == "cosine" else None)
@@ -70,8 +70,14 @@ def trained(request: pytest.FixtureRequest, one_thread: None) -> Trained:
     return Trained(partial(predict, network, schedule), config, schedule)
 
 
-@pytest.mark.parametrize("method", get_args(SamplerMethod))
-def test_samples_of_a_trained_network_have_the_moments_of_the_data(trained: Trained, method: SamplerMethod) -> None:
+@pytest.mark.timeout(1200)  # minutes on a processor without AVX-512
+def test_samples_of_a_trained_network_have_the_moments_of_the_data(trained: Trained) -> None:
+    """In one test, so that the network is trained once, whatever processes share the tests."""
+    for method in get_args(SamplerMethod):
+        check_moments(trained, method)
+
+
+def check_moments(trained: Trained, method: SamplerMethod) -> None:
     # Heun evaluates twice; ancestral noise needs shorter steps.
     steps = {"ddim": 40, "dpmpp2m": 20, "heun": 10, "ddpm": 40}[method]
     config = trained.config.model_copy(update={"sampler": method, "sampler_steps": steps})
@@ -82,9 +88,10 @@ def test_samples_of_a_trained_network_have_the_moments_of_the_data(trained: Trai
     # 0.05: the spread of a patch's mean, TEXTURE / sqrt(64) = 0.025, twice.
     assert grey[dark].mean().item() == pytest.approx(DARK, abs=0.05)
     assert grey[~dark].mean().item() == pytest.approx(BRIGHT, abs=0.05)
-    # Nothing in between: 0.15 is 6 of those spreads.
+    # Hardly anything in between: 0.15 is 6 of those spreads.  0.00 to 0.02 seen, by seed and by how a processor rounds;
+    # a network that learned no more than the mean has nearly all there.
     between = ((grey - DARK).abs() > 0.15) & ((grey - BRIGHT).abs() > 0.15)
-    assert between.float().mean() < 0.02
+    assert between.float().mean() < 0.06
     # 4 standard errors of a share of 400, and 0.05 for 400 steps of training and the few of sampling.  Seen with three
     # seeds of the weights: 0.27 to 0.34, and 0.20 to 0.23 with ddpm, which meets the network's errors at large t, where
     # min-SNR hardly trains it, more often.

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vesuvius.config import DiffusionConfig
@@ -29,7 +29,6 @@ def test_impossible_step_counts_are_refused(steps: int) -> None:
         trailing_levels(Schedule.from_config(DiffusionConfig(noise="cosine")), steps)
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.sampled_from(["linear", "cosine", "sigmoid"]), st.booleans(), st.integers(1, 1000))
 def test_levels_are_those_of_the_schedule_in_float64_and_end_clean(name: str, zero: bool, steps: int) -> None:
     schedule = Schedule.from_config(DiffusionConfig(noise=name, zero_terminal_snr=zero))

@@ -88,7 +88,6 @@ def test_nothing_reads_or_moves_the_global_generators() -> None:
     assert first[3] == second[3]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 10**6), st.integers(1, 64), st.integers(1, 40))
 def test_each_stratum_holds_exactly_one_timestep(seed: int, step: int, global_batch: int, width: int) -> None:
     timesteps = global_batch * width
@@ -97,7 +96,6 @@ def test_each_stratum_holds_exactly_one_timestep(seed: int, step: int, global_ba
     assert sorted(t // width) == list(range(global_batch))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 300), st.integers(2, 200))
 def test_sorted_timesteps_lie_in_their_strata_when_sizes_do_not_divide(step: int, batch: int, timesteps: int) -> None:
     t = np.sort(stratified_timesteps(0, step, batch, timesteps))
@@ -165,7 +163,6 @@ def test_bins_cut_the_timesteps_into_8_or_into_as_many_as_there_are(timesteps: i
     assert timestep_bins(timesteps) == edges
 
 
-@settings(deadline=None)
 @given(st.integers(2, 3000), st.integers(1, 40), st.integers(0, 40))
 def test_every_patch_is_validated_in_every_bin_whatever_comes_after_it(timesteps: int, patches: int, more: int) -> None:
     t, edges = validation_timesteps(patches, timesteps), np.array(timestep_bins(timesteps))

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.layouts import BIG, LAYOUTS, Layout, planned
@@ -21,7 +21,6 @@ from vesuvius.plan.cells import AxisCells, Cells, cells_of_region_size, lay_cell
 sizes = st.tuples(*[st.integers(1, 14)] * 3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(train=sizes, first=sizes, patch=st.tuples(*[st.integers(1, 5)] * 3), chunk=sizes, wanted=st.integers(1, 9))
 def test_a_walk_through_all_cells_meets_each_start_of_the_box_once(
     train: Triple, first: Triple, patch: Triple, chunk: Triple, wanted: int

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vesuvius.config import Triple
@@ -83,7 +83,6 @@ def some_minimum(fractions: Voxels, any_minimum: float, attained: bool) -> float
 minima = st.floats(0.001, 1)
 
 
-@settings(max_examples=150, deadline=None)
 @given(case=cases())
 def test_patch_fraction_equals_the_mean_over_the_voxels(case: Case) -> None:
     fractions = all_fractions(case.map, case.patch)
@@ -104,7 +103,6 @@ def counted(case: Case, minimum: float) -> set[Triple]:
     return {start for start in product(*boxes) if fractions[start] >= minimum}  # type: ignore[misc]
 
 
-@settings(max_examples=300, deadline=None)
 @given(case=cases(), any_minimum=minima, attained=st.booleans(), above=st.booleans(), refine=st.integers(0, 3))
 def test_each_start_that_qualifies_has_one_position_and_no_other_start_has_any(
     case: Case, any_minimum: float, attained: bool, above: bool, refine: int
@@ -125,7 +123,6 @@ def test_each_start_that_qualifies_has_one_position_and_no_other_start_has_any(
     assert set(starts) == expected
 
 
-@settings(max_examples=50, deadline=None)
 @given(case=cases(), minimum=minima)
 def test_in_a_full_volume_all_starts_qualify_and_in_an_empty_one_none(case: Case, minimum: float) -> None:
     full = ForegroundMap(np.full_like(case.map.fraction, 255), case.map.cell_zyx, case.map.shape_zyx)

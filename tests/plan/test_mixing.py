@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vesuvius.plan.mixing import Mixing
@@ -17,7 +17,6 @@ from vesuvius.plan.mixing import Mixing
 mixings = st.builds(Mixing, st.integers(0, 3), st.integers(1, 70), st.integers(1, 70))
 
 
-@settings(max_examples=100, deadline=None)
 @given(mixing=mixings)
 def test_each_region_gives_k_samples_and_those_of_the_first_window_fewer(mixing: Mixing) -> None:
     rounds = 3 * mixing.patches + 2
@@ -30,7 +29,6 @@ def test_each_region_gives_k_samples_and_those_of_the_first_window_fewer(mixing:
     assert sorted(given_) == list(range(max(given_) + 1)), "none is left out"
 
 
-@settings(max_examples=100, deadline=None)
 @given(mixing=mixings, number=st.integers(0, 10**12))
 def test_each_round_takes_one_sample_of_each_region_in_flight(mixing: Mixing, number: int) -> None:
     first = number * mixing.regions
@@ -44,7 +42,6 @@ def test_each_round_takes_one_sample_of_each_region_in_flight(mixing: Mixing, nu
     assert all(0 <= turn < mixing.patches for turn in turns)
 
 
-@settings(max_examples=60, deadline=None)
 @given(mixing=mixings, slot=st.integers(0, 10**6))
 def test_the_samples_of_a_slot_are_those_that_come_from_it(mixing: Mixing, slot: int) -> None:
     samples = list(mixing.samples_of(slot))
@@ -76,7 +73,6 @@ def test_ranks_have_regions_of_their_own(world: int) -> None:
     assert all({slot % world for slot in slots} == {rank} for rank, slots in enumerate(by_rank))
 
 
-@settings(max_examples=60, deadline=None)
 @given(mixing=mixings, first=st.integers(0, 5000), count=st.integers(0, 300))
 def test_the_slots_of_a_range_hold_all_that_its_samples_come_from(mixing: Mixing, first: int, count: int) -> None:
     slots = mixing.slots(first, first + count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import shutil
@@ -14,16 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
+from tests.support import fork_server
+from tests.support.chunk_server import ChunkServer
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes import retry
+from vesuvius.volumes.store import retry
 
 SHAPE = (96, 128, 128)
 BATCHES = 60
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
+WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 
 
 @pytest.fixture
@@ -34,9 +36,9 @@ def own_server(tmp_path: Path) -> Iterator[ChunkServer]:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@WORKERS
 @pytest.mark.parametrize(
-    "gone_s", [8, pytest.param(180, marks=pytest.mark.long), pytest.param(600, marks=pytest.mark.long)]
+    ("workers", "gone_s"),
+    [(0, 8), *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product((0, 2), (8, 180, 600)))],
 )
 def test_a_server_that_is_gone_for_a_while_costs_time_and_nothing_else(
     own_server: ChunkServer, tmp_path: Path, workers: int, gone_s: float
@@ -108,8 +110,10 @@ def test_the_trainer_says_that_it_waits(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@WORKERS
-@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "remote"),
+    [(0, True), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, False), (2, False), (2, True)))],
+)
 def test_a_volume_that_is_deleted_amid_a_stream_ends_it_within_seconds(
     server: ChunkServer, tmp_path: Path, workers: int, remote: bool
 ) -> None:
@@ -125,7 +129,7 @@ def test_a_volume_that_is_deleted_amid_a_stream_ends_it_within_seconds(
         assert "\x1b" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("min_foreground", "workers"), [(0, 0), (0.5, 0), (0, 1)])
+@pytest.mark.parametrize(("min_foreground", "workers"), [(0, 0), (0.5, 0), pytest.param(0, 1, marks=pytest.mark.long)])
 def test_a_run_over_a_volume_that_is_deleted_ends_with_6(
     tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, min_foreground: float, workers: int
 ) -> None:
@@ -133,7 +137,7 @@ def test_a_run_over_a_volume_that_is_deleted_ends_with_6(
     command = [sys.executable, "-m", "vesuvius.train", "--config", str(tiny_config()), "training.epochs=100000"]
     command += [f"data.min_foreground={min_foreground}", f"training.workers={workers}"]
     log = tmp_path / "runs" / "tiny" / "logs" / "train_full.log"
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+    with fork_server.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         while not log.exists() or "Train step 3" not in log.read_text():
             assert process.poll() is None
             time.sleep(0.05)

@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from numcodecs import Blosc
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
+from tests.support import fork_server
+from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import StoreConfig, VolumeConfig
 from vesuvius.errors import DataError
-from vesuvius.stream.reader_figures import ReaderFigures
+from vesuvius.stream.reading.reader_figures import ReaderFigures
 from vesuvius.stream.stream import PatchStream
-from vesuvius.volumes.cache import OVERHEAD_BYTES
 from vesuvius.volumes.errors import ClosedError
+from vesuvius.volumes.store.cache import OVERHEAD_BYTES
 from vesuvius.volumes.volume import open_volume
 
 SHAPE = (96, 128, 128)
@@ -317,7 +318,7 @@ def test_processes_share_the_cache_and_its_limit_holds(server: ChunkServer, tmp_
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), compressors=Blosc(clevel=0))
     cache, limit = tmp_path / "cache", OVERHEAD_BYTES + 2**20  # 26 of 48 chunks
     arguments = [sys.executable, "-c", READ, server.url_of(path), str(cache), str(limit / 2**20)]
-    processes = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    processes = [fork_server.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     largest = 0
     while any(process.poll() is None for process in processes):
         largest = max(largest, on_disk(cache))

@@ -20,11 +20,17 @@ import pytest
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
 from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
-from vesuvius.stream.options import StreamOptions, batches_ahead, changes_to, check_store, check_store_need
-from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.options import (
+    StreamOptions,
+    batches_ahead,
+    changes_to,
+    check_cluster,
+    check_store,
+    check_store_need,
+)
 from vesuvius.stream.ray import blocks as ray_stream
-from vesuvius.stream.ray import session as ray_session
-from vesuvius.stream.reader import Reader, ReaderJob
+from vesuvius.stream.reading.reader import Reader, ReaderJob
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 
 Stack = np.ndarray[Any, Any]
@@ -62,7 +68,7 @@ def test_patches_are_the_voxels_that_the_plan_names(volume: Path, job: ReaderJob
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, *(pytest.param(workers, marks=pytest.mark.long) for workers in (1, 3))])
 def test_batches_are_byte_identical_whoever_reads_them(job: ReaderJob, workers: int) -> None:
     with open_stream(job) as stream:
         expected, expected_indices = collect(stream, 20)
@@ -74,9 +80,17 @@ def test_batches_are_byte_identical_whoever_reads_them(job: ReaderJob, workers: 
     assert patches.tobytes() == expected.tobytes()
 
 
+@pytest.mark.long
 @needs_scroll_data
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("store", ["scroll_v2_blosc.zarr", "scroll_v3_sharded.zarr", "scroll_v2_sparse_ragged.zarr"])
+@pytest.mark.parametrize(
+    "store",
+    [
+        pytest.param("scroll_v2_blosc.zarr", marks=pytest.mark.long),
+        "scroll_v3_sharded.zarr",
+        pytest.param("scroll_v2_sparse_ragged.zarr", marks=pytest.mark.long),
+    ],
+)
 def test_real_scrolls_stream_alike_with_and_without_ray(store: str) -> None:
     job = make_job(SCROLL_DATA / store, patch_size=(24, 64, 64))
     with open_stream(job) as stream:
@@ -98,8 +112,10 @@ def test_the_batch_size_cuts_the_same_order(job: ReaderJob, batch_size: int) -> 
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("first", [1, 16, 37])
+@pytest.mark.parametrize(
+    ("workers", "first"),
+    [(0, 1), (0, 16), (0, 37), *(pytest.param(2, n, marks=pytest.mark.long) for n in (1, 16, 37))],
+)
 def test_a_stream_goes_on_at_any_sample(job: ReaderJob, workers: int, first: int) -> None:
     with open_stream(job, batch_size=1) as stream:
         expected, _ = collect(stream, 60)
@@ -112,7 +128,7 @@ def test_a_stream_goes_on_at_any_sample(job: ReaderJob, workers: int, first: int
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("first", [0, 7])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 7])
 def test_regions_of_different_sizes_travel_in_blocks_of_one_size(tmp_path: Path, first: int) -> None:
     """Ray would merge short blocks and split long ones."""
     path = write_array(tmp_path / "ragged.zarr", textured((70, 90, 101)))
@@ -205,7 +221,7 @@ def test_a_stream_can_be_given_any_number_of_batches_ahead(workers: int, ahead: 
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_chain_of_executions_is_one_sequence(job: ReaderJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 3)
+    monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 8)
     with open_stream(job) as stream:
         expected, _ = collect(stream, 40)
     with open_stream(job, workers=1, stop=160) as stream:
@@ -216,7 +232,7 @@ def test_a_chain_of_executions_is_one_sequence(job: ReaderJob, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: ReaderJob, kills: int) -> None:
     rng = np.random.default_rng(kills)
     expected = hashlib.sha256()
@@ -255,7 +271,7 @@ def test_readers_and_prefetch_change_during_a_run_and_no_byte_does(job: ReaderJo
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("batches", [1, 4, 5, 11])
+@pytest.mark.parametrize("batches", [5, *(pytest.param(batches, marks=pytest.mark.long) for batches in (1, 4, 11))])
 def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
     volume: Path, job: ReaderJob, batches: int
 ) -> None:
@@ -282,7 +298,7 @@ def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_condition_is_cut_where_its_patch_is(tmp_path: Path, volume: Path, workers: int) -> None:
     labels = textured((96, 128, 128), seed=1, dtype="uint16")
     spec = VolumeConfig(
@@ -422,7 +438,7 @@ def test_a_store_below_what_is_in_flight_is_refused_before_it_spills(job: Reader
 
 def test_a_cluster_that_is_not_there_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"must name a running Ray cluster; got '127.0.0.1:1'"):
-        ray_session._check_cluster("127.0.0.1:1")
+        check_cluster("127.0.0.1:1")
 
 
 def test_volumes_of_one_run_share_a_dtype(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from tests.conftest import textured, write_array
+from tests.support import fork_server
 
 TRAINER = """
 import itertools, os, sys, time
 from vesuvius.config import ClusterConfig, DataConfig, VolumeConfig
-from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.stream.options import StreamOptions
 
@@ -52,7 +53,7 @@ def trainer(
     path = write_array(tmp_path / "volume.zarr", textured((size, size, size)), chunk=size // 3)
     arguments = [sys.executable, "-c", TRAINER, str(path), end, str(region), str(store_gib)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(arguments, text=True, start_new_session=True, **pipes)
+    process = fork_server.Popen(arguments, text=True, start_new_session=True, **pipes)
     try:
         yield process
     finally:
@@ -111,7 +112,8 @@ def read_to_end(process: subprocess.Popen[str]) -> str:
     return output
 
 
-@pytest.mark.parametrize("end", ["normal", "exception"])
+@pytest.mark.long
+@pytest.mark.parametrize("end", [pytest.param("normal", marks=pytest.mark.long), "exception"])
 def test_a_stream_that_is_closed_leaves_nothing(tmp_path: Path, end: str) -> None:
     before = shared_memory()
     with trainer(tmp_path, end) as process:
@@ -126,7 +128,7 @@ def test_a_stream_that_is_closed_leaves_nothing(tmp_path: Path, end: str) -> Non
 INTERRUPTED = """
 import itertools, sys
 from vesuvius.config import DataConfig, VolumeConfig
-from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.stream.options import StreamOptions
 
@@ -142,7 +144,7 @@ def interrupt_at(instruction):
         return trace
     return trace
 
-for instruction in itertools.count():
+for instruction in itertools.count(0, int(sys.argv[2])):
     with PatchStream(job, StreamOptions(batch_size=1, workers=0)) as stream:
         for _ in range(3):  # from the third on, places become free again
             next(stream)
@@ -158,17 +160,20 @@ for instruction in itertools.count():
 """
 
 
-def test_an_interrupt_at_any_instruction_of_next_lets_the_stream_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.long)])
+def test_an_interrupt_at_any_instruction_of_next_lets_the_stream_close(tmp_path: Path, stride: int) -> None:
     """One that came while the trainer held a lock of the feeder's would leave it held, and close waited for ever."""
     path = write_array(tmp_path / "volume.zarr", textured((96, 96, 96)), chunk=32)
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, str(path)], capture_output=True, text=True, timeout=180)
+    ended = fork_server.run(
+        [sys.executable, "-c", INTERRUPTED, str(path), str(stride)], capture_output=True, text=True, timeout=180
+    )
     assert ended.stdout.startswith("closed after each of"), ended.stderr
     assert int(ended.stdout.split()[-1]) > 50, "instructions of Python in one next"
 
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],
+    [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.long) for number in (signal.SIGKILL, signal.SIGTERM))],
     ids=lambda n: n.name,
 )
 def test_a_signal_to_the_trainer_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
@@ -207,11 +212,12 @@ print("closed after", sum(time > closing for time in received), flush=True)
 
 def test_a_termination_while_ray_ends_is_left_to_the_trainer(tmp_path: Path) -> None:
     """Ray's core resets the handler early in its shutdown, which then takes seconds."""
-    ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=180)
+    ended = fork_server.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=180)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout.split()[-1]) > 2, ended.stdout
 
 
+@pytest.mark.long
 def test_a_spill_of_the_object_store_is_an_event(tmp_path: Path) -> None:
     """Regions of 4 MiB, of which some 30 are under way, in a store of 80 MB (Ray's least)."""
     with trainer(tmp_path, "spill", size=256, region=160, store_gib=0.08) as process:
@@ -226,7 +232,7 @@ import os, signal, sys, time
 import psutil
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 
 path, when = sys.argv[1:]
@@ -242,12 +248,13 @@ print("closed", *(child.pid for child in children), flush=True)
 """
 
 
-@pytest.mark.parametrize("when", ["starting", "reading"])
+@pytest.mark.long
+@pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.long), "reading"])
 def test_a_stream_closes_though_the_head_of_its_ray_has_stopped(tmp_path: Path, when: str) -> None:
     """Ray itself waits for it for ever: in its shutdown, and where an execution has yet to start."""
     before = shared_memory()
     path = write_array(tmp_path / "volume.zarr", textured((96, 96, 96)), chunk=32)
-    with subprocess.Popen(
+    with fork_server.Popen(
         [sys.executable, "-c", HEAD_STOPPED, str(path), when],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

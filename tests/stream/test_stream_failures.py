@@ -20,12 +20,13 @@ from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, DataError
-from vesuvius.stream import at_exit
+from vesuvius.stream import closing
 from vesuvius.stream import stream as stream_module
-from vesuvius.stream.ray import blocks as ray_blocks
+from vesuvius.stream.ray import blocks
 from vesuvius.stream.ray import session as ray_session
-from vesuvius.stream.ray.watch import ReaderDeath
-from vesuvius.stream.reader import Block
+from vesuvius.stream.ray import watch as ray_watch
+from vesuvius.stream.ray.deaths import ReaderDeath
+from vesuvius.stream.reading.reader import Block
 from vesuvius.stream.stream import PatchStream
 
 
@@ -52,8 +53,8 @@ def test_the_watch_for_spills_says_once_that_it_is_blind_and_once_that_it_sees(
     volume: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(ray_blocks, "_WATCH_S", 0.05)
-    real = ray_blocks.private.store_stats
+    monkeypatch.setattr(ray_watch, "_STORE_S", 0.05)
+    real = ray_watch.private.store_stats
     answers: Iterator[bool] = iter([True, False, False, False])
 
     def moody(*arguments: Any, **settings: Any) -> Any:
@@ -61,7 +62,7 @@ def test_the_watch_for_spills_says_once_that_it_is_blind_and_once_that_it_sees(
             raise ConnectionError("no answer")
         return real(*arguments, **settings)
 
-    monkeypatch.setattr(ray_blocks.private, "store_stats", moody)
+    monkeypatch.setattr(ray_watch.private, "store_stats", moody)
     with open_stream(make_job(volume), workers=1) as stream:
         deadline = time.monotonic() + 60
         while "watched for spills again" not in caplog.text and time.monotonic() < deadline:
@@ -131,7 +132,7 @@ LEFT_OPEN = """
 import sys, time
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
 
 path, workers, streams, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -147,7 +148,9 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize(("workers", "streams", "end"), [(0, 1, "exit"), (1, 1, "exit"), (1, 3, "error")])
+@pytest.mark.parametrize(
+    ("workers", "streams", "end"), [(0, 1, "exit"), (1, 1, "exit"), pytest.param(1, 3, "error", marks=pytest.mark.long)]
+)
 def test_a_stream_that_nobody_closes_does_not_keep_the_interpreter(
     tmp_path: Path, workers: int, streams: int, end: str
 ) -> None:
@@ -173,8 +176,8 @@ def is_gone(pid: int) -> bool:
 
 def test_a_closed_stream_is_not_closed_again_at_exit(volume: Path) -> None:
     with open_stream(make_job(volume)) as stream:
-        assert stream in at_exit._open
-    assert not at_exit._open
+        assert stream in closing._open
+    assert not closing._open
     assert isinstance(stream, PatchStream)
 
 
@@ -182,10 +185,10 @@ def test_a_closed_stream_is_not_closed_again_at_exit(volume: Path) -> None:
 def test_one_death_too_many_during_a_hand_over_is_said_as_such(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch interrupts the executions while the next one is being made: the old one then ends without an error, and
     the new one, where it is missed, goes on with other blocks than the next."""
-    segments: list[ray_blocks._Segment] = []
+    segments: list[blocks.Segment] = []
     while_the_second_is_made: list[Callable[[], None]] = []
 
-    class Segment(ray_blocks._Segment):
+    class Segment(blocks.Segment):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             segments.append(self)
@@ -195,17 +198,17 @@ def test_one_death_too_many_during_a_hand_over_is_said_as_such(volume: Path, mon
                 watch.join()
 
         def next_block(self) -> Block | None:
-            return None if self._execution.closed and self is segments[0] else super().next_block()
+            return None if self._handle.closed and self is segments[0] else super().next_block()
 
-    monkeypatch.setattr(ray_blocks, "_Segment", Segment)
-    monkeypatch.setattr(ray_blocks, "TASKS_PER_SEGMENT", 6)
+    monkeypatch.setattr(blocks, "Segment", Segment)
+    monkeypatch.setattr(blocks, "TASKS_PER_SEGMENT", 6)
     with open_stream(make_job(volume, max_reader_deaths=0), workers=1) as stream:
         source: Any = stream._source
         while_the_second_is_made.append(lambda: source._reader_died(ReaderDeath(1, "here", None, None)))
         with pytest.raises(DataError, match=r"at most data\.max_reader_deaths=0 readers may die"):
             collect(stream, 2000)
         assert len(segments) == 2
-        assert segments[1]._execution.closed, "the new one was not missed"
+        assert segments[1]._handle.closed, "the new one was not missed"
 
 
 def test_a_state_that_no_stream_can_go_on_from_is_refused(volume: Path) -> None:
@@ -247,4 +250,4 @@ def test_a_closed_stream_is_not_opened_again(volume: Path) -> None:
         stream.load_state_dict(state)
     with pytest.raises(StopIteration):
         next(stream)
-    assert stream not in at_exit._open
+    assert stream not in closing._open

@@ -13,14 +13,14 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from tests.support.chunk_server import ChunkServer
+from vesuvius.commands.volume_text import info_text
 from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
-from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volume_tools import info as describe
 from vesuvius.volume_tools.info import VolumeFacts, codec_words, describe_volume, make_sidecar, uniform_facts
-from vesuvius.volume_words import info_text
 from vesuvius.volumes.volume import open_volume
 
 PATCH = (8, 16, 16)

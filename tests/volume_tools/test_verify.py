@@ -17,17 +17,18 @@ import psutil
 import pytest
 import zarr
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import textured, write_array
-from tests.s3 import upload
+from tests.support import fork_server
+from tests.support.chunk_server import ChunkServer
+from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
-from vesuvius import volume as door
+from vesuvius.commands import volume
+from vesuvius.commands.volume_text import verify_text
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volume_tools import verify
 from vesuvius.volume_tools.info import make_sidecar
 from vesuvius.volume_tools.verify import VerifyFigures, verify_volume
-from vesuvius.volume_words import verify_text
 
 SHAPE = (96, 128, 128)
 CHUNKS = 3 * 4 * 4
@@ -167,7 +168,7 @@ def test_a_store_that_goes_away_ends_it_and_the_next_one_goes_on(
 DOOR = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "from vesuvius.volume_tools import verify; verify._CHUNKS_PER_TASK = 2\n"
-    "from vesuvius.volume import main; sys.exit(main(sys.argv[1:]))"
+    "from vesuvius.commands.volume import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
@@ -179,7 +180,7 @@ def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
     (path / "0/0/0").write_bytes(b"torn")
     server.set_faults([{"path": r"v\.zarr/\d", "kind": "delay", "delay_s": 0.1}])
     command = [sys.executable, "-c", DOOR, "verify", server.url_of(path), "--processes=2", "--requests=2", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with fork_server.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not any(len(file.read_text().splitlines()) > 5 for file in cache_home.glob("vesuvius/verify/*")):
             assert process.poll() is None
             time.sleep(0.02)
@@ -194,7 +195,7 @@ def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
     with journal.open("a") as file:
         file.write('{"number": 23, "chu')  # as a kill amid a line would leave it
     server.reset()
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = fork_server.run(command, capture_output=True, text=True)
     assert done.returncode == 6, done.stderr
     found = json.loads(done.stdout)
     assert 8 <= found["before"] < found["done"] == CHUNKS
@@ -247,13 +248,13 @@ def test_the_command_ends_without_a_word_of_python(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-c",
-        "from vesuvius.cli import main; main()",
+        "from vesuvius.commands.cli import main; main()",
         "volume",
         "verify",
         str(path),
         "--processes=3",
     ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = fork_server.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -270,11 +271,11 @@ def test_a_changed_volume_is_read_from_the_start(tmp_path: Path, monkeypatch: py
 
 def test_the_command_prints_what_is_broken_and_exits_with_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    assert door.main(["verify", str(path), "--processes=1"]) == 0
+    assert volume.main(["verify", str(path), "--processes=1"]) == 0
     assert "48 chunks read" in (out := capsys.readouterr().out)
     assert "all are whole" in out
     (path / "1/1/1").write_bytes(b"torn")
-    assert door.main(["verify", str(path), "--processes=1"]) == 6
+    assert volume.main(["verify", str(path), "--processes=1"]) == 6
     out = capsys.readouterr().out
     assert "1 are broken; restore them from their source" in out
     assert "chunk [1, 1, 1]  1/1/1, voxels z 32:64, y 32:64, x 32:64: " in out

@@ -14,14 +14,14 @@ import pytest
 import zarr
 from numcodecs import Delta
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import textured
+from tests.support.chunk_server import ChunkServer
+from vesuvius.commands.volume_text import info_text
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.plan.occupancy import list_chunks
-from vesuvius.stream.prepare import prepare_data
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volume_tools.info import describe_volume
-from vesuvius.volume_words import info_text
+from vesuvius.volumes.listing import list_chunks
 from vesuvius.volumes.volume import Volume, open_volume
 
 SIZES = {"z": 20, "y": 24, "x": 28, "c": 2, "t": 3}
@@ -256,6 +256,12 @@ def test_split_condition_and_mask_go_by_zyx(tmp_path: Path) -> None:
 def test_without_names_of_space_the_last_three_axes_are_zyx(tmp_path: Path, names: list[str | None] | None) -> None:
     stored = write(tmp_path / "v.zarr", "czyx", names=names)
     np.testing.assert_array_equal(open_at(tmp_path / "v.zarr", (1,)).read(BOX), stored[1, 3:18, 5:24, 6:20])
+
+
+def test_a_short_last_axis_without_a_name_holds_channels(tmp_path: Path) -> None:
+    stored = write(tmp_path / "v.zarr", "zyxc")
+    assert stored.shape[-1] <= 4
+    np.testing.assert_array_equal(open_at(tmp_path / "v.zarr", (1,)).read(BOX), stored[3:18, 5:24, 6:20, 1])
 
 
 @pytest.mark.parametrize("names", [["width", "height", "depth"], ["Width", "y", "DEPTH"]])

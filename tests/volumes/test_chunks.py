@@ -20,15 +20,15 @@ from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec, ZstdCodec
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import textured
+from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.chunks import ChunkGrid, Request
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.source import Source
 from vesuvius.volumes.staged import _own
+from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
 
 
@@ -145,7 +145,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(options, name, tuple(others), zyx, shape, chunk, shards, (start, stop), frozenset(holes))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts())
 def test_the_grid_names_what_zarr_asks_for(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> None:
     path = tmp_path_factory.mktemp("v")
@@ -158,7 +158,7 @@ def test_the_grid_names_what_zarr_asks_for(tmp_path_factory: pytest.TempPathFact
     assert set(grid.absent(layout.box)) == within & layout.holes
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layout=layouts())
 def test_the_place_of_a_key_is_where_it_came_from(tmp_path_factory: pytest.TempPathFactory, layout: Layout) -> None:
     path = tmp_path_factory.mktemp("v")

@@ -13,16 +13,16 @@ import pytest
 import zarr
 from numcodecs import Delta
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import textured, write_array
+from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, VolumeConfig
 from vesuvius.errors import DataError
-from vesuvius.plan.occupancy import list_chunks
-from vesuvius.stream.prepare import prepare_data
-from vesuvius.stream.reader import Reader
+from vesuvius.stream.reading.reader import Reader
+from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.stored import Stored
+from vesuvius.volumes.listing import list_chunks
+from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.volume import Volume, open_volume
 
 SHAPE = (64, 64, 96)
@@ -46,7 +46,7 @@ def open_at(address: str) -> Volume:
 def test_a_listed_chunk_that_is_gone_is_damaged(tmp_path: Path, address: Address, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     volume = open_at(address(path))
-    volume.expect(Stored.of(list_chunks(open_at(str(path)))))
+    volume.expect(StoredChunks.of(list_chunks(open_at(str(path)))))
     (path / CHUNK[layout]).unlink()
     with pytest.raises(UnreadableChunkError, match="the listing says that it is stored, and it is gone") as caught:
         volume.read(WHOLE)
@@ -69,7 +69,7 @@ def test_what_was_never_stored_is_air_whatever_the_listing_knows(tmp_path: Path,
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "1/0/2").unlink()
     volume = open_at(address(path))
-    volume.expect(Stored.of(list_chunks(open_at(str(path)))))
+    volume.expect(StoredChunks.of(list_chunks(open_at(str(path)))))
     for _ in range(2):
         read = volume.read(WHOLE)
         assert not read[32:, :32, 64:].any()
@@ -82,7 +82,7 @@ def test_a_stored_chunk_of_nothing_but_air_is_not_gone(tmp_path: Path, address: 
     path = write_array(tmp_path / "v.zarr", voxels, compressors=None)
     (path / "1/0/2").write_bytes(bytes(32**3))
     volume = open_at(address(path))
-    volume.expect(Stored.of(np.ones((2, 2, 3), bool)))
+    volume.expect(StoredChunks.of(np.ones((2, 2, 3), bool)))
     np.testing.assert_array_equal(volume.read(WHOLE), voxels)
 
 
@@ -185,7 +185,7 @@ def test_a_volume_that_is_deleted_is_gone_at_the_next_read(
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     volume = open_at(address(path))
     if listed:
-        volume.expect(Stored.of(np.ones((2, 2, 3), bool)))
+        volume.expect(StoredChunks.of(np.ones((2, 2, 3), bool)))
     shutil.rmtree(path)
     with pytest.raises(DataError, match=r"the volume is gone \(deleted, or its file system") as caught:
         volume.read(((0, 0, 0), (32, 32, 32)))
@@ -247,7 +247,7 @@ def test_readers_know_what_was_listed(tmp_path: Path) -> None:
 
 
 def _quarantined(block: Any) -> list[dict[str, Any]]:
-    from vesuvius.stream.reader import head_of
+    from vesuvius.stream.reading.reader import head_of
 
     return head_of(block).report.quarantined
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import zarr
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import textured, write_array
+from tests.support.chunk_server import ChunkServer
 from tests.volumes.test_axes import multiscale
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import textured, write_array
-from tests.s3 import upload
+from tests.support.chunk_server import ChunkServer
+from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
-from vesuvius.volumes import retry
-from vesuvius.volumes import source as source_module
-from vesuvius.volumes.byte_range import ByteRange
 from vesuvius.volumes.errors import ClosedError, FetchError, OutageError, RefusedError
-from vesuvius.volumes.source import Source
+from vesuvius.volumes.store import retry
+from vesuvius.volumes.store import source as source_module
+from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
 
 FAST = StoreConfig(outage_minutes=0.02, max_pause_s=0.05)

@@ -13,8 +13,8 @@ import zarr
 from numcodecs import Delta
 from zarr.codecs import BytesCodec
 
-from tests.chunk_server import ChunkServer
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from tests.support.chunk_server import ChunkServer
 from vesuvius.config import VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.volume import Volume, open_volume

@@ -1,7 +1,8 @@
 """The experiment: one YAML file becomes one frozen `Config`.  Every other module takes its own section of it.
 
-Each field carries one line that says what it means, its unit and what follows from it; README's table of keys is made
-from these lines (`tools/config_table.py`).  Reading files and overrides is in `config_file.py`.
+In: a YAML file, those it extends, overrides.  Out: `Config`, or a `ConfigError` that names each problem's line.  Each
+field carries one line with its meaning and unit; docs/config.md is made from them (`tools/config_table.py`).  `load.py`
+reads files and overrides.
 """
 
 from vesuvius.config.data import (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import os
+from collections.abc import Iterator
+from typing import Literal
+from urllib.parse import unquote, urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator
 
 from vesuvius.config.section import NonNegativeInt, PositiveInt, Section, SizeZYX
 
@@ -17,6 +20,14 @@ class ArrayConfig(Section):
     select: tuple[NonNegativeInt, ...] = Field(
         (), description="indices that fix the axes before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"
     )
+
+    @field_validator("path")
+    @classmethod
+    def _folder(cls, path: str) -> str:
+        """`~` and file:// as the folder they stand for."""
+        if path.startswith("file://"):
+            return unquote(urlsplit(path).path)
+        return os.path.expanduser(path)  # leaves ~name where there is no such user; a path of pathlib's raises
 
 
 class VolumeConfig(ArrayConfig):
@@ -50,13 +61,11 @@ class NormalizeConfig(Section):
     low: float | None = Field(None, description="grey value that becomes -1; null = 0.5th percentile of a sample")
     high: float | None = Field(None, description="grey value that becomes +1; null = 99.5th percentile of a sample")
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if (self.low is None) != (self.high is None):
-            raise ValueError("low and high go together: set both, or neither to have them estimated")
+            yield "low and high go together: set both, or neither to have them estimated"
         if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"low must be below high; got low={self.low}, high={self.high}")
-        return self
+            yield f"low must be below high; got low={self.low}, high={self.high}"
 
 
 class ValidationConfig(Section):
@@ -87,20 +96,20 @@ class StoreConfig(Section):
     outage_minutes: float = Field(
         60.0,
         ge=0,
-        description="how long a read is tried again while the network, the server or the mount is away; then exit 6",
+        description="how long reads are retried while the network, the server or the mount is unavailable; then exit 6",
     )
     max_pause_s: float = Field(
-        10.0, gt=0, description="longest pause between two such tries, seconds; the first ones are short"
+        10.0, gt=0, description="longest pause between two such retries, seconds; the first ones are short"
     )
     retries: NonNegativeInt = Field(
-        2, description="how often a chunk that comes damaged is fetched anew before it is given up; at least once"
+        2, description="how often a damaged chunk is fetched again before it is quarantined; at least once"
     )
     timeout_s: float = Field(30.0, gt=0, description="seconds after which a request counts as failed")
     anonymous: bool | None = Field(
         None, description="s3 and gs without signing; null = where the environment holds no credentials"
     )
     forbidden_is_absent: bool = Field(
-        False, description="a chunk that answers 403 is absent, as in S3 buckets that one may read and not list"
+        False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
     )
     cache_dir: str | None = Field(None, description="folder that keeps fetched chunk bytes; null = no cache")
     cache_gib: float = Field(50.0, gt=0, description="hard limit on that folder, shared by all readers, GiB")
@@ -127,17 +136,17 @@ class DataConfig(Section):
     )
     reader_mib: PositiveInt = Field(256, description="MiB of the R decoded regions of a task; bounds the region")
     min_foreground: float = Field(
-        0.0, ge=0, le=1, description="least share of foreground in every patch; 0 = patches from everywhere"
+        0.0, ge=0, le=1, description="minimum share of foreground in every patch; 0 = patches from everywhere"
     )
     foreground: ForegroundConfig = Field(ForegroundConfig(), description="what is foreground")
     missing_chunk: Literal["air", "error"] = Field(
-        "air", description="what an absent chunk means: the fill value, or the end of the run with exit 6"
+        "air", description="missing chunks are treated as air (the fill value), or end the run with exit 6"
     )
     max_quarantined: NonNegativeInt = Field(
-        32, description="unreadable regions that are replaced by others before the run ends with exit 6"
+        32, description="unreadable regions to replace by others; with one more the run ends with exit 6"
     )
     max_reader_deaths: NonNegativeInt = Field(
-        32, description="readers that may die in one session, for whatever cause, before the run ends with exit 6"
+        32, description="reader deaths to tolerate in one session; with one more the run ends with exit 6"
     )
     store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
     augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")
@@ -150,35 +159,29 @@ class DataConfig(Section):
     )
     validation: ValidationConfig = Field(ValidationConfig(), description="what is held out")
 
-    @model_validator(mode="after")
-    def _turnable(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.augment.turn and self.patch_size[1] != self.patch_size[2]:
-            raise ValueError(
+            yield (
                 f"augment.turn needs a patch that is square in y and x; got {list(self.patch_size)}; "
                 "set data.augment.turn=false or make patch_size square"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _paired(self) -> Self:
         paired = [volume.condition is not None for volume in self.volumes]
         masks = [volume.path for volume in self.volumes if volume.mask is not None]
         if masks and self.min_foreground == 0:
-            raise ValueError(
+            yield (
                 f"a mask has an effect only with data.min_foreground above 0; got 0 and the mask of {masks[0]}; set "
                 "data.min_foreground or remove the mask"
             )
         if self.condition_normalize.low is not None and (self.condition_classes or not any(paired)):
-            raise ValueError(
+            yield (
                 "condition_normalize is for conditions of grey values; got "
                 f"{self.condition_normalize.low:g} to {self.condition_normalize.high:g} and "
                 f"{'labels' if self.condition_classes else 'no condition'}; remove data.condition_normalize"
             )
         if self.condition_classes and not any(paired):
-            raise ValueError(
+            yield (
                 f"condition_classes says what the volumes' conditions hold; got {self.condition_classes} and no "
                 "condition; add data.volumes[].condition or remove data.condition_classes"
             )
         if any(paired) and not all(paired):
-            raise ValueError("either every volume has a condition or none; add data.volumes[].condition or remove it")
-        return self
+            yield "either every volume has a condition or none; add data.volumes[].condition or remove it"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vesuvius.config.section import PositiveInt, Section
 
@@ -15,7 +16,7 @@ SamplerMethod = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
 class DiffusionConfig(Section):
     """Noise schedule, target, loss and sampler.  The timestep t counts from 0, the least noisy."""
 
-    timesteps: Annotated[int, Field(ge=2)] = Field(1000, description="noise levels of the schedule")
+    timesteps: Annotated[int, Field(ge=2, le=100_000)] = Field(1000, description="noise levels of the schedule")
     noise: Literal["edm", "cosine", "linear", "sigmoid"] = Field(
         "edm",
         description="noise levels: edm = uniform in log-SNR, over the range that the data's power spectrum needs; "
@@ -59,67 +60,49 @@ class DiffusionConfig(Section):
         1.0, ge=0, description="classifier-free guidance: 1 = the condition as it is, more = stronger, 0 = none"
     )
 
-    @model_validator(mode="after")
-    def _steps_fit(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.sampler_steps > self.timesteps:
-            raise ValueError(
+            yield (
                 f"sampler_steps must not exceed timesteps; got {self.sampler_steps} of {self.timesteps}; "
                 "lower diffusion.sampler_steps"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _noise_fits(self) -> Self:
         if self.sigma_max is not None and self.sigma_max <= self.sigma_min:
-            raise ValueError(
+            yield (
                 f"sigma_max must be above sigma_min; got {self.sigma_max:g} and {self.sigma_min:g}; raise "
                 "diffusion.sigma_max or set it to null"
             )
         if self.noise == "edm" and self.prediction != "v":
-            raise ValueError(
+            yield (
                 f"edm has one prediction, what the best linear denoiser leaves of v; got {self.prediction}; set "
                 "diffusion.prediction=v or diffusion.noise=cosine"
             )
         if self.noise == "edm" and self.min_snr_gamma is not None:
-            raise ValueError(
+            yield (
                 f"min_snr_gamma weighs cosine, linear and sigmoid noise; got {self.min_snr_gamma:g} with edm, whose "
                 "weights follow from the spectrum; set diffusion.min_snr_gamma=null"
             )
         if self.noise == "edm" and self.zero_terminal_snr:
-            raise ValueError(
+            yield (
                 "zero_terminal_snr rescales the schedules of alpha_bar; got it with noise edm, which has sigma_max for "
                 "that; set diffusion.zero_terminal_snr=false"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _delta_used(self) -> Self:
         if self.loss != "huber" and self.huber_delta != 1.0:
-            raise ValueError(
+            yield (
                 f"huber_delta belongs to the Huber loss; got {self.huber_delta:g} with {self.loss}; set "
                 "diffusion.loss=huber or remove diffusion.huber_delta"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _predictable(self) -> Self:
         if self.zero_terminal_snr and self.prediction == "eps":
-            raise ValueError(
+            yield (
                 "zero_terminal_snr needs a prediction that says something at pure noise; got prediction eps; set "
                 "diffusion.prediction=v"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _limits_fit(self) -> Self:
         if self.sampler_quantile is not None and self.sampler_clip is None:
-            raise ValueError(
+            yield (
                 f"sampler_quantile needs sampler_clip, the least limit; got {self.sampler_quantile} and null; set "
                 "diffusion.sampler_clip=1.0"
             )
         if self.sampler_eta > 0 and self.sampler != "ddim":
-            raise ValueError(
+            yield (
                 f"sampler_eta belongs to ddim; got {self.sampler_eta} with {self.sampler}; remove "
                 "diffusion.sampler_eta or set diffusion.sampler=ddim"
             )
-        return self

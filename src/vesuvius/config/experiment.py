@@ -2,73 +2,124 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+import re
+from collections.abc import Iterator
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from vesuvius.config.data import DataConfig
 from vesuvius.config.diffusion import DiffusionConfig
 from vesuvius.config.model import ModelConfig
-from vesuvius.config.section import NonNegativeInt, Section
+from vesuvius.config.section import NonNegativeInt, PositiveInt, Section
 from vesuvius.config.training import TrainingConfig
 
+_LONGEST_NAME = 200  # bytes; a file's name has 255, some of them for an ending
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 def _check_name(name: str) -> str:
     if not name or name in {".", ".."} or not all(c.isalnum() or c in "._-" for c in name):
         raise ValueError("a name may hold letters, digits, '.', '_' and '-' only, because it names the run directory")
+    if len(name.encode()) > _LONGEST_NAME:
+        raise ValueError(
+            f"a name must take at most {_LONGEST_NAME} bytes, because it names files; got {len(name.encode())}; "
+            "choose a shorter one"
+        )
     return name
+
+
+def is_web_address(url: str) -> bool:
+    """Whether it is http or https with a host, and without a user in it."""
+    try:
+        parts = urlsplit(url)
+        return (
+            parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+        )
+    except ValueError:  # a port that is no number
+        return False
+
+
+def _check_webhook(url: str) -> str:
+    if not is_web_address(url) and not re.fullmatch(r"\$[A-Za-z_]\w*", url):
+        raise ValueError("must be an http or https address without user and password, or $NAME of a variable with one")
+    return url
 
 
 class MonitorConfig(Section):
     """What is looked at beside the steps, where it goes, and when the guard steps in."""
 
     sample_every_s: float = Field(
-        1.0, ge=0.5, le=10, description="seconds between looks at memory, processors and GPUs"
+        1.0, ge=0.5, le=10, description="seconds between samples of memory, processors and GPUs"
     )
     write_every_s: float = Field(
         10.0, gt=0, description="seconds between lines of system.jsonl (min, mean, max since the last)"
     )
     tensorboard: bool = Field(True, description="also write the records of metrics.jsonl for TensorBoard, into tb/")
+    trackers: tuple[Literal["wandb", "mlflow"], ...] = Field(
+        (), description="also hand the figures to Weights & Biases or MLflow, whose package must be installed"
+    )
     prometheus_port: int | None = Field(
-        None, ge=1, le=65535, description="port on 127.0.0.1 where Prometheus may fetch the figures; null = none"
+        None, ge=1, le=65535, description="port where Prometheus may fetch the figures; null = none"
+    )
+    prometheus_address: str = Field(
+        "127.0.0.1", min_length=1, description="address that port is opened on; 0.0.0.0 = all: anybody there may read"
+    )
+    webhook: Annotated[str, AfterValidator(_check_webhook)] | None = Field(
+        None,
+        description="http(s) address that gets a POST of JSON at the end of the run, guard actions, hangs, non-finite "
+        "steps and failed saves; $NAME = from that environment variable",
     )
     verdict_every: NonNegativeInt = Field(
-        50, description="optimizer steps between verdicts on what holds the run up; 0 = none"
+        50, description="optimizer steps between verdicts on the bottleneck; 0 = none"
     )
     data_share_good: Share = Field(0.15, description="waiting for data, copies or the host is fine below this share")
-    gpu_share_good: Share = Field(0.80, description="a run whose device computes more of the time is compute-bound")
+    gpu_share_good: Share = Field(0.80, description="above this share of device time a run is compute-bound")
     stall_minutes: float | None = Field(
         5.0, ge=0, description="minutes without a batch or a step after which the run counts as hung; 0 or null = never"
     )
     guard: Literal["off", "warn", "act"] = Field(
-        "act", description="before memory runs out: act = fewer batches ahead, fewer readers, then save and exit 4"
+        "act", description="before memory runs out: act = reduce prefetch, stop readers, then save and exit 4"
     )
     ram_limit_gib: float | None = Field(
         None, gt=0, description="memory that this run may use, with its readers, GiB; null = the cgroup's or machine's"
     )
     warn_at: Share = Field(0.80, description="share of the memory limit at which the log warns")
-    prefetch_at: Share = Field(0.84, description="share at which the guard halves the batches ahead")
-    worker_at: Share = Field(0.88, description="share at which the guard drops a reader")
+    prefetch_at: Share = Field(0.84, description="share at which the guard halves the prefetch")
+    worker_at: Share = Field(0.88, description="share at which the guard stops a reader")
     exit_at: Share = Field(0.92, description="share at which the guard saves and exits; Ray kills readers at 0.95")
 
-    @model_validator(mode="after")
-    def _ladder_climbs(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         ladder = (self.warn_at, self.prefetch_at, self.worker_at, self.exit_at)
         if sorted(ladder) != list(ladder):
-            raise ValueError(
+            yield (
                 "monitor.warn_at, prefetch_at, worker_at and exit_at must not fall; got "
                 f"{', '.join(f'{share:g}' for share in ladder)}; put them in order"
             )
-        return self
 
 
 class ClusterConfig(Section):
     """Where Ray runs."""
 
     address: str | None = Field(
-        None, description="address of a running Ray cluster; null = a private Ray on this machine"
+        None, description="running Ray cluster, HOST:PORT or auto; null = a private Ray on this machine"
+    )
+    min_ranks: PositiveInt | None = Field(
+        None, description="go on with so many ranks where others are lost; null = wait for all of training.ranks"
+    )
+    reader_nodes: Literal["auto", "same", "any"] = Field(
+        "auto",
+        description="where readers run: same = on the trainer's node; auto = same with several ranks, else any",
+    )
+    storage_path: Annotated[str, Field(pattern=r"^(s3|gs)://[^/]+(/.*)?$")] | None = Field(
+        None,
+        description="s3:// or gs:// address below which rank 0 copies checkpoints, logs and records; --resume fetches "
+        "them where they are newer; null = nowhere",
+    )
+    max_restarts: NonNegativeInt = Field(10, description="restarts from the last checkpoint after a rank was lost")
+    rank_timeout_minutes: float = Field(
+        30.0, gt=0, description="longest wait of a rank for another one, also for rank 0's validation"
     )
     object_store_gib: float | None = Field(
         None, gt=0, description="size of a private Ray's object store; null = computed need"
@@ -92,7 +143,8 @@ class Config(Section):
     @property
     def global_batch(self) -> int:
         """Samples that one optimizer step consumes, over all micro-batches and ranks."""
-        return self.training.train_batch_size * self.training.accumulate_steps
+        ranks = 1 if self.training.ranks == "auto" else self.training.ranks  # a launcher has put a number there
+        return self.training.train_batch_size * self.training.accumulate_steps * ranks
 
     @property
     def horizon_steps(self) -> int:
@@ -119,43 +171,31 @@ class Config(Section):
         """Channels of the network's input: x_t, for edm in two parts, and the condition."""
         return (2 if self.diffusion.noise == "edm" else 1) + self.condition_channels
 
-    @model_validator(mode="after")
-    def _patch_fits_model(self) -> Self:
-        problem = self.model.size_problem(self.data.patch_size)
-        if problem:
-            raise ValueError(problem)
-        return self
-
-    @model_validator(mode="after")
-    def _guidance_possible(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
+        if problem := self.model.size_problem(self.data.patch_size):
+            yield problem
         conditional = self.has_condition or bool(self.model.scalars)
         if self.diffusion.sampler_guidance != 1 and not (conditional and self.diffusion.condition_dropout > 0):
-            raise ValueError(
+            yield (
                 "diffusion.sampler_guidance other than 1 needs a model trained both with and without a condition; got "
                 f"{self.diffusion.sampler_guidance}; add data.volumes[].condition and diffusion.condition_dropout=0.1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _checkpointed_levels_exist(self) -> Self:
         if 0 in self.training.checkpoint_levels and self.model.full_res_channels == 0:
-            raise ValueError(
+            yield (
                 "training.checkpoint_levels 0 is the full-resolution blocks; got it with model.full_res_channels 0; "
                 "remove it"
             )
         levels = len(self.model.channels)
         if any(level > levels for level in self.training.checkpoint_levels):
-            raise ValueError(
+            yield (
                 f"training.checkpoint_levels go from 0, full resolution, to {levels}, the last of model.channels; got "
                 f"{list(self.training.checkpoint_levels)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _warmup_fits(self) -> Self:
+        least, ranks = self.cluster.min_ranks, self.training.ranks
+        if least is not None and ranks != "auto" and least > ranks:
+            yield f"cluster.min_ranks must not be above training.ranks; got {least} and {ranks}; lower it"
         if self.training.warmup_steps >= self.horizon_steps:
-            raise ValueError(
+            yield (
                 f"training.warmup_steps must be below epochs x steps_per_epoch; got {self.training.warmup_steps} of "
                 f"{self.horizon_steps}; lower warmup_steps or lengthen the run"
             )
-        return self

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vesuvius.config.section import NonNegativeInt, PositiveInt, Section, SizeZYX, Triple
 
@@ -20,9 +21,7 @@ class ModelConfig(Section):
         None,
         description="downsampling factors (z, y, x), an entry from each level to the next; null = [2, 2, 2] throughout",
     )
-    blocks_per_level: PositiveInt = Field(
-        2, description="residual blocks per level on the way down; one more on the way up"
-    )
+    blocks_per_level: PositiveInt = Field(2, description="residual blocks per encoder level; one more in the decoder")
     stem_stride: SizeZYX = Field(
         (2, 2, 2), description="space-to-depth factor (z, y, x) before the first level; [1,1,1] = none"
     )
@@ -30,12 +29,12 @@ class ModelConfig(Section):
         64, description="channels of the full-resolution block at each end; 0 = none"
     )
     skips: Literal["concat", "add"] = Field(
-        "concat", description="how the way up takes what the way down left; add = smaller tensors, fewer weights"
+        "concat", description="how skip connections join the decoder; add = smaller tensors, fewer weights"
     )
     attention_heads: NonNegativeInt = Field(8, description="heads of self-attention at the lowest level; 0 = none")
     norm_groups: PositiveInt = Field(32, description="groups of GroupNorm; fewer where channels do not divide by it")
     scalars: tuple[Literal["voxel_size", "level"], ...] = Field(
-        (), description="what the network is told of each volume: its voxel size, its pyramid level"
+        (), description="scalars of the volume to condition on: its voxel size, its pyramid level"
     )
 
     @property
@@ -61,20 +60,14 @@ class ModelConfig(Section):
             f"got {list(size_zyx)}; nearest that fit: {below} and {above}"
         )
 
-    @model_validator(mode="after")
-    def _strides_match(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         if self.strides is not None and len(self.strides) != len(self.channels) - 1:
-            raise ValueError(
+            yield (
                 f"strides must have one entry fewer than channels; got {len(self.strides)} for {len(self.channels)} "
                 "levels; change model.strides"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
         if self.attention_heads and self.channels[-1] % self.attention_heads:
-            raise ValueError(
+            yield (
                 f"the last of channels must be a multiple of attention_heads; got {self.channels[-1]} and "
                 f"{self.attention_heads}; change model.attention_heads"
             )
-        return self

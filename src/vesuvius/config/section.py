@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vesuvius.errors import ConfigError, one_line
 
@@ -43,3 +44,13 @@ class Section(BaseModel):
 
     # As pydantic marks its own: sections within sections are made without it, which keeps the path to a wrong value.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if (problem := next(self.contradictions(), None)) is not None:
+            raise ValueError(problem)
+        return self
+
+    def contradictions(self) -> Iterator[str]:
+        """Rules between the keys of the section that their values break: rule, value, remedy.  Pure."""
+        return iter(())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vesuvius.config.section import NonNegativeInt, PositiveInt, Section
 
@@ -14,16 +15,23 @@ class TrainingConfig(Section):
 
     train_batch_size: PositiveInt = Field(1, description="patches per micro-batch: what the GPU holds at once")
     accumulate_steps: PositiveInt = Field(
-        1, description="micro-batches per optimizer step; effective batch = product of both"
+        1, description="micro-batches per optimizer step; effective batch = train_batch_size x accumulate_steps x ranks"
+    )
+    ranks: PositiveInt | Literal["auto"] = Field(
+        1, description="trainer processes, one GPU each; auto = as many as there are GPUs, or as torchrun has started"
+    )
+    sharding: Literal["none", "fsdp"] = Field(
+        "none",
+        description="fsdp = each rank holds its part of weights, gradients, moments and averages; none = all of them",
     )
     workers: NonNegativeInt = Field(2, description="Ray reader processes per rank; 0 reads in the trainer, without Ray")
     prefetch_factor: PositiveInt = Field(
-        2, description="batches put together ahead per worker; costs trainer memory (pinned on a GPU)"
+        2, description="batches prepared ahead, per worker; costs trainer memory (pinned on a GPU)"
     )
     prefetch_mib: PositiveInt | None = Field(
-        None, description="upper limit on the batches read ahead, MiB over all workers of a rank; null = none"
+        None, description="upper limit on prefetched batches, MiB over all workers of a rank; null = none"
     )
-    steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps that are called an epoch; only bookkeeping")
+    steps_per_epoch: PositiveInt = Field(1000, description="optimizer steps in an epoch; bookkeeping only")
     epochs: PositiveInt = Field(
         1, description="epochs x steps_per_epoch = length of the run and horizon of the LR schedule"
     )
@@ -41,15 +49,15 @@ class TrainingConfig(Section):
         True, description="recompute norms and SiLU in the backward pass instead of keeping them; same numbers"
     )
     checkpoint_levels: tuple[NonNegativeInt, ...] = Field(
-        (), description="levels whose blocks are computed again in the backward pass; 0 = full resolution"
+        (), description="levels whose activations are recomputed in the backward pass; 0 = full resolution"
     )
     compile: bool = Field(False, description="torch.compile the network: minutes at the start, faster steps after")
     cudnn_benchmark: bool = Field(True, description="let cuDNN time its kernels for the fixed patch size once")
     cuda_allocator: Literal["default", "expandable"] = Field(
-        "default", description="expandable = segments of GPU memory grow in place: fewer holes where sizes vary"
+        "default", description="expandable = segments of GPU memory grow in place: less fragmentation where sizes vary"
     )
     deterministic: bool = Field(
-        False, description="kernels that give the same bits each time, so that a resume is exact on a GPU too; slower"
+        False, description="bit-reproducible kernels, so that a resume is exact on a GPU too; slower"
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", description="muon = kernels step by orthogonalized momentum (less memory), all else by AdamW"
@@ -65,7 +73,7 @@ class TrainingConfig(Section):
         0.9999, ge=0, lt=1, description="decay of the weight average per step, warmed up as (1+n)/(10+n)"
     )
     extra_ema_decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
-        (), description="further averages of other lengths, validated and saved beside the first"
+        (), description="further EMA decays, validated and saved beside the first"
     )
     init_from: str | None = Field(
         None, description="run, checkpoint or .safetensors file whose averaged weights a new run starts from"
@@ -73,7 +81,7 @@ class TrainingConfig(Section):
     save_every: PositiveInt = Field(500, description="optimizer steps between checkpoints; the last step always saves")
     keep_last: PositiveInt = Field(3, description="checkpoints kept; older ones are deleted after a new one is whole")
     keep_every: PositiveInt | None = Field(
-        None, description="checkpoints of multiples of this step are never deleted; null = none such"
+        None, description="checkpoints at multiples of this step are never deleted; null = none"
     )
     validate_every: NonNegativeInt = Field(
         1000, description="optimizer steps between validations on held-out patches, and one at the horizon; 0 = none"
@@ -86,20 +94,19 @@ class TrainingConfig(Section):
     )
     preview_count: PositiveInt = Field(2, description="generated patches in a sample picture; each costs a DDIM run")
     max_nonfinite: PositiveInt = Field(
-        1, description="NaN or infinite steps in a row after which the run stops with exit 5"
+        1, description="consecutive non-finite steps after which the run stops with exit 5"
     )
     autotune: Literal["off", "advise", "act"] = Field(
-        "advise", description="readers and batches ahead while training: say, or also do, what the verdict calls for"
+        "advise", description="workers and prefetch while training: log what the verdict calls for, or also apply it"
     )
     resume: Literal["never", "auto"] = Field(
-        "never", description="auto = as --resume: go on from the newest checkpoint if any"
+        "never", description="auto = as --resume: continue from the newest checkpoint, if there is one"
     )
 
-    @model_validator(mode="after")
-    def _averages_differ(self) -> Self:
+    def contradictions(self) -> Iterator[str]:
         decays = (self.ema_decay, *self.extra_ema_decays)
         if len(set(decays)) < len(decays):
-            raise ValueError(
-                f"each average must have a decay of its own; got {list(decays)}; change training.extra_ema_decays"
-            )
-        return self
+            yield (f"each average must have a decay of its own; got {list(decays)}; change training.extra_ema_decays")
+        for key in ("compile", "channels_last"):
+            if self.sharding == "fsdp" and getattr(self, key):
+                yield f"training.sharding=fsdp goes without training.{key}; got both; set training.{key}=false"

@@ -1,4 +1,5 @@
-"""Batch of patches -> loss, and noise -> sample: schedule, loss, sampler, randomness, network.  No files, no Ray.
+"""The diffusion model: noise schedule, loss, samplers, randomness, network.  No files, no Ray.
 
-Each name is imported from its own module; importing this package alone does not import torch.
+In: a batch of patches, or noise.  Out: a loss, or samples.  Import each name from its module; importing the package
+alone does not import torch.
 """

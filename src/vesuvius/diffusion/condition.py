@@ -1,4 +1,4 @@
-"""What the network is shown beside x_t and t, and how it is left out of some samples."""
+"""The condition: network inputs beside x_t and t, and dropping them for some samples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 class Condition:
     """The condition of a batch.
 
-    A sample without its condition (in training to learn guidance, in sampling for guidance) has zeros in both tensors,
-    also where they say that it is there.  Source: Ho & Salimans 2022 (a null token in place of the condition).
+    A sample whose condition is dropped (for classifier-free guidance) has zeros in both tensors, including the presence
+    flags.  Source: Ho & Salimans 2022 (a null token replaces the condition).
 
     Attributes:
-        channels: float32 [B, C, Z, Y, X], joined to x_t by channel; the last channel is 1.  None: no condition volume.
-        scalars: float32 [B, n + 1], as `model.scalars` lists them; the last is 1.  None: no scalars.
+        channels: float32 [B, C, Z, Y, X], joined to x_t by channel; the last one is the presence flag, 1.  None = no
+            condition volume.
+        scalars: float32 [B, n + 1], in the order of `model.scalars`; the last one is the presence flag, 1.  None = no
+            scalars.
     """
 
     channels: Tensor | None
@@ -25,11 +27,11 @@ class Condition:
 
     @property
     def empty(self) -> bool:
-        """Whether the network is shown nothing but x_t and t."""
+        """Whether the network sees only x_t and t."""
         return self.channels is None and self.scalars is None
 
     def kept(self, keep: Tensor) -> Condition:
-        """The condition of those samples alone for which `keep`, bool [B] on the same device, is true.  Pure."""
+        """Return the condition with those samples dropped for which `keep`, bool [B] on the device, is false.  Pure."""
         channels, scalars = self.channels, self.scalars
         return Condition(
             None if channels is None else torch.where(keep.view(-1, 1, 1, 1, 1), channels, 0.0),
@@ -37,11 +39,11 @@ class Condition:
         )
 
     def left_out(self) -> Condition:
-        """The condition of no sample: what guidance compares with.  Pure."""
+        """Return the condition with all samples dropped: the unconditional input of guidance.  Pure."""
         return Condition(*(None if part is None else torch.zeros_like(part) for part in (self.channels, self.scalars)))
 
     def joined(self, x_t: Tensor) -> Tensor:
-        """[B, 1, Z, Y, X] -> [B, 1 + C, Z, Y, X].  Pure."""
+        """Join x_t and the channels: [B, 1, Z, Y, X] -> [B, 1 + C, Z, Y, X].  Pure."""
         return x_t if self.channels is None else torch.cat([x_t, self.channels], dim=1)
 
 

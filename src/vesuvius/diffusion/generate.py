@@ -1,4 +1,4 @@
-"""Sample numbers -> samples of the size of a patch: random numbers, noise levels, network and sampler put together."""
+"""Sample numbers -> patch-sized samples: joins noise, noise levels, network and sampler."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Generated:
 
     Attributes:
         x_0: float32 [len(numbers), C, Z, Y, X], model values.
-        evaluations: how often the network was called for the batch.
+        evaluations: network calls for the batch.
     """
 
     x_0: Tensor
@@ -43,13 +43,18 @@ def generate(
     purpose: Purpose = Purpose.SAMPLE,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> Generated:
-    """Draw the samples of these `numbers` as one batch, as the `sampler_*` keys of the config say.
+    """Draw the samples with these `numbers` as one batch, with the `sampler_*` keys of the config.
 
-    The noise that a sample starts from follows from (seed, purpose, number) and that of step k from (seed, purpose,
-    number, k): a sample is the same beside any neighbours, up to how `denoise` computes batches of different sizes.
-    `condition` has one entry per number, on `device`; `on_step(k, x)` is called after each sampling step with the
-    state, which is standardised.  Moves no global generator.
-    Raises ConfigError unless 1 <= sampler_steps <= timesteps.
+    The initial noise of a sample follows from (seed, purpose, number), that of step k from (seed, purpose, number, k).
+    A sample therefore does not depend on the rest of its batch, except where `denoise` rounds differently for another
+    batch size.  Uses no global generator.
+
+    Args:
+        condition: one entry per number, on `device`.
+        on_step: called as on_step(k, x) after each sampling step, with the standardised state.
+
+    Raises:
+        ConfigError: sampler_steps is not in [1, timesteps].
     """
     estimate = NetworkEstimate(denoise, config, condition, schedule.mean, schedule.std)
 

@@ -1,6 +1,6 @@
-"""Noise levels: the points between pure noise and a clean sample at which a sampler asks for an estimate.
+"""Noise levels: the points between pure noise and a clean sample at which a sampler needs an estimate.
 
-`Schedule` has a level for each t; a sampler walks down a falling list of them, which need not come from a schedule.
+`Schedule` has one level per t.  A sampler takes a decreasing list of levels, which need not be levels of a schedule.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from vesuvius.errors import ConfigError
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """The noise of x = alpha x_0 + sigma eps.
+    """The noise level of x = alpha x_0 + sigma eps.
 
-    Both factors are stored, because each is what the other loses by cancellation where it is small.
+    Both factors are stored: computing one from the other loses precision where it is small.
 
     Attributes:
-        t: what the network is told; a whole number is a timestep of the schedule, others lie between two of them.
+        t: input of the network; an integer is a timestep of the schedule, other values lie between two timesteps.
         alpha: sqrt(alpha_bar), 0 for pure noise.
         sigma: sqrt(1 - alpha_bar), 0 for a clean sample.
     """
@@ -34,13 +34,13 @@ class NoiseLevel:
 
 
 _RHO = 7.0
-CLEAN = NoiseLevel(t=-1, alpha=1.0, sigma=0.0)  # nothing is asked here, so its t is one that every table refuses
+CLEAN = NoiseLevel(t=-1, alpha=1.0, sigma=0.0)  # never evaluated; every table refuses its t
 
 
 def log_snr_gain(here: NoiseLevel, there: NoiseLevel) -> float:
     """Return h = lambda(there) - lambda(here) with lambda = log(alpha/sigma), half the log of the SNR.
 
-    It is positive where noise falls, and infinite from pure noise or to a clean sample.  Pure.
+    Positive if the noise decreases; infinite from pure noise or to a clean sample.  Pure.
     """
     if here.alpha == 0 or there.sigma == 0:
         return math.inf
@@ -48,29 +48,32 @@ def log_snr_gain(here: NoiseLevel, there: NoiseLevel) -> float:
 
 
 def trailing_timesteps(timesteps: int, steps: int) -> npt.NDArray[np.int64]:
-    """Return the t of each sampling step: int64 [steps], strictly falling from `timesteps - 1`.
+    """Return the t of each sampling step: int64 [steps], strictly decreasing from `timesteps - 1`.
 
-    Source: Lin et al. 2023, table 2, "trailing": round(T k / S) - 1 for k = S ... 1.  It starts where training is
-    noisiest; "leading" and "linspace" do not (diffusers #12633).  Raises ConfigError unless 1 <= steps <= timesteps.
+    round(T k / S) - 1 for k = S ... 1 (Lin et al. 2023, table 2, "trailing").  It starts at the noisiest timestep of
+    training; "leading" and "linspace" do not (diffusers #12633).
+
+    Raises:
+        ConfigError: steps is not in [1, timesteps].
     """
     _check_steps(timesteps, steps)
     return np.round(timesteps * np.arange(steps, 0, -1) / steps).astype(np.int64) - 1
 
 
 def trailing_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
-    """Return the steps + 1 levels of a sampling run: those of `trailing_timesteps`, then `CLEAN`.
-
-    Float64 throughout.  Raises ConfigError unless 1 <= steps <= timesteps.  Pure.
-    """
+    """Return steps + 1 levels in float64: those of `trailing_timesteps`, then `CLEAN`.  Raises as it does.  Pure."""
     times = trailing_timesteps(schedule.timesteps, steps)
     return (*(_level(int(t), float(schedule.alpha_bar_64[t])) for t in times), CLEAN)
 
 
 def rho_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
-    """Return steps + 1 levels whose sigma/alpha falls from the schedule's most noise to its least, then `CLEAN`.
+    """Return steps + 1 levels: sigma/alpha from the schedule's highest to its lowest, then `CLEAN`.  Pure.
 
-    Source: Karras et al. 2022, eq. 5, with rho = 7: equal steps in the seventh root.  The t of a level is where its log
-    sigma/alpha lies between those of two timesteps.  Raises ConfigError unless 1 <= steps <= timesteps.  Pure.
+    The seventh root of sigma/alpha decreases in equal steps (Karras et al. 2022, eq. 5, rho = 7).  The t of a level is
+    interpolated between timesteps in log sigma/alpha.
+
+    Raises:
+        ConfigError: steps is not in [1, timesteps].
     """
     _check_steps(schedule.timesteps, steps)
     table = np.sqrt((1 - schedule.alpha_bar_64) / schedule.alpha_bar_64)
@@ -86,7 +89,7 @@ def rho_levels(schedule: Schedule, steps: int) -> tuple[NoiseLevel, ...]:
 
 
 def sampling_levels(schedule: Schedule, config: DiffusionConfig) -> tuple[NoiseLevel, ...]:
-    """Return the levels that samples are drawn along, as `noise` and `sampler_steps` say.  Errors as above.  Pure."""
+    """Return the sampling levels for `noise` and `sampler_steps` of the config.  Raises as `rho_levels`.  Pure."""
     levels = rho_levels if config.noise == "edm" else trailing_levels
     return levels(schedule, config.sampler_steps)
 
@@ -94,7 +97,7 @@ def sampling_levels(schedule: Schedule, config: DiffusionConfig) -> tuple[NoiseL
 def _check_steps(timesteps: int, steps: int) -> None:
     if not 1 <= steps <= timesteps:
         raise ConfigError(
-            f"sampler steps must be between 1 and timesteps; got {steps} of {timesteps}; change diffusion.sampler_steps"
+            f"sampler_steps must be between 1 and timesteps; got {steps} of {timesteps}; change diffusion.sampler_steps"
         )
 
 

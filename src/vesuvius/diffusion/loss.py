@@ -1,4 +1,4 @@
-"""What the network is trained on: one number per sample, so that the caller can average over any split of a batch."""
+"""The training loss: one value per sample, so that the caller can average over any split of a batch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from vesuvius.diffusion.schedule import Schedule
 def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:
     """Return the min-SNR-gamma weight of a squared error in this kind of prediction, float32 like `snr`.
 
-    min(snr, gamma) for x_0, that divided by snr for eps, by snr + 1 for v.  Source: Hang et al. 2023.  Their weight is
-    for an error in x_0; an error in eps is sqrt(snr) times one in x_0 and one in v sqrt(snr + 1) times, hence the
-    divisions; leaving out the 1 is the mistake of diffusers #5654.  At snr 0, pure noise, the weight of v and x_0 is 0.
-    Pure.
+    min(snr, gamma) for x_0; the same divided by snr for eps, and by snr + 1 for v (without the + 1 it is the bug of
+    diffusers #5654).  The paper defines the weight for an error in x_0; an error in eps is sqrt(snr) times, one in v
+    sqrt(snr + 1) times as large, hence the divisions.  At snr 0 (pure noise) the weight of v and x_0 is 0.  Pure.
+
+    Source: Hang et al. 2023.
     """
     capped = snr.clamp(max=gamma)
     match kind:
@@ -30,12 +31,16 @@ def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:
 def loss_per_sample(
     prediction: Tensor, x_0: Tensor, eps: Tensor, t: Tensor, schedule: Schedule, config: DiffusionConfig
 ) -> Tensor:
-    """Return the weighted mean error of each sample, over all its voxels: float32 [B].
+    """Return the weighted mean error of each sample over its voxels: float32 [B].
 
-    l2 is the squared error; huber is half of it up to `huber_delta` and linear beyond (Huber 1964).  `prediction` is
-    what the network said about `schedule.q_sample(x_0, eps, t)`, any float dtype; `prediction`, `x_0` and `eps` are
-    BCZYX of one shape, `t` is int64 [B].  The weight is that of the schedule where it has one (edm), else min-SNR with
-    `config.min_snr_gamma`, or 1 where that is None.  Pure; float32 inside an autocast region too.
+    l2 is the squared error; huber is half of it up to `huber_delta` and linear beyond (Huber 1964).  The weight is the
+    schedule's if it has one (edm), else min-SNR with `config.min_snr_gamma`, or 1 if that is None.  Pure; float32 also
+    inside an autocast region.
+
+    Args:
+        prediction: network output for `schedule.q_sample(x_0, eps, t)`, BCZYX, any float dtype.
+        x_0, eps: the shape of `prediction`.
+        t: int64 [B].
     """
     assert prediction.shape == x_0.shape == eps.shape, (prediction.shape, x_0.shape, eps.shape)
     target = schedule.target(config.prediction, x_0, eps, t)

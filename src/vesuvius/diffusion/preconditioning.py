@@ -1,8 +1,8 @@
-"""What stands around the network where the spectrum of the data is known: it corrects the best linear denoiser.
+"""Preconditioning: with a known data spectrum, the network corrects the best linear denoiser.
 
-Karras et al. 2022 let a network correct c_skip x_t, the best linear guess for white data.  CT patches are not white:
-here c_skip is a filter, a number for each frequency, and the guess is that of Wiener.  So a network that gives 0 is the
-best linear denoiser at every noise level, and all that it is trained on is what the spectrum does not say.
+In Karras et al. 2022 the network corrects c_skip x_t, the best linear estimate for white data.  CT patches are not
+white, so here c_skip is a filter with one value per frequency, and the estimate is the Wiener filter's.  A network that
+returns 0 is the best linear denoiser at every noise level; training adds only what the spectrum does not contain.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Network = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def predict(
     network: Network, schedule: Schedule, x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION
 ) -> Tensor:
-    """Return what the network says about x_t, of the kind `diffusion.prediction`: float32 or as the network gives it.
+    """Return the prediction for x_t, of the kind `diffusion.prediction`: BCZYX, float32 or the network's dtype.
 
-    Where the schedule knows a spectrum, v is that of the linear denoiser plus the network's output times the deviation
-    of its error; in place of x_t the network is shown two channels of variance 1, `split` says which.
+    If the schedule has a spectrum, the result is the v of the linear denoiser plus the network's output times the
+    standard deviation of that v's error.  The network then sees the two channels of `split` instead of x_t.
 
     Args:
         x_t: BCZYX, C = 1.
-        t: int64 [B], or float32 [B] between two timesteps.
+        t: int64 [B], or float32 [B] for values between two timesteps.
     """
     if schedule.spectrum is None:
         return network(condition.joined(x_t), t, condition.scalars)
@@ -39,16 +39,19 @@ def predict(
 
 
 def split(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the network is shown, the v of the best linear denoiser, and the deviation of that v's error.
+    """Return the network input, the v of the best linear denoiser, and the standard deviation of that v's error.
 
-    x_t is the sum of what the denoiser takes for signal and what it takes for noise.  These are the two channels,
-    float32 [B, 2, Z, Y, X], each scaled to variance 1: where there is little noise it is shown as large as the signal.
-    For a frequency of power P the variance of x_t is D = alpha^2 P + sigma^2, of which alpha^2 P / D is taken for
-    signal and sigma^2 / D for noise; v is alpha sigma (1 - P) / D of x_t, and its error has variance P / D.  Pure.
+    The denoiser splits x_t into a signal and a noise estimate, the two input channels.  Each is scaled to variance 1,
+    so weak noise is as visible as the signal.  At a frequency of power P the variance of x_t is D = alpha^2 P +
+    sigma^2; the signal gets the share alpha^2 P / D and the noise sigma^2 / D.  v is alpha sigma (1 - P) / D times x_t,
+    with an error of variance P / D.  Pure.
 
     Args:
         x_t: float32 [B, 1, Z, Y, X], standardised.
         alpha, sigma: [B, 1, 1, 1, 1], alpha^2 + sigma^2 = 1.
+
+    Returns:
+        float32 [B, 2, Z, Y, X], [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
     """
     power, mode_weight = schedule.power, schedule.mode_weight
     assert power is not None

@@ -1,7 +1,7 @@
-"""Everything random in training and sampling, as pure functions of the seed and of what the numbers are for.
+"""All randomness of training and sampling, as pure functions of the seed, a purpose and indices.
 
-No global generator is read or moved: which numbers sample i meets does not depend on batch size, accumulation, ranks,
-workers, device, or on what was drawn before, and nothing has to be saved for a resume.
+No global generator is used.  The numbers of sample i do not depend on batch size, accumulation, ranks, workers, device
+or earlier draws, and a checkpoint stores no generator state.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 class Purpose(IntEnum):
-    """What random numbers are for: equal indices of two purposes give unrelated numbers.
+    """The use of random numbers; the same index gives unrelated numbers for different purposes.
 
-    The values are part of every run's identity: add new ones, never renumber.
+    The values determine the numbers of every run: add new ones, never renumber.
     """
 
     NOISE = 1
@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     SAMPLE = 7
     SAMPLER_NOISE = 8
     CONDITION_PLACE = 9
+    VOLUME = 10
 
 
 def _sequence(seed: int, purpose: Purpose, indices: Sequence[int]) -> np.random.SeedSequence:
@@ -45,13 +46,13 @@ def _sequence(seed: int, purpose: Purpose, indices: Sequence[int]) -> np.random.
 def derive_seed(seed: int, purpose: Purpose, *indices: int) -> int:
     """Return a seed in [0, 2**63) for a `torch.Generator`, hashed from all arguments (each at least 0).
 
-    Source: numpy's SeedSequence.  Never `seed + index`, where run 1's sample 0 would be run 0's sample 1.  Pure.
+    Uses numpy's SeedSequence.  With `seed + index`, sample 0 of seed 1 would equal sample 1 of seed 0.  Pure.
     """
     return int(_sequence(seed, purpose, indices).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def torch_generator(seed: int, purpose: Purpose, *indices: int) -> torch.Generator:
-    """Return a new CPU generator that starts at `derive_seed(seed, purpose, *indices)`."""
+    """Return a new CPU generator, seeded with `derive_seed(seed, purpose, *indices)`."""
     return torch.Generator().manual_seed(derive_seed(seed, purpose, *indices))
 
 
@@ -65,8 +66,8 @@ def sample_noise(
 ) -> Tensor:
     """Return standard normal noise: float32 [len(sample_indices), *shape_czyx]; row k follows from (seed, index k).
 
-    Drawn on the CPU (some 3 ms for 72x136x136 on one core), because CUDA's numbers depend on the model of the GPU.
-    The copy to a GPU goes through pinned memory and does not make the host wait for the kernels queued before it.
+    The noise is drawn on the CPU (about 3 ms for 72x136x136 on one core), because CUDA's generator depends on the GPU
+    model.  The copy to a GPU is asynchronous, from pinned memory.
     """
     device = torch.device(device)
     noise = torch.empty((len(sample_indices), *shape_czyx), dtype=torch.float32, pin_memory=device.type == "cuda")
@@ -76,9 +77,9 @@ def sample_noise(
 
 
 def condition_kept(seed: int, sample_indices: SampleIndices, dropout: float) -> npt.NDArray[np.bool_]:
-    """Return which samples are trained with their condition: bool [len(sample_indices)]; entry k from (seed, index k).
+    """Return which samples keep their condition in training: bool [len(sample_indices)]; entry k from (seed, index k).
 
-    Source: Ho & Salimans 2022, algorithm 1: each is left out with probability `dropout`.  Pure.
+    Each condition is dropped with probability `dropout`.  Source: Ho & Salimans 2022, algorithm 1.  Pure.
     """
     draws = [_sequence(seed, Purpose.CONDITION_DROPOUT, [int(i)]).generate_state(1, np.uint64) for i in sample_indices]
     return np.array([float(draw[0]) / 2.0**64 >= dropout for draw in draws], dtype=np.bool_)
@@ -87,10 +88,11 @@ def condition_kept(seed: int, sample_indices: SampleIndices, dropout: float) -> 
 def stratified_timesteps(seed: int, step: int, global_batch: int, timesteps: int) -> npt.NDArray[np.int64]:
     """Return the timesteps of one optimizer step: int64 [global_batch], each in [0, timesteps).
 
-    t_j = floor(T (perm_j + u_j) / G), with u uniform in [0, 1): each of the G equal parts of [0, T) is hit once and
-    every t stays equally likely, which takes most of the timestep's variance out of the loss (after the low-discrepancy
-    sampler of Kingma et al. 2021, with one u per part).  The sample at place j of the global batch takes entry j, so a
-    micro-batch or a rank takes a slice.  Pure.
+    t_j = floor(T (perm_j + u_j) / G), with u_j uniform in [0, 1).  Each of the G equal parts of [0, T) is hit once and
+    every t is equally likely.  This removes most of the variance that the timesteps add to the loss.  The sample at
+    position j of the global batch takes entry j, so micro-batches and ranks take slices.  Pure.
+
+    Source: the low-discrepancy sampler of Kingma et al. 2021, here with one u per part.
     """
     rng = np.random.default_rng(_sequence(seed, Purpose.TIMESTEPS, [step]))
     places = rng.permutation(global_batch) + rng.random(global_batch)
@@ -99,20 +101,20 @@ def stratified_timesteps(seed: int, step: int, global_batch: int, timesteps: int
 
 
 def timestep_bins(timesteps: int) -> list[int]:
-    """Return the edges of the bins of t that validation tells apart: bin b holds edges[b] <= t < edges[b + 1].
+    """Return the edges of the timestep bins of validation: bin b holds edges[b] <= t < edges[b + 1].
 
-    8 bins over [0, timesteps) whose lengths differ by at most 1; fewer, of 1 timestep each, where T is below 8.  Pure.
+    8 bins over [0, timesteps) whose lengths differ by at most 1; with fewer than 8 timesteps, one bin each.  Pure.
     """
     bins = min(_VALIDATION_BINS, timesteps)
     return [b * timesteps // bins for b in range(bins + 1)]
 
 
 def validation_timesteps(patches: int, timesteps: int) -> npt.NDArray[np.int64]:
-    """Return the timesteps at which each fixed patch is validated: int64 [patches, bins], one in each timestep bin.
+    """Return the validation timesteps of each fixed patch: int64 [patches, bins], one in each timestep bin.
 
-    Entry (p, b) depends on p, b and `timesteps` alone: neither on a seed nor on the number of patches.  Within a bin
-    the patches follow the van der Corput sequence, shifted from bin to bin: the first 2**k patches hit each 2**k-th of
-    the bin once, and in the long run every t comes equally often.  Pure.
+    Entry (p, b) depends on p, b and `timesteps` only, not on a seed or the number of patches.  Within a bin the patches
+    follow the van der Corput sequence, with a different shift per bin: the first 2**k patches hit each 2**k-th of the
+    bin once, and over many patches every t occurs equally often.  Pure.
     """
     edges = np.array(timestep_bins(timesteps))
     places = np.array([_van_der_corput(patch) for patch in range(patches)]).reshape(patches, 1)
@@ -122,5 +124,5 @@ def validation_timesteps(patches: int, timesteps: int) -> npt.NDArray[np.int64]:
 
 
 def _van_der_corput(n: int) -> float:
-    """Number n, from 0, of the sequence 0, 1/2, 1/4, 3/4, 1/8, ...: the bits of n mirrored at the point."""
+    """Return element n (from 0) of 0, 1/2, 1/4, 3/4, 1/8, ...: the bits of n mirrored at the binary point."""
     return int(f"{n:032b}"[::-1], 2) / 2.0**32

@@ -1,8 +1,7 @@
-"""Noise -> sample: DDIM, ancestral DDPM, DPM-Solver++(2M) and Heun along any falling list of noise levels.
+"""Noise -> sample: DDIM, ancestral DDPM, DPM-Solver++(2M) and Heun along any decreasing list of noise levels.
 
-Each method is a table of coefficients, one row per step, made in float64 on the host; `sample` applies it.  What is
-known of x_0 and eps at a level comes from an `Estimate`: a network (`estimate.py`), a closed form, or, for volumes
-larger than a patch, something that tiles.
+Each method is a table of coefficients, one row per step, computed in float64 on the host; `sample` applies it.  An
+`Estimate` gives x_0 and eps at a level: a network (`estimate.py`), a closed form, or tiles of a larger volume.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from torch import Tensor
 from vesuvius.config import SamplerMethod
 from vesuvius.diffusion.levels import NoiseLevel, log_snr_gain
 
-# (x, level) -> (x_0, eps) with x = alpha x_0 + sigma eps: the best guess of both, in the shape and dtype of x.
+# (x, level) -> estimates of (x_0, eps) with x = alpha x_0 + sigma eps, in the shape and dtype of x.
 Estimate = Callable[[Tensor, NoiseLevel], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """One step: the next state is the sum of these five tensors, each times its number.
+    """One step: the next state is the weighted sum of five tensors.
 
     Attributes:
-        x: the state.
-        x_0, eps: the estimate at the state.
-        x_0_before: the estimate of x_0 one step earlier.
-        noise: fresh standard normal noise.
+        x: weight of the state.
+        x_0, eps: weights of the estimates at the state.
+        x_0_before: weight of the estimate of x_0 one step earlier.
+        noise: weight of new standard normal noise.
     """
 
     x: float = 0.0
@@ -45,9 +44,9 @@ def ddim_step(here: NoiseLevel, there: NoiseLevel, eta: float) -> Coefficients:
     """Return the DDIM step: x' = alpha' x_0 + sqrt(sigma'^2 - r^2) eps + r z.
 
     Source: Song et al. 2021, eq. 12 and 16: r = eta sqrt((1 - ab')/(1 - ab)) sqrt(1 - ab/ab').  With h the gain in
-    log(alpha/sigma), that is r^2 = eta^2 sigma'^2 (1 - exp(-2h)) and sigma'^2 - r^2 = sigma'^2 (1 - eta^2 +
-    eta^2 exp(-2h)), which lose nothing to cancellation.  At eta 1, r^2 is the variance of the posterior q(x' | x, x_0)
-    (Ho et al. 2020, eq. 7; "fixed small"): the step is ancestral DDPM's, between any two levels.  Pure.
+    log(alpha/sigma), r^2 = eta^2 sigma'^2 (1 - exp(-2h)) and sigma'^2 - r^2 = sigma'^2 (1 - eta^2 + eta^2 exp(-2h)),
+    which avoid cancellation.  At eta 1, r^2 is the variance of the posterior q(x' | x, x_0) (Ho et al. 2020, eq. 7;
+    "fixed small"): the step of ancestral DDPM between any two levels.  Pure.
     """
     h = log_snr_gain(here, there)
     return Coefficients(
@@ -61,8 +60,8 @@ def dpmpp2m_step(before: NoiseLevel | None, here: NoiseLevel, there: NoiseLevel)
     """Return the DPM-Solver++(2M) step: x' = (sigma'/sigma) x - alpha' expm1(-h) D.
 
     Source: Lu et al. 2022b (DPM-Solver++), algorithm 2: D = x_0 + (x_0 - x_0_before) / (2r), r = h_before / h.  First
-    order, D = x_0, for the first step (`before` None), to a clean sample, where h is infinite, and after a step from
-    pure noise, where h_before is.  Pure.
+    order (D = x_0) in the first step (`before` None), to a clean sample (h is infinite), and after a step from pure
+    noise (h_before is infinite).  Pure.
     """
     h = log_snr_gain(here, there)
     gain = -there.alpha * math.expm1(-h)
@@ -71,22 +70,22 @@ def dpmpp2m_step(before: NoiseLevel | None, here: NoiseLevel, there: NoiseLevel)
 
 
 def heun_correction(here: NoiseLevel, there: NoiseLevel) -> Coefficients:
-    """Return what makes Heun's step of a DDIM step, for x_0 and eps that are sums of the estimates at both ends.
+    """Return the Heun step; its x_0 and eps multiply the sums of the estimates at both ends.
 
     x' = x + (alpha' - alpha) mean(x_0) + (sigma' - sigma) mean(eps): the trapezoidal rule on the probability-flow
     ODE written as dx = x_0 d alpha + eps d sigma (Song et al. 2021b, eq. 13, for a Gaussian path); its Euler step is
-    DDIM's.  Source of the pairing: Karras et al. 2022, algorithm 1.  Their variables x/alpha and sigma/alpha are not
-    taken: the first step from almost pure noise spans orders of magnitude of sigma/alpha, and the rule is unstable
-    there.  In these variables it is regular at alpha 0 and at sigma 0.  Pure.
+    DDIM's.  Source of the predictor-corrector pair: Karras et al. 2022, algorithm 1.  Their variables x/alpha and
+    sigma/alpha are unstable here: the first step from almost pure noise spans orders of magnitude of sigma/alpha.  In
+    alpha and sigma the rule is regular at alpha 0 and at sigma 0.  Pure.
     """
     return Coefficients(x=1.0, x_0=(there.alpha - here.alpha) / 2, eps=(there.sigma - here.sigma) / 2)
 
 
 def step_table(levels: Sequence[NoiseLevel], method: SamplerMethod, eta: float = 0.0) -> tuple[Coefficients, ...]:
-    """Return one row per step between `levels`, which must fall in noise; for heun, the predictor's.  Pure."""
+    """Return one row per step between decreasing `levels`; for heun, the predictor's row.  Pure."""
     pairs = list(pairwise(levels))
-    assert pairs, "sampling needs two noise levels or more"
-    assert all(a.sigma > b.sigma and a.alpha <= b.alpha for a, b in pairs), f"noise levels must fall; got {levels}"
+    assert pairs, "sampling needs at least two noise levels"
+    assert all(a.sigma > b.sigma and a.alpha <= b.alpha for a, b in pairs), f"noise levels must decrease; got {levels}"
     assert 0 <= eta <= 1, eta
     assert eta == 0 or method == "ddim", f"eta belongs to ddim; got {eta} with {method}"
     match method:
@@ -111,13 +110,16 @@ def sample(
     step_noise: Callable[[int], Tensor] | None = None,
     on_step: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
-    """Walk `x` from the first of `levels` to the last and return it there: float32, or float64 where x is.
+    """Take `x` from the first of `levels` to the last: float32 (float64 if x is float64), in the shape of x.
 
-    `estimate` is asked once per step, by heun twice but for a step to a clean sample, and never at a clean sample.
-    `x` has any shape; at the noisiest level it is standard normal noise.  `step_noise(k)` is the noise of step k = 1,
-    2, ..., in the shape and on the device of x, and is needed by ddpm and by ddim with `eta` above 0.  `on_step(k, x)`
-    is called after step k with the state, after the last with the result.  Pure but for what the functions do, and
-    unchanged inside an autocast region.
+    Pure apart from the functions passed in; the result does not change inside an autocast region.
+
+    Args:
+        estimate: called once per step, never at a clean sample; by heun twice, except for a step to a clean sample.
+        x: the state at the first level, any shape; standard normal noise at the noisiest level.
+        step_noise: step_noise(k) is the noise of step k = 1, 2, ..., in the shape and on the device of x.  Required by
+            ddpm, and by ddim with `eta` above 0.
+        on_step: called as on_step(k, x) after step k with the new state.
     """
     x = x if x.dtype == torch.float64 else x.float()
     x_0_before = None
@@ -128,17 +130,17 @@ def sample(
         if row.noise != 0:
             assert step_noise is not None, f"{method} with eta {eta} needs step_noise"
             noise = step_noise(k).to(x.dtype)
-        after = _combined(row, x, x_0, eps, x_0_before, noise)
+        after = combined(row, x, x_0, eps, x_0_before, noise)
         if method == "heun" and there.sigma > 0:
             x_0_there, eps_there = estimate(after, there)
-            after = _combined(heun_correction(here, there), x, x_0 + x_0_there, eps + eps_there)
+            after = combined(heun_correction(here, there), x, x_0 + x_0_there, eps + eps_there)
         x, x_0_before = after, x_0
         if on_step is not None:
             on_step(k, x)
     return x
 
 
-def _combined(
+def combined(
     row: Coefficients,
     x: Tensor,
     x_0: Tensor,
@@ -146,10 +148,10 @@ def _combined(
     x_0_before: Tensor | None = None,
     noise: Tensor | None = None,
 ) -> Tensor:
-    """The sum that `row` stands for.
+    """Return the weighted sum of `row`.  Pure.
 
-    Each product is rounded by itself: a fused multiply-add may be used for some places of a tensor and not for others,
-    and a sample would depend on its place in the batch.
+    Each product is rounded separately.  A fused multiply-add may be used for parts of a tensor only, which would make a
+    sample depend on its position in the batch.
     """
     weights = (row.x, row.x_0, row.eps, row.x_0_before, row.noise)
     terms = zip(weights, (x, x_0, eps, x_0_before, noise), strict=True)

@@ -1,7 +1,7 @@
-"""How much noise there is at each timestep, and the conversions between x_0, eps, v and x_t that follow from it.
+"""The noise at each timestep, and the conversions between x_0, eps, v and x_t.
 
 The timestep `t` counts from 0, the least noisy, to `timesteps - 1`, almost pure noise.  A clean sample has no t.
-`Schedule` stands between the batch and the network in training; `sampler.py` takes its noise levels from it.
+Training noises batches with `Schedule`; `levels.py` derives the levels of a sampler from it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ COSINE_OFFSET = 0.008
 MAX_BETA = 0.999
 LINEAR_FIRST, LINEAR_LAST = 1e-4, 0.02  # for 1000 timesteps
 SIGMOID_START, SIGMOID_END = -3.0, 3.0
-# A mode of power P comes back with the share sigma_max^2 / (sigma_max^2 + P) of its variance: with this 0.94 and more.
+# Sampling returns a mode of power P with the share sigma_max^2 / (sigma_max^2 + P) of its variance: here at least 0.94.
 _SIGMA_MAX_OVER_AMPLITUDE = 4.0
-_GRID, _POWERS = 4096, 256
+_POWERS = 256
 
 
 def linear_betas(timesteps: int) -> Betas:
     """Return the betas of the linear schedule: float64 [timesteps], each in (0, 0.999].
 
-    Source: Ho et al. 2020, section 4: 1e-4 to 0.02 in 1000 steps.  With fewer steps the betas grow in proportion, so
-    that the last t stays as noisy.  Pure.
+    Source: Ho et al. 2020, section 4: 1e-4 to 0.02 in 1000 steps.  With fewer steps the betas are scaled up, so that
+    the last t stays as noisy.  Pure.
     """
     scale = 1000 / timesteps
     betas: Betas = np.minimum(np.linspace(scale * LINEAR_FIRST, scale * LINEAR_LAST, timesteps), MAX_BETA)
@@ -62,9 +62,9 @@ def sigmoid_betas(timesteps: int) -> Betas:
 
 
 def edm_betas(timesteps: int, sigma_min: float, sigma_max: float | None, spectrum: Spectrum) -> Betas:
-    """Return the betas of noise levels made for data of this spectrum: float64 [timesteps].
+    """Return the betas of noise levels that fit data of this spectrum: float64 [timesteps].
 
-    sigma = sqrt(1 - alpha_bar) / sqrt(alpha_bar) grows from sigma_min to sigma_max, by the same factor with each t: a
+    sigma = sqrt(1 - alpha_bar) / sqrt(alpha_bar) grows from sigma_min to sigma_max by a constant factor per t, so a
     uniform t is uniform in log-SNR.  Pure.
 
     Args:
@@ -79,11 +79,10 @@ def edm_betas(timesteps: int, sigma_min: float, sigma_max: float | None, spectru
 def spectrum_weights(alpha_bar: Betas, spectrum: Spectrum) -> Betas:
     """Return the loss weight of a squared error in v at each noise level: float64 like `alpha_bar`.
 
-    The error is divided by that of the best linear denoiser, so that all levels are alike, and multiplied by the square
-    root of N: in how many independent modes that error lies, as a share of all, N = (sum e)^2 / (modes sum e^2) with
-    e = P sigma^2 / (P + sigma^2).  At little noise that is all of them; at much noise the error of a whole patch is one
-    number or a few, whose gradient says as much as that of a few voxels and would drown that of all others.  The linear
-    denoiser has a mean loss of 1.  Pure.
+    The error is divided by that of the best linear denoiser, which makes levels comparable, and multiplied by sqrt(N).
+    N is the share of independent modes that carry the error: N = (sum e)^2 / (modes sum e^2) with e = P sigma^2 /
+    (P + sigma^2).  At low noise N is 1.  At high noise the error of a patch lies in a few modes, whose gradients carry
+    as little information as those of a few voxels but would dominate.  The linear denoiser has a mean loss of 1.  Pure.
     """
     power, modes = _like_modes(spectrum)
     variance = alpha_bar[:, None] * power + (1 - alpha_bar)[:, None]
@@ -95,7 +94,7 @@ def spectrum_weights(alpha_bar: Betas, spectrum: Spectrum) -> Betas:
 
 
 def _like_modes(spectrum: Spectrum) -> tuple[Betas, Betas]:
-    """Powers and how many modes have about each: a patch has a million, which are put into classes of like power."""
+    """Return a histogram of the modes over power: the mean power and the number of modes of each bin."""
     power, counts = spectrum.modes()
     power = np.maximum(power, LEAST_POWER)
     logs = np.log(power)
@@ -106,13 +105,13 @@ def _like_modes(spectrum: Spectrum) -> tuple[Betas, Betas]:
 
 
 def _betas_of(alpha_bar: npt.NDArray[np.float64], limit: float = MAX_BETA) -> Betas:
-    """beta_t = 1 - alpha_bar(t)/alpha_bar(t-1), clipped at `limit`, from alpha_bar up to a factor at 0 ... T."""
+    """Return beta_t = 1 - alpha_bar(t)/alpha_bar(t-1), at most `limit`; alpha_bar at 0 ... T, up to a factor."""
     betas: Betas = np.minimum(1 - alpha_bar[1:] / alpha_bar[:-1], limit)
     return betas
 
 
 def with_zero_terminal_snr(betas: Betas) -> Betas:
-    """Return betas whose last alpha_bar is 0 and whose first is unchanged: float64 [timesteps], the last beta 1.
+    """Return betas with a last alpha_bar of 0 and an unchanged first one: float64 [timesteps], the last beta is 1.
 
     Source: Lin et al. 2023, algorithm 1: sqrt(alpha_bar) is shifted and scaled.  Pure.
     """
@@ -126,11 +125,10 @@ def with_zero_terminal_snr(betas: Betas) -> Betas:
 def x_0_and_eps(
     kind: Prediction, prediction: Tensor, x_t: Tensor, alpha: Tensor | float, sigma: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """Return what a prediction about `x_t` = alpha x_0 + sigma eps says of x_0 and of eps.
+    """Convert a prediction for `x_t` = alpha x_0 + sigma eps to (x_0, eps).  Pure; in the dtype of its arguments.
 
-    Source: Salimans & Ho 2022, section 4 and appendix D.  `alpha` = sqrt(alpha_bar), `sigma` = sqrt(1 - alpha_bar).
-    From eps, x_0 is divided by alpha, and from x_0, eps by sigma: errors grow where these are small.  Pure; in the
-    dtype of its arguments.
+    `alpha` = sqrt(alpha_bar), `sigma` = sqrt(1 - alpha_bar).  eps -> x_0 divides by alpha, x_0 -> eps by sigma, which
+    amplifies errors where these are small.  Source: Salimans & Ho 2022, section 4 and appendix D.
     """
     match kind:
         case "v":
@@ -143,26 +141,24 @@ def x_0_and_eps(
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Tables over t: float64 on the host, and float32, rounded once from them, all on one device.
+    """Tables over t: float64 on the host, and float32 copies of them on one device, rounded once.
 
-    All methods are pure, take tensors BCZYX with `t` int64 [B] on the schedule's device, and return float32 BCZYX.
-    They cast their inputs to float32 and use no operation that autocast touches, so that they can stand inside an
-    autocast region: in bf16, alpha_bar rounds to 1 at small t.  A `t` outside [0, timesteps) raises an error of
-    torch, a negative one too: it never wraps.
+    All methods are pure.  Unless stated otherwise they take tensors BCZYX with `t` int64 [B] on the schedule's device
+    and return float32 BCZYX.  They cast inputs to float32 and use no operation that autocast changes, so they are safe
+    inside an autocast region (in bf16, alpha_bar rounds to 1 at small t).  A `t` outside [0, timesteps) raises
+    IndexError; a negative t does not wrap.
 
     Attributes:
-        alpha_bar_64: float64 [timesteps], on the host; samplers make their coefficients from it.
-        spectrum: of the data, where the noise levels are made for it (edm), else None, as the three that follow.  What
-            is noised is then x_0 less its mean, over its deviation.
-        power: float32 [Z, Y, X // 2 + 1], of each frequency of `rfftn`.
-        mode_weight: float32 [X // 2 + 1], what a frequency counts in a mean over all modes of a patch.
-        loss_weight: float32 [timesteps]: see `spectrum_weights`.
-        betas, alpha_bar, sqrt_alpha_bar, sqrt_one_minus_alpha_bar, snr_table: float32 [timesteps].
+        alpha_bar_64: float64 [timesteps], on the host; samplers compute their coefficients from it.
+        sqrt_alpha_bar, sqrt_one_minus_alpha_bar, snr_table: float32 [timesteps].
+        spectrum: of the data, if the noise levels are fitted to it (edm); then x_0 is standardised before it is noised.
+            Else None, like the three that follow.
+        power: float32 [Z, Y, X // 2 + 1], per frequency of `rfftn`.
+        mode_weight: float32 [X // 2 + 1], weight of a frequency in a mean over all modes of a patch.
+        loss_weight: float32 [timesteps], see `spectrum_weights`.
     """
 
     alpha_bar_64: npt.NDArray[np.float64]
-    betas: Tensor
-    alpha_bar: Tensor
     sqrt_alpha_bar: Tensor
     sqrt_one_minus_alpha_bar: Tensor
     snr_table: Tensor
@@ -173,7 +169,7 @@ class Schedule:
 
     @classmethod
     def from_betas(cls, betas: Betas, spectrum: Spectrum | None = None) -> Self:
-        """Build the tables on the CPU from float64 betas [timesteps], each in (0, 1), the last in (0, 1]."""
+        """Build the tables on the CPU from float64 betas [timesteps], each in (0, 1); the last may be 1."""
         alpha_bar = np.cumprod(1 - betas, dtype=np.float64)
 
         def table(values: npt.NDArray[np.floating]) -> Tensor:
@@ -189,8 +185,6 @@ class Schedule:
             }
         return cls(
             alpha_bar_64=alpha_bar,
-            betas=table(betas),
-            alpha_bar=table(alpha_bar),
             sqrt_alpha_bar=table(np.sqrt(alpha_bar)),
             sqrt_one_minus_alpha_bar=table(np.sqrt(1 - alpha_bar)),
             snr_table=table(alpha_bar / (1 - alpha_bar)),
@@ -200,10 +194,10 @@ class Schedule:
 
     @classmethod
     def from_config(cls, config: DiffusionConfig, spectrum: Spectrum | None = None) -> Self:
-        """Build the schedule that the config names, on the CPU.
+        """Build the schedule of the config on the CPU.
 
         Args:
-            spectrum: of the data, which edm is made for; None where none was measured, as to plan memory: white.
+            spectrum: of the data, for edm; None = white, if none was measured (e.g. to predict memory).
         """
         match config.noise:
             case "edm":
@@ -222,12 +216,12 @@ class Schedule:
     @property
     def timesteps(self) -> int:
         """Number of noise levels, T."""
-        return len(self.betas)
+        return len(self.alpha_bar_64)
 
     @property
     def device(self) -> torch.device:
-        """Where the float32 tables are."""
-        return self.betas.device
+        """Device of the float32 tables."""
+        return self.snr_table.device
 
     def to(self, device: torch.device | str) -> Schedule:
         """Return a copy whose float32 tables are on `device`."""
@@ -240,20 +234,20 @@ class Schedule:
 
     @property
     def mean(self) -> float:
-        """Of the data, in model values; 0 where they are not standardised."""
+        """Mean of the data in model values; 0 without a spectrum."""
         return self.spectrum.mean if self.spectrum else 0.0
 
     @property
     def std(self) -> float:
-        """Of the data, in model values; 1 where they are not standardised."""
+        """Standard deviation of the data in model values; 1 without a spectrum."""
         return self.spectrum.std if self.spectrum else 1.0
 
     def standardised(self, x_0: Tensor) -> Tensor:
-        """Model values -> mean 0 and deviation 1: what the equations call x_0."""
+        """Convert model values to mean 0 and standard deviation 1, the x_0 of the equations."""
         return (x_0.float() - self.mean) / self.std
 
     def model_values(self, x_0: Tensor) -> Tensor:
-        """The way back from `standardised`, in the dtype of `x_0`."""
+        """Undo `standardised`, in the dtype of `x_0`."""
         return x_0 * self.std + self.mean
 
     def q_sample(self, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
@@ -262,7 +256,7 @@ class Schedule:
         return alpha * self.standardised(x_0) + sigma * eps.float()
 
     def target(self, kind: Prediction, x_0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return what the network is trained to predict about x_t: the average of this is what it can learn.
+        """Return the training target of a prediction kind for x_t.
 
         v = sqrt(alpha_bar) eps - sqrt(1 - alpha_bar) x_0 (Salimans & Ho 2022, section 4).
         """
@@ -276,25 +270,25 @@ class Schedule:
                 return self.standardised(x_0)
 
     def x_0_and_eps(self, kind: Prediction, prediction: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `prediction` says of x_0, in model values, and of eps; see the function of this name."""
+        """Convert a prediction for x_t to x_0, in model values, and eps; see the function of this name."""
         x_0, eps = x_0_and_eps(kind, prediction.float(), x_t.float(), *self._levels(t))
         return self.model_values(x_0), eps
 
     def linear_x_0(self, spectrum: Spectrum, x_t: Tensor, t: Tensor) -> Tensor:
-        """Return what the best linear denoiser for data of this spectrum makes of x_t: x_0 in model values."""
+        """Return the estimate of x_0, in model values, of the best linear denoiser for data of this spectrum."""
         alpha, sigma = self._levels(t)
-        # x_t is made of (x_0 - mean) / std with this schedule's figures, and the filter of the spectrum's.
+        # x_t is standardised with this schedule's mean and std; the filter expects those of `spectrum`.
         shift, scale = (spectrum.mean - self.mean) / self.std, spectrum.std / self.std
         return spectrum.linear_estimate(x_t - alpha * shift, alpha * scale, sigma) * spectrum.std + spectrum.mean
 
     def snr(self, t: Tensor) -> Tensor:
-        """Return the signal-to-noise ratio alpha_bar / (1 - alpha_bar) at `t`: float32 [B], falling with t."""
+        """Return the signal-to-noise ratio alpha_bar / (1 - alpha_bar) at `t`: float32 [B], decreasing in t."""
         return self.snr_table.index_select(0, t)
 
     def alpha_and_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at `t`, each [B, 1, 1, 1, 1].
+        """Return sqrt(alpha_bar) and sqrt(1 - alpha_bar) at `t`, each float32 [B, 1, 1, 1, 1].
 
-        `t` may be float32 and lie between two timesteps: then log sigma / alpha does, as in `rho_levels`.
+        A float32 `t` may lie between two timesteps; log sigma/alpha is then interpolated, as in `rho_levels`.
         """
         if not t.is_floating_point():
             return self._levels(t)
@@ -304,8 +298,7 @@ class Schedule:
         return alpha.view(-1, 1, 1, 1, 1), sigma.view(-1, 1, 1, 1, 1)
 
     def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """sqrt(alpha_bar) and sqrt(1 - alpha_bar) at `t`, each [B, 1, 1, 1, 1]."""
-        # index_select, not table[t]: indexing lets a negative t wrap to the noisy end.
+        # index_select, not table[t]: with indexing a negative t would wrap to the noisy end.
         alpha = self.sqrt_alpha_bar.index_select(0, t)
         sigma = self.sqrt_one_minus_alpha_bar.index_select(0, t)
         return alpha.view(-1, 1, 1, 1, 1), sigma.view(-1, 1, 1, 1, 1)

@@ -1,7 +1,6 @@
-"""What the data are like to second order: mean, deviation and power spectrum of patches.
+"""Second-order statistics of the data: mean, standard deviation and power spectrum of patches.
 
-The noise levels follow from it, and the best linear denoiser, which a network must beat to have learned anything that
-the spectrum does not say.
+They determine the noise levels and the best linear denoiser, the baseline of the validation error.
 """
 
 from __future__ import annotations
@@ -15,20 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 AXES = (-3, -2, -1)
-# Where data have no power, as all-equal patches have not, this is taken: nothing is divided by 0.
-LEAST_POWER = 1e-6
+LEAST_POWER = 1e-6  # lower bound on the power of a frequency; avoids divisions by 0 for constant patches
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Second moments of patches of one size, taken for periodic.
+    """Second moments of patches of one size, which are treated as periodic.
 
     Attributes:
         mean, std: over all voxels of all patches, in model values.
         power: float32 [Z, Y, X // 2 + 1], on the host: the expectation of |FFT|^2 / voxels of a standardised patch, at
-            the frequencies of `rfftn`.  White noise of variance 1 has 1 everywhere, and the mean over all frequencies
-            is the variance, 1.  At frequency 0 it is the variance of the patches' means times their voxels.
-        size_x: X, which the last axis of `power` does not tell.
+            the frequencies of `rfftn`.  White noise of variance 1 has power 1 everywhere; the mean over all frequencies
+            is the variance, 1.  At frequency 0 it is the variance of the patch means times the voxels of a patch.
+        size_x: X, which does not follow from the last axis of `power`.
     """
 
     mean: float
@@ -38,26 +36,26 @@ class Spectrum:
 
     @classmethod
     def of(cls, patches: Tensor) -> Self:
-        """Measure patches [N, Z, Y, X] of model values; N >= 2.  All equal, they have std 1.  Pure."""
+        """Measure patches [N, Z, Y, X] of model values, N >= 2; std is 1 if all voxels are equal.  Pure."""
         mean = float(patches.double().mean())
         std = float(patches.double().std(correction=0)) or 1.0
         power = torch.zeros((*patches.shape[1:-1], patches.shape[-1] // 2 + 1), dtype=torch.float64)
-        for patch in patches:  # one after another: all at once would take several times their memory
+        for patch in patches:  # one at a time: a batched FFT would take several times the memory
             power += torch.fft.rfftn((patch.double() - mean) / std).abs().square()
         return cls(mean, std, (power / patches.numel()).float().numpy(), patches.shape[-1])
 
     @classmethod
     def white(cls) -> Self:
-        """That of uncorrelated voxels with mean 0 and variance 1, for patches of any size."""
+        """Return the spectrum of uncorrelated voxels with mean 0 and variance 1, for patches of any size."""
         return cls(0.0, 1.0, np.ones((1, 1, 1), np.float32), 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as a tensor and plain data."""
+        """Return all fields as a tensor and plain data."""
         return {"mean": self.mean, "std": self.std, "power": torch.from_numpy(self.power), "size_x": self.size_x}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Self:
-        """What `state_dict` has returned."""
+        """Rebuild a spectrum from `state_dict`."""
         return cls(float(state["mean"]), float(state["std"]), state["power"].numpy().copy(), int(state["size_x"]))
 
     @property
@@ -66,12 +64,12 @@ class Spectrum:
         return float(self.power.max())
 
     def modes(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Power of each frequency of `rfftn`, and how many modes of the patch it stands for: float64, both flat."""
+        """Return the power of each frequency of `rfftn` and the number of modes it represents: float64, both flat."""
         power = self.power.astype(np.float64)
         return power.ravel(), np.broadcast_to(self.counts_x(), power.shape).ravel()
 
     def counts_x(self) -> NDArray[np.float64]:
-        """How many modes a frequency stands for, along the last axis: 2 where `rfftn` leaves out its conjugate."""
+        """Return the modes per frequency along the last axis: 2 where `rfftn` omits the conjugate, else 1."""
         counts = np.full(self.power.shape[-1], 2.0)
         counts[0] = 1.0
         if self.size_x % 2 == 0:
@@ -79,13 +77,16 @@ class Spectrum:
         return counts
 
     def linear_estimate(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """The best linear guess of standardised x_0, from x_t = alpha x_0 + sigma eps: the Wiener filter.
+        """Return the best linear estimate of standardised x_0 from x_t = alpha x_0 + sigma eps: the Wiener filter.
 
         It scales each frequency by alpha P / (alpha^2 P + sigma^2).  Pure.
 
         Args:
             x_t: float32 [B, C, Z, Y, X].
             alpha, sigma: [B, 1, 1, 1, 1].
+
+        Returns:
+            float32, the shape of x_t.
         """
         power = torch.from_numpy(self.power).to(x_t.device)
         gain = alpha * power / (alpha.square() * power + sigma.square())

@@ -1,13 +1,13 @@
-"""How the starts of a volume's patches are partitioned into cells.  Pure.
+"""Partitions the starts of a volume's patches into cells.  Pure.
 
-A start is the first voxel of a patch.  Along each axis the starts are cut into intervals of one length, those at the
-ends shorter; a cell is one interval per axis, so every start belongs to exactly one cell.  The region of a cell is what
-its patches cover: the cell and patch - 1 voxels more.  The cuts move by a phase, which is drawn anew for each pass over
-the volume, so that no voxel is always near one.
+A start is the first voxel of a patch.  Along each axis the starts are cut into intervals of equal length, shorter at
+the ends; a cell is one interval per axis, so every start belongs to exactly one cell.  The region of a cell is what its
+patches cover: the cell and patch - 1 voxels more.  Each pass over the volume draws a new phase that moves the cuts, so
+that no voxel is always near one.
 
-A region is read as whole chunks, so lengths that divide a chunk, or that chunks divide, are cheap at some phases: with
+Regions are read as whole chunks, so lengths that divide a chunk, or that chunks divide, are cheap at some phases: with
 chunks of 128 and patches of 136 voxels, a cell of 128 starts needs three chunks at 122 phases, four at the other six.
-Only the cheap ones are drawn.
+Only the cheap phases are drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from vesuvius.config import Triple
 from vesuvius.volumes.box import Box
 
-# Phases that an average over all of them looks at, evenly spaced.
+# An average over all phases is taken over so many, evenly spaced.
 _PHASES_AVERAGED = 16
 
 
@@ -130,10 +130,10 @@ def region_of(cell: Box, patch_zyx: Triple) -> Box:
 def lay_cells(
     train: Box, patch_zyx: Triple, chunk_zyx: Triple, voxel_bytes: int, region_bytes_max: int, cells_wanted: int
 ) -> Cells:
-    """Cells that make reading cheap and batches varied.
+    """Choose cells that make reading cheap and batches varied.
 
     Per axis they are about as long as a patch or a chunk, whichever is longer; shorter where a region would exceed
-    `region_bytes_max`, or a volume would have fewer than `cells_wanted` cells.
+    `region_bytes_max`, or the volume would have fewer than `cells_wanted` cells.
 
     Args:
         train: the voxels that patches may cover.
@@ -156,7 +156,7 @@ def lay_cells(
 
 
 def cells_of_region_size(train: Box, patch_zyx: Triple, region_zyx: Triple) -> Cells:
-    """Cells whose regions have a given size, at most; their cuts ignore the chunks."""
+    """Cells whose regions have at most a given size; their cuts ignore the chunks."""
     axes = []
     for lo, hi, patch, region in zip(*train, patch_zyx, region_zyx, strict=True):
         length = min(region, hi - lo) - patch + 1

@@ -1,4 +1,4 @@
-"""Which volume a slot is read from: slots are dealt to the volumes in proportion to their weights.  Pure."""
+"""Deals slots to volumes in proportion to their weights.  Pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def volume_of_slot(seed: int, weights: tuple[float, ...], slot: int) -> tuple[in
 
 @lru_cache(maxsize=32)
 def _draw_volumes(seed: int, weights: tuple[float, ...], block: int) -> tuple[tuple[int, int], ...]:
-    """For each slot of a block: its volume, and how many slots before it (in all blocks) went to that volume.
+    """For each slot of a block: its volume, and how many earlier slots (of all blocks) went to that volume.
 
-    Slots are dealt to volumes in exact proportion to the weights, then shuffled within the block.  Counts have a closed
-    form (a Beatty sequence per volume in fixed-point numbers), so block 10^6 costs as much as block 0.
+    Slots are dealt in exact proportion to the weights, then shuffled within the block.  Counts have a closed form (a
+    Beatty sequence per volume in fixed-point numbers), so block 10^6 costs as much as block 0.
     """
     first, stop = block * _SLOTS_PER_DRAW, (block + 1) * _SLOTS_PER_DRAW
     before = _dealt(seed, weights, first)

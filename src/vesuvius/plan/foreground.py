@@ -1,11 +1,11 @@
-"""Which starts have enough foreground: a coarse map of the volume, on which patches are drawn without reading.  Pure.
+"""Finds the starts with enough foreground on a coarse map of the volume, without reading it.  Pure.
 
 The foreground of a patch is counted in 255ths of a voxel, sum(fraction x overlap of patch and map cell), a whole number
 below 2^52: float64 sums it without rounding.
 
-Starts that qualify are drawn by rejection: a block is taken from a list of all blocks of starts that may hold one, a
-start of it at random, and again until one qualifies.  Whatever the list holds beyond need costs time and changes
-nothing: every start that qualifies is equally likely.
+Qualifying starts are drawn by rejection: from a list of all blocks of starts that may hold one, a random block and a
+random start in it, until one qualifies.  Blocks that hold none cost time and change nothing: every qualifying start is
+equally likely.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from vesuvius.volumes.box import Box
 
 _FULL = 255
 _DRAWS_MAX = 2**20
-# The list of blocks is refined until this share of starts drawn from it qualifies, while it has no more blocks than
-# `_REFINED_MAX`: what is larger is a large volume, in which most blocks are foreground throughout.
+# The list of blocks is refined until this share of its starts qualifies, while it has at most `_REFINED_MAX` blocks: a
+# longer one is that of a large volume, in which most blocks are all foreground.
 _ACCEPTED = 1 / 8
 _TRIALS = 256
 _REFINED_MAX = 200_000
@@ -37,7 +37,7 @@ _GATHERED_MAX = 2**22  # values of the map that a refinement looks at in one go:
 
 @dataclass(frozen=True, eq=False)
 class ForegroundMap:
-    """Share of each map cell of a volume that is foreground.  Compared by identity; compare `hash` for content.
+    """The foreground share of each map cell of a volume.  Compared by identity; compare `hash` for content.
 
     fraction: uint8 (nz, ny, nx), 0 none ... 255 all of the cell.
     cell_zyx: edge lengths of a map cell in voxels.
@@ -97,7 +97,7 @@ class QualifyingStarts:
 
     @cached_property
     def positions(self) -> int:
-        """How many starts the blocks have, those that do not qualify included."""
+        """How many starts the blocks have, including those that do not qualify."""
         return len(self.blocks) * math.prod(self.edge_zyx)
 
     @property
@@ -142,7 +142,7 @@ class QualifyingStarts:
         )
 
     def within(self, cell: Box) -> QualifyingStarts | None:
-        """Those in a cell, in blocks small enough to be drawn from quickly; None where there are none."""
+        """Those in a cell, in blocks small enough for fast draws; None where there are none."""
         return _within(self, cell)
 
     @cached_property
@@ -155,7 +155,7 @@ class QualifyingStarts:
         return z, y, x
 
     def refined(self) -> QualifyingStarts:
-        """The same starts with blocks of half the edges, of which those that cannot hold one are left out."""
+        """The same starts in blocks of half the edges, without those that cannot hold one."""
         edges = [max(edge // 2, 1) for edge in self.edge_zyx]
         finer = replace(self, edge_zyx=(edges[0], edges[1], edges[2]), blocks=self.blocks[:0])
         parts = [range(old // new) for old, new in zip(self.edge_zyx, edges, strict=True)]

@@ -1,4 +1,4 @@
-"""From a config, volumes and what is known of their foreground to the plan of a run.  Pure."""
+"""Makes the plan of a run from its config, volumes and foreground maps.  Pure."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vesuvius.plan.mixing import GROUPS, Mixing
 from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import Split
 
-# Patches per region are chosen such that this many bytes are decoded per byte of patch, within bounds.
+# Patches per region follow from the bytes decoded per byte of patch, within bounds.
 _READ_AMPLIFICATION = 0.95
 _PATCHES_PER_REGION = (4, 64)
-# Regions in flight by default: 64, fewer where that would take more than 1.5 GiB, at least one of each group.
+# Regions in flight by default: 64, fewer where they would take more than 1.5 GiB, at least one of each group.
 _REGIONS_IN_FLIGHT = 64
 _IN_FLIGHT_BYTES = 3 * 2**29
 
@@ -54,10 +54,10 @@ def plan_volume(
     voxel_bytes: int | None = None,
     foreground: ForegroundMap | None = None,
 ) -> PlanVolume:
-    """Lay cells over the starts in the training box of a volume (`cells.lay_cells`).  Pure.
+    """Partition the starts in the training box of a volume into cells (`cells.lay_cells`).  Pure.
 
-    R regions fit `data.reader_mib`, and a volume has at least as many cells as regions in flight where its starts allow
-    it.  `data.region_size` replaces all that.
+    R regions fit `data.reader_mib`, and the volume has at least as many cells as regions in flight where its starts
+    allow it.  `data.region_size` overrides both.
 
     Args:
         voxel_bytes: bytes that a reader holds per voxel; more than the dtype's where a condition is read as well.
@@ -95,7 +95,7 @@ def plan_volume(
 
 
 def _patches_per_region(patch: Triple, volumes: Sequence[PlanVolume]) -> int:
-    """So many that the volume with the costliest regions reaches the read amplification aimed at."""
+    """As many as bring the volume with the costliest regions to the target read amplification."""
     low, high = _PATCHES_PER_REGION
     decoded = max(volume.cells.decoded_voxels(patch, volume.chunk_zyx) for volume in volumes)
     return min(max(math.ceil(decoded / (_READ_AMPLIFICATION * math.prod(patch))), low), high)

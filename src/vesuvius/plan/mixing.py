@@ -19,13 +19,13 @@ import numpy as np
 
 _ROUND = 6  # second word of the seed, beside those in plan.py
 GROUPS = 8
-"""Regions are dealt to so many groups, and sample i always comes from group i mod 8: a rank that takes the samples
-i = r mod W reads regions of its own where W divides 8."""
+"""Regions form so many groups, and sample i always comes from group i mod 8: a rank that takes the samples i = r mod W
+reads regions of its own where W divides 8."""
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """The order in which regions give samples.  A region is known by its slot 0, 1, 2, ...: the order of reading.
+    """The order in which regions give samples.  A region's slot 0, 1, 2, ... is its place in the order of reading.
 
     Attributes:
         regions: M, those in flight at any time.
@@ -58,7 +58,7 @@ class Mixing:
         return range(max(first, 0), stop)
 
     def turn_of(self, index: int) -> int:
-        """How many samples its slot gives before this one; those count too that the first window leaves out."""
+        """How many samples its slot gives before this one, counting those that the first window leaves out."""
         number = index // self.regions
         slot = self.slot_of(index)
         return number - -(-(slot - self.regions + 1) * self.patches // self.regions)
@@ -71,7 +71,7 @@ class Mixing:
             yield number * self.regions + order.index(lane)
 
     def slots(self, first: int, stop: int) -> range:
-        """Slots that samples first <= i < stop may be cut from; some at both ends may not be needed."""
+        """Slots that samples first <= i < stop may be cut from; some at either end may not be needed."""
         if first >= stop:
             return range(0)
         last_window = self.first_slot((stop - 1) // self.regions)

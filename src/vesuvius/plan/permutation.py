@@ -1,6 +1,6 @@
-"""A random order of n things without a table of n entries.  Pure.
+"""A random permutation of n things without a table of n entries.  Pure.
 
-The plan of a 20 TB volume orders 38 million regions; every reader and the trainer look single positions up.
+The plan of a 20 TB volume orders 38 million regions; readers and the trainer look up single positions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MASK = 2**64 - 1
 def permuted(position: int, count: int, seed: tuple[int, ...]) -> int:
     """Which of range(count) stands at `position` of the random order that belongs to `seed`.
 
-    Up to 4096 things are shuffled.  More are ordered by a Feistel network, which is a permutation of 2^bits numbers
-    whatever its round function; numbers of at least `count` are sent through it again until they fall below (cycle
-    walking, Black and Rogaway 2002), which leaves a permutation of range(count).  Costs about 7 microseconds.
+    Up to 4096 things are shuffled.  More are ordered by a Feistel network, which permutes 2^bits numbers whatever its
+    round function; results of at least `count` go through it again until they fall below (cycle walking, Black and
+    Rogaway 2002), which leaves a permutation of range(count).  Takes about 7 microseconds.
     """
     assert 0 <= position < count
     if count <= _SHUFFLED:

@@ -1,13 +1,12 @@
 """Which voxels sample i is: a function of (seed, i).  No I/O, no state.
 
 Every start in the training box (with a foreground map: every start that qualifies) is equally likely for every sample;
-volumes come in proportion to their weights.  A volume's starts are partitioned into cells (`cells.py`).  A pass over a
-volume visits about as many cells as it has: the starts at equal distances along a walk through all cells, from a random
-first one, say which.  So each cell comes in proportion to the starts it owns, in a random order, and hardly ever twice.
-A visited cell's region is read once, and K patches are cut from it, each at a start that is uniform in the cell.
-Patches of M regions are mixed (`mixing.py`).
+volumes come in proportion to their weights.  A volume's starts are partitioned into cells (`cells.py`).  A pass takes
+starts at equal distances on a walk through all cells, from a random first one, in a random order, and visits their
+cells: each in proportion to the starts it owns, and hardly ever twice.  The region of a visited cell is read once, and
+K patches are cut from it at starts that are uniform in the cell.  Patches of M regions are mixed (`mixing.py`).
 
-The order of samples depends on the seed, the `data` section and the volumes' metadata alone: not on batches, workers or
+The order of samples depends only on the seed, the `data` section and the volumes' metadata, not on batches, workers or
 ranks.
 """
 
@@ -31,8 +30,8 @@ from vesuvius.plan.mixing import GROUPS, Mixing
 from vesuvius.plan.permutation import permuted
 from vesuvius.volumes.box import Box
 
-# Second word of every random seed below (and of `dealing.py`, 2, and `mixing.py`, 6): keeps the draws for different
-# purposes independent.
+# Second word of every random seed here (`dealing.py` has 2, `mixing.py` 6): keeps draws for different purposes
+# independent.
 _ORDER, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 3, 4, 5, 7, 8, 9
 # Steps of a lattice that fills a box evenly (Roberts' R3 sequence: powers of the root of x^4 = x + 1).
 _LATTICE = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
@@ -41,10 +40,10 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class PlanVolume:
-    """What the plan knows of a volume.
+    """A volume as the plan sees it.
 
     Attributes:
-        voxel_bytes: bytes that a reader holds per voxel, those of a condition included.
+        voxel_bytes: bytes that a reader holds per voxel, including those of a condition.
         cells: a partition of the starts in the training box.
         foreground: the starts that qualify; None = all.
     """
@@ -61,12 +60,12 @@ class PlanVolume:
 
     @property
     def positions(self) -> int:
-        """Length of the walk that a pass divides into equal parts."""
+        """Length of the walk through all cells."""
         return self.foreground.positions if self.foreground else self.cells.starts
 
     @property
     def visits_per_pass(self) -> int:
-        """Cells visited in one pass: so many that the largest comes once at the most."""
+        """Cells visited in one pass: as many as visit the largest cell at most once."""
         return max(self.positions // self.cells.largest, 1)
 
 
@@ -85,17 +84,33 @@ class Augmentation:
     offset: float = 0.0
 
 
+def augmentation_of(seed: int, augment: AugmentConfig, index: int) -> Augmentation:
+    """What is done to sample `index`, whichever patch it is.  Pure."""
+    rng = np.random.default_rng((seed, _AUGMENT, index))
+    flips, turns = rng.integers(0, 2, size=3).tolist(), int(rng.integers(0, 4))
+    gain, offset = rng.uniform(-1, 1, size=2).tolist()
+    return Augmentation(
+        flip_zyx=(bool(flips[0]), bool(flips[1]), bool(flips[2])) if augment.flip else (False, False, False),
+        turns=turns if augment.turn else 0,
+        gain=1 + augment.contrast * gain,
+        offset=augment.brightness * offset,
+    )
+
+
 @dataclass(frozen=True)
 class Visit:
     """A cell whose region is read for one slot.
 
     Attributes:
+        slot, attempt: of the order of reading; attempts 1, 2, ... replace a region that cannot be read.
         volume: number of the volume.
         cell: the box of starts.
         anchor_zyx: the start that chose the cell; itself uniform over those in the cell that qualify.
         region: the voxels that the cell's patches cover.
     """
 
+    slot: int
+    attempt: int
     volume: int
     cell: Box
     anchor_zyx: Triple
@@ -104,12 +119,26 @@ class Visit:
 
 @dataclass(frozen=True)
 class Sample:
-    """Where sample `index` comes from."""
+    """Everything that is random about the voxels of one sample.  Travels with them from the cutter to the step.
+
+    Attributes:
+        index: 0, 1, 2, ...
+        volume: number of the volume.
+        region: the voxels that are read for it.
+        box: the voxels of its patch.
+        augmentation: what the device does to the patch.
+    """
 
     index: int
     volume: int
     region: Box
-    start_zyx: Triple
+    box: Box
+    augmentation: Augmentation
+
+    @property
+    def start_zyx(self) -> Triple:
+        """Where its patch starts in the volume."""
+        return self.box[0]
 
 
 @dataclass(frozen=True)
@@ -155,7 +184,7 @@ class Plan:
 
     @property
     def map_bytes(self) -> int:
-        """Memory of what is known of the foreground."""
+        """Memory of the foreground maps."""
         return sum(volume.foreground.nbytes for volume in self.volumes if volume.foreground)
 
     @property
@@ -164,82 +193,41 @@ class Plan:
         return sum(volume.visits_per_pass for volume in self.volumes) < self.regions_in_flight
 
     def sample(self, index: int, attempt: int = 0) -> Sample:
-        """Where sample `index` (0, 1, 2, ...) comes from; `attempt` as in `visit`.  Pure."""
-        visit = self.visit(self.mixing.slot_of(index), attempt)
-        return Sample(index, visit.volume, visit.region, self.start(index, visit, attempt))
+        """Sample `index` (0, 1, 2, ...); `attempt` as in `visit`.  Pure."""
+        return self.sample_of(self.visit(self.mixing.slot_of(index), attempt), index)
 
-    def start(self, index: int, visit: Visit, attempt: int = 0) -> Triple:
-        """Where in the cell of its visit sample `index` starts.  Pure.
-
-        The starts of a visit are a lattice, shifted by a uniform vector and wrapped: each is uniform in the cell, and
-        together they are spread over it.
-        """
-        if self.independent:
-            return visit.anchor_zyx
-        slot = self.mixing.slot_of(index)
-        shifts = np.random.default_rng((self.seed, _START, slot, attempt)).integers(*visit.cell).tolist()
-        turn = self.mixing.turn_of(index)
-        z, y, x = (
-            lo + (shift - lo + int(turn * step % 1 * (hi - lo))) % (hi - lo)
-            for shift, step, lo, hi in zip(shifts, _LATTICE, *visit.cell, strict=True)
-        )
-        foreground = self.volumes[visit.volume].foreground
-        if foreground is None or foreground.qualifies((z, y, x)):
-            return z, y, x
-        within = foreground.within(visit.cell)
-        return within.draw(np.random.default_rng((self.seed, _RETRY, index, attempt))) if within else visit.anchor_zyx
-
-    def augmentation(self, index: int) -> Augmentation:
-        """What is done to sample `index`, whichever patch it is.  Pure."""
-        rng = np.random.default_rng((self.seed, _AUGMENT, index))
-        flips, turns = rng.integers(0, 2, size=3).tolist(), int(rng.integers(0, 4))
-        gain, offset = rng.uniform(-1, 1, size=2).tolist()
-        augment = self.augment
-        return Augmentation(
-            flip_zyx=(bool(flips[0]), bool(flips[1]), bool(flips[2])) if augment.flip else (False, False, False),
-            turns=turns if augment.turn else 0,
-            gain=1 + augment.contrast * gain,
-            offset=augment.brightness * offset,
-        )
-
-    def volume_of(self, index: int) -> int:
-        """The volume of sample `index`, also where its region is replaced.  Pure."""
-        return self._volume_of_slot(self.mixing.slot_of(index))[0]
+    def sample_of(self, visit: Visit, index: int) -> Sample:
+        """Sample `index`, given the visit to its slot.  Pure."""
+        box = self._patch_at(self._start(visit, index))
+        return Sample(index, visit.volume, visit.region, box, augmentation_of(self.seed, self.augment, index))
 
     def visit(self, slot: int, attempt: int = 0) -> Visit:
         """What is read for slot 0, 1, 2, ...  Pure.
 
         Attempts 1, 2, ... are other cells of the same volume, for a region that cannot be read.
         """
-        number, count = self._volume_of_slot(slot)
-        if attempt or self.independent:
-            volume = self.volumes[number]
-            phases, _ = self._pass(number, count // volume.visits_per_pass)
-            return self._drawn_visit(number, phases, (self.seed, _SUBSTITUTE, slot, attempt))
-        return self.visit_of_volume(number, count)
-
-    def uniform_start(self, number: int, draw: int) -> Triple:
-        """A start of this volume, independent of all others and of how regions are laid.  Pure."""
-        return self._drawn_visit(number, self._pass(number, 0)[0], (self.seed, _PROPOSAL, number, draw)).anchor_zyx
-
-    def visit_of_volume(self, number: int, count: int) -> Visit:
-        """Visit number `count` (0, 1, 2, ...) to this one volume.  Pure."""
+        number, count = volume_of_slot(self.seed, tuple(volume.weight for volume in self.volumes), slot)
         volume = self.volumes[number]
-        visits = volume.visits_per_pass
-        again, place = divmod(count, visits)
+        again, place = divmod(count, volume.visits_per_pass)
         phases, first = self._pass(number, again)
-        position = permuted(place, visits, (self.seed, _ORDER, number, again)) * volume.positions + first
-        position //= visits
-        if volume.foreground is None:
-            cell = volume.cells.cell_at(position, phases)
-            return Visit(number, cell, cell[0], region_of(cell, self.patch_zyx))
-        anchor = volume.foreground.at(position)
-        if anchor is None:
-            return self._drawn_visit(number, phases, (self.seed, _PROPOSAL, number, count))
-        return self._visit_at(number, anchor, phases)
+        if attempt or self.independent:
+            anchor = self._drawn_start(number, (self.seed, _SUBSTITUTE, slot, attempt))
+        else:
+            turn = permuted(place, volume.visits_per_pass, (self.seed, _ORDER, number, again))
+            position = (turn * volume.positions + first) // volume.visits_per_pass
+            if volume.foreground is None:
+                cell = volume.cells.cell_at(position, phases)
+                return Visit(slot, attempt, number, cell, cell[0], region_of(cell, self.patch_zyx))
+            anchor = volume.foreground.at(position) or self._drawn_start(number, (self.seed, _PROPOSAL, number, count))
+        cell = volume.cells.cell_of(anchor, phases)
+        return Visit(slot, attempt, number, cell, anchor, region_of(cell, self.patch_zyx))
+
+    def uniform_patch(self, number: int, draw: int) -> Box:
+        """A patch of this volume, independent of all others and of how regions are laid.  Pure."""
+        return self._patch_at(self._drawn_start(number, (self.seed, _PROPOSAL, number, draw)))
 
     def tasks(self, first: int, stop: int, rank: int = 0, world: int = 1) -> Iterator[Task]:
-        """What must be read, in this order, for the samples first <= i < stop that are `rank` modulo `world`."""
+        """What to read, in this order, for the samples first <= i < stop that are `rank` modulo `world`."""
         slots, size = self.mixing.slots(first, stop), self.regions_per_task
         for begin in range(slots.start // size * size, slots.stop, size):
             within = range(max(begin, slots.start), min(begin + size, slots.stop))
@@ -248,9 +236,9 @@ class Plan:
                 yield Task(needed)
 
     def describe(self) -> dict[str, Any]:
-        """Everything the order of samples depends on, as plain data, with its first samples as a fingerprint.
+        """Everything that the order of samples depends on, as plain data.
 
-        The fingerprint also catches a numpy whose random streams differ.
+        The first samples are a fingerprint: it also catches a numpy whose random streams differ.
         """
         first = [self.sample(i) for i in range(GROUPS)]
         return {
@@ -288,20 +276,42 @@ class Plan:
         return decoded / (self.patches_per_region * math.prod(self.patch_zyx))
 
     def _pass(self, number: int, again: int) -> tuple[Triple, int]:
-        """The phases of pass `again` over a volume, and where on its walk the first visit is, times the visits."""
+        """The phases of pass `again` over a volume, and the position of its first visit, times the visits."""
         return _draw_pass(self.seed, number, again, self.volumes[number].cells, self.volumes[number].positions)
 
-    def _drawn_visit(self, number: int, phases_zyx: Triple, seed: tuple[int, ...]) -> Visit:
-        """A visit to the cell of a start that is uniform over those of the volume that qualify."""
+    def _patch_at(self, start_zyx: Triple) -> Box:
+        z, y, x = (start + size for start, size in zip(start_zyx, self.patch_zyx, strict=True))
+        return start_zyx, (z, y, x)
+
+    def _drawn_start(self, number: int, seed: tuple[int, ...]) -> Triple:
+        """A start that is uniform over those of the volume that qualify."""
         rng, volume = np.random.default_rng(seed), self.volumes[number]
         if volume.foreground is not None:
-            return self._visit_at(number, volume.foreground.draw(rng), phases_zyx)
+            return volume.foreground.draw(rng)
         z, y, x = rng.integers([a.first for a in volume.cells.axes], [a.first + a.count for a in volume.cells.axes])
-        return self._visit_at(number, (int(z), int(y), int(x)), phases_zyx)
+        return int(z), int(y), int(x)
 
-    def _visit_at(self, number: int, anchor_zyx: Triple, phases_zyx: Triple) -> Visit:
-        cell = self.volumes[number].cells.cell_of(anchor_zyx, phases_zyx)
-        return Visit(number, cell, anchor_zyx, region_of(cell, self.patch_zyx))
+    def _start(self, visit: Visit, index: int) -> Triple:
+        """Where in the cell of its visit sample `index` starts.
+
+        The starts of a visit are a lattice, shifted by a uniform vector and wrapped: each is uniform in the cell, and
+        together they are spread over it.
+        """
+        if self.independent:
+            return visit.anchor_zyx
+        seed = (self.seed, _START, visit.slot, visit.attempt)
+        shifts = np.random.default_rng(seed).integers(*visit.cell).tolist()
+        turn = self.mixing.turn_of(index)
+        z, y, x = (
+            lo + (shift - lo + int(turn * step % 1 * (hi - lo))) % (hi - lo)
+            for shift, step, lo, hi in zip(shifts, _LATTICE, *visit.cell, strict=True)
+        )
+        foreground = self.volumes[visit.volume].foreground
+        if foreground is None or foreground.qualifies((z, y, x)):
+            return z, y, x
+        within = foreground.within(visit.cell)
+        rng = np.random.default_rng((self.seed, _RETRY, index, visit.attempt))
+        return within.draw(rng) if within else visit.anchor_zyx
 
     def _is_needed(self, slot: int, first: int, stop: int, rank: int, world: int) -> bool:
         """Whether one of the samples first <= i < stop, i = rank modulo world, is cut from this slot."""
@@ -312,13 +322,9 @@ class Plan:
             return True
         return any(first <= index < stop for index in self.mixing.samples_of(slot))
 
-    def _volume_of_slot(self, slot: int) -> tuple[int, int]:
-        """The slot's volume, and how many earlier slots went to the same volume."""
-        return volume_of_slot(self.seed, tuple(volume.weight for volume in self.volumes), slot)
 
-
-def plan_difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """One line per key that differs between two `Plan.describe()`."""
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """'lr: was 0.0001, is 0.0002' for each key that differs, e.g. between two `Plan.describe()`.  Pure."""
     return [
         f"{key}: was {json.dumps(old.get(key))}, is {json.dumps(new.get(key))}"
         for key in sorted(old.keys() | new.keys())

@@ -1,4 +1,4 @@
-"""Which voxels train and which are held out: a slab across one axis, with a gap.  Pure: boxes in, boxes out."""
+"""Splits a volume into training voxels and a held-out slab, with a gap between them.  Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vesuvius.volumes.box import Box
 
 @dataclass(frozen=True)
 class Split:
-    """Training and validation boxes of one volume; no patch of one comes nearer to the other than the guard."""
+    """Training and validation boxes of one volume; the guard lies between them."""
 
     train: Box
     validation: Box | None

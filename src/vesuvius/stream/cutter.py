@@ -1,7 +1,8 @@
-"""Out of the regions in flight into patches, in the order of the plan."""
+"""Cuts the patches out of the regions in flight, in the order of the plan."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from vesuvius.errors import VesuviusError
-from vesuvius.plan.plan import Visit
-from vesuvius.stream.reader import Block, BlockReport, ReaderJob, head_of, regions_in
-from vesuvius.stream.wait_time import WaitTime
+from vesuvius.plan.plan import Sample, Visit
+from vesuvius.stream.reading.reader import Block, BlockReport, ReaderJob, head_of, regions_in
 from vesuvius.volumes.box import shape_of, slices
 
 
@@ -19,25 +19,35 @@ class StreamOrderError(VesuviusError):
     """Blocks or samples came in another order than the plan's: nothing may be trained on them."""
 
 
+class WaitTime:
+    """Adds up the seconds spent within `with`.  One thread waits, any thread may read."""
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = (0.0, None)  # one assignment: readers see both values or neither
+
+    def __enter__(self) -> None:
+        self._state = (self._state[0], time.perf_counter())
+
+    def __exit__(self, *_: object) -> None:
+        self._state = (self.seconds, None)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a wait is under way."""
+        return self._state[1] is not None
+
+    @property
+    def seconds(self) -> float:
+        """So far, including a wait that is under way."""
+        total, since = self._state
+        return total if since is None else total + time.perf_counter() - since
+
+
 @dataclass(frozen=True)
 class Patch:
-    """One sample, not yet copied.
+    """A sample and its voxels: views (Z, Y, X) into the region of the volume, and into that of the condition if any."""
 
-    Attributes:
-        index: of the sample.
-        voxels: views (Z, Y, X) into the region: the patch, and that of the condition where there is one.
-    """
-
-    index: int
-    voxels: list[NDArray[Any]]
-
-
-@dataclass(frozen=True)
-class _Region:
-    """A region in flight: what is visited, and which attempt of its slot that is."""
-
-    visit: Visit
-    attempt: int
+    sample: Sample
     voxels: list[NDArray[Any]]
 
 
@@ -49,10 +59,11 @@ class Cutter:
     Args:
         job: what is read.
         blocks: the blocks of `job.tasks(first, stop)`, in order.
-        on_report: called with what the reader says of itself in each block.
+        on_report: called with the reader's report in each block.
 
     Attributes:
-        starved: the time in which there was no block to cut from.
+        index: of the sample that is cut next.
+        starved: the time spent waiting for blocks.
     """
 
     def __init__(
@@ -62,60 +73,52 @@ class Cutter:
         self._blocks = blocks
         self._on_report = on_report
         self._indices = range(first + job.rank, stop, job.world)
-        self._expected = (slot for task in job.tasks(first, stop) for slot in task.slots)
-        self._in_flight: dict[int, _Region] = {}
+        self._in_flight: dict[int, tuple[Visit, list[NDArray[Any]]]] = {}
+        self._last_slot = -1
+        self.index = first + job.rank
         self.starved = WaitTime()
 
     def patches(self) -> Generator[Patch]:
-        """The patches in the order of the samples.  A region is let go in the round after its last patch.
+        """The patches in the order of the samples.  A region is dropped in the round after its last patch.
 
         Raises:
             StreamOrderError: a block is missing or out of order.
         """
-        mixing = self._job.plan.mixing
+        plan = self._job.plan
         try:
             for index in self._indices:
-                self._let_go(before=mixing.first_slot(index // mixing.regions))
-                slot = mixing.slot_of(index)
+                self.index = index
+                self._drop_before(plan.mixing.first_slot(index // plan.mixing.regions))
+                slot = plan.mixing.slot_of(index)
                 while slot not in self._in_flight:
                     self._take_block(slot)
-                yield self._cut(index, self._in_flight[slot])
+                visit, regions = self._in_flight[slot]
+                sample = plan.sample_of(visit, index)
+                part = slices(sample.box, visit.region[0])
+                yield Patch(sample, [region[part] for region in regions])
         finally:
             self._in_flight.clear()  # views into the object store: held, they would keep it full
 
-    def _let_go(self, before: int) -> None:
-        """Drop the regions that are no longer in flight: those of the first slots."""
-        while self._in_flight and (first := next(iter(self._in_flight))) < before:
-            del self._in_flight[first]
+    def _drop_before(self, slot: int) -> None:
+        """Drop the regions that are no longer in flight."""
+        while self._in_flight and (oldest := next(iter(self._in_flight))) < slot:
+            del self._in_flight[oldest]
 
     def _take_block(self, wanted: int) -> None:
-        """Take the next block in."""
+        """Take in the next block; blocks come in rising order of their slots."""
         with self.starved:
             block = next(self._blocks, None)
-        expected = next(self._expected, None)
         if block is None:
             raise StreamOrderError(
-                f"readers must deliver every region; got the end where slot {expected} was next and {wanted} is "
-                "needed; report this as a defect"
+                f"readers must deliver every region; got the end where slot {wanted} is needed; report this as a defect"
             )
         head = head_of(block)
-        if head.slot != expected or head.slot > wanted:
+        visit = head.visit
+        if not self._last_slot < visit.slot <= wanted:
             raise StreamOrderError(
-                f"regions must come in the order of the plan; got slot {head.slot} for {expected}, where {wanted} is "
-                "needed; report this as a defect"
+                f"regions must come in the order of the plan; got slot {visit.slot} after {self._last_slot}, where "
+                f"{wanted} is needed; report this as a defect"
             )
-        visit = self._job.plan.visit(head.slot, head.attempt)
-        if visit.region != head.region:
-            raise StreamOrderError(
-                f"a block must hold the region of its slot; got {head.region} for {visit.region}; report this as a "
-                "defect"
-            )
+        self._last_slot = visit.slot
         self._on_report(head.report)
-        self._in_flight[head.slot] = _Region(visit, head.attempt, regions_in(block, self._job, shape_of(head.region)))
-
-    def _cut(self, index: int, region: _Region) -> Patch:
-        plan = self._job.plan
-        start = plan.start(index, region.visit, region.attempt)
-        z, y, x = (lo + size for lo, size in zip(start, plan.patch_zyx, strict=True))
-        part = slices((start, (z, y, x)), region.visit.region[0])
-        return Patch(index, [voxels[part] for voxels in region.voxels])
+        self._in_flight[visit.slot] = visit, regions_in(block, self._job, shape_of(visit.region))

@@ -1,11 +1,24 @@
-"""What an operator must learn of a stream."""
+"""What the operator must learn of a stream, and the limits on it."""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from vesuvius.errors import DataError
+from vesuvius.stream.reading.quarantine import check_quarantine, damaged_box, damaged_boxes
+
+if TYPE_CHECKING:
+    from vesuvius.stream.ray.deaths import ReaderDeath  # Ray is not needed with workers: 0
+
+log = logging.getLogger(__name__)
 
 EventKind = Literal["reader_died", "quarantine", "spill", "reconfigured"]
+
+_EVENTS_KEPT = 10_000
 
 
 @dataclass(frozen=True)
@@ -21,3 +34,61 @@ class StreamEvent:
     kind: EventKind
     text: str
     fields: dict[str, Any] = field(default_factory=dict)
+
+
+class EventRecorder:
+    """Records and logs the events of a stream, and says when there are too many.
+
+    Args:
+        quarantined: records of damage that is known already.
+        max_quarantined, max_reader_deaths: the limits.
+
+    Attributes:
+        events: the last 10,000.
+        quarantined: a record for each damaged place.
+        reader_deaths: readers that died.
+    """
+
+    def __init__(self, quarantined: Sequence[dict[str, Any]], max_quarantined: int, max_reader_deaths: int) -> None:
+        self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
+        self.quarantined = list(quarantined)
+        self.reader_deaths = 0
+        self._max_quarantined, self._max_reader_deaths = max_quarantined, max_reader_deaths
+
+    def record(self, kind: EventKind, text: str, fields: Any) -> None:
+        """Record and log an event."""
+        self.events.append(StreamEvent(kind, text, dict(fields)))
+        log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
+
+    def quarantine(self, record: dict[str, Any]) -> None:
+        """Record damage, once for each place.
+
+        Raises:
+            DataError: more places are damaged than `data.max_quarantined`.
+        """
+        if damaged_box(record) in damaged_boxes(self.quarantined):
+            return
+        self.quarantined.append(record)
+        text = (
+            f"voxels {record['box']} of {record['volume']} cannot be read; regions that touch them are replaced by "
+            f"others: chunk {record['chunk']}: {record['cause']}"
+        )
+        self.record("quarantine", text, record)
+        check_quarantine(len(self.quarantined), self._max_quarantined, record)
+
+    def reader_died(self, death: ReaderDeath, other_pid: int | None) -> DataError | None:
+        """Record a death; returns the error that ends the stream where there were too many.
+
+        Args:
+            other_pid: a living reader of the same machine.
+        """
+        self.reader_deaths += 1
+        self.record("reader_died", f"{death}; another reads its task again", death.fields(other_pid))
+        limit = self._max_reader_deaths
+        if self.reader_deaths <= limit:
+            return None
+        return DataError(
+            f"at most data.max_reader_deaths={limit} readers may die in one session; got {self.reader_deaths}, the "
+            f"last: {death}; restore the volume if readers crash, lower training.workers or data.reader_mib if memory "
+            "is short, or raise the limit"
+        )

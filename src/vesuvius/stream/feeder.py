@@ -1,4 +1,4 @@
-"""Fifth stop of a patch: batches are put together on a thread of their own, a few ahead of the trainer."""
+"""Assembles batches on a thread of its own, a few ahead of the trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -15,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError
-from vesuvius.stream.cutter import Cutter, StreamOrderError
-from vesuvius.stream.reader import ReaderJob
-from vesuvius.stream.wait_time import WaitTime
-from vesuvius.volumes.retry import Outage
+from vesuvius.plan.plan import Sample
+from vesuvius.stream.cutter import Cutter, WaitTime
+from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.volumes.store.retry import Outage
 
 # A batch stays untouched until the second `next` after it: the copy to a GPU may still be reading it.
 HELD = 2
@@ -27,7 +28,7 @@ _JOIN_S = 1.0
 
 
 class StreamInterrupted(Exception):  # noqa: N818 - no error: the way out of a wait
-    """A batch was asked for, none was ready, and whoever asked wants to stop."""
+    """No batch was ready, and the caller wants to stop."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,23 @@ class Batch:
     Attributes:
         patches: (B, Z, Y, X) in the stored dtype.  Where the stream was given buffers, one of them: valid until the
             second `next` after it.
-        indices: (B,) int64, the sample index of each patch.
+        samples: what each patch is.
         condition: like `patches`, cut from the condition volumes at the same place; None without them.
     """
 
     patches: NDArray[Any]
-    indices: NDArray[np.int64]
+    samples: tuple[Sample, ...]
     condition: NDArray[Any] | None = None
+
+    @cached_property
+    def indices(self) -> NDArray[np.int64]:
+        """The sample index of each patch, (B,)."""
+        return np.array([sample.index for sample in self.samples], np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of patches and condition."""
+        return self.patches.nbytes + (0 if self.condition is None else self.condition.nbytes)
 
 
 @dataclass(frozen=True)
@@ -52,8 +63,8 @@ class FeederFigures:
 
     Attributes:
         cut_s: copying patches out of regions into batches.
-        starved_s: waiting for blocks of the readers; with `workers: 0`, in which nobody else reads, reading them.
-        full_s: waiting for a free place, because enough batches were ready.
+        starved_s: waiting for blocks from the readers; with `workers: 0`, reading them.
+        full_s: waiting for a free buffer, because enough batches were ready.
         batches: handed over.
         ran_empty: times that a batch was asked for and none was ready.
         delivered_bytes: of the patches and conditions handed over.
@@ -67,7 +78,7 @@ class FeederFigures:
     delivered_bytes: int = 0
 
     def plus(self, other: FeederFigures) -> FeederFigures:
-        """Of both together."""
+        """The sum of both."""
         both = zip(vars(self).values(), vars(other).values(), strict=True)
         return FeederFigures(*(mine + theirs for mine, theirs in both))
 
@@ -81,24 +92,18 @@ def check_rings(rings: Sequence[Sequence[NDArray[Any]]]) -> None:
         )
 
 
-def rotated(ring: Sequence[NDArray[Any]], count: int) -> list[NDArray[Any]]:
-    """The ring from where it is after so many batches."""
-    first = count % len(ring) if ring else 0
-    return [*ring[first:], *ring[:first]]
-
-
 class Feeder:
     """Copies patches into batches, ahead of whoever takes them.
 
     Args:
         job: what is read.
         cutter: where the patches come from; iterated on the feeder's thread.
-        batch_size: samples of a batch; the last one may be shorter.
-        ahead: batches that are put together ahead; fewer where the rings are shorter.
-        first: index of the first sample.
+        batch_size: samples per batch; the last one may be shorter.
+        ahead: batches assembled ahead; fewer where the rings are shorter.
         rings: buffers to deliver patches in, and those for conditions; either may be empty, for new arrays.
-        held: the last batches of a feeder before this one, which are in the buffers at the end of the rings.
-        interrupted: asked several times a second while a batch is waited for: whether to give that up.
+        delivered: batches delivered in these rings so far: the next one goes into the buffer after theirs.
+        held: the last batches of the feeder before this one, still in their buffers.
+        interrupted: asked several times a second while a batch is waited for: whether to stop waiting.
 
     Raises:
         ConfigError: a ring has fewer than three buffers.
@@ -110,22 +115,23 @@ class Feeder:
         cutter: Cutter,
         batch_size: int,
         ahead: int,
-        first: int,
         rings: Sequence[Sequence[NDArray[Any]]],
+        delivered: int = 0,
         held: Sequence[Batch] = (),
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         check_rings(rings)
         self._interrupted = interrupted
-        self._job = job
+        self._batch_size = batch_size
+        self._layout = job.batch_layout(batch_size)
+        self._cutter = cutter
         self._patches = cutter.patches()
-        self._starved = cutter.starved
         self._full = WaitTime()
         self._cut_s = 0.0
         self._delivered = FeederFigures()
-        self._batch_size = batch_size
-        self._expected = first
-        self._rings = [itertools.cycle(ring) for ring in rings]
+        self._rings = [
+            itertools.islice(itertools.cycle(ring), delivered % len(ring), None) if ring else iter(()) for ring in rings
+        ]
         size = min([HELD + ahead, *(len(ring) for ring in rings if ring)])
         # Both are queues in C.  A lock of Python, which a semaphore has too, would stay held if Ctrl-C came in it.
         self._free: SimpleQueue[None] = SimpleQueue()
@@ -157,37 +163,36 @@ class Feeder:
                 raise ready
             return None
         self.held.append(ready)
-        size = ready.patches.nbytes + (0 if ready.condition is None else ready.condition.nbytes)
-        self._delivered = self._delivered.plus(FeederFigures(batches=1, ran_empty=empty, delivered_bytes=size))
+        self._delivered = self._delivered.plus(FeederFigures(batches=1, ran_empty=empty, delivered_bytes=ready.nbytes))
         return ready
 
     def waiting_for(self, outages: Sequence[Outage] = ()) -> str:
-        """What a batch that does not come is waiting for, for people.  Any thread may ask.
+        """What delays the next batch, for people.  Any thread may ask.
 
         Args:
             outages: of the stores that do not answer at the moment.
         """
         if not self._ready.empty():
             return "the device: a batch is ready"
-        if self._starved.waiting:
+        if self._cutter.starved.waiting:
             oldest = min(outages, key=lambda outage: outage.since, default=None)
             why = f" ({oldest})" if oldest else ""
-            return f"regions to be read, for sample {self._expected} on{why}"
-        return f"patches to be cut, for sample {self._expected} on"
+            return f"regions to be read, for sample {self._cutter.index} on{why}"
+        return f"patches to be cut, for sample {self._cutter.index} on"
 
     @property
     def figures(self) -> FeederFigures:
         """What it has done so far.  Any thread may ask."""
-        spent = FeederFigures(cut_s=self._cut_s, starved_s=self._starved.seconds, full_s=self._full.seconds)
+        spent = FeederFigures(cut_s=self._cut_s, starved_s=self._cutter.starved.seconds, full_s=self._full.seconds)
         return self._delivered.plus(spent)
 
     def stop(self) -> None:
-        """Have the thread end after the patch in hand.  Does not wait."""
+        """End the thread after the current patch.  Does not wait."""
         self._stopped.set()
         self._free.put(None)
 
     def join(self) -> None:
-        """Wait for the thread, but not for ever: a read from a dead network may take its time."""
+        """Wait for the thread, but at most a second: a read from a dead network may take long."""
         self._thread.join(_JOIN_S)
 
     def _wait_for_batch(self) -> Batch | BaseException | None:
@@ -200,11 +205,12 @@ class Feeder:
                     raise StreamInterrupted from None
 
     def _run(self) -> None:
+        starved = self._cutter.starved
         try:
-            while not self._wait_for_place():
-                started, starved_s = time.perf_counter(), self._starved.seconds
+            while not self._wait_for_buffer():
+                started, starved_s = time.perf_counter(), starved.seconds
                 batch = self._next()
-                self._cut_s += time.perf_counter() - started - (self._starved.seconds - starved_s)
+                self._cut_s += time.perf_counter() - started - (starved.seconds - starved_s)
                 self._ready.put(batch)
                 if batch is None:
                     return
@@ -213,32 +219,25 @@ class Feeder:
         finally:
             self._patches.close()  # lets go of the regions
 
-    def _wait_for_place(self) -> bool:
-        """Until there is a free buffer; returns whether the feeder was stopped."""
+    def _wait_for_buffer(self) -> bool:
+        """Wait for a free buffer; returns whether the feeder was stopped."""
         with self._full:
             self._free.get()
         return self._stopped.is_set()
 
     def _next(self) -> Batch | None:
-        shape = (self._batch_size, *self._job.plan.patch_zyx)
         arrays = [
             array if (array := next(ring, None)) is not None else np.empty(shape, dtype)
-            for ring, dtype in zip(self._rings, self._job.dtypes, strict=False)
+            for ring, (shape, dtype) in zip(self._rings, self._layout, strict=False)
         ]
-        indices: list[int] = []
+        samples: list[Sample] = []
         for patch in itertools.islice(self._patches, self._batch_size):
             if self._stopped.is_set():
                 return None
             for array, voxels in zip(arrays, patch.voxels, strict=True):
-                array[len(indices)] = voxels
-            indices.append(patch.index)
-        if not indices:
+                array[len(samples)] = voxels
+            samples.append(patch.sample)
+        if not samples:
             return None
-        # A lost, repeated or reordered sample must never train silently.
-        expected = self._expected + self._job.world * np.arange(len(indices))
-        if not np.array_equal(indices, expected):
-            raise StreamOrderError(
-                f"samples must come in the order of the plan; got {indices} for {expected}; report this as a defect"
-            )
-        self._expected += self._job.world * len(indices)
-        return Batch(arrays[0][: len(indices)], expected, arrays[1][: len(indices)] if len(arrays) > 1 else None)
+        patches, *conditions = (array[: len(samples)] for array in arrays)
+        return Batch(patches, tuple(samples), *conditions)

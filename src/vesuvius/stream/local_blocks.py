@@ -1,4 +1,4 @@
-"""Blocks of consecutive tasks, from wherever they are read; here in this process, in `ray/blocks.py` by Ray workers."""
+"""Blocks read in this process (`workers: 0`), and what they share with those that Ray actors read (`ray/blocks.py`)."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from vesuvius.plan.plan import Task
-from vesuvius.stream.reader import Block, Reader, ReaderJob
-from vesuvius.volumes.retry import Outage
+from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
+from vesuvius.volumes.store.retry import Outage
 
 
 class BlockSource(Iterator[Block], Protocol):
-    """Blocks of consecutive tasks, from wherever they are read.
-
-    Iterated on one thread; the rest is called from another.
-    """
+    """Blocks of consecutive tasks.  Iterated on one thread; the methods are called from another."""
 
     @property
     def outages(self) -> list[Outage]:
-        """Of the stores that are waited for at the moment."""
+        """Of the stores that readers wait for at the moment."""
 
     def interrupt(self) -> None:
-        """Have a `next` that is waiting end soon, with whatever error."""
+        """Make a waiting `next` end soon, with any error."""
 
     def close(self) -> None:
-        """End what reads, once nobody iterates any more."""
+        """End the readers, once nobody iterates any more."""
 
 
 class LocalBlocks(Iterator[Block]):
-    """Blocks that are read in this process."""
+    """Blocks read in this process."""
 
     def __init__(self, job: ReaderJob, first: int, stop: int) -> None:
         self._reader = Reader(job, ring=job.plan.regions_in_flight + 1)  # the cutter holds those in flight

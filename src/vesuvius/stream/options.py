@@ -1,76 +1,91 @@
-"""How a stream is run, and the memory that follows from it: nothing here changes what it delivers."""
+"""How a stream runs, and how much memory it takes; nothing here changes what it delivers."""
 
 from __future__ import annotations
 
 import shutil
+import socket
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Self, TypedDict
 
 from vesuvius.config import ClusterConfig, TrainingConfig
-from vesuvius.errors import ConfigError
-from vesuvius.stream.reader import ReaderJob
+from vesuvius.errors import ConfigError, one_line
+from vesuvius.stream.reading.reader import ReaderJob
 
-# Dispatched to a reader at once, so that it never waits for the next one; it may finish them before they are wanted.
+# Dispatched to a reader at once, so that it never waits for the next one; it may finish them early.
 TASKS_IN_FLIGHT = 2
+# Each row of the input costs Ray's driver time (0.5 ms) and memory for as long as an execution lasts, so a run is a
+# chain of executions of this many tasks.
+TASKS_PER_SEGMENT = 500
+# Blocks that a reader decodes into, in turn: Ray has copied one into the object store before it asks for the next one;
+# one more to be safe.
+READER_RING = 2
 
 
 @dataclass(frozen=True)
 class StreamOptions:
-    """How a stream delivers; nothing here changes what it delivers, but for the size of batches.
+    """How a stream delivers; only `batch_size` changes what it delivers.
 
     Attributes:
         batch_size: samples per batch of this rank.
         workers: Ray reader processes; 0 reads in this process, without Ray.
-        prefetch_factor: batches put together ahead per worker (or for this process with `workers: 0`).
+        prefetch_factor: batches assembled ahead per worker (or for this process with `workers: 0`).
         prefetch_bytes: upper limit on all of them; None = none.
+        requests: in flight per reader on remote stores; None = as the job's store section says.
         cluster: where Ray runs.
 
     Raises:
-        ConfigError: a number is none, or too small.
+        ConfigError: a value is not an integer, or too small.
     """
 
     batch_size: int
     workers: int = 2
     prefetch_factor: int = 2
     prefetch_bytes: int | None = None
+    requests: int | None = None
     cluster: ClusterConfig = ClusterConfig()
 
     def __post_init__(self) -> None:
-        least = {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "prefetch_bytes": 0}
+        least = {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "prefetch_bytes": 0, "requests": 1}
         for name, minimum in least.items():
             value = getattr(self, name)
-            if name == "prefetch_bytes" and value is None:
+            if name in ("prefetch_bytes", "requests") and value is None:
                 continue
             if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < minimum:
                 raise ConfigError(f"{name} must be an integer of at least {minimum}; got {value!r}; change it")
 
     @classmethod
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
-        """The options that a config names."""
+        """The options of a config."""
         mib = training.prefetch_mib
         return cls(
             training.train_batch_size,
             training.workers,
             training.prefetch_factor,
             None if mib is None else mib * 2**20,
-            cluster,
+            cluster=cluster,
         )
 
 
 class StreamChanges(TypedDict, total=False):
-    """What of the options a running stream can change."""
+    """The options that a running stream can change."""
 
     workers: int
     prefetch_factor: int
     prefetch_bytes: int
+    requests: int
+
+
+def reads_here(cluster: ClusterConfig, world: int) -> bool:
+    """Whether the readers of a rank run on its own node of the cluster.  Pure."""
+    return cluster.reader_nodes == "same" or (cluster.reader_nodes == "auto" and world > 1)
 
 
 def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Bytes of the object store that can be in use at once.  0 with `workers: 0`.  Pure.
+    """Most bytes of the object store in use at once: the regions in flight, which the trainer holds, and what is ahead.
 
-    The regions in flight, which the trainer holds, and what is ahead of them.
+    0 with `workers: 0`.  Pure.
     """
     if options.workers == 0:
         return 0
@@ -78,17 +93,14 @@ def store_need_bytes(job: ReaderJob, options: StreamOptions) -> int:
 
 
 def store_ahead_bytes(job: ReaderJob, options: StreamOptions) -> int:
-    """Bytes of the blocks between readers and trainer.  Pure.
-
-    The tasks that each worker may finish ahead, the block that it works
-    on, and a task that is fetched to the trainer's machine.
-    """
+    """Bytes of the blocks between readers and trainer: the tasks that each worker may finish ahead, the block that it
+    works on, and a task that is fetched to the trainer's machine.  Pure."""
     per_worker = TASKS_IN_FLIGHT * job.blocks_per_task + 1
     return (options.workers * per_worker + job.blocks_per_task) * job.block_bytes
 
 
 def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:
-    """Batches that are put together ahead of the trainer, at least one.  Pure."""
+    """Batches assembled ahead of the trainer, at least one.  Pure."""
     wanted = max(options.workers, 1) * options.prefetch_factor
     if options.prefetch_bytes is not None:
         wanted = min(wanted, options.prefetch_bytes // (options.batch_size * patch_bytes))
@@ -96,13 +108,13 @@ def batches_ahead(patch_bytes: int, options: StreamOptions) -> int:
 
 
 def changes_to(patch_bytes: int, batch_size: int, workers: int, ahead: int) -> StreamChanges:
-    """What makes a stream have so many readers and so many batches ahead, which bytes then limit.  Pure."""
+    """The changes that give a stream so many readers and so many batches ahead, limited in bytes.  Pure."""
     factor = max(-(-ahead // max(workers, 1)), 1)
     return {"workers": workers, "prefetch_factor": factor, "prefetch_bytes": ahead * batch_size * patch_bytes}
 
 
 def with_less_prefetch(patch_bytes: int, options: StreamOptions) -> StreamOptions:
-    """The options with half as many batches ahead for each reader, at least one; also where bytes limit them.  Pure."""
+    """The options with half as many batches ahead per reader, at least one; also where bytes limit them.  Pure."""
     per_reader = min(options.prefetch_factor, batches_ahead(patch_bytes, options) // max(options.workers, 1))
     return replace(options, prefetch_factor=max(per_reader // 2, 1))
 
@@ -110,9 +122,8 @@ def with_less_prefetch(patch_bytes: int, options: StreamOptions) -> StreamOption
 def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
     """Size of a private Ray's object store; 0 with `workers: 0`.  Pure.
 
-    The need, what is ahead once more, because one execution of readers hands over to the next, and a quarter of all,
-    because Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use).  The plan's maps lie there too, once for
-    all readers.
+    The need; what is ahead once more, because one execution of readers hands over to the next; a quarter of both,
+    because Ray's limit is soft (0.25 GiB configured, 0.64 GiB seen in use); and the plan's maps, once for all readers.
     """
     if options.workers == 0:
         return 0
@@ -123,7 +134,7 @@ def store_bytes(job: ReaderJob, options: StreamOptions) -> int:
 
 
 def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
-    """Raises ConfigError where the configured object store is below the need: it would spill to the disk all along."""
+    """Raises ConfigError where the configured object store is below the need: it would spill to disk all the time."""
     need, configured = store_need_bytes(job, options), options.cluster.object_store_gib
     if configured is not None and configured * 2**30 < need:
         raise ConfigError(
@@ -134,7 +145,7 @@ def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
 
 
 def check_store(job: ReaderJob, options: StreamOptions) -> None:
-    """Raises ConfigError where /dev/shm cannot hold the object store of a private Ray: it would silently use /tmp."""
+    """Raises ConfigError where /dev/shm cannot hold a private Ray's object store, which would silently use /tmp."""
     shared = Path("/dev/shm")
     if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return
@@ -146,3 +157,17 @@ def check_store(job: ReaderJob, options: StreamOptions) -> None:
             "free; start the container with a larger --shm-size, or lower data.regions_in_flight (now "
             f"{job.plan.regions_in_flight}), training.workers, data.reader_mib or cluster.object_store_gib"
         )
+
+
+def check_cluster(address: str) -> None:
+    """Raises ConfigError where nothing listens at `host:port`; Ray itself waits minutes for it."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # 'auto' and the like
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cluster.address must name a running Ray cluster; got {address!r}: {one_line(error)}; start one with "
+            "`ray start --head`, or set cluster.address=null for a private one"
+        ) from error

@@ -1,4 +1,4 @@
-"""Where a stream is, as plain data: what a checkpoint holds of it."""
+"""The state of a stream, as plain data: what a checkpoint holds of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vesuvius.errors import ConfigError, one_line
 
 
 class StreamState(TypedDict):
-    """Where a stream is: enough to go on with other workers, prefetch or cache."""
+    """Enough to continue a stream with any workers, prefetch or cache."""
 
     seed: int
     sample_index: int
@@ -17,7 +17,7 @@ class StreamState(TypedDict):
 
 
 def check_state(state: Any) -> None:
-    """Raises ConfigError where something is not what `state_dict` returns."""
+    """Raises ConfigError for anything but what `state_dict` returns."""
     wanted = {"seed": int, "sample_index": int, "plan_hash": str, "quarantined": list}
     for key, kind in wanted.items():
         got = state.get(key) if isinstance(state, dict) else None

@@ -1,11 +1,10 @@
-"""The whole data path as an endless, ordered iterator of batches, read by Ray workers or in this process.
+"""The data path as an endless, ordered iterator of batches, read by Ray workers or in this process.
 
 The content of batch n depends on the plan alone: not on the number of workers, the prefetch or the cache.
 """
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,60 +13,52 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.errors import ConfigError, DataError
-from vesuvius.stream.at_exit import close_at_exit, is_closed
-from vesuvius.stream.cutter import Cutter
-from vesuvius.stream.events import EventKind, StreamEvent
-from vesuvius.stream.feeder import Batch, Feeder, FeederFigures, check_rings, rotated
-from vesuvius.stream.guarded import say_crashes
+from vesuvius.stream.closing import close_at_exit, forget
+from vesuvius.stream.cutter import Cutter, StreamOrderError
+from vesuvius.stream.events import EventRecorder, StreamEvent
+from vesuvius.stream.feeder import Batch, Feeder, FeederFigures, check_rings
 from vesuvius.stream.local_blocks import BlockSource, LocalBlocks
-from vesuvius.stream.notes import take_over
 from vesuvius.stream.options import (
     TASKS_IN_FLIGHT,
     StreamOptions,
     batches_ahead,
     check_store,
+    reads_here,
     store_bytes,
     store_need_bytes,
 )
-from vesuvius.stream.quarantine import check_quarantine, check_records, damaged_box, damaged_boxes
-from vesuvius.stream.reader import BlockReport, ReaderJob
-from vesuvius.stream.reader_figures import ReaderBook, ReaderFigures, ReaderTotals
-from vesuvius.stream.stacks import dump_stacks
+from vesuvius.stream.reading.guarded import log_crashes
+from vesuvius.stream.reading.notes import claim_folder
+from vesuvius.stream.reading.quarantine import check_records, damaged_boxes
+from vesuvius.stream.reading.reader import BlockReport, ReaderJob
+from vesuvius.stream.reading.reader_figures import ReaderFigures, ReaderStats, ReaderTotals
+from vesuvius.stream.reading.stacks import dump_stacks
 from vesuvius.stream.state import StreamState, check_place, check_state
 
 if TYPE_CHECKING:
-    from vesuvius.stream.ray.watch import ReaderDeath  # Ray is not needed with workers: 0
-
-log = logging.getLogger(__name__)
+    from vesuvius.stream.ray.deaths import ReaderDeath  # Ray is not needed with workers: 0
 
 _ENDLESS = 2**62
-_EVENTS_KEPT = 10_000
 
 
 class PatchStream(Iterator[Batch]):
-    """Batches from sample `first` on.  A context manager; closing it ends the readers, and Ray where it started it.
+    """Batches from sample `first` on.  A context manager; closing it ends the readers, and a Ray that it started.
 
     Args:
         job: plan, volumes and rank; `prepare_data(...).job`.
         options: batch size and readers.
         first: sample index to start at; a multiple of the number of ranks.
-        stop: sample index to end before, or None for an endless stream.  A last short batch is delivered.
-        buffers: a ring of at least 3 arrays (batch_size, Z, Y, X) of the job's dtype, e.g. of pinned memory; batches
-            are delivered in them in turn, each valid until the second `next` after it.  New arrays by default.
+        stop: sample index to end before, or None for an endless stream.  The last batch may be short.
+        buffers: a ring of at least 3 arrays (batch_size, Z, Y, X) of the job's dtype, e.g. in pinned memory; batches
+            are delivered in them in turn, each valid until the second `next` after it.  By default new arrays.
         condition_buffers: the same for conditions.
-        quarantined: `quarantined` of an earlier stream over the same volumes; what they name is not tried again.
-        interrupted: asked several times a second while a batch is waited for; `next` then raises StreamInterrupted, and
-            the stream is where it was before.
-
-    Attributes:
-        readers: figures of each living reader process by pid.
-        reader_deaths: readers that died and were replaced.
-        events: what happened so far, the last 10,000; whoever takes them out may.
-        quarantined: a record for each place that is damaged; regions that touch one are replaced.
-        store_peak_bytes: most bytes seen in Ray's object store; None without Ray.
+        quarantined: `quarantined` of an earlier stream over the same volumes; these places are not tried again.
+        interrupted: asked several times a second while a batch is waited for; where it says yes, `next` raises
+            StreamInterrupted, and the stream stays where it was.
 
     Raises:
         DataError: on opening or iterating, where a volume cannot be read or too many regions cannot.
@@ -88,16 +79,14 @@ class PatchStream(Iterator[Batch]):
     ) -> None:
         check_place(first, stop, job.world)
         check_records(quarantined, len(job.volumes))
-        self._job = replace(job, quarantined=damaged_boxes(quarantined))
+        self._job = job
         self._options = options
         self._next_sample = first
         self._stop = _ENDLESS if stop is None else stop
         self._interrupted = interrupted
         self._buffers = (buffers, condition_buffers)
-        self._readers = ReaderBook()
-        self.reader_deaths = 0
-        self.events: deque[StreamEvent] = deque(maxlen=_EVENTS_KEPT)
-        self.quarantined = list(quarantined)
+        self._readers = ReaderStats()
+        self._events = EventRecorder(quarantined, job.max_quarantined, job.max_reader_deaths)
         self._session: Any = None  # a ray.session.Session, whose module is not imported without workers
         self._source: BlockSource | None = None
         self._feeder: Feeder | None = None
@@ -108,7 +97,7 @@ class PatchStream(Iterator[Batch]):
         self._closed = False
         self._temporary_notes: tempfile.TemporaryDirectory[str] | None = None
         if job.notes_dir is not None:
-            say_crashes(take_over(Path(job.notes_dir)))
+            log_crashes(claim_folder(Path(job.notes_dir)))
         close_at_exit(self)
         try:
             self._open_readers()
@@ -132,21 +121,27 @@ class PatchStream(Iterator[Batch]):
         batch = self._feeder.next_batch()
         if batch is None:
             raise StopIteration
-        self._next_sample += self._job.world * len(batch.indices)
+        count, world = len(batch.samples), self._job.world
+        if not np.array_equal(batch.indices, self._next_sample + self._job.rank + world * np.arange(count)):
+            raise StreamOrderError(
+                f"samples must come in the order of the plan; got {batch.indices.tolist()} at {self._next_sample}; "
+                "report this as a defect"
+            )
+        self._next_sample += world * count
         self._delivered += 1
         return batch
 
     def close(self) -> None:
         """End the readers for good.  Safe to call again.
 
-        Takes half a minute at most: a private Ray that does not end in time, because its head hangs, is killed, and
-        any other is left behind, with a warning.
+        Takes at most half a minute: a private Ray whose head hangs is killed, a shared one is left behind, each with a
+        warning.
         """
         self._closed = True
         try:
             self._close_readers()
         finally:
-            is_closed(self)
+            forget(self)
             if self._session is not None:
                 self._session.close()
                 self._session = None
@@ -155,7 +150,7 @@ class PatchStream(Iterator[Batch]):
                 self._temporary_notes = None
 
     def state_dict(self) -> StreamState:
-        """Where the stream is, as plain data.  Call it between two batches."""
+        """The position of the stream, as plain data.  Call it between two batches."""
         return {
             "seed": self._job.plan.seed,
             "sample_index": self._next_sample,
@@ -164,13 +159,12 @@ class PatchStream(Iterator[Batch]):
         }
 
     def load_state_dict(self, state: StreamState) -> None:
-        """Go on where another stream over the same plan was.
+        """Continue where another stream over the same plan was.
 
         Reads the regions in flight again, at most `plan.regions_in_flight`: the next samples are cut from them.
 
         Raises:
-            ConfigError: the state belongs to another plan, or is none, or the stream is closed; the stream stays as it
-                was.
+            ConfigError: it is not a state, or that of another plan, or the stream is closed; it stays as it was.
         """
         self._check_open()
         check_state(state)
@@ -181,9 +175,10 @@ class PatchStream(Iterator[Batch]):
             )
         check_place(state["sample_index"], None, self._job.world)
         check_records(state["quarantined"], len(self._job.volumes))
-        self._job = replace(self._job, quarantined=damaged_boxes(state["quarantined"]))
-        self.quarantined = list(state["quarantined"])
-        self._reopen(state["sample_index"])
+        self._events.quarantined = list(state["quarantined"])
+        self._close_readers()
+        self._next_sample = state["sample_index"]
+        self._open_readers()
 
     def reconfigure(
         self,
@@ -191,28 +186,32 @@ class PatchStream(Iterator[Batch]):
         workers: int | None = None,
         prefetch_factor: int | None = None,
         prefetch_bytes: int | None = None,
+        requests: int | None = None,
         buffers: Sequence[NDArray[Any]] | None = None,
         condition_buffers: Sequence[NDArray[Any]] = (),
     ) -> None:
-        """Change readers or prefetch: closes and opens again at the next sample, so no batch changes.
+        """Change readers, their requests or prefetch: the stream is reopened at the next sample, so no batch changes.
 
-        Costs the seconds in which new readers start and read the regions in flight again, at most
-        `plan.regions_in_flight`.  No more batches are put together ahead than a ring of buffers has places for, so a
-        larger prefetch wants larger rings.
+        Takes the seconds in which new readers start and read the regions in flight again, at most
+        `plan.regions_in_flight`.  A ring of buffers limits prefetch, so a larger prefetch needs larger rings.
 
         Args:
-            buffers, condition_buffers: rings to take the place of both old ones, filled from their first buffers on;
-                None = they stay.  Old buffers may be among them once nobody uses the batches delivered in them.
+            buffers, condition_buffers: rings that replace both old ones, filled from their first buffers on; None keeps
+                the old ones.  Old buffers may be among them once nobody uses the batches delivered in them.
 
         Raises:
-            ConfigError: /dev/shm is too small for that, a ring has fewer than 3 buffers, or the stream is closed; it
-                stays as it was.  Where new readers cannot start, `next` raises the error again until another call
-                succeeds.
+            ConfigError: /dev/shm is too small, a ring has fewer than 3 buffers, or the stream is closed; it stays as it
+                was.  Where new readers cannot start, `next` raises the error until another call succeeds.
         """
         self._check_open()
         check_rings((buffers or (), condition_buffers))
-        changes = {"workers": workers, "prefetch_factor": prefetch_factor, "prefetch_bytes": prefetch_bytes}
-        changes = {key: value for key, value in changes.items() if value is not None}
+        given = {
+            "workers": workers,
+            "prefetch_factor": prefetch_factor,
+            "prefetch_bytes": prefetch_bytes,
+            "requests": requests,
+        }
+        changes = {key: value for key, value in given.items() if value is not None}
         options = replace(self._options, **changes)  # type: ignore[arg-type]
         need = (options.workers, self._job.world, store_bytes(self._job, options))
         if self._session is None or not self._session.fits(*need):
@@ -223,10 +222,10 @@ class PatchStream(Iterator[Batch]):
             self._buffers, self._delivered, self._held = (buffers, condition_buffers), 0, []
         self._open_readers()
         text = ", ".join(f"{key} {value}" for key, value in changes.items())
-        self._event("reconfigured", f"readers changed at sample {self._next_sample}: {text}", changes)
+        self._events.record("reconfigured", f"readers changed at sample {self._next_sample}: {text}", changes)
 
     def waiting_for(self) -> str:
-        """What a batch that does not come is waiting for, for people.  Any thread may ask."""
+        """What delays the next batch, for people.  Any thread may ask."""
         if (feeder := self._feeder) is None:
             return "the readers to start or to end"
         workers, source = self._options.workers, self._source
@@ -234,9 +233,9 @@ class PatchStream(Iterator[Batch]):
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
 
     def dump_reader_stacks(self, path: Path) -> None:
-        """Append the stacks of all threads of each reader process on this machine to a file, within two seconds.
+        """Append the stacks of all threads of each reader on this machine to a file, within two seconds.
 
-        With `workers: 0` there are none: the threads that read are the trainer's.  Any thread may call.
+        Nothing is written with `workers: 0`: the reading threads are the trainer's.  Any thread may call.
 
         Raises:
             OSError: the file cannot be written.
@@ -245,13 +244,28 @@ class PatchStream(Iterator[Batch]):
             dump_stacks(Path(self._job.notes_dir), path)
 
     def reader_memory(self) -> dict[int, int]:
-        """Bytes of private memory of each reader process, by pid, as it last said."""
+        """Bytes of private memory of each reader process, by pid, as last reported."""
         memory = {pid: figures.rss_anon_bytes for pid, figures in self.readers.copy().items()}
         return {pid: value for pid, value in memory.items() if value is not None}
 
     @property
+    def events(self) -> deque[StreamEvent]:
+        """What happened so far, the last 10,000; the caller may take them out."""
+        return self._events.events
+
+    @property
+    def quarantined(self) -> list[dict[str, Any]]:
+        """A record for each damaged place; regions that touch one are replaced."""
+        return self._events.quarantined
+
+    @property
+    def reader_deaths(self) -> int:
+        """Readers that died and were replaced."""
+        return self._events.reader_deaths
+
+    @property
     def options(self) -> StreamOptions:
-        """As they are now; `reconfigure` changes them."""
+        """The current options; `reconfigure` changes them."""
         return self._options
 
     @property
@@ -261,12 +275,12 @@ class PatchStream(Iterator[Batch]):
 
     @property
     def reader_totals(self) -> ReaderTotals:
-        """What all readers have done since the stream was opened, those that have ended included.  Never falls."""
+        """What all readers have done since the stream was opened, also those that have ended.  Never falls."""
         return replace(self._readers.totals)
 
     @property
     def feeder_figures(self) -> FeederFigures:
-        """What has become of it in this process since the stream was opened.  Never falls."""
+        """What this process has done with it since the stream was opened.  Never falls."""
         feeder, fed = self._feeder, self._fed
         return fed if feeder is None else fed.plus(feeder.figures)
 
@@ -279,11 +293,6 @@ class PatchStream(Iterator[Batch]):
         if self._closed:
             raise ConfigError("a stream must be open to be changed; got one that is closed; make another PatchStream")
 
-    def _reopen(self, sample: int) -> None:
-        self._close_readers()
-        self._next_sample = sample
-        self._open_readers()
-
     def _open_readers(self) -> None:
         try:
             self._start_readers()
@@ -295,13 +304,20 @@ class PatchStream(Iterator[Batch]):
     def _start_readers(self) -> None:
         self._readers.clear()
         self._job = replace(self._job, quarantined=damaged_boxes(self.quarantined))
+        if (requests := self._options.requests) is not None:
+            self._job = replace(self._job, store=self._job.store.model_copy(update={"requests": requests}))
         self._source = self._open_source()
         cutter = Cutter(self._job, self._source, self._take_report, self._next_sample, self._stop)
-        first = self._next_sample + self._job.rank
         ahead = batches_ahead(self._job.patch_bytes, self._options)
-        rings = [rotated(ring, self._delivered) for ring in self._buffers]
         self._feeder = Feeder(
-            self._job, cutter, self._options.batch_size, ahead, first, rings, self._held, self._interrupted
+            self._job,
+            cutter,
+            self._options.batch_size,
+            ahead,
+            self._buffers,
+            self._delivered,
+            self._held,
+            self._interrupted,
         )
 
     def _close_readers(self) -> None:
@@ -344,7 +360,8 @@ class PatchStream(Iterator[Batch]):
             options.workers,
             TASKS_IN_FLIGHT,
             store_need_bytes(job, options),
-            lambda text, fields: self._event("spill", text, fields),
+            reads_here(options.cluster, job.world),
+            lambda text, fields: self._events.record("spill", text, fields),
             self._reader_died,
         )
 
@@ -352,36 +369,10 @@ class PatchStream(Iterator[Batch]):
         """On the feeder's thread."""
         self._readers.take(report, self._options.workers)
         for record in report.quarantined:
-            self._quarantine(record)
+            self._events.quarantine(record)
 
     def _reader_died(self, death: ReaderDeath) -> DataError | None:
         """On the thread of the watch; returns what ends the stream."""
-        self.reader_deaths += 1
         self.readers.pop(death.pid, None)
         others = [pid for pid, reader in self.readers.copy().items() if reader.node == death.node]
-        self._event(
-            "reader_died", f"{death}; another reads its task again", death.fields(others[0] if others else None)
-        )
-        limit = self._job.max_reader_deaths
-        if self.reader_deaths <= limit:
-            return None
-        return DataError(
-            f"at most data.max_reader_deaths={limit} readers may die in one session; got {self.reader_deaths}, the "
-            f"last: {death}; restore the volume if readers crash, lower training.workers or data.reader_mib if memory "
-            "is short, or raise the limit"
-        )
-
-    def _quarantine(self, record: dict[str, Any]) -> None:
-        if damaged_box(record) in damaged_boxes(self.quarantined):
-            return
-        self.quarantined.append(record)
-        text = (
-            f"voxels {record['box']} of {record['volume']} cannot be read; regions that touch them are replaced by "
-            f"others: chunk {record['chunk']}: {record['cause']}"
-        )
-        self._event("quarantine", text, record)
-        check_quarantine(len(self.quarantined), self._job.max_quarantined, record)
-
-    def _event(self, kind: EventKind, text: str, fields: Any) -> None:
-        self.events.append(StreamEvent(kind, text, dict(fields)))
-        log.log(logging.INFO if kind == "reconfigured" else logging.ERROR, "%s", text)
+        return self._events.reader_died(death, others[0] if others else None)

@@ -29,7 +29,7 @@ from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.stored import Stored
+from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Reading:
 
     spec: ArrayConfig
     store: StoreConfig
-    stored: Stored | None = None
+    stored: StoredChunks | None = None
 
 
 @dataclass

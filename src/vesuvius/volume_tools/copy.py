@@ -1,8 +1,8 @@
-"""A box of a level of a volume, remote or not, becomes an OME-Zarr on disk; killed at any instant, it goes on.
+"""Copies a box of a level of a volume, remote or not, to an OME-Zarr on disk; killed at any instant, it can be resumed.
 
-The box is read region by region (`copy_plan.py`) while the next ones are being fetched; each chunk of the copy is
-written whole or not at all (`partial.py`).  Chunks of a remote source that are needed more than once wait in a disk
-cache in between.
+A copy is a list of chunk-aligned boxes (`copy_plan.py`).  Each is read while the next ones are being fetched, and its
+chunks are written whole or not at all (`partial.py`).  Chunks of a remote source that several boxes need wait in a disk
+cache.
 """
 
 from __future__ import annotations
@@ -25,18 +25,25 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, StorageError
-from vesuvius.plan.occupancy import read_sidecar
 from vesuvius.volume_tools.copy_plan import CopyPlan
-from vesuvius.volume_tools.partial import PartialVolume, check_record, finished_record, is_begun, partial_path
-from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volume_tools.partial import (
+    PartialCopy,
+    check_record,
+    finished_record,
+    is_begun,
+    open_partial,
+    partial_path,
+)
+from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.box import Box, shape_of, slices
 from vesuvius.volumes.errors import OutageError, UnreadableChunkError
 from vesuvius.volumes.geometry import Geometry
+from vesuvius.volumes.listing import read_sidecar
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
 log = logging.getLogger(__name__)
 
-_REGIONS_AHEAD = 2
+_BOXES_AHEAD = 2
 _WRITERS = min(4, os.cpu_count() or 1)
 _VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
 
@@ -49,7 +56,7 @@ class CopyRequest:
         out: a name that ends in .zarr.
         size_zyx: None = to the end of the level.
         levels: of the copy; those after the first are means of 2x2x2 voxels.
-        check_space: refuse to begin where the disk has less room than all voxels take without compression.
+        check_space: refuse to begin where the voxels without compression exceed the free space of the disk.
     """
 
     source: ArrayConfig
@@ -62,15 +69,15 @@ class CopyRequest:
 
 @dataclass
 class CopyFigures:
-    """How far a copy is, and in the end the report of it.
+    """Progress of a copy, and in the end its report.
 
     Attributes:
         source_box: what is copied.
         chunks: of the copy, all levels.
-        before: of these, done by earlier processes.
-        written, air, failed: of these, done by this one; air is not stored.
+        before: chunks that earlier processes have done.
+        written, air, failed: chunks of this process; air is not stored.
         raw_bytes: voxels of the finest level that this process has read.
-        stored_bytes: what it wrote.
+        stored_bytes: what it has written.
         fetched_bytes: what came from a remote store; None for a source on a disk.
     """
 
@@ -93,7 +100,7 @@ class CopyFigures:
 
 
 class UnfinishedCopyError(DataError):
-    """Some chunks could not be read; what could be is copied.
+    """Some chunks could not be read; all others are copied.
 
     Attributes:
         figures: how far the copy is.
@@ -107,7 +114,7 @@ class UnfinishedCopyError(DataError):
 def copy_box(
     request: CopyRequest, store: StoreConfig = StoreConfig(), on_progress: Callable[[CopyFigures], None] | None = None
 ) -> CopyFigures:
-    """Copy a box, or go on with a copy that was begun; nothing is done where it is there already.
+    """Copy a box, or resume its copy; a finished copy is left as it is.
 
     Args:
         on_progress: called after each chunk, from this thread.
@@ -133,139 +140,116 @@ def copy_box(
         cache_bytes = plan.cache_bytes if volume.source.remote else 0
         if request.check_space and not is_begun(request.out):
             _check_space(request.out, volume, plan, cache_bytes)
-        with PartialVolume(request.out, record, volume.dtype, volume.chunk_zyx, volume.fill_value) as target:
+        with open_partial(request.out, record, plan, volume.dtype, volume.fill_value) as target:
             if cache_bytes:
                 volume.close()
                 cached = {"cache_dir": str(target.cache), "cache_gib": cache_bytes / 2**30}
                 volume = open_volume(request.source, store.model_copy(update=cached))
+            figures.before = sum(map(np.count_nonzero, target.done))
             _Copier(volume, plan, target, figures, on_progress or (lambda figures: None), started).run(request.out)
     finally:
         volume.close()
     return figures
 
 
+@dataclass
 class _Copier:
-    """Fills a partial volume, and counts."""
+    """Fills a partial copy, and counts."""
 
-    def __init__(
-        self,
-        volume: Volume,
-        plan: CopyPlan,
-        target: PartialVolume,
-        figures: CopyFigures,
-        on_progress: Callable[[CopyFigures], None],
-        started: float,
-    ) -> None:
-        self._volume, self._plan, self._target, self._figures = volume, plan, target, figures
-        self._on_progress, self._started = on_progress, started
+    volume: Volume
+    plan: CopyPlan
+    target: PartialCopy
+    figures: CopyFigures
+    on_progress: Callable[[CopyFigures], None]
+    started: float
 
     def run(self, out: Path) -> None:
-        """All levels, then the metadata."""
-        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as self._writers:
+        """Write all levels, then the metadata."""
+        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="write") as self.writers:
             try:
                 self._copy_finest()
             except OutageError as error:
-                raise UnfinishedCopyError(f"{error}; {self._so_far(out)}", self._figures) from error
-            if self._figures.failures:
+                raise UnfinishedCopyError(f"{error}; {self._so_far(out)}", self.figures) from error
+            if self.figures.failures:
                 raise self._unfinished(out)
-            finer = self._target.finish_level(0, self._plan.shapes[0])
-            for level, shape in enumerate(self._plan.shapes[1:], 1):
-                self._build(level, finer)
-                finer = self._target.finish_level(level, shape)
-        self._target.publish(_multiscale_of(self._volume, self._plan, out))
-        self._tell()
+            finer = self.target.finish_level(0)
+            for level in range(1, self.plan.levels):
+                self._downsample(level, finer)
+                finer = self.target.finish_level(level)
+        self.target.publish(_multiscale_of(self.volume, self.plan, out))
+        self._report()
 
     def _copy_finest(self) -> None:
-        """Read and write box after box, while the next ones are being fetched."""
+        """Copy box after box, while the next ones are being fetched."""
         reads = self._reads()
-        waiting: deque[tuple[Box, list[Triple]]] = deque()
+        staged: deque[tuple[Box, list[Triple]]] = deque()
         while True:
-            for read in itertools.islice(reads, _REGIONS_AHEAD + 1 - len(waiting)):
-                self._volume.stage(self._plan.in_source(read[0]))
-                waiting.append(read)
-            if not waiting:
+            for read in itertools.islice(reads, _BOXES_AHEAD + 1 - len(staged)):
+                self.volume.stage(self.plan.in_source(read[0]))
+                staged.append(read)
+            if not staged:
                 return
-            self._copy(*waiting.popleft())
+            self._copy(*staged.popleft())
 
     def _reads(self) -> Iterator[tuple[Box, list[Triple]]]:
-        """Boxes of the copy that are yet to be read, each with its chunks: whole regions, and single chunks of those
-        that were being written when an earlier process ended."""
-        for chunks in self._plan.regions():
-            missing = [chunk for chunk in chunks if self._is_missing(0, chunk)]
+        """Boxes that are still to be copied, with their chunks: whole regions, and single chunks of regions that an
+        earlier process has begun."""
+        for chunks in self.plan.regions():
+            missing = [chunk for chunk in chunks if not self.target.done[0][chunk]]
             if len(missing) == len(chunks):
-                yield (self._plan.box_of(0, chunks[0])[0], self._plan.box_of(0, chunks[-1])[1]), chunks
+                yield (self.plan.box_of(0, chunks[0])[0], self.plan.box_of(0, chunks[-1])[1]), chunks
             else:
-                yield from ((self._plan.box_of(0, chunk), [chunk]) for chunk in missing)
+                yield from ((self.plan.box_of(0, chunk), [chunk]) for chunk in missing)
 
     def _copy(self, box: Box, chunks: list[Triple]) -> None:
         """Read one box and write its chunks; if it cannot be read, chunk by chunk."""
         try:
-            voxels = self._volume.read(self._plan.in_source(box))
+            voxels = self.volume.read(self.plan.in_source(box))
         except UnreadableChunkError as error:
-            if len(chunks) == 1:
-                self._fail(error)
+            if len(chunks) > 1:
+                for chunk in chunks:
+                    self._copy(self.plan.box_of(0, chunk), [chunk])
                 return
-            for chunk in chunks:
-                self._copy(self._plan.box_of(0, chunk), [chunk])
+            log.warning("chunk %s cannot be read and is left out for now: %s", list(error.chunk), error.cause)
+            self.figures.failures.append(error)
+            self.figures.failed += 1
+            self._report()
             return
-        self._figures.raw_bytes += voxels.nbytes
-        self._write(0, chunks, lambda chunk: voxels[slices(self._plan.box_of(0, chunk), box[0])])
+        self.figures.raw_bytes += voxels.nbytes
+        self._write(0, chunks, lambda chunk: voxels[slices(self.plan.box_of(0, chunk), box[0])])
 
-    def _build(self, level: int, finer: zarr.Array[Any]) -> None:
+    def _downsample(self, level: int, finer: zarr.Array[Any]) -> None:
         """Write a coarser level from the one before."""
-
-        def halved(chunk: Triple) -> NDArray[Any]:
-            z, y, x = (slice(2 * lo, 2 * hi) for lo, hi in zip(*self._plan.box_of(level, chunk), strict=True))
-            return halve(np.asarray(finer[z, y, x]))
-
-        missing = (chunk for chunk in self._plan.chunks(level) if self._is_missing(level, chunk))
+        done = self.target.done[level]
+        missing = (chunk for chunk in np.ndindex(self.plan.counts[level]) if not done[chunk])
         while batch := list(itertools.islice(missing, _WRITERS)):
-            self._write(level, batch, halved)
+            self._write(level, batch, lambda chunk: self.target.halved(level, chunk, finer))
 
     def _write(self, level: int, chunks: Sequence[Triple], voxels_of: Callable[[Triple], NDArray[Any]]) -> None:
-        """Have chunks made and written on several threads, and count them."""
-        sizes = self._writers.map(lambda chunk: self._target.write(level, chunk, voxels_of(chunk)), chunks)
-        air = []
-        for chunk, size in zip(chunks, sizes, strict=True):
-            self._figures.stored_bytes += size
-            if size:
-                self._figures.written += 1
-            else:
-                self._figures.air += 1
-                air.append(chunk)
-            self._tell()
-        self._target.note_air(level, air)
-
-    def _is_missing(self, level: int, chunk: Triple) -> bool:
-        """Whether a chunk is yet to be written; counts it if it is not."""
-        missing = self._target.stored_bytes(level, chunk) is None
-        self._figures.before += not missing
-        return missing
-
-    def _fail(self, error: UnreadableChunkError) -> None:
-        log.warning("chunk %s cannot be read and is left out for now: %s", list(error.chunk), error.cause)
-        self._figures.failures.append(error)
-        self._figures.failed += 1
-        self._tell()
+        """Write chunks on several threads, and count them."""
+        for size in self.writers.map(lambda chunk: self.target.write(level, chunk, voxels_of(chunk)), chunks):
+            self.figures.stored_bytes += size
+            self.figures.written += size > 0
+            self.figures.air += size == 0
+            self._report()
 
     def _unfinished(self, out: Path) -> UnfinishedCopyError:
-        figures = self._figures
-        first = figures.failures[0]
+        first = self.figures.failures[0]
         return UnfinishedCopyError(
-            f"every chunk of the box must be readable; got {figures.failed} that cannot be read, the first chunk "
+            f"every chunk of the box must be readable; got {self.figures.failed} that cannot be read, the first chunk "
             f"{list(first.chunk)} of {first.volume}: {first.cause}; restore the chunk, then give the same command "
             f"again: {self._so_far(out)}",
-            figures,
+            self.figures,
         )
 
     def _so_far(self, out: Path) -> str:
-        return f"{self._figures.done} of {self._figures.chunks} chunks are done and stay in {partial_path(out)}"
+        return f"{self.figures.done} of {self.figures.chunks} chunks are done and stay in {partial_path(out)}"
 
-    def _tell(self) -> None:
-        self._figures.seconds = time.monotonic() - self._started
-        if self._volume.source.remote:
-            self._figures.fetched_bytes = self._volume.figures.bytes_fetched
-        self._on_progress(self._figures)
+    def _report(self) -> None:
+        self.figures.seconds = time.monotonic() - self.started
+        if self.volume.source.remote:
+            self.figures.fetched_bytes = self.volume.figures.bytes_fetched
+        self.on_progress(self.figures)
 
 
 def _checked_box(request: CopyRequest, volume: Volume) -> Box:
@@ -289,7 +273,7 @@ def _checked_box(request: CopyRequest, volume: Volume) -> Box:
 
 
 def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
-    """The arguments that must stay the same, as plain JSON."""
+    """The arguments that a copy is resumed with, as plain JSON."""
     address = request.source.path
     return {
         "source": address if volume.source.remote else str(Path(address).resolve()),
@@ -303,7 +287,7 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
 
 
 def _check_space(out: Path, volume: Volume, plan: CopyPlan, cache_bytes: int) -> None:
-    """Refuse a copy that may not fit.  How well it compresses is not known before."""
+    """Raises StorageError where the copy may not fit; how well it compresses is not known in advance."""
     need = int(plan.raw_bytes * _stored_share(volume, plan)) + cache_bytes
     free = shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.exists())).free
     if need > free:
@@ -315,7 +299,7 @@ def _check_space(out: Path, volume: Volume, plan: CopyPlan, cache_bytes: int) ->
 
 
 def _stored_share(volume: Volume, plan: CopyPlan) -> float:
-    """Share of the box's chunks that are stored, where a sidecar tells; else 1."""
+    """Share of the box's chunks that are stored according to the sidecar; 1 without one."""
     stored = read_sidecar(volume)
     if stored is None or stored.shape != volume.grid.counts_zyx:
         return 1.0
@@ -324,26 +308,12 @@ def _stored_share(volume: Volume, plan: CopyPlan) -> float:
 
 
 def _multiscale_of(volume: Volume, plan: CopyPlan, out: Path) -> dict[str, Any]:
-    """OME-Zarr 0.4 metadata of the copy.  Its voxels keep their place: the box's offset is a translation, in the units
-    of the source; in voxels where that has no scale.  As in the published scrolls, all levels begin at one corner."""
+    """Metadata of the copy.  Its voxels keep their place: the box's offset is a translation, in the units of the
+    source; in voxels where the source has no scale.  As in the published scrolls, all levels begin at one corner."""
     geometry = volume.geometry or _VOXELS
     offset = zip(geometry.translation_zyx, geometry.scale_zyx, plan.source_box[0], strict=True)
     corner = [t + size * lo for t, size, lo in offset]
-    axes = [
-        {"name": name, "type": "space"} | ({"unit": unit} if unit else {})
-        for name, unit in zip("zyx", geometry.units_zyx, strict=True)
-    ]
-    datasets = [
-        {
-            "path": str(level),
-            "coordinateTransformations": [
-                {"type": "scale", "scale": [size * 2**level for size in geometry.scale_zyx]},
-                {"type": "translation", "translation": corner},
-            ],
-        }
-        for level in range(plan.levels)
-    ]
-    return {"version": "0.4", "name": out.stem, "axes": axes, "datasets": datasets}
+    return multiscale(out.stem, plan.levels, geometry.scale_zyx, geometry.units_zyx, corner)
 
 
 def _commas(sizes: Sequence[int]) -> str:

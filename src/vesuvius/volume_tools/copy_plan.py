@@ -1,7 +1,7 @@
-"""Which voxels a copy of a box is made of, and in which order they are read.  Pure.
+"""Which chunks a copy of a box has, and in which order they are read.  Pure.
 
-Chunk i of the copy begins at voxel i x chunk of the box.  Where the box begins amid chunks of the source, those are
-needed by several chunks of the copy.
+Chunk i of the copy begins at voxel i * chunk of the box.  Where the box does not begin at a chunk of the source,
+several chunks of the copy need the same chunk of the source.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 
 from vesuvius.config import Triple
 from vesuvius.volume_tools.pyramid import level_shapes
-from vesuvius.volumes.box import Box, shape_of
+from vesuvius.volumes.box import Box, chunk_box, grid_shape, shape_of
 
 _REGION_BYTES_MAX = 64 * 2**20
 
@@ -24,10 +24,10 @@ class CopyPlan:
     """A copy of a box.
 
     Attributes:
-        source_box: what is copied, in voxels of the source.
+        source_box: the box, in voxels of the source.
         chunk_zyx: of the source and of all levels of the copy.
         levels: of the copy.
-        requests: chunks that are fetched at once.
+        requests: concurrent requests.
     """
 
     source_box: Box
@@ -41,48 +41,40 @@ class CopyPlan:
         """Voxels of each level."""
         return level_shapes(shape_of(self.source_box), self.levels)
 
+    @cached_property
+    def counts(self) -> list[Triple]:
+        """Chunks of each level along each axis."""
+        return [grid_shape(shape, self.chunk_zyx) for shape in self.shapes]
+
     @property
     def raw_bytes(self) -> int:
-        """Voxels of all levels."""
-        return self.voxel_bytes * sum(math.prod(shape) for shape in self.shapes)
+        """Voxels of all levels, uncompressed."""
+        return self.voxel_bytes * sum(map(math.prod, self.shapes))
 
     @property
     def chunk_count(self) -> int:
         """Chunks of all levels."""
-        return sum(math.prod(self.counts(level)) for level in range(self.levels))
-
-    def counts(self, level: int) -> Triple:
-        """Chunks of a level along each axis."""
-        z, y, x = (-(-size // chunk) for size, chunk in zip(self.shapes[level], self.chunk_zyx, strict=True))
-        return z, y, x
-
-    def chunks(self, level: int) -> Iterator[Triple]:
-        """All chunks of a level, in C order."""
-        nz, ny, nx = self.counts(level)
-        return itertools.product(range(nz), range(ny), range(nx))
+        return sum(map(math.prod, self.counts))
 
     def regions(self) -> Iterator[list[Triple]]:
         """The chunks of the finest level, region by region, each region's in C order."""
-        counts, edges = self.counts(0), self.region_edges
+        counts, edges = self.counts[0], self.region_edges
         for first in itertools.product(*(range(0, count, edge) for count, edge in zip(counts, edges, strict=True))):
             ranges = (range(i, min(i + edge, count)) for i, edge, count in zip(first, edges, counts, strict=True))
             yield [(z, y, x) for z, y, x in itertools.product(*ranges)]
 
     @cached_property
     def region_edges(self) -> Triple:
-        """Chunks along each axis of a region: enough to keep all requests busy, in at most 64 MiB."""
+        """Chunks of a region along each axis: enough for all requests, at most 64 MiB of voxels."""
         most = min(self.requests, _REGION_BYTES_MAX // (math.prod(self.chunk_zyx) * self.voxel_bytes))
-        counts, edges = self.counts(0), [1, 1, 1]
+        counts, edges = self.counts[0], [1, 1, 1]
         while 2 * math.prod(edges) <= most and (growable := [axis for axis in range(3) if edges[axis] < counts[axis]]):
             edges[min(growable, key=lambda axis: (edges[axis], -axis))] *= 2
         return edges[0], edges[1], edges[2]
 
     def box_of(self, level: int, chunk: Triple) -> Box:
-        """The voxels of a chunk of the copy, cut at the end of its level."""
-        z, y, x = (i * c for i, c in zip(chunk, self.chunk_zyx, strict=True))
-        ends = zip((z, y, x), self.chunk_zyx, self.shapes[level], strict=True)
-        stop_z, stop_y, stop_x = (min(lo + c, size) for lo, c, size in ends)
-        return (z, y, x), (stop_z, stop_y, stop_x)
+        """The voxels of a chunk of the copy."""
+        return chunk_box(chunk, self.chunk_zyx, self.shapes[level])
 
     def in_source(self, box: Box) -> Box:
         """A box of the finest level in voxels of the source."""
@@ -91,17 +83,12 @@ class CopyPlan:
         return (z0, y0, x0), (z1, y1, x1)
 
     @property
-    def aligned(self) -> bool:
-        """Whether each chunk of the source is needed by one chunk of the copy only."""
-        return all(lo % chunk == 0 for lo, chunk in zip(self.source_box[0], self.chunk_zyx, strict=True))
-
-    @property
     def cache_bytes(self) -> int:
-        """Room for the source's chunks that are needed again later, so that each is fetched once.
+        """Disk cache for chunks of the source that several regions need, so that each is fetched once.
 
-        Regions come layer by layer along z.  What a layer shares with the next one must outlive a layer.
+        Regions come layer by layer along z.  What a layer shares with the next one must outlive the layer.
         """
-        if self.aligned:
+        if all(lo % chunk == 0 for lo, chunk in zip(self.source_box[0], self.chunk_zyx, strict=True)):
             return 0
         depth, *rows = (-(-hi // c) - lo // c for lo, hi, c in zip(*self.source_box, self.chunk_zyx, strict=True))
         layer = min(depth, self.region_edges[0] + 2) * math.prod(rows)

@@ -1,6 +1,6 @@
 """What a volume is, before anything is trained on it: levels, codec, stored chunks, grey values, and how to read it.
 
-`describe_volume` reads metadata, a sidecar or a listing, and the voxels of a few places; what could not be found out is
+`describe_volume` reads metadata, a sidecar or a listing, and the voxels of a few boxes; what could not be found out is
 None and comes with the reason, never 0.  The rest is pure.
 """
 
@@ -20,12 +20,12 @@ from obstore.store import HTTPStore
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import ConfigError, DataError, StorageError, one_line
 from vesuvius.plan.make_plan import make_plan, plan_volume
-from vesuvius.plan.occupancy import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
 from vesuvius.plan.split import split_volume
-from vesuvius.volume_tools.places import GreyFacts, grey_facts
+from vesuvius.volume_tools.grey_statistics import GreyStatistics, grey_statistics
 from vesuvius.volumes.axes import Names
-from vesuvius.volumes.geometry import Geometry, read_multiscale
-from vesuvius.volumes.object_store import open_store
+from vesuvius.volumes.geometry import Geometry, multiscale_of
+from vesuvius.volumes.listing import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
+from vesuvius.volumes.store.object_store import open_store
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class VolumeFacts:
     broken: tuple[tuple[str, str], ...]
     chosen: LevelFacts
     occupancy: Occupancy
-    grey: GreyFacts | None
+    grey: GreyStatistics | None
     uniform: UniformFacts | None
     region: RegionFacts | None
     no_region: str | None
@@ -152,18 +152,19 @@ def describe_volume(
     Args:
         spec: the level to look at closely.
         listing: count chunks by a listing, also where there is a sidecar or a listing may take long.
-        places: boxes whose grey values are looked at; 0 = none.
+        places: boxes whose grey values are sampled; 0 = none.
 
     Raises:
         DataError: the level cannot be opened.
     """
     volume = open_volume(spec, store)
     try:
-        multiscale = read_multiscale(volume)
+        grouped = bool(volume.level_paths)
+        multiscale = multiscale_of(zarr.open_group(volume.array.store, mode="r")) if grouped else None
         chosen = _level_facts(volume, spec.level)
         levels, broken = _all_levels(spec, chosen, volume.level_paths, store)
         occupancy, stored = _occupancy(volume, listing)
-        grey = grey_facts(volume, stored, patch_zyx, places) if places else None
+        grey = grey_statistics(volume, stored, patch_zyx, places) if places else None
         region, no_region = _region_facts(volume, spec, patch_zyx)
     finally:
         volume.close()
@@ -323,7 +324,7 @@ def _why_not_listed(volume: Volume, listing: bool) -> str | None:
         return None
     if source.remote:
         return "a listing of a remote store can take long; --list asks for it"
-    objects = math.prod(-(-n // e) for n, e in zip(volume.shape_zyx, grid.shard_zyx or grid.chunk_zyx, strict=True))
+    objects = math.prod(grid.object_counts_zyx)
     return f"a listing of {objects} files can take long; --list asks for it" if objects > _LISTED_UNASKED else None
 
 

@@ -1,26 +1,25 @@
-"""A volume on disk that is written chunk by chunk, by a process that may be killed at any instant.
+"""A volume on disk that is not whole yet, a copy or a drawn one; its process may be killed at any instant.
 
-    OUT.zarr.partial/copy.json      what is being written: the arguments, which must be the same when it goes on
-    OUT.zarr.partial/lock           its flock is held by the one process that writes
-    OUT.zarr.partial/air.txt        chunks that are done and not stored, because they are air; a line each
-    OUT.zarr.partial/incoming/      chunks that are being written, renamed into place when they are whole
-    OUT.zarr.partial/cache/         chunks of a remote source that are needed more than once
-    OUT.zarr.partial/volume.zarr/   OUT.zarr to be, without metadata until it is whole
+    OUT.zarr.partial/copy.json      the arguments, with which it is resumed; drawing.json of a drawn volume
+    OUT.zarr.partial/lock           locked by the process that writes
+    OUT.zarr.partial/air            one byte per chunk of all levels; 1 = done, and not stored because it is air
+    OUT.zarr.partial/cache/         cached chunks of a remote source
+    OUT.zarr.partial/volume.zarr/   OUT.zarr without metadata, so that nothing unfinished can be opened as a volume
 
-So nothing unfinished can be opened as a volume, and a chunk that is in place, or in air.txt, is done.
+Each chunk is written under a temporary name, synced and renamed.  A chunk is done when its file or its byte in `air` is
+there.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import os
-import re
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,120 +29,112 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.file_lock import take_lock
+from vesuvius.runlog.file_lock import take_lock
+from vesuvius.runlog.whole_file import write_whole
+from vesuvius.volume_tools.copy_plan import CopyPlan
+from vesuvius.volume_tools.pyramid import halve
 
-RECORD = "vesuvius_copy"
-"""Attribute of a finished volume that says what it is a copy of."""
+
+@dataclass(frozen=True)
+class Kind:
+    """What is being written.
+
+    Attributes:
+        name: as messages have it.
+        command: what makes it.
+    """
+
+    name: str
+    command: str
+
+    @property
+    def attribute(self) -> str:
+        """Attribute of a finished volume that says what it was made from."""
+        return f"vesuvius_{self.name}"
+
+    @property
+    def file(self) -> str:
+        """The arguments, in the folder of an unfinished one."""
+        return f"{self.name}.json"
 
 
-class PartialVolume:
-    """`with PartialVolume(...)`: holds OUT.zarr.partial for this process.
+COPY = Kind("copy", "vesuvius volume copy")
+
+
+class PartialCopy:
+    """The chunks of an unfinished volume; made by `open_partial`.
 
     Attributes:
         path: OUT.zarr.partial.
-        cache: a folder in it for whoever reads the source.
+        cache: a folder in it for chunks of the source.
+        done: whether a chunk is written or known to be air: bool over the chunk grid, of each level.
     """
 
     def __init__(
-        self, out: Path, record: dict[str, Any], dtype: np.dtype[Any], chunk_zyx: Triple, fill_value: float
+        self,
+        out: Path,
+        record: dict[str, Any],
+        plan: CopyPlan,
+        dtype: np.dtype[Any],
+        fill_value: float,
+        air: int,
+        kind: Kind,
     ) -> None:
-        """Nothing is touched yet.
-
-        Args:
-            out: the name of the whole volume.
-            record: what is written; plain JSON.
-            dtype, chunk_zyx, fill_value: of all levels.
-        """
         self.path = partial_path(out)
         self.cache = self.path / "cache"
-        self._out, self._record = out, record
-        self._dtype, self._chunk, self._fill = dtype.newbyteorder("<"), chunk_zyx, dtype.type(fill_value)
+        self._out, self._record, self._plan, self._air, self._kind = out, record, plan, air, kind
+        self._dtype, self._fill = dtype.newbyteorder("<"), dtype.type(fill_value)
         shuffle = Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE
         self._codec = Blosc(cname="zstd", clevel=3, shuffle=shuffle)
-        self._air: set[str] = set()
-        self._names = itertools.count()
+        self._volume = self.path / "volume.zarr"
+        self._first = np.cumsum([0, *map(math.prod, plan.counts)]).tolist()
+        os.ftruncate(air, plan.chunk_count)
+        flat = np.frombuffer(os.pread(air, plan.chunk_count, 0), np.uint8) != 0
+        parts = np.split(flat, self._first[1:-1])
+        self.done = [part.reshape(counts) for part, counts in zip(parts, plan.counts, strict=True)]
+        for level, done in enumerate(self.done):
+            for file in (self._volume / str(level)).glob("*/*/*"):
+                if file.name.isdigit():
+                    done[tuple(map(int, file.parts[-3:]))] = True
+                else:
+                    file.unlink()  # it was being written when the process was killed
 
-    def __enter__(self) -> PartialVolume:
-        """Raises ConfigError: another process writes it, or it is another copy; StorageError: the disk refuses."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._check_ours()
-            self._lock = (self.path / "lock").open("w")
-            try:
-                self._claim()
-            except BaseException:
-                self._lock.close()
-                raise
-        except OSError as error:
-            raise _disk_error(self._out, error) from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with suppress(OSError):  # a full disk: what was not noted is read again
-            self._journal.close()
-        self._lock.close()
-
-    def stored_bytes(self, level: int, index: Triple) -> int | None:
-        """Bytes of a chunk that is done, 0 for air; None where it is yet to be written."""
-        if _key(level, index) in self._air:
-            return 0
-        try:
-            return self._file(level, index).stat().st_size
-        except FileNotFoundError:
-            return None
-
-    def write(self, level: int, index: Triple, voxels: NDArray[Any]) -> int:
-        """Store a chunk, whole or not at all; its bytes, or 0 where it is air and therefore not stored.
-
-        May be called from several threads.  Air is forgotten unless `note_air` is told.
+    def write(self, level: int, chunk: Triple, voxels: NDArray[Any]) -> int:
+        """Store a chunk, whole or not at all.  May be called from several threads.
 
         Args:
             voxels: of the volume's dtype; smaller than a chunk at the end of an axis.
 
+        Returns:
+            Bytes of its file; 0 for air, which is not stored.
+
         Raises:
             StorageError: the disk refuses.
         """
-        if (voxels == self._fill).all():
-            return 0
-        if voxels.shape != self._chunk:
-            padded = np.full(self._chunk, self._fill, self._dtype)
-            padded[tuple(slice(size) for size in voxels.shape)] = voxels
-            voxels = padded
-        data = self._codec.encode(np.ascontiguousarray(voxels, self._dtype))
-        incoming, file = self.path / "incoming" / str(next(self._names)), self._file(level, index)
-        try:
-            with incoming.open("wb") as out:
-                out.write(data)
-                out.flush()
-                os.fsync(out.fileno())
-            file.parent.mkdir(parents=True, exist_ok=True)
-            incoming.rename(file)
-        except OSError as error:
-            raise _disk_error(self._out, error) from error
+        z, y, x = chunk
+        with _disk_errors(self._out, self._kind):
+            if (voxels == self._fill).all():
+                data = b""
+                place = self._first[level] + int(np.ravel_multi_index(chunk, self._plan.counts[level]))
+                os.pwrite(self._air, b"\1", place)
+            else:
+                data = self._encoded(voxels)
+                folder = self._volume / f"{level}/{z}/{y}"
+                folder.mkdir(parents=True, exist_ok=True)
+                write_whole(folder / str(x), data)
+        self.done[level][chunk] = True
         return len(data)
 
-    def note_air(self, level: int, indices: Iterable[Triple]) -> None:
-        """Remember chunks that are air, so that they are not read again.  Raises StorageError."""
-        keys = [_key(level, index) for index in indices]
-        self._air.update(keys)
-        try:
-            self._journal.write("".join(f"{key}\n" for key in keys))
-            self._journal.flush()
-        except OSError as error:
-            raise _disk_error(self._out, error) from error
-
-    def finish_level(self, level: int, shape_zyx: Triple) -> zarr.Array[Any]:
+    def finish_level(self, level: int) -> zarr.Array[Any]:
         """Write the metadata of a level whose chunks are all done; the array, to be read.  Raises StorageError."""
         folder = self._volume / str(level)
-        try:
+        with _disk_errors(self._out, self._kind):
             if not (folder / ".zarray").exists():
                 zarr.create_array(
                     str(folder),
-                    shape=shape_zyx,
+                    shape=self._plan.shapes[level],
                     dtype=self._dtype,
-                    chunks=self._chunk,
+                    chunks=self._plan.chunk_zyx,
                     compressors=self._codec,
                     fill_value=self._fill.item(),
                     order="C",
@@ -151,60 +142,67 @@ class PartialVolume:
                     chunk_key_encoding={"name": "v2", "separator": "/"},
                 )
             return zarr.open_array(str(folder), mode="r")
-        except OSError as error:
-            raise _disk_error(self._out, error) from error
+
+    def halved(self, level: int, chunk: Triple, finer: zarr.Array[Any]) -> NDArray[Any]:
+        """The voxels of a chunk from those of the level before.  Reads them."""
+        z, y, x = (slice(2 * lo, 2 * hi) for lo, hi in zip(*self._plan.box_of(level, chunk), strict=True))
+        return halve(np.asarray(finer[z, y, x]))
 
     def publish(self, multiscale: dict[str, Any]) -> None:
         """Write the group's metadata and give the whole volume its name.  Raises StorageError."""
-        try:
+        with _disk_errors(self._out, self._kind):
             group = zarr.open_group(str(self._volume), mode="a", zarr_format=2)
-            group.attrs.put({"multiscales": [multiscale], RECORD: self._record})
+            group.attrs.put({"multiscales": [multiscale], self._kind.attribute: self._record})
             self._volume.rename(self._out)
             shutil.rmtree(self.path)
-        except OSError as error:
-            raise _disk_error(self._out, error) from error
 
-    @property
-    def _volume(self) -> Path:
-        return self.path / "volume.zarr"
+    def _encoded(self, voxels: NDArray[Any]) -> bytes:
+        if voxels.shape != self._plan.chunk_zyx:
+            padded = np.full(self._plan.chunk_zyx, self._fill, self._dtype)
+            padded[tuple(map(slice, voxels.shape))] = voxels
+            voxels = padded
+        return bytes(self._codec.encode(np.ascontiguousarray(voxels, self._dtype)))
 
-    def _file(self, level: int, index: Triple) -> Path:
-        return self._volume / _key(level, index)
 
-    def _check_ours(self) -> None:
-        names = {entry.name for entry in self.path.iterdir()}
-        foreign = sorted(names - {"lock", "copy.json.new"})
-        if foreign and "copy.json" not in names:
-            raise ConfigError(
-                f"an unfinished copy holds copy.json; got {self.path} with {foreign[0]!r} and without it; remove that "
-                "folder or choose another name"
-            )
+@contextmanager
+def open_partial(
+    out: Path,
+    record: dict[str, Any],
+    plan: CopyPlan,
+    dtype: np.dtype[Any],
+    fill_value: float,
+    kind: Kind = COPY,
+) -> Iterator[PartialCopy]:
+    """Begin or resume a volume, alone: the folder is locked until the context ends.
 
-    def _claim(self) -> None:
-        """Lock, compare the arguments, remove what a killed process left half-written, read the list of air."""
-        if not take_lock(self._lock.fileno(), self.path / "lock"):
-            raise ConfigError(
-                f"one process may write a volume; got another one that writes {self.path}; wait for it or end it"
-            )
-        recorded = _record_path(self._out)
-        if recorded.exists():
-            check_record(self.path, _parsed(recorded.read_text()), self._record)
-        else:
-            new = self.path / "copy.json.new"
-            with new.open("w") as out:
-                json.dump(self._record, out, indent=2)
-                out.flush()
-                os.fsync(out.fileno())
-            new.rename(recorded)
-        shutil.rmtree(self.path / "incoming", ignore_errors=True)
-        (self.path / "incoming").mkdir()
-        journal = self.path / "air.txt"
-        journal.touch()
-        text = journal.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]  # a line that was being written when the process died has no end
-        os.truncate(journal, len(whole))
-        self._air = set(re.findall(r"^\d+/\d+/\d+/\d+$", whole.decode(errors="replace"), re.MULTILINE))
-        self._journal = journal.open("a")
+    Args:
+        out: where the whole volume will be.
+        record: the arguments; plain JSON.
+        dtype, fill_value: of all levels.
+
+    Raises:
+        ConfigError: another process writes it, or it was begun with other arguments.
+        StorageError: the disk refuses.
+    """
+    path = partial_path(out)
+    with ExitStack() as held:
+        with _disk_errors(out, kind):
+            path.mkdir(parents=True, exist_ok=True)
+            _check_ours(path, kind)
+            lock = held.enter_context((path / "lock").open("w"))
+            if not take_lock(lock.fileno(), path / "lock"):
+                raise ConfigError(
+                    f"one process may write a volume; got another one that writes {path}; wait for it or end it"
+                )
+            recorded = path / kind.file
+            if recorded.exists():
+                check_record(path, _parsed(recorded.read_text()), record, kind)
+            else:
+                write_whole(recorded, json.dumps(record, indent=2).encode())
+            air = os.open(path / "air", os.O_RDWR | os.O_CREAT, 0o666)
+            held.callback(os.close, air)
+            partial = PartialCopy(out, record, plan, dtype, fill_value, air, kind)
+        yield partial
 
 
 def partial_path(out: Path) -> Path:
@@ -212,38 +210,44 @@ def partial_path(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-def is_begun(out: Path) -> bool:
-    """Whether an unfinished copy is there, to go on with."""
-    return _record_path(out).exists()
+def is_begun(out: Path, kind: Kind = COPY) -> bool:
+    """Whether there is an unfinished volume to resume."""
+    return (partial_path(out) / kind.file).exists()
 
 
-def finished_record(out: Path) -> Any:
-    """What a finished volume says it is a copy of; None for any other."""
+def finished_record(out: Path, kind: Kind = COPY) -> Any:
+    """The arguments that a finished volume was made with; None for any other volume."""
     try:
         attributes = _parsed((out / ".zattrs").read_text())
     except OSError:
         return None
-    return attributes.get(RECORD) if isinstance(attributes, dict) else None
+    return attributes.get(kind.attribute) if isinstance(attributes, dict) else None
 
 
-def check_record(path: Path, there: Any, wanted: dict[str, Any]) -> None:
-    """Raises ConfigError where what is at `path` was written with other arguments."""
+def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: Kind = COPY) -> None:
+    """Raises ConfigError where the volume at `path` was made with other arguments, or is none of this kind."""
     if not isinstance(there, dict):
         raise ConfigError(
-            f"a copy does not replace what exists; got {path}, which is no copy made by `vesuvius volume copy`; choose "
-            "another name, or remove it"
+            f"a {kind.name} does not replace what exists; got {path}, which is no {kind.name} made by "
+            f"`{kind.command}`; choose another name, or remove it"
         )
     differing = [key for key in wanted if there.get(key) != wanted[key]]
     if differing:
         got = ", ".join(f"{key} {json.dumps(wanted[key])} (there: {json.dumps(there.get(key))})" for key in differing)
         raise ConfigError(
-            f"a copy goes on with the arguments that it was begun with; got {got} for {path}; give the same ones, "
-            "choose another name, or remove it"
+            f"a {kind.name} goes on with the arguments that it was begun with; got {got} for {path}; give the "
+            "same ones, choose another name, or remove it"
         )
 
 
-def _record_path(out: Path) -> Path:
-    return partial_path(out) / "copy.json"
+def _check_ours(path: Path, kind: Kind) -> None:
+    names = {entry.name for entry in path.iterdir()}
+    foreign = sorted(name for name in names if name != "lock" and not name.startswith(f".{kind.file}."))
+    if foreign and kind.file not in names:
+        raise ConfigError(
+            f"an unfinished {kind.name} holds {kind.file}; got {path} with {foreign[0]!r} and without it; remove "
+            "that folder or choose another name"
+        )
 
 
 def _parsed(text: str) -> Any:
@@ -253,13 +257,12 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _key(level: int, index: Triple) -> str:
-    z, y, x = index
-    return f"{level}/{z}/{y}/{x}"
-
-
-def _disk_error(out: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"a copy needs a writable disk with enough room; got {error} while writing {out}; free space or choose another "
-        "place: what is done stays, and the same command goes on"
-    )
+@contextmanager
+def _disk_errors(out: Path, kind: Kind) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"a {kind.name} needs a writable disk with enough room; got {error} while writing {out}; free space or "
+            "choose another place: what is done stays, and the same command goes on"
+        ) from error

@@ -4,12 +4,11 @@ at all.  The voxels come from `phantom`; a reader then meets a volume like any o
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from numcodecs import Blosc
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.volume_tools.phantom import Phantom, UInt8
-from vesuvius.volume_tools.pyramid import halve, level_shapes
+from vesuvius.volume_tools.pyramid import halve, level_shapes, multiscale
+from vesuvius.volumes.box import chunk_box, grid_shape
 
 VOXEL_UM = 7.91
 MIN_SIZE_VOXELS = 16
@@ -53,7 +53,7 @@ def labels_path_of(path: Path) -> Path:
 
 def count_chunks(shape_zyx: Triple, chunk: int, levels: int) -> int:
     """How often `write_phantom` will call `on_chunk`: once per chunk of every level, grey and label together."""
-    return sum(math.prod(-(-size // chunk) for size in shape) for shape in level_shapes(shape_zyx, levels))
+    return sum(math.prod(grid_shape(shape, (chunk,) * 3)) for shape in level_shapes(shape_zyx, levels))
 
 
 def write_phantom(
@@ -145,7 +145,8 @@ def _write_groups(
     groups = [_create_group(root, shapes, chunk) for root in roots]
     stored_bytes = inner_raw_bytes = inner_stored_bytes = 0
     for level, shape in enumerate(shapes):
-        for start, stop in _chunk_boxes(shape, chunk):
+        for index in np.ndindex(grid_shape(shape, (chunk,) * 3)):
+            start, stop = chunk_box(index, (chunk,) * 3, shape)
             if level == 0:
                 blocks = phantom.box(start, stop)
             else:
@@ -165,13 +166,8 @@ def _write_groups(
 
 def _create_group(root: Path, shapes: list[Triple], chunk: int) -> list[zarr.Array[Any]]:
     """An OME-Zarr 0.4 group without voxels yet; its arrays, finest first."""
-    datasets = [
-        {"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": [VOXEL_UM * 2**k] * 3}]}
-        for k in range(len(shapes))
-    ]
-    axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
-    multiscale = {"version": "0.4", "name": root.name.removesuffix(".zarr"), "axes": axes, "datasets": datasets}
-    group = zarr.create_group(root, zarr_format=2, attributes={"multiscales": [multiscale]})
+    metadata = multiscale(root.name.removesuffix(".zarr"), len(shapes), [VOXEL_UM] * 3, ["micrometer"] * 3)
+    group = zarr.create_group(root, zarr_format=2, attributes={"multiscales": [metadata]})
     return [
         group.create_array(
             str(k),
@@ -201,10 +197,3 @@ def _read(array: zarr.Array[Any], start: Triple, stop: Triple) -> UInt8:
     """What a box of the next level covers in this one: twice the coordinates, cut at the end of the array."""
     z, y, x = (slice(2 * lo, 2 * hi) for lo, hi in zip(start, stop, strict=True))
     return np.asarray(array[z, y, x], np.uint8)
-
-
-def _chunk_boxes(shape_zyx: Triple, chunk: int) -> Iterator[tuple[Triple, Triple]]:
-    """(start_zyx, stop_zyx) of every chunk, cut at the end of the array, in C order."""
-    for z, y, x in itertools.product(*(range(0, size, chunk) for size in shape_zyx)):
-        nz, ny, nx = shape_zyx
-        yield (z, y, x), (min(z + chunk, nz), min(y + chunk, ny), min(x + chunk, nx))

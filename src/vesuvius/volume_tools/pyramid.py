@@ -1,7 +1,8 @@
-"""The coarser levels of a pyramid: their shapes and voxels.  Pure."""
+"""The levels of a pyramid: their shapes, voxels and OME-Zarr metadata.  Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,37 @@ def level_shapes(shape_zyx: Triple, levels: int) -> list[Triple]:
     """The shapes of all levels from the finest; each half of the one above, rounded up."""
     z, y, x = shape_zyx
     return [(-(-z // 2**k), -(-y // 2**k), -(-x // 2**k)) for k in range(levels)]
+
+
+def multiscale(
+    name: str,
+    levels: int,
+    scale_zyx: Sequence[float],
+    units_zyx: Sequence[str | None],
+    translation_zyx: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """OME-Zarr 0.4 metadata of a pyramid whose levels are called 0, 1, ... and begin at the same corner.
+
+    Args:
+        scale_zyx: of the finest level.
+        translation_zyx: of all levels; None = none is written.
+    """
+    axes = [
+        {"name": axis, "type": "space"} | ({"unit": unit} if unit else {})
+        for axis, unit in zip("zyx", units_zyx, strict=True)
+    ]
+    shift = [] if translation_zyx is None else [{"type": "translation", "translation": list(translation_zyx)}]
+    datasets = [
+        {
+            "path": str(level),
+            "coordinateTransformations": [
+                {"type": "scale", "scale": [size * 2**level for size in scale_zyx]},
+                *shift,
+            ],
+        }
+        for level in range(levels)
+    ]
+    return {"version": "0.4", "name": name, "axes": axes, "datasets": datasets}
 
 
 def halve(voxels: NDArray[Any]) -> NDArray[Any]:

@@ -29,11 +29,11 @@ from obstore.store import HTTPStore
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.file_lock import take_lock
-from vesuvius.plan.occupancy import Bools, kept_file, list_objects, read_sidecar
+from vesuvius.runlog.file_lock import take_lock
 from vesuvius.volume_tools.child_reads import BrokenChunk, FinishedTask, Reading, read_in_children
-from vesuvius.volumes.object_store import open_store
-from vesuvius.volumes.stored import Stored
+from vesuvius.volumes.listing import Bools, kept_file, list_objects, read_sidecar
+from vesuvius.volumes.missing import StoredChunks
+from vesuvius.volumes.store.object_store import open_store
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
 log = logging.getLogger(__name__)
@@ -120,12 +120,11 @@ def _count(figures: VerifyFigures, task: FinishedTask, objects: int) -> None:
     figures.broken += task.broken
 
 
-def _objects(volume: Volume) -> tuple[Bools, Stored | None]:
+def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
     """Which chunks, or shards, are to be read; and which chunks must be there, where that is known."""
     sidecar = read_sidecar(volume)
     grid = volume.grid
-    edges = grid.shard_zyx or grid.chunk_zyx
-    counts = tuple(-(-size // edge) for size, edge in zip(volume.shape_zyx, edges, strict=True))
+    counts = grid.object_counts_zyx
     if volume.source.remote and isinstance(open_store(volume.source.address, volume.source.config), HTTPStore):
         objects = np.ones(counts, bool) if sidecar is None else np.zeros(counts, bool)
     else:
@@ -134,7 +133,7 @@ def _objects(volume: Volume) -> tuple[Bools, Stored | None]:
         return objects, None
     per_object = [-(-n // c) for n, c in zip(sidecar.shape, counts, strict=True)]
     objects[tuple((np.argwhere(sidecar) // per_object).T)] = True
-    return objects, Stored.of(sidecar) if sidecar.shape == grid.counts_zyx else None
+    return objects, StoredChunks.of(sidecar) if sidecar.shape == grid.counts_zyx else None
 
 
 def _chunks_per_object(volume: Volume) -> int:

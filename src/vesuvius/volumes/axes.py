@@ -17,6 +17,7 @@ Names = tuple[str | None, ...]
 """What the axes of an array are called, in stored order."""
 
 _SPACE = ("z", "y", "x")
+_MOST_CHANNELS = 4  # RGBA
 _WORDS = {"depth": "z", "height": "y", "width": "x"}
 
 
@@ -65,7 +66,10 @@ class Axes:
 def find_axes(
     name: str, array: zarr.Array[Any], ome_names: Names | None, select: tuple[int, ...]
 ) -> tuple[Axes, Names]:
-    """The axes of an array, from their names; without names of space the last three are z, y and x.
+    """The axes of an array, from their names.
+
+    Without names of space the last three are z, y and x; but a last axis of up to 4 behind longer ones holds channels,
+    as of a colour picture, and z, y and x are the three before it.
 
     Args:
         name: of the volume, for messages.
@@ -86,7 +90,7 @@ def find_axes(
             "(Z, Y, X)"
         )
     named = ome_names is not None or (own_names is not None and spatial(own_names))
-    zyx = _places(name, array, names) if names and named else (array.ndim - 3, array.ndim - 2, array.ndim - 1)
+    zyx = _places(name, array, names) if names and named else _unnamed(array.shape)
     if ome_names and own_names and not _agree(ome_names, own_names):
         raise DataError(
             f"the axes of an OME-Zarr and the dimension_names of its arrays must agree; got {_listed(ome_names)} and "
@@ -95,6 +99,11 @@ def find_axes(
     axes = Axes(zyx, select)
     _check_select(name, array, names, axes)
     return axes, names or (None,) * array.ndim
+
+
+def _unnamed(shape: Sequence[int]) -> Triple:
+    end = len(shape) - (len(shape) > 3 and shape[-1] <= _MOST_CHANNELS < min(shape[-4:-1]))
+    return end - 3, end - 2, end - 1
 
 
 def _own_names(array: zarr.Array[Any]) -> Names | None:

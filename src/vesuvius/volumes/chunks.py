@@ -26,9 +26,9 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
 from vesuvius.config import Triple
 from vesuvius.volumes.axes import Axes
-from vesuvius.volumes.box import Box
-from vesuvius.volumes.byte_range import ByteRange
-from vesuvius.volumes.source import Source
+from vesuvius.volumes.box import Box, chunk_box, grid_shape
+from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.store.source import Source
 
 Coords = tuple[int, ...]
 Request = tuple[str, ByteRange | None]
@@ -69,8 +69,7 @@ class ChunkGrid:
     @property
     def counts_zyx(self) -> Triple:
         """Chunks along each axis."""
-        z, y, x = (-(-size // chunk) for size, chunk in zip(self.shape_zyx, self.chunk_zyx, strict=True))
-        return z, y, x
+        return grid_shape(self.shape_zyx, self.chunk_zyx)
 
     @property
     def shard_zyx(self) -> Triple | None:
@@ -85,24 +84,30 @@ class ChunkGrid:
 
     def box_of(self, chunk: Triple) -> Box:
         """The voxels of a chunk, cut at the end of the array."""
-        start = tuple(i * c for i, c in zip(chunk, self.chunk_zyx, strict=True))
-        stop = (min(lo + c, size) for lo, c, size in zip(start, self.chunk_zyx, self.shape_zyx, strict=True))
-        (z0, y0, x0), (z1, y1, x1) = start, stop
-        return (z0, y0, x0), (z1, y1, x1)
+        return chunk_box(chunk, self.chunk_zyx, self.shape_zyx)
+
+    @property
+    def object_zyx(self) -> Triple:
+        """Voxels of an object: a chunk, or a shard."""
+        return self.shard_zyx or self.chunk_zyx
+
+    @property
+    def object_counts_zyx(self) -> Triple:
+        """Objects along each axis."""
+        return grid_shape(self.shape_zyx, self.object_zyx)
+
+    def object_index(self, chunk: Triple) -> Triple:
+        """The index of the object that holds a chunk."""
+        z, y, x = (i * c // o for i, c, o in zip(chunk, self.chunk_zyx, self.object_zyx, strict=True))
+        return z, y, x
 
     def object_box(self, chunk: Triple) -> Box:
-        """The voxels of the object that holds a chunk, its own or its shard, cut at the end of the array."""
-        edges = self.shard_zyx or self.chunk_zyx
-        start = tuple(i * c // e * e for i, c, e in zip(chunk, self.chunk_zyx, edges, strict=True))
-        stop = (min(lo + e, size) for lo, e, size in zip(start, edges, self.shape_zyx, strict=True))
-        (z0, y0, x0), (z1, y1, x1) = start, stop
-        return (z0, y0, x0), (z1, y1, x1)
+        """The voxels of the object that holds a chunk, cut at the end of the array."""
+        return chunk_box(self.object_index(chunk), self.object_zyx, self.shape_zyx)
 
     def key_of(self, chunk: Triple) -> str:
-        """The object that holds a chunk: its own, or its shard's."""
-        outer_zyx = self.shard_zyx or self.chunk_zyx
-        place = [i * c // o for i, c, o in zip(chunk, self.chunk_zyx, outer_zyx, strict=True)]
-        return self._folder + self._name(place)
+        """The key of the object that holds a chunk."""
+        return self._folder + self._name(self.object_index(chunk))
 
     def place_of(self, key: str) -> Triple | None:
         """Where the object with this key stands among the chunks, or shards; None where it is none of them."""

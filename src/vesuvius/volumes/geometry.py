@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zarr
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.axes import Names, letter_of
-
-if TYPE_CHECKING:
-    from vesuvius.volumes.volume import Volume
 
 FloatTriple = tuple[float, float, float]
 
@@ -117,11 +114,9 @@ class Multiscale:
     title: str | None
 
 
-def read_multiscale(volume: Volume) -> Multiscale | None:
-    """The metadata of the group that a volume is a level of; None for a bare array."""
-    if not volume.level_paths:
-        return None
-    ome = ome_attributes(zarr.open_group(volume.array.store, mode="r"))
+def multiscale_of(group: zarr.Group) -> Multiscale:
+    """The metadata of an OME-Zarr group."""
+    ome = ome_attributes(group)
     entry: Any = ome["multiscales"][0]
     version, title = entry.get("version", ome.get("version")), entry.get("name")
     return Multiscale(None if version is None else str(version), None if title is None else str(title))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -18,15 +19,38 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, format_box, intersection, slices
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.source import Source
 from vesuvius.volumes.staged import StagedStore
-from vesuvius.volumes.stored import Stored
+from vesuvius.volumes.store.source import Source
 
 # Metadata are looked at no more often than this, and for no more than one part in so many of the time.
 _CHECK_EVERY_S = 1.0
 _CHECK_SHARE = 50
 # Per axis of a chunk, where it is looked for voxels that are not air.
 _SAMPLES = 3
+
+
+@dataclass(frozen=True, eq=False)
+class StoredChunks:
+    """The chunks that a listing has found, one bit each; `chunk in stored`.  Picklable.
+
+    Attributes:
+        bits: in C order, eight to a byte.
+        counts_zyx: chunks along each axis.
+    """
+
+    bits: NDArray[np.uint8]
+    counts_zyx: Triple
+
+    @classmethod
+    def of(cls, occupancy: NDArray[np.bool_]) -> StoredChunks:
+        """From bool over the chunk grid (z, y, x)."""
+        z, y, x = occupancy.shape
+        return cls(np.packbits(occupancy), (z, y, x))
+
+    def __contains__(self, chunk: Triple) -> bool:
+        z, y, x = chunk
+        place = (z * self.counts_zyx[1] + y) * self.counts_zyx[2] + x
+        return bool(self.bits[place >> 3] >> (7 - (place & 7)) & 1)
 
 
 class MetadataCheck:
@@ -88,7 +112,7 @@ class MissingChunks:
         air: float,
         treatment: Literal["air", "error"],
     ) -> None:
-        self.stored: Stored | None = None
+        self.stored: StoredChunks | None = None
         self._name = name
         self._grid = grid
         self._source = grid.source

@@ -1,32 +1,31 @@
-"""A zarr store that answers from bytes that are already on their way."""
+"""A read-only zarr store that prefetches the chunks of boxes."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any
 
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from vesuvius.volumes.box import Box
-from vesuvius.volumes.byte_range import ByteRange
 from vesuvius.volumes.chunks import ChunkGrid, Request
 from vesuvius.volumes.errors import ClosedError
-from vesuvius.volumes.source import Source
-
-_READS_ONLY = "a staged store only reads, and only keys that it is asked for by name"
+from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.store.source import Source
 
 
 class StagedStore(Store):
-    """Read-only.  `stage` has all chunks of a box fetched at once, on the source's threads; zarr then finds them here.
+    """`stage` fetches all chunks of a box at once, on the source's threads; zarr then finds them here.
 
     What was not staged is fetched when zarr asks for it: staging changes speed, never bytes.
 
     Attributes:
-        grid: the chunks of the array that is read, once it is open; it looks at their bytes before they are decoded.
+        grid: the chunks of the array, once it is open; it checks their length before they are decoded.
     """
 
     grid: ChunkGrid | None = None
@@ -40,12 +39,12 @@ class StagedStore(Store):
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="stage")
 
     def stage(self, grid: ChunkGrid, box: Box) -> None:
-        """Start to fetch the chunks of a box.  Does not wait, not even for the indices of shards."""
+        """Start fetching the chunks of a box.  Does not wait, not even for the indices of shards."""
         if box not in self._stagings:
             self._stagings[box] = self._stager.submit(self._stage, grid, box)
 
     def settle(self, box: Box) -> None:
-        """Wait until all bytes of a staged box are here or have failed; to be called before the box is read.
+        """Wait until all requests of a staged box have ended; called before the box is read.
 
         Raises:
             ClosedError: another thread has closed the source.
@@ -57,7 +56,7 @@ class StagedStore(Store):
                 raise ClosedError(self.source.address) from None
 
     def release(self, box: Box) -> None:
-        """Forget the bytes of a staged box that no other one needs; to be called when it has been read."""
+        """Free the bytes of a staged box that no other box needs; called when it has been read."""
         requests = self._requests_of(box)
         self._stagings.pop(box, None)
         with self._lock:
@@ -69,13 +68,13 @@ class StagedStore(Store):
                     future.cancel()
 
     def found_absent(self, key: str, byte_range: ByteRange | None) -> bool | None:
-        """Whether an object, or a part of it, that is staged turned out to be absent; None where it is not staged."""
+        """Whether a staged object, or a part of one, is absent; None where it is not staged."""
         with self._lock:
             future, _ = self._staged.get((key, byte_range), (None, 0))
         return None if future is None else future.result() is None
 
     def unstage(self) -> None:
-        """Forget all that was staged."""
+        """Free everything that was staged."""
         for box in list(self._stagings):
             self.release(box)
 
@@ -88,12 +87,12 @@ class StagedStore(Store):
         return requests
 
     def _requests_of(self, box: Box) -> list[Request]:
-        """What was staged for a box; nothing where that failed: the read meets the error again, and reports it."""
+        """The requests staged for a box; none where staging failed: the read meets the error again and reports it."""
         staging = self._stagings.get(box)
         return staging.result() if staging is not None and staging.exception() is None else []
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """As zarr's Store; waits for what is on its way."""
+        """As zarr's Store; waits for what is being fetched."""
         request = (key, _own(byte_range))
         with self._lock:
             future, _ = self._staged.get(request, (None, 0))
@@ -104,9 +103,9 @@ class StagedStore(Store):
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
+    ) -> Any:
         """As zarr's Store."""
-        return list(await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges)))
+        return await asyncio.gather(*(self.get(key, prototype, part) for key, part in key_ranges))
 
     async def exists(self, key: str) -> bool:
         """As zarr's Store."""
@@ -117,32 +116,12 @@ class StagedStore(Store):
 
     __hash__ = None  # type: ignore[assignment]
 
-    @property
-    def supports_writes(self) -> bool:
-        return False
+    supports_writes = supports_deletes = supports_listing = False
 
-    @property
-    def supports_deletes(self) -> bool:
-        return False
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise io.UnsupportedOperation("a prefetching store only reads, and only keys that it is asked for by name")
 
-    @property
-    def supports_listing(self) -> bool:
-        return False
-
-    async def set(self, key: str, value: Buffer) -> None:
-        raise io.UnsupportedOperation(_READS_ONLY)
-
-    async def delete(self, key: str) -> None:
-        raise io.UnsupportedOperation(_READS_ONLY)
-
-    def list(self) -> AsyncIterator[str]:
-        raise io.UnsupportedOperation(_READS_ONLY)
-
-    def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        raise io.UnsupportedOperation(_READS_ONLY)
-
-    def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        raise io.UnsupportedOperation(_READS_ONLY)
+    set = delete = list = list_prefix = list_dir = _refuse
 
 
 def _own(part: ByteRequest | None) -> ByteRange | None:

@@ -37,11 +37,10 @@ from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
 from vesuvius.volumes.errors import ClosedError, FetchError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
 from vesuvius.volumes.levels import Level, pick_level
-from vesuvius.volumes.missing import MetadataCheck, MissingChunks
-from vesuvius.volumes.object_store import is_remote
-from vesuvius.volumes.source import Source, SourceFigures
+from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks
 from vesuvius.volumes.staged import StagedStore
-from vesuvius.volumes.stored import Stored
+from vesuvius.volumes.store.object_store import is_remote
+from vesuvius.volumes.store.source import Source, SourceFigures
 
 log = logging.getLogger(__name__)
 
@@ -137,12 +136,12 @@ class Volume:
         if self._staged is not None:
             self._staged.stage(self.grid, box)
 
-    def expect(self, stored: Stored | None) -> None:
+    def expect(self, stored: StoredChunks | None) -> None:
         """From now on a chunk that a listing says is stored, and that is absent, is damaged rather than air."""
         self.missing.stored = stored
 
     @property
-    def stored(self) -> Stored | None:
+    def stored(self) -> StoredChunks | None:
         """The chunks that a listing has found, where one was made; see `expect`."""
         return self.missing.stored
 

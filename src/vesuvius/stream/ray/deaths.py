@@ -1,79 +1,91 @@
-"""Why a reader has died, by Ray's own account."""
+"""The death of a reader: which process, why, and what it was reading."""
 
 from __future__ import annotations
 
 import logging
-import re
-import threading
+import time
 from dataclasses import dataclass
-
-import ray
+from typing import Any
 
 from vesuvius.errors import one_line
+from vesuvius.stream.closing import done_within
 from vesuvius.stream.ray import private
+from vesuvius.stream.reading.notes import Note, Place
 
 log = logging.getLogger(__name__)
 
 _ASK_S = 2.0
+# Ray's table of processes lags behind that of its actors.
+_LAG_S = 1.0
 
 
 @dataclass(frozen=True)
-class RayCause:
-    """Why a process of Ray ended, by Ray's own account.
+class ReaderDeath:
+    """A reader process that has ended, and was not asked to.
 
     Attributes:
-        exit_type: `NODE_OUT_OF_MEMORY` where Ray's memory monitor has killed it; `SYSTEM_ERROR` where it was gone
-            without a word (SIGKILL, a crash, the kernel); `USER_ERROR`, `INTENDED_SYSTEM_EXIT` or `INTENDED_USER_EXIT`.
-        detail: one line, in Ray's words.
-        time: when Ray noticed, seconds since 1970; a few tenths of a second late.
+        pid: 0 where it is not known: the reader died before it was seen in Ray's table.
+        node: host name of its machine.
+        exit: how Ray says that it ended; None where Ray does not say.
+        note: what it left behind on this machine.
     """
 
-    exit_type: str
-    detail: str
-    time: float
+    pid: int
+    node: str
+    exit: private.WorkerExit | None
+    note: Note | None
 
     def __str__(self) -> str:
-        by = "out of memory: Ray's memory monitor" if self.exit_type == "NODE_OUT_OF_MEMORY" else self.exit_type
-        return f"{by}: {self.detail}"
+        crash, place = self._left
+        why = [f"{crash}, by its own account"] if crash else []
+        by = {"NODE_OUT_OF_MEMORY": "out of memory: Ray's memory monitor"}
+        told = f"{by.get(self.exit.exit_type, self.exit.exit_type)}: {self._detail}" if self.exit else ""
+        why.append((told or "Ray does not say why").rstrip("."))
+        reading = f" while it read {place}" if place else ""
+        return f"reader {self.pid or '?'} on {self.node} was killed or died ({'; '.join(why)}){reading}"
+
+    def fields(self, other_pid: int | None) -> dict[str, Any]:
+        """As data, for `ReaderEnd`; `other_pid`: a living reader of the same machine."""
+        crash, place = self._left
+        return {
+            "pid": self.pid,
+            "node": self.node,
+            "new_pid": other_pid,
+            "exit_type": self.exit.exit_type if self.exit else None,
+            "exit_detail": self._detail,
+            "exit_time": self.exit.time if self.exit else None,
+            "signal": crash,
+            "volume": place.volume if place else None,
+            "box": place.box if place else None,
+            "chunk": place.chunk if place else None,
+        }
+
+    @property
+    def _left(self) -> tuple[str | None, Place | None]:
+        """The fatal signal and what was read, where the reader left them."""
+        return (self.note.crash, self.note.place) if self.note else (None, None)
+
+    @property
+    def _detail(self) -> str:
+        """Ray's words without its guesses, its advice and the memory of other processes."""
+        text = self.exit.detail if self.exit else ""
+        if "OOM kill reason: " in text:
+            return one_line(text.split("OOM kill reason: ")[1].split("\n")[0])
+        return one_line(text.split(" Some common causes include")[0])
 
 
-def reader_death_cause(pid: int, node: str) -> RayCause | None:
-    """Why a reader that has died did; None where Ray does not tell, or does not yet.
+def exit_of(pid: int, node_id: bytes) -> private.WorkerExit | None:
+    """How Ray says that a process ended; None where it does not say within two seconds.  Never raises."""
+    found: list[private.WorkerExit] = []
 
-    Takes a few milliseconds, at most two seconds; never raises.
+    def ask() -> None:
+        deadline = time.monotonic() + _LAG_S
+        while not found and time.monotonic() < deadline:
+            found.extend(row for row in private.worker_exits() if (row.pid, row.node_id) == (pid, node_id))
+            time.sleep(0 if found else 0.1)
 
-    Args:
-        pid: of the dead process.
-        node: host name of its machine.
-    """
-    answers: list[RayCause | None] = []
-    # On a thread of its own: Ray waits for ever for a cluster whose head is gone.
-    asking = threading.Thread(target=lambda: answers.append(_ask_for_cause(pid, node)), daemon=True)
-    asking.start()
-    asking.join(_ASK_S)
-    return answers[0] if answers else None
-
-
-def _ask_for_cause(pid: int, node: str) -> RayCause | None:
     try:
-        known = ray.nodes()  # type: ignore[no-untyped-call]
-        nodes = {bytes.fromhex(found["NodeID"]) for found in known if found["NodeManagerHostname"] == node}
-        table = private.worker_rows()
+        done_within(_ASK_S, ask)
     except Exception as error:  # only one line of a report depends on it
         log.debug("Ray does not say how reader %d ended: %s", pid, one_line(error))
-        return None
-    dead = [row for row in table if row.pid == pid and not row.is_alive and row.node_id in nodes]
-    if not dead:
-        return None
-    last = max(dead, key=lambda row: row.end_time)
-    return RayCause(last.exit_type, exit_detail(last.exit_detail, pid), last.end_time)
-
-
-def exit_detail(text: str, pid: int) -> str:
-    """What Ray says of the end of a process, in one line, without advice, guesses and other processes.  Pure."""
-    reason = re.search(r"OOM kill reason: (.*)", text)
-    if reason is None:
-        return one_line(text.split(" Some common causes include")[0])
-    used = re.search(rf"\bpid={pid}, actual memory used=([\d.]+)GB", text)
-    figures = re.sub(r"(\d+)B\b", lambda found: f"{int(found[1]) / 2**30:.2f} GiB", reason[1])
-    return one_line(figures + (f"; the reader held {used[1]} GiB" if used else ""))
+    return max(list(found), key=lambda row: row.time, default=None)

@@ -1,4 +1,4 @@
-"""Every private part of Ray that vesuvius uses, one small function each.
+"""Every private interface of Ray that vesuvius uses, one small function each.
 
 No release of Ray promises any of them: `tests/stream/test_ray_private.py` checks each against the installed Ray, and
 `pyproject.toml` allows only the releases for which that test was run.
@@ -10,12 +10,12 @@ import atexit
 import itertools
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
+import grpc
 import psutil
 import ray
 import ray._private.auto_init_hook
@@ -30,38 +30,19 @@ from ray.data import DataContext
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util.debug import log_once
 
-__all__ = [
-    "ActorRow",
-    "ExecutionCallback",
-    "StoreStats",
-    "WorkerRow",
-    "actor_rows",
-    "cluster_state",
-    "data_threads",
-    "end_execution",
-    "hide_progress_warning",
-    "kill_daemons",
-    "leave_to_the_system",
-    "map_with_bounded_restarts",
-    "quiet_daemon_messages",
-    "set_blocks_ahead",
-    "shut_down",
-    "store_stats",
-    "without_sigterm_handler",
-    "worker_rows",
-]
+__all__ = ["ExecutionCallback"]
 
 
 @dataclass(frozen=True)
 class ActorRow:
-    """An actor, by Ray's table of actors.
+    """A row of Ray's table of actors.
 
     Attributes:
         state: ALIVE, RESTARTING, DEAD, ...
-        pid: of its present process; 0 while it has none.
+        pid: of its current process; 0 while it has none.
         node_id: machine of that process.
         restarts: how often Ray has replaced its process.
-        worker_died: it is DEAD because its process or machine ended, not because its owner let go of it.
+        worker_died: it is DEAD because its process or machine ended, not because its owner released it.
     """
 
     actor: str
@@ -74,15 +55,21 @@ class ActorRow:
 
 
 @dataclass(frozen=True)
-class WorkerRow:
-    """A process, by Ray's table of workers.  `end_time`: seconds since 1970."""
+class WorkerExit:
+    """How a process ended, by Ray's table of workers.
+
+    Attributes:
+        exit_type: `NODE_OUT_OF_MEMORY` where Ray's memory monitor killed it; `SYSTEM_ERROR` where it was gone without a
+            word (SIGKILL, a crash, the kernel); `USER_ERROR`, `INTENDED_SYSTEM_EXIT` or `INTENDED_USER_EXIT`.
+        detail: in Ray's words, of many lines.
+        time: when Ray noticed, seconds since 1970; a few tenths of a second late.
+    """
 
     pid: int
     node_id: bytes
-    is_alive: bool
     exit_type: str
-    exit_detail: str
-    end_time: float
+    detail: str
+    time: float
 
 
 @dataclass(frozen=True)
@@ -122,20 +109,15 @@ def _worker_died(cause: Any) -> bool:
     return cause.HasField("actor_died_error_context") and died.reason in (reasons.WORKER_DIED, reasons.NODE_DIED)
 
 
-def worker_rows() -> list[WorkerRow]:
-    """The processes that Ray knows, those that have ended included.  Waits as `actor_rows`."""
+def worker_exits() -> list[WorkerExit]:
+    """The processes of Ray that have ended.  Waits as `actor_rows`."""
     rows = ray._private.state.state._connect_and_get_accessor().get_worker_table()
     table = [gcs_pb2.WorkerTableData.FromString(row) for row in rows]  # type: ignore[attr-defined]
+    names = common_pb2.WorkerExitType.Name  # type: ignore[attr-defined]
     return [
-        WorkerRow(
-            pid=row.pid,
-            node_id=row.worker_address.node_id,
-            is_alive=row.is_alive,
-            exit_type=common_pb2.WorkerExitType.Name(row.exit_type),  # type: ignore[attr-defined]
-            exit_detail=row.exit_detail,
-            end_time=row.end_time_ms / 1e3,
-        )
+        WorkerExit(row.pid, row.worker_address.node_id, names(row.exit_type), row.exit_detail, row.end_time_ms / 1e3)
         for row in table
+        if not row.is_alive
     ]
 
 
@@ -145,8 +127,13 @@ def cluster_state() -> Any:
 
 
 def store_stats(state: Any, timeout_s: float) -> StoreStats:
-    """How full the object stores are.  Raises what gRPC raises where no machine answers in time."""
-    reply = get_memory_info_reply(state, timeout_seconds=timeout_s)  # type: ignore[no-untyped-call]
+    """How full the object stores are.  Raises ConnectionError where no machine answers in time."""
+    try:
+        reply = get_memory_info_reply(state, timeout_seconds=timeout_s)  # type: ignore[no-untyped-call]
+    except grpc.RpcError as error:
+        raise ConnectionError(
+            f"Ray on this machine does not answer ({error.code().name}: {error.details()})"
+        ) from error
     stats = reply.store_stats
     return StoreStats(
         int(stats.object_store_bytes_used), int(stats.object_store_bytes_avail), int(stats.spilled_bytes_total)
@@ -154,10 +141,10 @@ def store_stats(state: Any, timeout_s: float) -> StoreStats:
 
 
 def map_with_bounded_restarts(dataset: ray.data.Dataset, reader: type[Any], deaths: int, **settings: Any) -> Any:
-    """`Dataset.map_batches` whose actors are replaced, and whose tasks run again, no more than so many times.
+    """`Dataset.map_batches` whose actors are restarted, and whose tasks are retried, at most so many times.
 
-    By default Ray Data does both without end, so a task that kills its actor is tried for ever.  The way to say so is
-    to go in Ray 2.64, hence its warning.
+    By default Ray Data does both without end: a task that kills its actor is tried for ever.  Ray 2.64 will drop this
+    way of saying so, hence its warning.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
@@ -170,7 +157,7 @@ def set_blocks_ahead(context: DataContext, blocks: int) -> None:
 
 
 def hide_progress_warning() -> None:
-    """Ray Data warns that progress bars are off, as asked; it says so once, and this is the once."""
+    """Suppress Ray Data's one warning that progress bars are off, as asked."""
     log_once("ray_data_progress_manager_disabled")
 
 
@@ -185,24 +172,39 @@ def data_threads() -> list[tuple[threading.Thread, bool]]:
     return [(thread, ends[thread.name]) for thread in threading.enumerate() if thread.name in ends]
 
 
-def without_sigterm_handler() -> AbstractContextManager[Any]:
-    """While it lasts `ray.init` leaves SIGTERM alone."""
-    return mock.patch.object(ray._private.utils, "set_sigterm_handler")
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
-def quiet_daemon_messages(take: Callable[[Any], None]) -> Any:
-    """A patch (`start`, `stop`) by which lines that Ray's daemons report go to `take`, not to the terminal."""
-    return mock.patch.object(ray._private.worker, "print_to_stdstream", lambda data, *_, **__: take(data.get("lines")))
+@contextmanager
+def without_sigterm_handler() -> Iterator[None]:
+    """Keep `ray.init` from installing its handler of SIGTERM."""
+    with _replaced(ray._private.utils, "set_sigterm_handler", lambda *_: None):
+        yield
+
+
+@contextmanager
+def daemon_messages(take: Callable[[Any], None]) -> Iterator[None]:
+    """Send what Ray's daemons report to `take` instead of the terminal."""
+    with _replaced(ray._private.worker, "print_to_stdstream", lambda data, *_, **__: take(data.get("lines"))):
+        yield
 
 
 def shut_down(when_handlers_are_back: Callable[[], None]) -> None:
-    """`ray.shutdown`, which early on puts back the signal handlers that its C++ core found.
+    """`ray.shutdown`, which early on restores the signal handlers that its C++ core found.
 
-    It sends SIGTERM to each daemon and waits a second before it kills it.  Ours hold SIGTERM back, so they are killed
-    at once, which saves five seconds, and with them their children, which notice it up to a minute later.
+    It sends SIGTERM to each daemon and waits a second before it kills it.  Ours block SIGTERM, so they are killed at
+    once, which saves five seconds, and with them their children, which would notice up to a minute later.
 
     Args:
-        when_handlers_are_back: called right behind that.
+        when_handlers_are_back: called right after that.
     """
     disconnect, kill = ray._private.state.state.disconnect, Node.kill_all_processes
 
@@ -215,17 +217,17 @@ def shut_down(when_handlers_are_back: Callable[[], None]) -> None:
 
     children = _children(_daemons())
     with (
-        mock.patch.object(ray._private.state.state, "disconnect", tell_and_disconnect),
-        mock.patch.object(Node, "kill_all_processes", kill_at_once),
+        _replaced(ray._private.state.state, "disconnect", tell_and_disconnect),
+        _replaced(Node, "kill_all_processes", kill_at_once),
     ):
         ray.shutdown()
     _kill(children)
 
 
 def kill_daemons() -> None:
-    """End the Ray that this process has started, by SIGKILL: calls that wait for it then fail.
+    """Kill the Ray that this process has started: calls that wait for it then fail.
 
-    Ray is not started anew by whatever calls it next.
+    Later calls do not start another one.
     """
     ray._private.auto_init_hook.enable_auto_connect = False
     daemons = _daemons()

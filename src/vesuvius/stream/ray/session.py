@@ -1,23 +1,23 @@
-"""Ray itself: started, or connected to, once for a process, and ended with the last stream that uses it."""
+"""Starts Ray, or connects to it, once per process, and ends it with the last stream that uses it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import ray
 
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, one_line
+from vesuvius.stream.options import check_cluster
 from vesuvius.stream.ray import private
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ _ANNOUNCEMENT = b"RAY_BACKEND_LOG_LEVEL"
 
 
 class Session:
-    """A use of Ray by one stream: a private Ray that the first use starts and the last one ends, a named cluster, or
-    whatever Ray this process is already connected to.
+    """One stream's use of Ray: of a private Ray that the first use starts and the last one ends, of a named cluster, or
+    of the Ray that this process is already connected to.
 
     Args:
         store_bytes: size of a private Ray's object store.
@@ -42,8 +42,8 @@ class Session:
     _uses: ClassVar[int] = 0
     _ours: ClassVar[bool] = False
     _hangs: ClassVar[bool] = False
-    # Ray prints what its daemons report, such as tasks of readers that were ended on purpose, to the terminal.
-    _messages: ClassVar[Any] = private.quiet_daemon_messages(lambda lines: log.debug("Ray: %s", lines))
+    # Ray prints what its daemons report to the terminal, such as tasks of readers that were ended on purpose.
+    _messages: ClassVar[ExitStack] = ExitStack()
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
         self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
@@ -55,12 +55,12 @@ class Session:
         if not ray.is_initialized():
             start_ray(config, self._cpus, store_bytes)
             Session._ours = True
-            Session._messages.start()
+            Session._messages.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
         Session._uses += 1
         self._open = True
 
     def fits(self, workers: int, ranks: int, store_bytes: int) -> bool:
-        """Whether other readers can run without starting Ray anew; on a cluster of others that is up to Ray."""
+        """Whether so many readers can run without a restart of Ray; on a shared cluster that is up to Ray."""
         return not Session._ours or (_cpus(workers, ranks) <= self._cpus and store_bytes <= self._store_bytes)
 
     def close(self) -> None:
@@ -73,14 +73,13 @@ class Session:
             Session._ours = False
             _join_data_threads()
             Session._hangs = not _shut_down()
-            Session._messages.stop()
+            Session._messages.close()
 
 
 def _cpus(workers: int, ranks: int) -> int:
-    """CPUs that Ray must believe in.
+    """CPUs to declare to Ray, which silently runs fewer readers than asked where they exceed its CPUs.
 
-    Fewer than actors and Ray would silently run fewer readers; twice as many readers live while one execution hands
-    over to the next.
+    Twice as many readers live while one execution hands over to the next.
     """
     return max(os.cpu_count() or 1, 2 * workers + ranks + 1)
 
@@ -97,8 +96,8 @@ def _shut_down() -> bool:
 
     Ray waits for ever for a head that does not answer: then its daemons are killed, which ends the wait.
 
-    Early in its shutdown Ray's C++ core puts back the handlers of signals that it found, and SIGTERM would end this
-    process on the spot: the one that Python knows of is set again behind that.
+    Early in its shutdown Ray's C++ core restores the signal handlers that it found, and SIGTERM would end this process
+    on the spot: Python's handler is installed again right after that.
     """
 
     handlers_are_back, listening = threading.Event(), threading.Event()
@@ -126,7 +125,9 @@ def _shut_down() -> bool:
 
     threading.Thread(target=end, name="ray-shutdown", daemon=True).start()
     if not ends_within(_END_S):
-        log.warning("Ray did not shut down within %g s, as where its head hangs; a private Ray is killed now", _END_S)
+        log.warning(
+            "Ray did not shut down within %g s, probably because its head hangs; a private Ray is killed now", _END_S
+        )
         private.kill_daemons()
         if not ends_within(_KILLED_S):
             log.warning("Ray did not shut down within another %g s, and is left behind", _KILLED_S)
@@ -137,7 +138,7 @@ def _shut_down() -> bool:
 
 
 def _listen_to_sigterm() -> None:
-    """Have the handler that Python knows of called again: Ray's C++ core has put its own in place of it."""
+    """Install Python's handler of SIGTERM again, which Ray's C++ core has replaced."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
@@ -159,10 +160,10 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
         "num_cpus": cpus,
     }
     if config.address is not None:
-        _check_cluster(config.address)
+        check_cluster(config.address)
         settings = {"address": config.address}
     try:
-        # ray.init would take SIGTERM and exit from wherever the process is; the trainer could not save.  Giving it back
+        # ray.init would handle SIGTERM by exiting on the spot; the trainer could not save.  Restoring the handler
         # afterwards is too late: a signal in between has left locks held for ever.
         with _sigterm_blocked(), _without_announcement(), private.without_sigterm_handler():
             ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
@@ -173,26 +174,11 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
         ) from error
 
 
-def _check_cluster(address: str) -> None:
-    """Ray itself waits minutes for a cluster that is not there."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        return  # 'auto' and the like
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
-        raise ConfigError(
-            f"cluster.address must name a running Ray cluster; got {address!r}: {one_line(error)}; start one with "
-            "`ray start --head`, or set cluster.address=null for a private one"
-        ) from error
-
-
 @contextmanager
 def _sigterm_blocked() -> Iterator[None]:
-    """Hold SIGTERM back, also from all processes that are started meanwhile, and those that they start.
+    """Block SIGTERM here, and for good in all processes that are started meanwhile, and in theirs.
 
-    A scheduler sends it to all processes of a job: without its daemons Ray would abort this process, which has yet to
-    save.  Ray ends them by SIGKILL where SIGTERM does not.
+    A scheduler sends it to all processes of a job: without its daemons Ray would abort this process before it saves.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -204,8 +190,7 @@ def _sigterm_blocked() -> Iterator[None]:
 
 @contextmanager
 def _without_announcement() -> Iterator[None]:
-    """Hold back what is written to file descriptor 2, and then write it, without the line in which Ray's C++ core
-    announces its log level."""
+    """Delay what is written to file descriptor 2, and drop the line in which Ray's C++ core announces its log level."""
     saved = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)

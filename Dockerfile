@@ -1,0 +1,33 @@
+# The image of a trainer; docs/docker.md says how to build and to run it.
+FROM python:3.12-slim-bookworm
+
+# Triton and torch.compile build C code when a run starts.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
+# Any user id may run it (docker run --user); torch wants a name and a home for its caches.
+RUN useradd --uid 1000 --create-home vesuvius \
+    && mkdir /data \
+    && chmod 1777 /home/vesuvius /data
+ENV HOME=/home/vesuvius \
+    LOGNAME=vesuvius
+
+# pip reads these; which package index serves torch is up to who builds.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+
+# The dependencies are a layer of their own: a change of the sources does not fetch them again.
+WORKDIR /opt/vesuvius
+COPY pyproject.toml constraints.txt ./
+RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+        > requirements.txt \
+    && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+COPY README.md LICENSE ./
+COPY src src
+RUN pip install --no-cache-dir --no-deps .
+
+USER vesuvius
+WORKDIR /data
+ENTRYPOINT ["vesuvius"]
+CMD ["--help"]

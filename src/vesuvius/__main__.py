@@ -1,0 +1,8 @@
+"""`python -m vesuvius <command> ...`: the same as `vesuvius <command> ...`."""
+
+import sys
+
+from vesuvius.commands.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Measures a cell by a command whose last line of output is JSON with `samples_s`, `start_s` and other figures."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vesuvius.bench.grid import Cell
+from vesuvius.bench.ledger import Measurement
+from vesuvius.bench.loader_cell import OURS, PEERS, setup_of
+from vesuvius.bench.training_cell import Bounds
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config
+from vesuvius.errors import ConfigError, one_line
+from vesuvius.tuning.block import Ended
+from vesuvius.tuning.lab import TuneInterrupted
+from vesuvius.tuning.process import TrialProcess
+
+_POLL_S = 0.1
+
+
+def loader_cells(cells: Sequence[Cell], peers: Sequence[str]) -> list[Cell]:
+    """Each cell by each loader; the baseline is zarr-python behind a torch DataLoader.
+
+    Args:
+        peers: `NAME=COMMAND` of others.
+
+    Raises:
+        ConfigError: one has another form.
+    """
+    systems = {f"torch DataLoader + {name}": _own(name) for name in PEERS} | {OURS: _own(OURS)}
+    for peer in peers:
+        name, _, command = (part.strip() for part in peer.partition("="))
+        if not name or not command:
+            raise ConfigError(f"a peer must look like NAME=COMMAND; got {peer!r}")
+        systems[name] = tuple(shlex.split(command))
+    shown = {cell: "" if not cell.overrides else f", {cell.label}" for cell in cells}
+    return [
+        replace(cell, label=f"{name}{shown[cell]}", command=command)
+        for cell in cells
+        for name, command in systems.items()
+    ]
+
+
+def _own(system: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "vesuvius.bench.loader_cell", system)
+
+
+def measure_command(
+    command: Sequence[str],
+    config: Config,
+    directory: Path,
+    bounds: Bounds,
+    lock_fd: int | None,
+    stopping: Callable[[], bool],
+    blank: Measurement,
+) -> Measurement:
+    """Run it once, ended with its children.  Raises TuneInterrupted or OSError."""
+    if shutil.which(command[0]) is None:
+        return replace(blank, ended="failed", cause=f"there is no program {command[0]}")
+    directory.mkdir(parents=True, exist_ok=True)
+    source = directory / f"{blank.cell:03d}-{blank.round}.yaml"
+    source.write_text(dump_config(config), encoding="utf-8")
+    setup, log, began = setup_of(config, bounds.seconds), source.with_suffix(".log"), time.monotonic()
+    options = ["--config", str(source)]
+    if command[:3] != _own(OURS)[:3]:
+        patch = ",".join(map(str, setup.patch_zyx))
+        options = [f"--volume={setup.volume}", f"--level={setup.level}", f"--patch={patch}"]
+        options += [f"--batch={setup.batch}", f"--workers={setup.workers}"]
+    with TrialProcess([*command, *options, f"--seconds={bounds.seconds}"], log, {}, lock_fd) as process:
+        while not process.wait(_POLL_S):
+            if stopping():
+                raise TuneInterrupted("the bench was interrupted while it measured; continue with --resume")
+            if time.monotonic() - began >= bounds.limit_s:
+                break
+        code = process.code
+    seconds = time.monotonic() - began
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
+    if code is None:
+        return replace(blank, ended="timeout", cause=f"no result within {seconds:.0f} s", seconds=seconds)
+    try:
+        figures = json.loads(lines[-1]) if code == 0 else {}
+        rate, start_s = float(figures.pop("samples_s")), figures.pop("start_s", None)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        ended: Ended = "killed" if code < 0 else "failed"
+        return replace(blank, ended=ended, cause=one_line(f"{lines[-1]} (exit code {code})", 400), seconds=seconds)
+    return replace(blank, ended="ok", seconds=seconds, samples_s=rate, start_s=start_s, figures=figures)

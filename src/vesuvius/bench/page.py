@@ -1,0 +1,149 @@
+"""A bench as a report: the same page and tables as a run's.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from vesuvius.bench.paired import BANDS, Interval
+from vesuvius.bench.results import RANKS, Result, span_words, verdict
+from vesuvius.report.curves import Chart, banded, chart
+from vesuvius.report.model import RunReport, Table
+from vesuvius.runlog.units import GIB, format_percent, number, size_text
+
+Memory = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+"""Seconds and bytes of what holds memory, by its name."""
+
+METHOD = (
+    "Each measurement is a process of its own, ended with its children.  All cells are measured once a round, every "
+    "other round in reverse order, and speeds are ratios within a round: drift of the machine cancels.  Figures are "
+    "medians over the rounds; the interval in brackets is two of the values, which hold the true median between them "
+    "with the probability in the column level."
+)
+_TRAINING = (
+    "Samples/s are those of the steady pace: steps count once kernels are chosen, batches that were ready are used up, "
+    "and each region in flight was read.  Start is what comes before, beyond the usual time of its steps: imports, "
+    "opening, readers, compilation.  The break-even step is where a cell has made up for a longer start."
+)
+_LOADER = (
+    "A loader is read as fast as it delivers, without a step, once its buffers were used up twice.  vesuvius reads as "
+    "the config says; the others read random patches of its first volume, with spawned workers, prefetch_factor 2 "
+    "and one decoding thread each.  Data wait: of a consumer that takes two thirds of what is delivered."
+)
+_RANKS = (
+    "Each rank has the batch of the config, so that the work of a rank stays the same.  Efficiency is the speed per "
+    "rank, relative to the first cell: "
+)
+
+
+def build_page(
+    name: str, directory: str, facts: Mapping[str, str], results: Sequence[Result], memory: Memory, config_text: str
+) -> RunReport:
+    """The report of a bench."""
+    ranks, loader = any(each.ranks for each in results), any("wait_share" in (each.figures or {}) for each in results)
+    method = [METHOD, _LOADER if loader else _TRAINING]
+    if ranks:
+        least = ", ".join(f"{band} from {format_percent(low)}" for low, band in BANDS[:-1])
+        method.append(f"{_RANKS}{least}, {BANDS[-1][1]} below.")
+    tables = [table_of(results), _failed(results)]
+    return RunReport(
+        name=name,
+        directory=directory,
+        facts=facts,
+        verdict=verdict(results),
+        parts=(),
+        targets=(),
+        charts=(*_over_axis(results), *_over_rounds(results), *_memory(memory)),
+        tables=tuple(table for table in (*tables, Table("Method", ("",), tuple((m,) for m in method))) if table.rows),
+        previews=(),
+        config={},
+        config_text=config_text,
+    )
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    """A row for each cell; a column that is known of none is left out."""
+    rows = [_row(each, place == 0) for place, each in enumerate(results)]
+    columns = [name for name in rows[0] if any(row.get(name, "-") not in ("", "-") for row in rows)]
+    return Table("Results", tuple(columns), tuple(tuple(row.get(name, "-") for name in columns) for row in rows))
+
+
+def _row(result: Result, is_base: bool) -> dict[str, str]:
+    figures, speed = result.figures or {}, result.speed
+    even = "-" if result.even_step is None else f"{result.even_step:.0f}"
+    if speed and speed.mid <= 1 and result.start_s is not None:
+        even = "never"
+    row = {
+        "cell": result.label,
+        "samples/s": "failed" if result.samples_s is None else _with_span(result.samples_s),
+        "times as fast": "baseline" if is_base else _with_span(speed),
+        "level": "-" if result.samples_s is None else format_percent(result.samples_s.level),
+        "rounds": str(len(result.rates)),
+    }
+    if result.ranks:
+        row |= {
+            "efficiency": _share(result.efficiency),
+            "band": result.band,
+            "exchange": f"{number(figures.get('comm_s'))} s, {_share(figures.get('comm_share'))}",
+        }
+    return row | {
+        "step, s": number(figures.get("step_s")),
+        "start, s": number(result.start_s),
+        "break-even step": even if "batch" in figures else "-",
+        "data wait": _share(figures.get("data_share", figures.get("wait_share"))),
+        "RAM of rank 0" if result.ranks else "RAM": _size(figures.get("ram_bytes")),
+        "VRAM": _size(figures.get("vram_bytes")),
+        "largest worker": _size(figures.get("worker_bytes")),
+    }
+
+
+def _with_span(interval: Interval | None) -> str:
+    if interval is None or interval.level <= 0:
+        return number(interval.mid if interval else None)
+    return f"{number(interval.mid)} ({span_words(interval)})"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else format_percent(share)
+
+
+def _size(size_bytes: float | None) -> str:
+    return "-" if size_bytes is None else size_text(size_bytes)
+
+
+def _failed(results: Sequence[Result]) -> Table:
+    rows = tuple((each.label, each.cause) for each in results if each.cause)
+    return Table("Failed", ("cell", "cause"), rows)
+
+
+def _over_axis(results: Sequence[Result]) -> list[Chart]:
+    """Samples/s over the values of the only axis, where these are numbers; for ranks also what would be linear."""
+    axes = [each.overrides[0].partition("=") for each in results if len(each.overrides) == 1]
+    known = [
+        (float(v), each.samples_s)
+        for (_, _, v), each in zip(axes, results, strict=False)
+        if each.samples_s and _is_number(v)
+    ]
+    if len(axes) < len(results) or len({key for key, _, _ in axes}) != 1 or len(known) < 2:
+        return []
+    x, found = [value for value, _ in known], [interval for _, interval in known]
+    series = [banded("median and interval", x, [f.mid for f in found], [f.low for f in found], [f.high for f in found])]
+    if axes[0][0] == RANKS:
+        series.append(banded("linear", x, [found[0].mid * each / x[0] for each in x]))
+    return chart("axis", f"Speed over {axes[0][0]}", "samples/s", series, x_label=axes[0][0])
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdigit()
+
+
+def _over_rounds(results: Sequence[Result]) -> list[Chart]:
+    series = [banded(each.label, [round + 1 for round in each.rates], [*each.rates.values()]) for each in results]
+    note = "what all cells share is the machine's"
+    return chart("rounds", "Speed in each round", "samples/s", series, x_label="round", note=note)
+
+
+def _memory(memory: Memory) -> list[Chart]:
+    series = [banded(name, seconds, np.asarray(sizes) / GIB) for name, (seconds, sizes) in memory.items()]
+    return chart("memory", "Memory of each rank", "GiB", series, x_label="seconds", note="of the trainer process")

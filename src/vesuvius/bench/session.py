@@ -1,0 +1,197 @@
+"""A bench from its cells to its report: rounds ask, a lab measures, the ledger stores."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vesuvius.bench.command_cell import measure_command
+from vesuvius.bench.grid import Cell
+from vesuvius.bench.ledger import Ledger, Measurement
+from vesuvius.bench.page import Memory, build_page
+from vesuvius.bench.pictures import draw_comparison, draw_table
+from vesuvius.bench.results import Result, results_of
+from vesuvius.bench.rounds import measure_rounds
+from vesuvius.bench.training_cell import Bounds, TrainingLab
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config, read_config
+from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
+from vesuvius.report.files import new_folder, write_pages
+from vesuvius.report.records import figure, read_run
+from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
+from vesuvius.runlog.units import format_duration, number
+from vesuvius.runlog.whole_file import write_whole
+from vesuvius.training.step.step import choose_device
+from vesuvius.tuning.alone import locked, signals_to, storage_errors
+from vesuvius.tuning.lab import TuneInterrupted
+from vesuvius.tuning.survey import describe_machine
+
+log = logging.getLogger(__name__)
+
+PAGE = "bench"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        source: the YAML file; with `environment` and `overrides` applied it is what cells change.
+        environment: variables that set keys, which a cell's trainer must not find in its own environment.
+        rounds: how often each cell is measured.
+        resume: go on with the newest bench of this run.
+        command: as typed.
+    """
+
+    source: Path
+    overrides: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    rounds: int
+    bounds: Bounds
+    resume: bool = False
+    command: str = "vesuvius bench"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def bench(request: Request) -> tuple[int, Path]:
+    """Measure what is missing and write the report.
+
+    Returns:
+        The exit code and the folder: EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED
+        after a signal, without a report.
+
+    Raises:
+        ConfigError: a cell's config is wrong, another bench of this run is active, or there is none to go on with.
+        StorageError: the folder cannot be written.
+    """
+
+    def config_with(overrides: Sequence[str]) -> Config:
+        return read_config(request.source, [*request.overrides, *overrides], request.environment)
+
+    config, configs = config_with(()), [config_with(cell.overrides) for cell in request.cells]
+    parent = run_dir(config).path / BENCHES
+    with locked(parent, "bench") as lock_fd, storage_errors(parent):
+        folder = _newest(parent) if request.resume else new_folder(parent)
+        with Ledger.open(folder / "ledger.jsonl", _asked(request, config)) as ledger, signals_to(lambda: None) as came:
+            code = _measure(request, configs, folder, ledger, lock_fd, came)
+        if code == EXIT_OK:
+            code = _write(request, config, folder, ledger)
+    return code, folder
+
+
+def _measure(
+    request: Request,
+    configs: Sequence[Config],
+    folder: Path,
+    ledger: Ledger,
+    lock_fd: int,
+    came: Sequence[signal.Signals],
+) -> int:
+    cells, most = request.cells, max(map(_ranks_of, configs))
+    if most > 1 and choose_device().type == "cpu":  # as many threads for each rank, however many there are
+        os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // most, 1)))
+    runs = folder / "cells"
+    lab = TrainingLab(runs, request.bounds, lock_fd, lambda: bool(came))
+
+    def measure(cell: int, round: int) -> Measurement:
+        blank, config, command = Measurement(cell, round, "ok"), configs[cell], cells[cell].command
+        if command:
+            return measure_command(command, config, runs, request.bounds, lock_fd, lambda: bool(came), blank)
+        return lab.measure(config, _ranks_of(config), blank)
+
+    def on_done(done: Measurement) -> None:
+        where = f"round {done.round + 1} of {request.rounds}: {cells[done.cell].label}"
+        if done.ended == "ok":
+            log.info("%s: %s samples/s, %s", where, number(done.samples_s), format_duration(done.seconds))
+        else:
+            log.warning("%s: %s: %s", where, done.ended, done.cause)
+
+    log.info("%d cells, %d rounds; %s", len(cells), request.rounds, folder)
+    try:
+        measure_rounds(ledger, len(cells), request.rounds, measure, on_done)
+    except TuneInterrupted as interrupted:
+        log.error("%s", interrupted)
+        return EXIT_INTERRUPTED if came[0] == signal.SIGINT else EXIT_STOPPED
+    return EXIT_OK
+
+
+def _ranks_of(config: Config) -> int:
+    ranks = config.training.ranks
+    return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
+
+
+def _asked(request: Request, config: Config) -> dict[str, Any]:
+    """What a resumed bench must have in common with this one; there may be more rounds."""
+    machine = {key: value for key, value in asdict(describe_machine()).items() if key != "host"}
+    bounds = {"seconds": request.bounds.seconds}
+    asked = {"config": config.model_dump(mode="json"), "cells": [asdict(cell) for cell in request.cells]}
+    plain: dict[str, Any] = json.loads(json.dumps(asked | {"machine": machine} | bounds))
+    return plain
+
+
+def _newest(parent: Path) -> Path:
+    ledgers = sorted(parent.glob("*/ledger.jsonl"))
+    if not ledgers:
+        raise ConfigError(f"--resume needs the ledger of an earlier bench; got none in {parent}; drop --resume")
+    return ledgers[-1].parent
+
+
+def _write(request: Request, config: Config, folder: Path, ledger: Ledger) -> int:
+    """Write JSON, pictures and pages."""
+    results, environment = results_of(request.cells, ledger.measurements), describe_environment()
+    memory = _memory(results, folder / "cells")
+    title = f"{config.name}: bench of {len(results)} cells"
+    packages = {name: version for name, version in environment["packages"].items() if version}
+    facts = {
+        "baseline": ", ".join(request.cells[0].overrides) or "the config",
+        "machine": describe_machine().words(),
+        "rounds": f"{request.rounds}, each {request.bounds.seconds:g} s of the steady pace",
+        "measuring took": format_duration(sum(m.seconds for m in ledger.measurements)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+        "versions": ", ".join(f"{name} {packages[name]}" for name in ("torch", "ray", "zarr") if name in packages),
+        "commit": str(environment.get("commit") or "not known")[:12],
+    }
+    made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
+    figures: Mapping[str, Any] = {
+        "made": made,
+        "facts": facts,
+        "environment": environment,
+        "results": [asdict(each) for each in results],
+        "measurements": [asdict(each) for each in ledger.measurements],
+        "config": config.model_dump(mode="json"),
+    }
+    write_whole(folder / "benchmark_results.json", (json.dumps(figures, indent=1) + "\n").encode())
+    write_whole(folder / "gpu_benchmark_comparison.png", draw_comparison(title, results, memory))
+    write_whole(folder / "performance_summary_table.png", draw_table(title, results))
+    write_pages(
+        folder, PAGE, [build_page(title, str(folder), facts, results, memory, dump_config(config))], (), (), [], made
+    )
+    return EXIT_OK if any(each.samples_s for each in results) else EXIT_ERROR
+
+
+def _memory(results: Sequence[Result], runs: Path) -> Memory:
+    """Memory over time of each rank in the last round of each number of ranks."""
+    found = {}
+    for result in results:
+        if not result.ranks or not result.run:
+            continue
+        main = runs / result.run
+        for rank, path in enumerate([main, *(main / "ranks" / str(n) for n in range(1, result.ranks))]):
+            system = read_run(path).system
+            held = [
+                ((r.get("vram") or {}).get("reserved_bytes") or r.get("trainer_bytes") or [None] * 3) for r in system
+            ]
+            began = figure(system[0].get("time")) if system else 0.0
+            if system:
+                seconds = [figure(record.get("time")) - began for record in system]
+                found[f"rank {rank} of {result.ranks}"] = seconds, [figure(each[2]) for each in held]
+    return found

@@ -1,0 +1,107 @@
+"""Measures a cell that trains: a process of `vesuvius train`, ended once its steady pace is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from vesuvius.bench.ledger import Measurement
+from vesuvius.bench.pace import Demand, Pace
+from vesuvius.config import Config
+from vesuvius.errors import VesuviusError, one_line
+from vesuvius.runlog.units import size_text
+from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.training.step.step import choose_device
+from vesuvius.tuning.lab import TuneInterrupted
+from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.survey import ConfigPlanner, ram_left, vram_left
+from vesuvius.tuning.trainer import Trainer, next_number, trainer_config
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What holds for every cell: seconds of the steady pace, and the longest that a measurement may take."""
+
+    seconds: float
+    limit_s: float
+
+
+class TrainingLab:
+    """Measures configs, one process at a time.
+
+    Args:
+        directory: of the run directories.
+        stopping: whether the bench was asked to stop.
+    """
+
+    def __init__(
+        self, directory: Path, bounds: Bounds, lock_fd: int | None, stopping: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._directory, self._bounds = directory, bounds
+        self._lock_fd, self._stopping = lock_fd, stopping
+        self._prepared: dict[str, PreparedData] = {}
+
+    def measure(self, config: Config, ranks: int, blank: Measurement) -> Measurement:
+        """Fill in a measurement.
+
+        Raises:
+            TuneInterrupted: the bench was asked to stop; the process and its children are gone.
+            StorageError, OSError: the disk cannot be written.
+        """
+        began, launched_s = time.monotonic(), time.time()
+        try:
+            data = self._data_of(config)
+            if obstacle := _obstacle(config, data, ranks):
+                return replace(blank, ended="failed", cause=f"not started: {obstacle}")
+            run = self._bounded(trainer_config(config, Setting.of(config), next_number(self._directory)))
+        except (VesuviusError, ValidationError) as error:
+            return replace(blank, ended="failed", cause=one_line(error, 400))
+        pace = Pace(Demand.of(config, data, ranks, self._bounds.seconds))
+        trainer = Trainer.start(run, self._directory, self._lock_fd, conducted=False)
+        found = replace(blank, run=run.name)
+        try:
+            while True:
+                if self._stopping():
+                    raise TuneInterrupted("the bench was interrupted while it measured; continue with --resume")
+                has_ended = trainer.process.wait(_POLL_S)  # first: what it wrote before its end is read then
+                steps = (record for record in trainer.new_records() if record["kind"] == "step")
+                elapsed_s = time.monotonic() - began
+                if any(pace.add(step) for step in steps):
+                    figures, start_s = pace.figures(), pace.start_s(launched_s)
+                    return replace(found, seconds=elapsed_s, samples_s=pace.samples_s, start_s=start_s, figures=figures)
+                if has_ended or trainer.guard_text or elapsed_s >= self._bounds.limit_s:
+                    ended, cause, ram_bytes = trainer.fail(elapsed_s)
+                    return replace(found, ended=ended, cause=cause, seconds=elapsed_s, figures={"ram_bytes": ram_bytes})
+        finally:
+            trainer.close()
+
+    def _data_of(self, config: Config) -> PreparedData:
+        key = f"{config.seed} {config.data.model_dump_json()}"
+        if key not in self._prepared:
+            self._prepared[key] = prepare_data(config.seed, config.data)
+        return self._prepared[key]
+
+    def _bounded(self, run: Config) -> Config:
+        """Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit."""
+        training = run.training.model_copy(update={"max_hours": self._bounds.limit_s / 3600})
+        return run.model_copy(update={"training": training})
+
+
+def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
+    """Why a config does not fit into memory, as planned; '' = it does."""
+    on_gpu = choose_device().type == "cuda"
+    planner, setting = ConfigPlanner(config, data, on_gpu), Setting.of(config)
+    here = 1 if config.cluster.address else ranks
+    ram_bytes, left_bytes = planner.ram_bytes(setting) * here, ram_left(config)
+    if ram_bytes > left_bytes:
+        return f"it needs about {size_text(ram_bytes)} of RAM, and {size_text(left_bytes)} are left"
+    vram_bytes = planner.vram_bytes(setting)
+    if vram_bytes is not None and vram_bytes > (vram_left_bytes := vram_left()):
+        return f"it needs about {size_text(vram_bytes)} of VRAM, and {size_text(vram_left_bytes)} are left"
+    return ""

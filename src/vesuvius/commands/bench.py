@@ -1,0 +1,104 @@
+"""`vesuvius bench --config FILE --sweep KEY=A,B --compare KEY=A,B`: which setting is faster here, and by how much?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+
+from vesuvius.commands.command import positive_number, run_command, say
+from vesuvius.commands.config import take_variables
+from vesuvius.commands.tune import duration
+from vesuvius.errors import EXIT_ERROR, EXIT_OK
+
+_ROUNDS = 6  # the fewest with an interval of 95 %
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and measure.  Returns the exit code."""
+    return run_command(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    if args.ranks and (args.sweep or args.compare or args.loader):
+        parser.error("--ranks goes alone: a number of ranks is compared with the first one, all else equal")
+    if args.peer and not args.loader:
+        parser.error("--peer is about loaders; it goes with --loader")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
+    from vesuvius.bench.command_cell import loader_cells  # these import torch
+    from vesuvius.bench.grid import make_cells, parse_axis
+    from vesuvius.bench.session import PAGE, Request, bench
+    from vesuvius.bench.training_cell import Bounds
+
+    sweeps = [parse_axis(text) for text in args.sweep]
+    if args.ranks:
+        sweeps = [parse_axis(f"training.ranks={args.ranks}")]
+    cells = make_cells(sweeps, [parse_axis(text) for text in args.compare])
+    if args.loader:
+        cells = loader_cells(cells, args.peer)
+    code, folder = bench(
+        Request(
+            source=args.config,
+            overrides=tuple(args.overrides),
+            environment=take_variables(),
+            cells=tuple(cells),
+            rounds=args.rounds,
+            bounds=Bounds(args.seconds, args.limit),
+            resume=args.resume,
+            command=shlex.join(["vesuvius", "bench", *argv]),
+        )
+    )
+    if code in (EXIT_OK, EXIT_ERROR):
+        say((folder / f"{PAGE}.md").read_text(encoding="utf-8").rstrip())
+        say(f"\n{folder / PAGE}.html")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius bench",
+        description="Measure settings of a config side by side: a process for each, in rounds, so that drift of the "
+        "machine cancels.  The first value of each key is the baseline.  Writes a page, Markdown, JSON and pictures to "
+        "runs/NAME/benches/; an existing run is not touched.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=A,B,...", help="values that are crossed with other sweeps"
+    )
+    parser.add_argument(
+        "--compare",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,...",
+        help="values that change alone, all other keys as in the baseline",
+    )
+    parser.add_argument("--ranks", metavar="1,2,4,8", help="numbers of ranks: speed-up, efficiency, memory of each")
+    parser.add_argument(
+        "--loader", action="store_true", help="the data path alone, beside other loaders that are installed"
+    )
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="another loader; tools/bench/peers.py says what it is given and prints",
+    )
+    parser.add_argument("--rounds", type=_count, default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}")
+    parser.add_argument(
+        "--seconds", type=positive_number, default=10.0, metavar="S", help="of the steady pace in each; 10"
+    )
+    parser.add_argument(
+        "--limit", type=duration, default=1200.0, metavar="TIME", help="longest a measurement may take; 20m"
+    )
+    parser.add_argument("--resume", action="store_true", help="measure only what the newest bench of this run lacks")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1; got {text}")
+    return int(text)

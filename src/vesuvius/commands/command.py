@@ -1,0 +1,117 @@
+"""Runs a command: logs to the terminal, turns errors into one message and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+
+from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_INTERRUPTED, EXIT_STOPPED, StorageError, VesuviusError
+from vesuvius.runlog.logfile import close_logs, log_to_terminal, silence
+from vesuvius.runlog.namesake import namesake_problem
+
+log = logging.getLogger(__name__)
+
+_END_WITHIN_S = 0.5
+_LEFT_BEHIND = "left-behind"  # threads of `vesuvius doctor` that hang; `doctor/check.py` has the same word
+
+
+def run_command(main: Callable[[list[str]], int], argv: list[str] | None, *, check_install: bool = True) -> int:
+    """Run a command's own main with the log on the terminal, its errors as one message and their exit code.
+
+    Args:
+        argv: arguments; None = those of this process, which is then about to end.
+        check_install: warn about another distribution of the same name; takes some hundredths of a second.
+    """
+    exit_code = _run_command(main, sys.argv[1:] if argv is None else argv, check_install)
+    if argv is None:
+        end_soon(exit_code)
+    return exit_code
+
+
+def end_soon(exit_code: int) -> None:
+    """End the process with this code even if threads or exit handlers block; after a stop, at once.
+
+    Python waits for threads at exit, and one that reads from a store may block for minutes: it gets half a second.
+    Once Python frees its modules no other thread runs, so that part cannot be cut short.
+    """
+
+    def end() -> None:
+        time.sleep(_END_WITHIN_S)
+        os._exit(exit_code)
+
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):
+                stream.flush()
+    hangs = any(thread.name.startswith(_LEFT_BEHIND) for thread in threading.enumerate())
+    if hangs or exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD):
+        os._exit(exit_code)
+    threading.Thread(target=end, name="end-soon", daemon=True).start()
+
+
+def _run_command(main: Callable[[list[str]], int], argv: list[str], check_install: bool) -> int:
+    log_to_terminal()
+    if check_install:
+        warn_of_namesake()
+    try:
+        try:
+            return main(argv)
+        finally:
+            say("", end="")  # flushes what argparse has printed
+    except VesuviusError as error:
+        log.error("%s", error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        log.error("interrupted")
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        log.error(
+            "a defect of vesuvius, please report it: %s: %s\n%s", type(error).__name__, error, traceback.format_exc()
+        )
+        return EXIT_ERROR
+    finally:
+        close_logs()
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print a command's output.  A reader that closes the pipe early, as `| head` does, is not an error.
+
+    Raises:
+        StorageError: the output is a file on a full disk.
+    """
+    if sys.stdout is None:  # closed when the process started
+        return
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        silence(sys.stdout)
+    except OSError as error:
+        silence(sys.stdout)  # else Python tries to flush it again at exit
+        raise StorageError(
+            f"the output must be writable; got {error}; free some space or write it elsewhere"
+        ) from error
+
+
+def positive_number(text: str) -> float:
+    """An argument of argparse that is a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
+    return number
+
+
+def warn_of_namesake() -> None:
+    """Warn where another distribution that owns the import name `vesuvius` is installed: one overwrites the other."""
+    if problem := namesake_problem():
+        log.warning("%s", problem)

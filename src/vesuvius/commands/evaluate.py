@@ -1,0 +1,81 @@
+"""`vesuvius evaluate RUN`: how near samples of a trained model come to real patches that it has not seen."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+
+from vesuvius.commands.command import run_command, say
+from vesuvius.commands.progress import progress
+from vesuvius.commands.sample_arguments import add_keys, natural, overrides_of, positive
+from vesuvius.errors import EXIT_OK
+
+LEAST = 16
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and evaluate.  Returns the exit code."""
+    return run_command(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius evaluate",
+        description="Compare generated patches with held-out ones, and real with real as the floor: grey values and "
+        "air, spectrum, correlation, planarity, a classifier, diversity, memorised training voxels, seams of a tiled "
+        "volume.  Writes evaluation.json, .html and .md, montage.png and curves.png; the run's volumes must be there.",
+    )
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="run directory or name of a run, or one of its checkpoints"
+    )
+    parser.add_argument("--count", type=_count, default=64, help="patches of each kind (default: 64)")
+    parser.add_argument(
+        "--generated",
+        type=Path,
+        metavar="PATH",
+        help="samples to judge instead of drawing some: .npy or zarr [N, Z, Y, X] of any program, in grey values of "
+        "the training volume, or a folder of `vesuvius sample`",
+    )
+    parser.add_argument(
+        "--volume", type=Path, metavar="VOLUME", help="also the seams of a volume drawn by `vesuvius sample --shape`"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write (default: a new one in the run's reports/)"
+    )
+    parser.add_argument(
+        "--training-volume",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="whose grey values samples have (default: 0, the first)",
+    )
+    parser.add_argument("--seed", type=natural, default=0, help="of the samples that are drawn (default: 0)")
+    parser.add_argument("--batch-size", type=positive, default=4, help="samples computed at once (default: 4)")
+    parser.add_argument("--weights", default="ema", metavar="NAME", help="as in vesuvius sample (default: ema)")
+    parser.add_argument(
+        "--classifier-steps", type=positive, default=200, help="training of each classifier (default: 200)"
+    )
+    add_keys(parser)
+    arguments = parser.parse_args(argv)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
+    from vesuvius.generate.evaluate.evaluate import EvaluationRequest, evaluate  # imports torch
+
+    options = {name: getattr(arguments, name) for name in (
+        "run", "weights", "count", "seed", "batch_size", "generated", "training_volume", "volume", "out",
+        "classifier_steps",
+    )}  # fmt: skip
+    command = shlex.join(["vesuvius", "evaluate", *argv])
+    with progress("steps") as on_step:
+        folder, text = evaluate(
+            EvaluationRequest(**options, overrides=overrides_of(arguments), command=command), on_step
+        )
+    say(f"{text}\n{folder / 'evaluation.html'}")
+    return EXIT_OK
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < LEAST:
+        raise argparse.ArgumentTypeError(f"an evaluation needs at least {LEAST} patches; got {text!r}; try 64")
+    return int(text)

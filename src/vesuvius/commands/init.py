@@ -1,0 +1,93 @@
+"""`vesuvius init VOLUME`: writes a first config that fits the volume and this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from pathlib import Path
+
+from vesuvius.commands.command import run_command, say
+from vesuvius.config import ArrayConfig
+from vesuvius.config.load import parse_config
+from vesuvius.errors import EXIT_OK, ConfigError, StorageError
+from vesuvius.runlog.find_run import runs_root
+from vesuvius.volumes.store.object_store import is_remote
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, look at volume and machine, write the config.  Returns the exit code."""
+    return run_command(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius init",
+        description="Look at a volume and at this machine and write a config that fits both: a first run of about half "
+        "an hour, as far as the machine allows.",
+    )
+    parser.add_argument("volume", metavar="VOLUME", help="zarr group or array: a folder, or https://, s3:// or gs://")
+    parser.add_argument("--level", type=int, default=0, help="level of an OME-Zarr pyramid, 0 = finest (default: 0)")
+    parser.add_argument(
+        "--select", type=_naturals, default=(), metavar="I,...", help="indices that fix the other axes than z, y, x"
+    )
+    parser.add_argument("--name", help="name of the run (default: made of the volume's)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: configs/NAME.yaml)")
+    args = parser.parse_args(argv)
+    if args.level < 0:
+        parser.error(f"--level must be at least 0; got {args.level}")
+    name = args.name or default_name(args.volume)
+    out = args.out or Path("configs") / f"{name}.yaml"
+    _check_new(name, out)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`, whose speed is measured
+    from vesuvius.training.forecast.first_config import first_config  # imports torch
+
+    text, words = first_config(name, ArrayConfig(path=args.volume, level=args.level, select=args.select))
+    _write(out, text)
+    run = shlex.quote(name)
+    say(
+        "\n".join(
+            [
+                *words,
+                f"written    {out}",
+                "",
+                f"train      vesuvius train --config {shlex.quote(str(out))}",
+                f"watch      tail -f runs/{run}/logs/train_full.log    vesuvius memcheck {run} --watch 2",
+                f"sample     vesuvius sample --checkpoint {run}",
+            ]
+        )
+    )
+    return EXIT_OK
+
+
+def _naturals(text: str) -> tuple[int, ...]:
+    """Numbers of `0,3`; an argument of argparse."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"must be numbers such as 0,3; got {text}")
+    return tuple(map(int, text.split(",")))
+
+
+def default_name(volume: str) -> str:
+    """A run's name of the last part of an address: `s3://bucket/scroll 1.zarr/` -> `scroll-1`."""
+    last = volume.split("?")[0].rstrip("/").rpartition("/")[2] if is_remote(volume) else Path(volume).resolve().name
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", re.sub(r"(\.ome)?\.zarr$", "", last)).strip("-.")
+    return name or "first"
+
+
+def _check_new(name: str, out: Path) -> None:
+    """Raises ConfigError where a config or a run of this name is there."""
+    parse_config(f"name: {name!r}\ndata: {{volumes: [{{path: volume}}]}}", source="--name")
+    if os.path.lexists(out):
+        raise ConfigError(f"init replaces no file; got {out}, which exists; choose another --out or --name")
+    if (runs_root() / name).exists():
+        raise ConfigError(f"a new run needs a name of its own; got {name}, whose run exists; choose another --name")
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise StorageError(f"the config must be writable; got {error}; choose another place with --out") from error

@@ -1,0 +1,233 @@
+"""`vesuvius memcheck [RUN | --pid PID | --ray | --config FILE ...]`, also `tools/memcheck.py`.
+
+Looks from outside and changes nothing.  Needs psutil and rich alone, so that it runs where a run is dying.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vesuvius.commands.command import positive_number, run_command, say
+from vesuvius.errors import EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
+from vesuvius.monitor.memcheck.inspection import Inspection, as_json
+from vesuvius.monitor.memcheck.inspector import Inspector, MachineInspector, ProcessInspector, RayInspector, Viewpoint
+from vesuvius.monitor.memcheck.run_inspector import RunInspector
+from vesuvius.monitor.memory.risk import Level
+from vesuvius.monitor.postmortem.death import death_lines
+from vesuvius.monitor.postmortem.post_mortem import deaths_of, is_of_session
+from vesuvius.monitor.probes.gpus import Gpus
+from vesuvius.monitor.probes.processes import pss_bytes
+from vesuvius.monitor.session import is_alive, read_session
+from vesuvius.runlog.find_run import find_run, runs_root
+from vesuvius.runlog.units import size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 2.0
+_GIVE_UP_S = 300.0
+_EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, 12 a kill was seen, 13 run not found, 2 usage
+
+without a run: the machine's own state, and with --config what a config would need"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and look.  Returns the exit code."""
+    return run_command(_main, argv, check_install=False)
+
+
+def _main(argv: list[str]) -> int:
+    parser = _parser()
+    args = parser.parse_intermixed_args(argv)
+    _check(parser, args)
+    run = find_run(args.words[0]) if args.words and args.config is None else None
+    if args.post_mortem:
+        assert run is not None
+        return _post_mortem(run, args.json)
+    with ExitStack() as stack:
+        viewpoint = Viewpoint(gpus=stack.enter_context(Gpus()))
+        if args.config is not None:
+            return _plan(args.config, args.words, viewpoint, args.json)
+        return watch(_inspector(args, run, viewpoint), args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius memcheck",
+        usage="vesuvius memcheck [RUN | --pid PID | --ray | --config FILE [KEY=VALUE ...]] [options]",
+        description="Show a run's memory, what limits it and how near a kill is.  Reads only; the run may be dead.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", metavar="RUN", help="a run directory, or the name of one below runs/")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--pid", type=int, metavar="PID", help="any process and those below it")
+    what.add_argument("--ray", action="store_true", help="all of Ray on this machine")
+    what.add_argument("--config", type=Path, metavar="FILE", help="what a config needs; key.path=value may follow")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="look once; the default where the output is no terminal")
+    how.add_argument("--watch", type=positive_number, metavar="S", help="look every S seconds; 2 on a terminal")
+    parser.add_argument("--json", action="store_true", help="one JSON object; with --watch one a line")
+    parser.add_argument(
+        "--wait-until", choices=("warn", "critical"), help="look on until the risk is that great, or the run has ended"
+    )
+    parser.add_argument("--post-mortem", action="store_true", help="show what has died in this run, and why")
+    parser.add_argument("--pss", action="store_true", help="also the proportional set size; takes seconds")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends with a usage error where arguments do not go together."""
+    if args.config is None and len(args.words) > 1:
+        parser.error(f"one run at a time; got {' '.join(args.words)}")
+    if args.words and args.config is None and (args.pid is not None or args.ray):
+        parser.error("RUN, --pid, --ray and --config exclude one another; give one of them")
+    if args.config is not None and (bad := [word for word in args.words if "=" not in word]):
+        parser.error(f"after --config come overrides key.path=value; got {bad[0]!r}")
+    if args.config is not None and (args.watch is not None or args.wait_until is not None):
+        parser.error("--config plans once; it goes neither with --watch nor with --wait-until")
+    if args.once and args.wait_until is not None:
+        parser.error("--once looks once; --wait-until looks on; give one of them")
+    if args.post_mortem and (not args.words or args.config is not None):
+        parser.error("--post-mortem is about a run; give its directory or its name")
+
+
+def _inspector(args: argparse.Namespace, run: Path | None, viewpoint: Viewpoint) -> Inspector:
+    if run is not None:
+        return RunInspector(run, viewpoint)
+    if args.pid is not None:
+        return ProcessInspector(args.pid, viewpoint)
+    return RayInspector(viewpoint) if args.ray else MachineInspector(viewpoint, runs_at_work(viewpoint))
+
+
+def runs_at_work(viewpoint: Viewpoint) -> tuple[str, ...]:
+    """A line that names the living runs below `runs/`; empty where there is none."""
+    sessions = [(path.parent.name, read_session(path)) for path in sorted(runs_root().glob("*/session.json"))]
+    names = [
+        name
+        for name, session in sessions
+        if session and session.end_time is None and is_alive(session, viewpoint.roots)
+    ]
+    return (f"at work below runs/: {', '.join(names)}; `vesuvius memcheck {names[0]}` looks at it",) if names else ()
+
+
+def watch(inspector: Inspector, args: argparse.Namespace) -> int:
+    """Look once or again and again, show it, and return the exit code of the last look."""
+    goal = Level[args.wait_until.upper()] if args.wait_until else None
+    on_terminal = sys.stdout is not None and sys.stdout.isatty() and not args.json
+    goes_on = not args.once and (args.watch is not None or goal is not None or on_terminal)
+    shows_each = args.watch is not None or on_terminal or not goes_on
+    exit_code: int | None = None
+    seen_s = time.monotonic()
+    try:
+        with _screen(args.json, live=goes_on and on_terminal) as show:
+            while True:
+                next_s = time.monotonic() + (args.watch or _EVERY_S)
+                found = inspector.inspect()
+                if args.pss and found.sample is not None:
+                    found = replace(found, pss_bytes=pss_bytes([process.pid for process in found.sample.processes]))
+                exit_code = found.exit_code
+                if found.level is not None:
+                    seen_s = time.monotonic()
+                elif goal is not None and time.monotonic() - seen_s > _GIVE_UP_S:
+                    raise NoRunError(
+                        f"--wait-until needs a run whose memory can be seen; got {found.state_text} for "
+                        f"{_GIVE_UP_S:.0f} s; look at it on the machine where it runs"
+                    )
+                done = not goes_on or found.is_over or (goal is not None and (found.level or Level.LOW) >= goal)
+                if shows_each or done:
+                    show(found)
+                if done:
+                    return exit_code
+                time.sleep(max(next_s - time.monotonic(), 0.0))
+    except KeyboardInterrupt:  # the usual end of a watch
+        if exit_code is None:
+            raise
+        return exit_code
+
+
+@contextmanager
+def _screen(as_lines_of_json: bool, live: bool) -> Iterator[Callable[[Inspection], None]]:
+    """Yields what shows an inspection: a line of JSON, a table in the place of the last one, or one below the other."""
+    if as_lines_of_json:
+        yield lambda found: say(json.dumps(as_json(found)))
+        return
+    from rich.console import Console
+
+    from vesuvius.monitor.memcheck.memory_table import memory_table
+
+    console = Console(highlight=False)
+    if not live:
+        yield lambda found: _print(console, found)
+        return
+    from rich.live import Live
+
+    with Live(console=console, auto_refresh=False) as place:
+        yield lambda found: place.update(memory_table(found), refresh=True)
+
+
+def _print(console: Console, found: Inspection) -> None:
+    """With an empty line below; by way of `say`, which knows of pipes whose reader has left."""
+    from vesuvius.monitor.memcheck.memory_table import memory_table
+
+    with console.capture() as captured:
+        console.print(memory_table(found))
+    say("\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n")
+
+
+def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
+    deaths = deaths_of(run)
+    session = read_session(run / "session.json")
+    if as_lines_of_json:
+        say(json.dumps([asdict(death) for death in deaths]))
+    elif not deaths:
+        say(f"run {run.name}: no death is known of")
+    else:
+        say("\n\n".join("\n".join(death_lines(death)) for death in deaths))
+    recent = [death for death in deaths if session is None or is_of_session(death, session)]
+    return EXIT_MEMORY_KILL if recent else EXIT_OK
+
+
+def _plan(config_path: Path, overrides: list[str], viewpoint: Viewpoint, as_lines_of_json: bool) -> int:
+    """What a config would need, below the state of the machine.  Warns as a dry run does.
+
+    Raises:
+        ConfigError: the config is wrong, or the project's packages are not installed.
+        DataError: a volume cannot be used.
+    """
+    found = MachineInspector(viewpoint).inspect()
+    try:
+        from vesuvius.commands.config import take_config
+        from vesuvius.stream.start.prepare import prepare_data
+        from vesuvius.training.forecast.memory_plan import plan_memory
+        from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--config needs the project's packages; got no module {error.name!r}; run `make install` in the "
+            "checkout, or leave --config out"
+        ) from error
+    config = take_config(config_path, overrides)
+    data = prepare_data(config.seed, config.data)
+    plan, limit = plan_ram(config, data), ram_limit(config, viewpoint.roots)
+    warning, vram_bytes = ram_warning(config, data, plan, limit), plan_memory(config).vram_bytes
+    if as_lines_of_json:
+        planned = asdict(plan) | {"total_bytes": plan.total_bytes, "vram_bytes": vram_bytes}
+        say(json.dumps(as_json(found) | {"plan": planned, "plan_limit_bytes": limit.limit_bytes, "warning": warning}))
+    else:
+        with _screen(False, live=False) as show:
+            show(found)
+        say("\n".join([f"config {config.name}", *plan.lines(), f"VRAM       {size_text(vram_bytes)}"]))
+        if warning is not None:
+            log.warning("%s", warning)
+    return max(found.exit_code, EXIT_OK if warning is None else EXIT_MEMORY_WARN)

@@ -1,0 +1,66 @@
+"""`vesuvius profile --config FILE [--at-step N] [--trace] [key.path=value ...]`: where does the time of a step go?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+
+from vesuvius.commands.command import run_command, say
+from vesuvius.commands.config import take_config
+from vesuvius.errors import EXIT_OK
+
+_LEAST_STEPS = 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and profile.  Returns the exit code."""
+    return run_command(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius profile",
+        description="Train some steps of a config and say where their time goes, what to try, and what to leave alone. "
+        "Writes a page and Markdown to runs/NAME/profiles/; an existing run is not touched.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    parser.add_argument(
+        "--steps", type=_steps, default=20, metavar="N", help="steps that count, behind the warm-up; 20"
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="also write a trace for chrome://tracing, the longest operators, all layers",
+    )
+    parser.add_argument(
+        "--at-step",
+        type=_step,
+        metavar="N",
+        help="go on from a checkpoint of the run, which stays as it is, and profile the steps around step N",
+    )
+    args = parser.parse_intermixed_args(argv)
+    config = take_config(args.config, args.overrides)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler prints what it begins and ends
+    from vesuvius.profile.session import Request, profile  # imports torch
+
+    command = shlex.join(["vesuvius", "profile", *argv])
+    folder = profile(Request(config, args.config, args.steps, args.trace, command, args.at_step))
+    say((folder / "profile.md").read_text(encoding="utf-8").rstrip())
+    say(f"\n{folder / 'profile.html'}")
+    return EXIT_OK
+
+
+def _step(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be the number of a step, counted from 1; got {text}")
+    return int(text)
+
+
+def _steps(text: str) -> int:
+    if not text.isdigit() or int(text) < _LEAST_STEPS:
+        raise argparse.ArgumentTypeError(f"must be a number of at least {_LEAST_STEPS}; got {text}")
+    return int(text)

@@ -1,0 +1,193 @@
+"""`vesuvius train --config FILE [key.path=value ...]` or `--replay FILE`, also `python -m vesuvius.train`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from vesuvius.commands.command import positive_number, run_command, say
+from vesuvius.commands.config import take_config
+from vesuvius.config import Config
+from vesuvius.config.load import explain_config
+from vesuvius.errors import EXIT_OK
+from vesuvius.runlog.logfile import terminal_lines_through
+
+log = logging.getLogger(__name__)
+
+_PROFILED_STEPS = 20
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and train.  Returns the exit code."""
+    return run_command(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="vesuvius train", description="Train a 3D diffusion model.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the experiment")
+    what.add_argument(
+        "--replay", type=Path, metavar="FILE", help="compute a step of runs/NAME/nonfinite again and say what is wrong"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run, if any")
+    parser.add_argument(
+        "--allow-drift", action="store_true", help="with --resume: go on though the data or the model have changed"
+    )
+    parser.add_argument(
+        "--restart-damaged",
+        action="store_true",
+        help="with --resume: where every checkpoint is damaged, move them aside and start at step 0",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, say what would happen, write nothing")
+    parser.add_argument(
+        "--vram-gib", type=positive_number, metavar="N", help="with --dry-run: GPU memory to plan for, GiB"
+    )
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print every key with its value, where that was set, and its meaning",
+    )
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        type=_step,
+        const=0,
+        metavar="N",
+        help="write a profile of 20 steps of this run behind step N, or behind its first ones, while it trains",
+    )
+    # Of the trainer that `vesuvius tune` starts: it takes commands on standard input, and ends with that.
+    parser.add_argument("--conducted", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args(argv)
+    if args.vram_gib is not None and not args.dry_run:
+        parser.error("--vram-gib only plans; it goes with --dry-run")
+    if args.replay is not None:
+        others = (args.resume, args.allow_drift, args.restart_damaged, args.dry_run, args.print_config)
+        if any(others) or args.profile is not None:
+            parser.error("--replay trains nothing; it goes with overrides alone")
+        return _replay(args.replay, args.overrides)
+    if args.print_config:
+        say(explain_config(args.config, args.overrides, os.environ).rstrip("\n"))
+        return EXIT_OK
+    config = take_config(args.config, args.overrides)
+    resume = args.resume or config.training.resume == "auto"
+    if args.allow_drift and not resume:
+        parser.error("--allow-drift is about going on; it goes with --resume")
+    if args.restart_damaged and not resume:
+        parser.error("--restart-damaged is about checkpoints that there are; it goes with --resume")
+    if args.profile is not None and (config.training.ranks != 1 or not config.monitor.verdict_every):
+        parser.error("--profile needs training.ranks=1 and monitor.verdict_every above 0; vesuvius profile does not")
+    # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
+    # docs/performance.md has the figures.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if config.training.cuda_allocator == "expandable":
+        _let_segments_grow()
+    # torch takes seconds to import: not needed for what came before
+    if args.dry_run:
+        from vesuvius.training.forecast.dry_run import dry_run
+
+        for line in dry_run(config, resume, args.vram_gib, args.allow_drift, args.restart_damaged):
+            say(line)
+        return EXIT_OK
+    if args.conducted:
+        from vesuvius.training.ranks.part import one_rank
+        from vesuvius.training.run import train
+        from vesuvius.tuning.conductor import Commands, conducted_by
+
+        return train(one_rank(config), args.config, resume, make_tuner=conducted_by(Commands()))
+    from vesuvius.launch.launch import launch
+    from vesuvius.launch.rank import Request
+
+    with _progress_bar(config.stop_step) as on_step:
+        if args.profile is not None:
+            return _train_and_profile(args, shlex.join(["vesuvius", "train", *argv]), config, resume, on_step)
+        return launch(Request(config, args.config, resume, args.allow_drift, args.restart_damaged), on_step)
+
+
+def _step(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be the number of a step; got {text}; put --profile last, or give it 0")
+    return int(text)
+
+
+def _train_and_profile(
+    args: argparse.Namespace, command: str, config: Config, resume: bool, on_step: Callable[[int], None]
+) -> int:
+    from vesuvius.profile.session import Request, profile_in_place
+    from vesuvius.training.run import train
+
+    make_tuner = profile_in_place(Request(config, args.config, _PROFILED_STEPS, False, command), args.profile)
+    damaged = args.restart_damaged
+    return train(config, args.config, resume, args.allow_drift, on_step, restart_damaged=damaged, make_tuner=make_tuner)
+
+
+def _let_segments_grow() -> None:
+    """Before torch begins to use a GPU; whoever has set the variable knows better."""
+    wanted = "expandable_segments:True"
+    present = os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", wanted)
+    if wanted not in present:
+        log.warning(
+            "training.cuda_allocator=expandable must not be set otherwise by the environment; got "
+            "PYTORCH_CUDA_ALLOC_CONF=%s, which is kept; add %s to it or unset it",
+            present,
+            wanted,
+        )
+
+
+def _replay(path: Path, overrides: list[str]) -> int:
+    from vesuvius.training.replay.replay import replay
+
+    replayed = replay(path, overrides)
+    say("\n".join(replayed.lines()))
+    return replayed.exit_code
+
+
+@contextmanager
+def _progress_bar(steps: int) -> Iterator[Callable[[int], None]]:
+    """A bar under the log lines where standard output is a terminal, nothing elsewhere.
+
+    It appears with the first step, so that an error before it shows no empty bar, and times only the steps after it:
+    those of an earlier session took no time of this one.
+
+    Args:
+        steps: the step, counted from 1, at which the run ends.
+
+    Yields:
+        What to call with the number of each step once it is logged.
+    """
+    if sys.stdout is None or not sys.stdout.isatty():
+        yield lambda step: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    bar = Progress(
+        "training",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(),
+        redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),  # a file gets its warnings itself
+    )
+
+    def print_above(line: str) -> None:
+        bar.console.out(line, highlight=False)  # as it is: `print` breaks lines at the width and colours numbers
+
+    with ExitStack() as shown:
+
+        def on_step(step: int) -> None:
+            if bar.tasks:
+                bar.update(bar.task_ids[0], completed=step)
+                return
+            bar.add_task("training", total=steps, completed=step)
+            shown.enter_context(bar)
+            shown.enter_context(terminal_lines_through(print_above))
+
+        yield on_step

@@ -1,0 +1,102 @@
+"""`vesuvius tune --config FILE [key.path=value ...]`, also `python -m vesuvius.tune`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import get_args
+
+from vesuvius.commands.command import run_command, say
+from vesuvius.commands.config import take_config
+from vesuvius.config.environment import variables
+from vesuvius.config.load import read_config
+from vesuvius.errors import EXIT_OK
+from vesuvius.tuning.setting import Knob, key_of
+
+KEEPABLE = tuple(knob for knob in get_args(Knob) if knob != "accumulate_steps")  # it follows the micro-batch
+_LEAST_S = 60.0
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and tune.  Returns the exit code."""
+    return run_command(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vesuvius tune",
+        description="Find by short measurements the workers, prefetch and micro-batch with which a config is fastest "
+        "on this machine within its memory limits.  Writes FILE.tuned.yaml, which extends FILE, and a report.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
+    parser.add_argument(
+        "--budget", type=duration, metavar="TIME", help="time for all measurements together: 90s, 30m (default), 1h30m"
+    )
+    parser.add_argument(
+        "--goal",
+        choices=("samples_s", "cost"),
+        help="samples_s = the cheapest setting within 3 %% of the fastest (default); cost = within 10 %%",
+    )
+    parser.add_argument(
+        "--scale-batch", action="store_true", help="let the effective batch grow, which changes the training"
+    )
+    parser.add_argument(
+        "--keep",
+        type=knobs,
+        action="extend",
+        default=[],
+        metavar="KNOB,...",
+        help=f"leave these knobs as the config has them; any of {', '.join(KEEPABLE)}",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be measured; write nothing")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted tune from its ledger")
+    args = parser.parse_intermixed_args(argv)
+    if args.scale_batch and "train_batch_size" in args.keep:
+        parser.error("--scale-batch lets train_batch_size grow, which --keep forbids; drop one of them")
+    environment = tuple(variables(os.environ))
+    written, config = read_config(args.config), take_config(args.config, args.overrides)
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
+    from vesuvius.training.ranks.part import one_rank
+    from vesuvius.tuning.session import Request, plan, tune  # imports torch
+
+    request = Request(
+        config=one_rank(config),  # each of several does what one does alone
+        written=written,
+        source=args.config,
+        overrides=tuple(args.overrides),
+        environment=environment,
+        command=shlex.join(["vesuvius", "tune", *argv]),
+        goal=args.goal,
+        scale_batch=args.scale_batch,
+        keep=tuple(knob for knob in KEEPABLE if knob in args.keep),
+        budget_s=args.budget,
+        resume=args.resume,
+    )
+    if args.dry_run:
+        say("\n".join(plan(request)))
+        return EXIT_OK
+    return tune(request)
+
+
+def knobs(text: str) -> tuple[Knob, ...]:
+    """Knobs of `compile,channels_last`; an argument of argparse."""
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if not any(name in (knob, key_of(knob)) for knob in KEEPABLE)]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"must be knobs of {', '.join(KEEPABLE)}; got {unknown[0]!r}")
+    return tuple(knob for knob in KEEPABLE if knob in names or key_of(knob) in names)
+
+
+def duration(text: str) -> float:
+    """Seconds of `90s`, `30m`, `1h30m`; an argument of argparse."""
+    found = _DURATION.fullmatch(text)
+    hours, minutes, seconds = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
+    total_s = 3600 * hours + 60 * minutes + seconds
+    if total_s < _LEAST_S:
+        raise argparse.ArgumentTypeError(f"must be a time such as 90s, 30m or 1h30m, a minute at least; got {text}")
+    return total_s

@@ -1,0 +1,197 @@
+"""The command line of `vesuvius volume`.  Pure."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vesuvius.config import DataConfig, StoreConfig, Triple
+from vesuvius.volume_tools.phantom_zarr import MIN_SIZE_VOXELS
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # argparse has no public name for it
+
+_PATCH: Triple = DataConfig.model_fields["patch_size"].default
+_STORE = StoreConfig()
+
+
+def parser() -> argparse.ArgumentParser:
+    """What `vesuvius volume ...` may look like.  A wrong command line makes it raise SystemExit(2)."""
+    top = argparse.ArgumentParser(prog="vesuvius volume", description="Make, look at, copy, list and verify volumes.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_synth(commands)
+    _add_info(commands)
+    _add_copy(commands)
+    _add_occupancy(commands)
+    _add_verify(commands)
+    return top
+
+
+def _add_synth(commands: Commands) -> None:
+    synth = commands.add_parser(
+        "synth",
+        help="write a synthetic papyrus scroll",
+        description="Write a synthetic papyrus scroll as OME-Zarr 0.4, laid out and about as compressible as a real "
+        "one, and the labels of its sheets beside it (OUT.labels.zarr; 1 = papyrus).  The same seed and shape give the "
+        "same voxels whatever the chunk size.",
+    )
+    synth.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    synth.add_argument(
+        "--shape", type=_shape, default=(256, 512, 512), metavar="Z,Y,X", help="voxels (default: 256,512,512)"
+    )
+    synth.add_argument("--seed", type=_whole, default=0, help="which scroll (default: 0)")
+    synth.add_argument("--chunk", type=_whole, default=128, help="edge of a chunk in voxels, even (default: 128)")
+    synth.add_argument("--overwrite", action="store_true", help="replace zarr volumes that are already there")
+
+
+def _add_info(commands: Commands) -> None:
+    info = commands.add_parser(
+        "info",
+        help="say what a volume is and how patches of it would be read",
+        description="Say what a volume is: levels, chunks, codec, stored chunks, grey values of random stored boxes, "
+        "and how patches of it would be read, with the `data` section of a config.",
+    )
+    _add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
+    info.add_argument(
+        "--patch", type=_size, default=_PATCH, metavar="Z,Y,X", help=f"voxels of a patch (default: {_commas(_PATCH)})"
+    )
+    info.add_argument("--places", type=_whole, default=16, help="boxes to sample grey values from (default: 16)")
+    info.add_argument("--list", action="store_true", help="count the stored chunks by a listing, however long it takes")
+    info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
+
+
+def _add_copy(commands: Commands) -> None:
+    copy = commands.add_parser(
+        "copy",
+        help="copy a box of a volume, remote or not, to a disk; goes on where it was",
+        description="Copy a box of one level to an OME-Zarr 0.4 on a disk (blosc-zstd, the chunks of the source).  "
+        "Absent chunks stay absent.  However it ends, the same command goes on where it was; until it is whole, the "
+        "copy lies in OUT.zarr.partial.  Exit code 6: chunks could not be read.",
+    )
+    _add_source(copy, "SOURCE", "what to copy from: a folder, or an address https://, s3:// or gs://")
+    copy.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
+    copy.add_argument("--start", type=_start, default=(0, 0, 0), metavar="Z,Y,X", help="first voxel (default: 0,0,0)")
+    copy.add_argument("--size", type=_size, metavar="Z,Y,X", help="voxels of the box (default: to the end)")
+    copy.add_argument(
+        "--levels", type=_whole, default=1, help="levels of the copy, each the mean of 2x2x2 voxels (default: 1)"
+    )
+    _add_store(copy)
+    copy.add_argument("--no-space-check", action="store_true", help="begin even where the disk may be too small")
+
+
+def _add_occupancy(commands: Commands) -> None:
+    occupancy = commands.add_parser(
+        "occupancy",
+        help="list the stored chunks of a level once, and keep the result beside it",
+        description="List the stored chunks of a level and write .chunk_occupancy.npz beside it, where training "
+        "(data.min_foreground) and `info` find it.",
+    )
+    _add_source(occupancy, "PATH", "zarr group or array: a folder, or an address s3:// or gs://")
+    occupancy.add_argument("--out", type=Path, metavar="FILE", help="write it here instead; needed for an address")
+
+
+def _add_source(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> None:
+    parser.add_argument("path", metavar=metavar, help=meaning)
+    parser.add_argument("--level", type=_whole, default=0, help="level of the pyramid, 0 = finest (default: 0)")
+    parser.add_argument(
+        "--select",
+        type=_indices,
+        default=(),
+        metavar="I,...",
+        help="indices that fix the other axes than z, y, x",
+    )
+
+
+def _add_verify(commands: Commands) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="read every stored chunk once and list those that are broken; goes on where it was",
+        description="Read every stored chunk of a level once and list those that are broken.  However it ends, the "
+        "same command goes on where it was.  Where the list of stored chunks is kept beside the level "
+        "(.chunk_occupancy.npz, of `vesuvius volume occupancy`), a chunk that it names and that is gone is broken.  "
+        "Exit code 6: some are broken.",
+    )
+    _add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
+    verify.add_argument(
+        "--processes",
+        type=_positive,
+        default=min(4, os.cpu_count() or 1),
+        metavar="N",
+        help="that read and decode at once (default: the cores, at most 4)",
+    )
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    _add_store(verify)
+
+
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--requests",
+        type=_positive,
+        default=_STORE.requests,
+        help=f"at a time, of each process (default: {_STORE.requests})",
+    )
+    parser.add_argument(
+        "--outage-minutes",
+        type=_minutes,
+        default=_STORE.outage_minutes,
+        metavar="M",
+        help=f"how long to wait for a network or server that is away (default: {_STORE.outage_minutes:g})",
+    )
+    parser.add_argument(
+        "--forbidden-is-absent",
+        action="store_true",
+        help="a chunk that answers 403 is absent, as in S3 buckets that one may read and not list",
+    )
+
+
+def _shape(text: str) -> Triple:
+    return _triple(text, MIN_SIZE_VOXELS, "a shape", "256,512,512")
+
+
+def _size(text: str) -> Triple:
+    return _triple(text, 1, "a size", _commas(_PATCH))
+
+
+def _start(text: str) -> Triple:
+    return _triple(text, 0, "a start", "0,128,128")
+
+
+def _triple(text: str, least: int, what: str, example: str) -> Triple:
+    sizes = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
+    if len(sizes) != 3 or min(sizes) < least:
+        raise argparse.ArgumentTypeError(
+            f"{what} is three whole numbers z,y,x of at least {least}; got {text!r}; try {example}"
+        )
+    z, y, x = sizes
+    return z, y, x
+
+
+def _whole(text: str, least: int = 0, example: str = "0 or 128") -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed; got {text!r}; try {example}")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    return _whole(text, 1, "16")
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = math.nan
+    if not 0 <= minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed; got {text!r}; try 60")
+    return minutes
+
+
+def _indices(text: str) -> tuple[int, ...]:
+    return tuple(_whole(part.strip()) for part in text.split(","))
+
+
+def _commas(sizes: Triple) -> str:
+    return ",".join(map(str, sizes))

@@ -1,0 +1,207 @@
+"""Names, types and values of config keys in words, for messages, dumps and docs/config.md.  Pure."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from pydantic_core import ErrorDetails
+from yaml.resolver import BaseResolver
+
+from vesuvius.config import Config
+
+KeyPath = tuple[str | int, ...]
+JsonSchema = dict[str, Any]
+
+_LONGEST_VALUE = 80  # characters of a received value that a message quotes
+_CORE_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
+)
+
+
+def add_core_scalars(loader_or_dumper: type[BaseResolver]) -> None:
+    """Has the class tell null, booleans and numbers from text as the YAML 1.2 core schema does."""
+    for name, pattern, first in _CORE_SCALARS:
+        loader_or_dumper.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(rf"(?:{pattern})\Z"), first)
+
+
+class _PortableDumper(yaml.SafeDumper):
+    """Quotes what either YAML 1.1 or 1.2 would take for something other than text, so that any tool reads it alike."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = None if text.isprintable() else '"'  # the only style that keeps line breaks on one line
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+add_core_scalars(_PortableDumper)
+_PortableDumper.add_representer(str, _represent_text)
+
+
+def iter_keys(schema: JsonSchema | None = None, prefix: str = "") -> Iterator[tuple[str, JsonSchema]]:
+    """Every key of the config (`data.volumes[].path`), sections before what they hold, with its JSON schema.  Pure."""
+    for name, found in (_config_schema() if schema is None else schema)["properties"].items():
+        key, key_schema = f"{prefix}{name}", _resolved(found)
+        yield key, key_schema
+        inner = _resolved(_not_null(key_schema))
+        below, mark = (_resolved(inner["items"]), "[].") if "items" in inner else (inner, ".")
+        if "properties" in below:
+            yield from iter_keys(below, key + mark)
+
+
+def describe_type(schema: JsonSchema) -> str:
+    """What a key takes, in plain words: "an integer of at least 1 or null".  Pure."""
+    schema = _resolved(schema)
+    match schema:
+        case {"anyOf": options}:
+            return " or ".join(describe_type(option) for option in options)
+        case {"const": value}:
+            return to_yaml(value)
+        case {"enum": choices}:
+            return f"one of {', '.join(choices)}"
+        case {"prefixItems": items}:
+            return f"a list of {len(items)} values, each {describe_type(items[0])}"
+        case {"type": "array", "items": item}:
+            count = f" of at least {schema['minItems']}" if "minItems" in schema else ""
+            return f"a list{count}, each {describe_type(item)}"
+    words = {"integer": "an integer", "number": "a number", "string": "text", "boolean": "true or false"}
+    words |= {"null": "null", "object": "a section with keys of its own"}
+    bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    limits = [f"{word} {schema[name]}" for name, word in bounds.items() if name in schema]
+    return " ".join([words[schema["type"]], " and ".join(limits)]).strip()
+
+
+def to_yaml(value: object) -> str:
+    """A value on one line, as one would write it behind a key.  Pure."""
+    # Inside a list because flow style quotes whatever could end the value early; the brackets are cut off again.
+    options: dict[str, Any] = {"default_flow_style": True, "width": float("inf"), "allow_unicode": True}
+    dumped: str = yaml.dump([value], Dumper=_PortableDumper, sort_keys=False, **options)
+    return dumped.strip()[1:-1]
+
+
+def explain(error: ErrorDetails) -> dict[KeyPath, str]:
+    """One pydantic error as texts by key path; entries of one list that are missing share one.  Pure."""
+    path, value = error["loc"], error["input"]
+    match error["type"]:
+        case "missing" if isinstance(path[-1], str):
+            return dict.fromkeys(_required_below(path), "required key is missing")
+        case "missing":
+            path = path[:-1]
+        case "extra_forbidden":
+            return {path: f"unknown key; got {show(value)}{_suggest(path)}"}
+        case "value_error":
+            text = str(error["ctx"]["error"])
+            return {path: text if "; got " in text else f"{text}; got {show(value)}"}
+        case "finite_number":
+            return {path: f"must be a finite number; got {show(value)}"}
+        case "too_short" if len(value) >= error["ctx"]["min_length"]:
+            return {}  # pydantic counts only the good entries; the bad ones have errors of their own
+    schema = schema_at(path)
+    if not schema:  # a choice of several types: pydantic has an error for each, one level below the key
+        path, schema = path[:-1], schema_at(path[:-1])
+    return {path: f"must be {describe_type(schema)}; got {show(value)}{_hint(schema, value)}"}
+
+
+def _hint(schema: JsonSchema, value: object) -> str:
+    """What a value of the wrong type or spelling was probably meant to be.  Pure."""
+    kinds = {option.get("type") for option in schema.get("anyOf", [schema])}
+    choices = schema.get("enum", []) + [one["const"] for one in schema.get("anyOf", []) if "const" in one]
+    guess = None
+    match value:
+        case None if "object" in kinds:
+            guess = "{}"
+        case str() if "null" in kinds and value.lower() == "none":
+            guess = "null"
+        case str() if "boolean" in kinds and value.lower() in ("on", "yes", "off", "no"):
+            guess = to_yaml(value.lower() in ("on", "yes"))
+        case str() if close := difflib.get_close_matches(value.lower(), choices, n=1):
+            guess = f"'{close[0]}'"
+        case float() if "integer" in kinds and value.is_integer():
+            guess = str(int(value))
+        case bool() | int() | float() if "string" in kinds and not choices:
+            guess = f"'{to_yaml(value)}'"
+    return f"; did you mean {guess}?" if guess else ""
+
+
+def _suggest(path: KeyPath) -> str:
+    """The known key that an unknown one was probably meant to be, by its full name if it lives elsewhere.  Pure."""
+    section, key = dotted(path[:-1], index="[]"), str(path[-1]).lower()
+    if key == "extends":
+        return "; it goes at the top level of a file"
+    if "." in key:
+        return "; dots join keys in overrides only: write each part on a line of its own, indented"
+
+    likely: dict[str, float] = {}
+    for known, _ in iter_keys():
+        home, _, name = known.rpartition(".")
+        alike = difflib.SequenceMatcher(None, key, name).ratio() + 0.3 * (len(key) > 2 and key in name)
+        if alike >= 0.6:
+            likely[known] = alike + 0.2 * (home == section)
+    if likely:
+        home, _, name = (best := max(likely, key=lambda known: likely[known])).rpartition(".")
+        return f"; did you mean {name if home == section else best}?"
+    return f"; known here: {', '.join(_resolved(_not_null(schema_at(path[:-1])))['properties'])}"
+
+
+@functools.cache
+def _config_schema() -> JsonSchema:
+    return Config.model_json_schema()
+
+
+def _resolved(schema: JsonSchema) -> JsonSchema:
+    """The schema with its reference, if it is one, filled in."""
+    if "$ref" not in schema:
+        return schema
+    target: JsonSchema = _config_schema()["$defs"][schema["$ref"].rpartition("/")[2]]
+    return target | schema
+
+
+def _not_null(schema: JsonSchema) -> JsonSchema:
+    """What a key that may be null takes otherwise."""
+    options = [option for option in schema.get("anyOf", []) if option.get("type") != "null"]
+    return options[0] if len(options) == 1 else schema
+
+
+def schema_at(path: KeyPath) -> JsonSchema:
+    """The schema of a key; empty for one that does not exist."""
+    schema = _config_schema()
+    for step in path:
+        schema = _resolved(_not_null(schema))
+        if isinstance(step, int):
+            schema = _resolved(schema["items"] if "items" in schema else schema["prefixItems"][step])
+        else:
+            schema = _resolved(schema.get("properties", {}).get(step, {}))
+    return schema
+
+
+def _required_below(path: KeyPath) -> Iterator[KeyPath]:
+    """The keys that a user has to write where `path` is absent."""
+    schema = schema_at(path)
+    if "properties" not in schema:
+        yield path
+    for name in schema.get("required", []):
+        yield from _required_below((*path, name))
+
+
+def dotted(path: KeyPath, index: str | None = None) -> str:
+    """`data.volumes.0.path`, as in overrides, or with `index` in place of numbers: `data.volumes[].path`."""
+    if index is None:
+        return ".".join(map(str, path)) or "the top level"
+    return "".join(index if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
+
+
+def show(value: object) -> str:
+    """A received value for a message, as it would stand in the file, text always in quotes."""
+    shown = repr(value) if isinstance(value, str) else to_yaml(value)
+    return shown if len(shown) <= _LONGEST_VALUE else shown[: _LONGEST_VALUE - 3] + "..."

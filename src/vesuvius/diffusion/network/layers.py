@@ -1,0 +1,174 @@
+"""Layers of the U-Net, independent of the config.
+
+Branches end in a zero-initialised convolution, so a block starts as the identity (or its skip).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from vesuvius.config import Triple
+from vesuvius.diffusion.network.lean import no_autocast, norm_silu_conv
+from vesuvius.diffusion.network.norm_silu import NORM_EPS, laid_out, layout_of
+
+FREQUENCIES = 64
+LONGEST_PERIOD = 10_000.0
+MIN_CHANNELS_PER_GROUP = 4
+
+
+def group_count(channels: int, norm_groups: int) -> int:
+    """Return the largest divisor of `channels` that is at most `norm_groups` and gives at least 4 channels per group.
+
+    A group of one channel would be instance normalisation, which removes the brightness of the patch.
+    """
+    most = max(1, min(norm_groups, channels // MIN_CHANNELS_PER_GROUP))
+    return next(groups for groups in range(most, 0, -1) if channels % groups == 0)
+
+
+def space_to_depth(x: Tensor, stride_zyx: Triple) -> Tensor:
+    """Move each stride-sized box of voxels into channels: [B, C, Z, Y, X] -> [B, C sz sy sx, Z/sz, Y/sy, X/sx].
+
+    Takes one copy; the result and the gradient have the memory order of x.
+    """
+    b, c, z, y, x_size = x.shape
+    sz, sy, sx = stride_zyx
+    if layout_of(x) == torch.channels_last_3d:
+        boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z // sz, sz, y // sy, sy, x_size // sx, sx, c)
+        moved = boxes.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(b, z // sz, y // sy, x_size // sx, c * sz * sy * sx)
+        return moved.permute(0, 4, 1, 2, 3)
+    boxes = x.reshape(b, c, z // sz, sz, y // sy, sy, x_size // sx, sx)
+    return boxes.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(b, c * sz * sy * sx, z // sz, y // sy, x_size // sx)
+
+
+def depth_to_space(x: Tensor, stride_zyx: Triple) -> Tensor:
+    """Undo `space_to_depth`: [B, C sz sy sx, Z, Y, X] -> [B, C, Z sz, Y sy, X sx]; the memory order is kept."""
+    b, channels, z, y, x_size = x.shape
+    sz, sy, sx = stride_zyx
+    c = channels // (sz * sy * sx)
+    if layout_of(x) == torch.channels_last_3d:
+        boxes = x.permute(0, 2, 3, 4, 1).reshape(b, z, y, x_size, c, sz, sy, sx)
+        return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, z * sz, y * sy, x_size * sx, c).permute(0, 4, 1, 2, 3)
+    boxes = x.reshape(b, c, sz, sy, sx, z, y, x_size)
+    return boxes.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(b, c, z * sz, y * sy, x_size * sx)
+
+
+class ZeroConv3d(nn.Conv3d):
+    """A zero-initialised convolution; the branch that ends in it adds nothing at first."""
+
+    def reset_parameters(self) -> None:
+        """Set weight and bias to 0."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+class ZeroLinear(nn.Linear):
+    """A zero-initialised linear layer."""
+
+    def reset_parameters(self) -> None:
+        """Set weight and bias to 0."""
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+class NormSiLU(nn.Module):
+    """GroupNorm with learned weight and bias, then SiLU, then a given convolution."""
+
+    def __init__(self, channels: int, norm_groups: int) -> None:
+        super().__init__()
+        self.groups = group_count(channels, norm_groups)
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor, conv: nn.Conv3d, lean: bool) -> Tensor:
+        """[B, C, Z, Y, X] -> conv(SiLU(norm(x)))."""
+        return norm_silu_conv(x, self.weight, self.bias, self.groups, conv, lean)
+
+
+class AdaptiveNormSiLU(nn.Module):
+    """GroupNorm with scale and shift from the timestep (AdaGN, Dhariwal & Nichol 2021), then SiLU, then a convolution.
+
+    Only the projection to scale and shift belongs to the module; the convolution is given.
+    """
+
+    def __init__(self, channels: int, embedding: int, norm_groups: int) -> None:
+        super().__init__()
+        self.groups = group_count(channels, norm_groups)
+        self.project = nn.Linear(embedding, 2 * channels)
+
+    def forward(self, x: Tensor, embedding: Tensor, conv: nn.Conv3d, lean: bool) -> Tensor:
+        """[B, C, Z, Y, X] and [B, embedding] -> conv(SiLU(norm(x) (1 + scale) + shift))."""
+        scale, shift = self.project(embedding).chunk(2, dim=1)
+        return norm_silu_conv(x, 1 + scale, shift, self.groups, conv, lean)
+
+
+class ResidualBlock(nn.Module):
+    """x + conv(SiLU(AdaGN(conv(SiLU(norm(x))), t))), with a zero-initialised second convolution."""
+
+    def __init__(self, channels_in: int, channels_out: int, embedding: int, norm_groups: int) -> None:
+        super().__init__()
+        self.norm_1 = NormSiLU(channels_in, norm_groups)
+        self.conv_1 = nn.Conv3d(channels_in, channels_out, 3, padding=1)
+        self.norm_2 = AdaptiveNormSiLU(channels_out, embedding, norm_groups)
+        self.conv_2 = ZeroConv3d(channels_out, channels_out, 3, padding=1)
+        self.skip = nn.Identity() if channels_in == channels_out else nn.Conv3d(channels_in, channels_out, 1)
+
+    def forward(self, x: Tensor, embedding: Tensor, lean: bool) -> Tensor:
+        """[B, channels_in, Z, Y, X] and [B, embedding] -> [B, channels_out, Z, Y, X]."""
+        h = self.norm_1(x, self.conv_1, lean)
+        out: Tensor = self.skip(x) + self.norm_2(h, embedding, self.conv_2, lean)
+        return out
+
+
+class Attention(nn.Module):
+    """x + self-attention over all voxels, with a zero-initialised output projection."""
+
+    def __init__(self, channels: int, heads: int, norm_groups: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.GroupNorm(group_count(channels, norm_groups), channels, NORM_EPS)
+        self.qkv = nn.Linear(channels, 3 * channels)
+        self.out = ZeroConv3d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, Z, Y, X] -> the same shape."""
+        b, c, *size_zyx = x.shape
+        qkv: Tensor = self.qkv(self.norm(laid_out(x)).flatten(2).transpose(1, 2))
+        q, k, v = qkv.reshape(b, -1, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(q, k, v)
+        if layout_of(x) == torch.channels_last_3d:
+            joined = attended.transpose(1, 2).reshape(b, *size_zyx, c).permute(0, 4, 1, 2, 3)
+        else:
+            joined = attended.transpose(2, 3).reshape(b, c, *size_zyx)
+        out: Tensor = self.out(joined)
+        return x + out
+
+
+class TimestepEmbedding(nn.Module):
+    """Sines and cosines of t (Vaswani et al. 2017) and a two-layer perceptron, always in float32.
+
+    With `scalars` above 0, that many values per sample pass a second, zero-initialised perceptron and are added.
+    """
+
+    def __init__(self, width: int, scalars: int = 0) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(2 * FREQUENCIES, width)
+        self.linear_2 = nn.Linear(width, width)
+        self.scalars = nn.Linear(scalars, width) if scalars else None
+        if scalars:
+            self.scalars_out = ZeroLinear(width, width)
+
+    def forward(self, t: Tensor, scalars: Tensor | None = None) -> Tensor:
+        """t, int64 or float32 [B], and scalars, float32 [B, n] or None -> float32 [B, width]."""
+        with no_autocast(t.device):
+            exponents = torch.arange(FREQUENCIES, dtype=torch.float32, device=t.device) / FREQUENCIES
+            angles = t.float()[:, None] * torch.exp(-math.log(LONGEST_PERIOD) * exponents)
+            waves = torch.cat([angles.cos(), angles.sin()], dim=1)
+            h = self.linear_2(F.silu(self.linear_1(waves)))
+            if self.scalars is not None:
+                assert scalars is not None
+                h = h + self.scalars_out(F.silu(self.scalars(scalars)))
+            return F.silu(h)

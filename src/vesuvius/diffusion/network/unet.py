@@ -1,0 +1,287 @@
+"""The network: (x_t and condition, t, scalars) -> prediction; a 3D U-Net that works mostly at half resolution.
+
+Full-resolution activations fill the memory.  A space-to-depth stem therefore leads to the first level, and only one
+narrow residual block at each end works at full resolution.  The forward pass has no randomness.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vesuvius.config import ModelConfig, Triple
+from vesuvius.diffusion.network.layers import (
+    Attention,
+    NormSiLU,
+    ResidualBlock,
+    TimestepEmbedding,
+    ZeroConv3d,
+    ZeroLinear,
+    depth_to_space,
+    space_to_depth,
+)
+from vesuvius.diffusion.network.norm_silu import layout_of, with_channels_last_strides
+from vesuvius.diffusion.randomness import Purpose, torch_generator
+from vesuvius.errors import ConfigError
+
+INT32_LIMIT = 2**31
+
+
+def check_torch_version(version: str = torch.__version__) -> None:
+    """Raise ConfigError for torch 2.9.x, whose Conv3d is slow, needs far more memory and has given wrong results."""
+    if version.split(".")[:2] == ["2", "9"]:
+        raise ConfigError(
+            f"torch must not be 2.9, whose Conv3d is broken; got torch {version}; install torch 2.10 or newer"
+        )
+
+
+def largest_activation_elements(
+    config: ModelConfig, batch: int, size_zyx: Triple, in_channels: int = 1, out_channels: int = 1
+) -> int:
+    """Return the number of elements of the largest tensor in a forward pass.  Pure."""
+    voxels = batch * math.prod(size_zyx)
+    largest = voxels * max(in_channels, out_channels, config.full_res_channels)
+    voxels //= math.prod(config.stem_stride)
+    for level, channels in enumerate(config.channels):
+        if level > 0:
+            voxels //= math.prod(config.level_strides_zyx[level - 1])
+        widest = 2 * channels if config.skips == "concat" else channels
+        if config.attention_heads and level == len(config.channels) - 1:
+            widest = 3 * channels  # queries, keys and values
+        largest = max(largest, widest * voxels)
+    return largest
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a network is computed.  Does not change its weights or, beyond rounding, its results.
+
+    Attributes:
+        lean_norm: recompute norm and SiLU in the backward pass instead of keeping their outputs.
+        checkpoint_levels: levels whose blocks are recomputed in the backward pass; 0 = full resolution, 1 = the first
+            of `ModelConfig.channels`, and so on.
+    """
+
+    lean_norm: bool = True
+    checkpoint_levels: tuple[int, ...] = ()
+
+    def run(self, level: int, block: nn.Module, embedding: Tensor, *parts: Tensor) -> Tensor:
+        """Join parts by channel and apply a residual block of a level."""
+
+        def joined_and_applied(embedding: Tensor, *parts: Tensor) -> Tensor:
+            out: Tensor = block(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], embedding, self.lean_norm)
+            return out
+
+        if level in self.checkpoint_levels and torch.is_grad_enabled():
+            # Blocks have no randomness, so no generator state has to be restored.
+            out: Tensor = checkpoint(
+                joined_and_applied, embedding, *parts, use_reentrant=False, preserve_rng_state=False
+            )
+            return out
+        return joined_and_applied(embedding, *parts)
+
+
+class Trunk(nn.Module):
+    """All levels after the stem: [B, channels[0], ...] in and out.
+
+    Down: `blocks_per_level` residual blocks per level and a strided convolution between levels.  Middle: block,
+    attention, block.  Up: `blocks_per_level + 1` blocks per level, each with one skip from the stem, a block or a
+    downsampling (Ho et al. 2020).  Upsampling is a 1x1x1 convolution and depth-to-space, which keeps only the coarse
+    input for the backward pass; nearest-neighbour and a convolution would keep a tensor 8 times larger.
+    """
+
+    def __init__(self, config: ModelConfig, embedding: int, execution: Execution) -> None:
+        super().__init__()
+        self.per_level, self.strides_zyx = config.blocks_per_level, config.level_strides_zyx
+        self.adds_skips, self.execution = config.skips == "add", execution
+        groups, heads, c = config.norm_groups, config.attention_heads, config.channels[0]
+        self.down_blocks, self.downsamples = nn.ModuleList(), nn.ModuleList()
+        self.up_blocks, self.upsamples, self.skip_maps = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
+        skips = [c]
+        for level, level_channels in enumerate(config.channels):
+            if level > 0:
+                self.downsamples.append(_downsampling(c, self.strides_zyx[level - 1]))
+                skips.append(c)
+            for _ in range(self.per_level):
+                self.down_blocks.append(ResidualBlock(c, level_channels, embedding, groups))
+                c = level_channels
+                skips.append(c)
+        self.middle_1 = ResidualBlock(c, c, embedding, groups)
+        self.attention = Attention(c, heads, groups) if heads else nn.Identity()
+        self.middle_2 = ResidualBlock(c, c, embedding, groups)
+        for level in reversed(range(len(config.channels))):
+            for _ in range(self.per_level + 1):
+                left = skips.pop()
+                channels_in = c if self.adds_skips else c + left
+                self.skip_maps.append(nn.Conv3d(left, c, 1) if self.adds_skips and left != c else nn.Identity())
+                self.up_blocks.append(ResidualBlock(channels_in, config.channels[level], embedding, groups))
+                c = config.channels[level]
+            if level > 0:
+                finer, stride = config.channels[level - 1], self.strides_zyx[level - 1]
+                self.upsamples.append(nn.Conv3d(c, math.prod(stride) * finer, 1))
+                c = finer
+
+    def forward(self, h: Tensor, embedding: Tensor) -> Tensor:
+        """[B, channels[0], Z, Y, X] and [B, embedding] -> [B, channels[0], Z, Y, X]."""
+        levels, run = len(self.strides_zyx) + 1, self.execution.run
+        down_blocks, up_blocks = iter(self.down_blocks), iter(self.up_blocks)
+        skips = [h]
+        for level in range(levels):
+            if level > 0:
+                h = self.downsamples[level - 1](h)
+                skips.append(h)
+            for _ in range(self.per_level):
+                h = run(level + 1, next(down_blocks), embedding, h)
+                skips.append(h)
+        h = run(levels, self.middle_1, embedding, h)
+        h = run(levels, self.middle_2, embedding, self.attention(h))
+        skip_maps = iter(self.skip_maps)
+        for level in reversed(range(levels)):
+            for _ in range(self.per_level + 1):
+                skip = next(skip_maps)(skips.pop())
+                parts = [h + skip] if self.adds_skips else [h, skip]
+                h = run(level + 1, next(up_blocks), embedding, *parts)
+            if level > 0:
+                h = depth_to_space(self.upsamples[-level](h), self.strides_zyx[level - 1])
+        return h
+
+
+def _downsampling(channels: int, stride_zyx: Triple) -> nn.Conv3d:
+    """Return a convolution that divides (z, y, x) by the stride; its odd kernel covers every voxel."""
+    z, y, x = (max(3, stride + 1 - stride % 2) for stride in stride_zyx)
+    return nn.Conv3d(channels, channels, (z, y, x), stride_zyx, (z // 2, y // 2, x // 2))
+
+
+class UNet(nn.Module):
+    """The U-Net of `config`; `build_unet` creates one with reproducible weights.
+
+    Space-to-depth by `stem_stride` leads to the trunk, depth-to-space back.  With `full_res_channels`, one residual
+    block at each end works at full resolution.  The first is added to the output of the trunk, not concatenated,
+    because these tensors are the largest of all.
+
+    Args:
+        config: the architecture.
+        in_channels: 1 for x_t, or the 2 channels of `preconditioning.split`, plus those of the condition.
+        out_channels: channels of the prediction.
+        execution: how it is computed.
+    """
+
+    def __init__(
+        self, config: ModelConfig, in_channels: int = 1, out_channels: int = 1, execution: Execution = Execution()
+    ) -> None:
+        super().__init__()
+        self.config, self.in_channels, self.out_channels, self.execution = config, in_channels, out_channels, execution
+        groups, full, first = config.norm_groups, config.full_res_channels, config.channels[0]
+        stem_voxels = math.prod(config.stem_stride)
+        self.embed = TimestepEmbedding(4 * first, len(config.scalars) + 1 if config.scalars else 0)
+        self.stem_in = nn.Conv3d((full or in_channels) * stem_voxels, first, 3, padding=1)
+        self.trunk = Trunk(config, 4 * first, execution)
+        if full:
+            self.full_in = nn.Conv3d(in_channels, full, 3, padding=1)
+            self.full_down = ResidualBlock(full, full, 4 * first, groups)
+            self.stem_out = nn.Conv3d(first, full * stem_voxels, 1)
+            self.full_up = ResidualBlock(full, full, 4 * first, groups)
+        self.norm_out = NormSiLU(full or first, groups)
+        self.conv_out = ZeroConv3d(full or first, out_channels * (1 if full else stem_voxels), 3, padding=1)
+
+    def forward(self, x: Tensor, t: Tensor, scalars: Tensor | None = None) -> Tensor:
+        """Return the prediction: float32 [B, out_channels, Z, Y, X].
+
+        Args:
+            x: x_t and the condition's channels, [B, in_channels, Z, Y, X].
+            t: int64 or float32 [B].
+            scalars: float32 [B, n + 1] if `config.scalars` lists n, as in `Condition`.
+
+        Raises:
+            ConfigError: (Z, Y, X) is not a multiple of `config.divisor_zyx`, or a tensor would reach 2^31 elements.
+        """
+        self._check_input(x, t)
+        x = self._laid_out_as_weights(x)
+        embedding = self.embed(t, scalars)
+        stride, run, lean = self.config.stem_stride, self.execution.run, self.execution.lean_norm
+        if not self.config.full_res_channels:
+            h = self.trunk(self.stem_in(space_to_depth(x, stride)), embedding)
+            return depth_to_space(self.norm_out(h, self.conv_out, lean), stride).float()
+        fine = run(0, self.full_down, embedding, self.full_in(x))
+        h = self.trunk(self.stem_in(space_to_depth(fine, stride)), embedding)
+        fine = run(0, self.full_up, embedding, fine + depth_to_space(self.stem_out(h), stride))
+        out: Tensor = self.norm_out(fine, self.conv_out, lean)
+        return out.float()
+
+    def _laid_out_as_weights(self, x: Tensor) -> Tensor:
+        """Return `x` in the memory order of the weights, which the layers then keep.
+
+        A tensor of one channel is in both orders; its strides decide which one convolutions use.
+        """
+        if layout_of(self.conv_out.weight) != torch.channels_last_3d:
+            return x
+        return with_channels_last_strides(x.contiguous(memory_format=torch.channels_last_3d))
+
+    def _check_input(self, x: Tensor, t: Tensor) -> None:
+        assert x.ndim == 5, x.shape
+        assert x.shape[1] == self.in_channels, x.shape
+        assert t.shape == x.shape[:1], (t.shape, x.shape)
+        batch, _, z, y, x_size = x.shape
+        self.check_size(batch, (z, y, x_size))
+
+    def check_size(self, batch: int, size_zyx: Triple) -> None:
+        """Raise ConfigError if the strides do not divide the size, or a tensor would reach 2^31 elements."""
+        problem = self.config.size_problem(size_zyx)
+        if problem:
+            raise ConfigError(problem)
+        elements = largest_activation_elements(self.config, batch, size_zyx, self.in_channels, self.out_channels)
+        if elements >= INT32_LIMIT:
+            raise ConfigError(
+                f"no tensor may reach 2^31 = {INT32_LIMIT} elements, because kernels index with 32 bits; "
+                f"got {elements} from {batch} x {list(size_zyx)}; lower training.train_batch_size or data.patch_size"
+            )
+
+
+def build_unet(
+    config: ModelConfig,
+    seed: int,
+    in_channels: int = 1,
+    out_channels: int = 1,
+    device: torch.device | str = "cpu",
+    execution: Execution = Execution(),
+) -> UNet:
+    """Create a U-Net whose initial weights depend on `seed` only, on every device; float32, in training mode.
+
+    Weights are normal with variance 1/fan_in, biases 0, norms 1 and 0, and the last convolution of each branch 0.  Each
+    tensor follows from (seed, its name), so a new module does not change the others.  Uses no global generator.
+
+    Raises:
+        ConfigError: torch is 2.9.
+    """
+    check_torch_version()
+    with torch.device("meta"):  # torch's default initialisation would use the global generator
+        model = UNet(config, in_channels, out_channels, execution)
+    model.to_empty(device=device)
+    for prefix, module in model.named_modules():
+        _initialise(module, prefix, seed)
+    return model
+
+
+@torch.no_grad()
+def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
+    match module:
+        case ZeroConv3d() | ZeroLinear():
+            module.reset_parameters()
+        case nn.Conv3d() | nn.Linear():
+            assert module.bias is not None
+            weight = torch.empty(module.weight.shape)
+            generator = torch_generator(seed, Purpose.WEIGHTS, zlib.crc32(f"{prefix}.weight".encode()))
+            weight.normal_(std=math.prod(weight.shape[1:]) ** -0.5, generator=generator)
+            module.weight.copy_(weight)
+            module.bias.zero_()
+        case NormSiLU() | nn.GroupNorm():
+            assert module.weight is not None
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+        case _:
+            assert not list(module.parameters(recurse=False)), f"no initial weights defined for {prefix}"

@@ -1,0 +1,104 @@
+"""Checks of the GPU and of torch on it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.diffusion.network.unet import check_torch_version
+from vesuvius.doctor.check import Finding
+from vesuvius.runlog.units import size_text
+from vesuvius.training.step.self_test import TOLERANCES, Convolve, convolution_errors, cudnn_problem, norm_errors
+from vesuvius.training.step.step import AmpMode, choose_device, resolve_amp
+
+
+def look_at_torch(version: str = torch.__version__) -> Finding:
+    """The version, and what it was built for."""
+    check_torch_version(version)
+    return Finding("ok", f"torch {version}, CUDA {torch.version.cuda or 'none: built for CPUs'}")
+
+
+def look_at_gpus(nvml: Any = None, cuda_works: bool | None = None) -> Finding:
+    """GPUs and driver, as NVML sees them, and whether torch can use one.
+
+    Args:
+        nvml: `pynvml` or what stands for it; None imports it.
+        cuda_works: None asks torch.
+    """
+    works = torch.cuda.is_available() if cuda_works is None else cuda_works
+    seen, driver = _seen_by_driver(nvml)
+    if seen and not works:
+        built = "a torch without CUDA" if torch.version.cuda is None else "a torch that cannot use it"
+        remedy = f"install a torch whose CUDA the driver {driver} supports (see pytorch.org), or a newer driver"
+        return Finding("fail", f"{', '.join(seen)}, driver {driver}, but {built}", remedy)
+    if not works:
+        return Finding("warn", "no GPU: training runs on the CPU, for tests only", "docker run needs --gpus all")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda_works is None else seen
+    return Finding("ok", f"{', '.join(names)}, driver {driver or 'not known'}")
+
+
+def _seen_by_driver(nvml: Any) -> tuple[list[str], str]:
+    """Names of the GPUs, and the driver's version; empty where NVML does not answer."""
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # no package, no driver, no GPU: each with an error of its own
+        return [], ""
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        return [_text(nvml.nvmlDeviceGetName(handle)) for handle in handles], _text(nvml.nvmlSystemGetDriverVersion())
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def look_at_cudnn(config: Config | None, device: torch.device | None = None, version: int | None = None) -> Finding:
+    """Whether 16-bit 3D convolutions run on cuDNN."""
+    device = device or choose_device()
+    if device.type != "cuda":
+        return Finding("ok", "not needed on a CPU")
+    amp = _amp(config, device)
+    problem = cudnn_problem(device, amp, config is not None and config.training.channels_last, version)
+    if problem:
+        value, _, remedy = problem.rpartition("; ")
+        return Finding("fail", value, remedy)
+    found = torch.backends.cudnn.version() if version is None else version  # type: ignore[no-untyped-call]
+    return Finding("ok", f"cuDNN {found}, amp {amp}")
+
+
+def look_at_kernels(config: Config | None, convolve: Convolve | None = None) -> Finding:
+    """Conv3d and norm, forward and backward, in the dtype of the config, against float64 on the CPU."""
+    device = choose_device()
+    amp = _amp(config, device)
+    errors = convolution_errors(device, amp, convolve)
+    layout = config is not None and config.training.channels_last
+    errors |= {f"norm {name}": error for name, error in norm_errors(device, amp, layout).items()}
+    name, worst = max(errors.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+    value = f"largest relative error {worst:.1e} ({name}), allowed {TOLERANCES[amp]:g}, amp {amp} on {device}"
+    if not worst <= TOLERANCES[amp]:
+        return Finding("fail", value, "set training.amp=off, or install another torch")
+    if device.type == "cuda" and amp == "fp16":
+        return Finding("warn", value, "this GPU has no bf16: fp16 with loss scaling is used")
+    return Finding("ok", value)
+
+
+def look_at_vram(need_bytes: int, free_and_total: Callable[[], tuple[int, int]] | None = None) -> Finding:
+    """The memory plan of a config against the GPU's memory."""
+    free, total = (free_and_total or torch.cuda.mem_get_info)()
+    value = f"{size_text(need_bytes)} planned, {size_text(free)} free of {size_text(total)}"
+    if need_bytes > total:
+        return Finding("fail", value, "lower training.train_batch_size and raise training.accumulate_steps")
+    if need_bytes > free:
+        return Finding("warn", value, "another process holds GPU memory: see nvidia-smi")
+    return Finding("ok", value)
+
+
+def _amp(config: Config | None, device: torch.device) -> AmpMode:
+    return resolve_amp("auto" if config is None else config.training.amp, device)

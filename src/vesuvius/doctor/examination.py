@@ -1,0 +1,152 @@
+"""The checks in their order, with what they look at."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from vesuvius.config import Config
+from vesuvius.doctor import host, trial
+from vesuvius.doctor.check import LEFT_BEHIND, Check, Finding, examine
+from vesuvius.runlog.find_run import runs_root
+from vesuvius.runlog.units import size_text
+from vesuvius.stream.options import StreamOptions, store_bytes
+from vesuvius.stream.start.prepare import PreparedData
+
+TOTAL_S = 25.0
+_CLEAN_UP_S = 0.3
+_TRIAL_S = 23.0
+_DRY_RUN = "`vesuvius train --dry-run` has the time to plan it"
+
+
+def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
+    """Look at this machine, and with a config at what it needs; name and finding of each check, in order."""
+    try:
+        yield from examine(_Examination(config).checks(), TOTAL_S, host.busy)
+    finally:
+        trial.end_all()
+        for thread in threading.enumerate():
+            if thread.name.startswith(LEFT_BEHIND):
+                thread.join(_CLEAN_UP_S)
+
+
+class _Examination:
+    """Checks that go together: what the first ones open, later ones use."""
+
+    def __init__(self, config: Config | None) -> None:
+        self._config = config
+        self._directory = runs_root() / (config.name if config else "")
+        self._data: PreparedData | None = None
+
+    def checks(self) -> list[Check]:
+        """Those that measure a speed, or that others need, first; those that import torch beside each other."""
+        config, directory = self._config, self._directory
+        workers = None if config is None else config.training.workers
+        of_config = [
+            Check("volumes", self._volumes, 12.0, "see the network, the mount and the address in data.volumes"),
+            Check("memory plan", self._plan, _TRIAL_S, _DRY_RUN, "warn", beside=True),
+            Check("checkpoints", self._checkpoints, _TRIAL_S, beside=True),
+        ]
+        return [
+            Check("versions", host.look_at_versions),
+            Check("import name", host.look_for_namesake),
+            Check("processors", lambda: host.look_at_cores(workers)),
+            Check("memory", host.look_at_memory),
+            Check("disk", lambda: host.look_at_disk(directory), if_hung="a mount hangs: set VESUVIUS_RUNS elsewhere"),
+            *(of_config if config else []),
+            Check("/dev/shm", self._shm),
+            Check("torch", self._torch, _TRIAL_S, beside=True),
+            Check("GPU", self._gpus, _TRIAL_S, "the driver hangs: see dmesg; restart the machine", beside=True),
+            Check("cuDNN", self._cudnn, _TRIAL_S, beside=True),
+            Check("kernels", self._kernels, _TRIAL_S, "the GPU or its driver hangs: see dmesg", beside=True),
+            Check("Ray", self._ray, TOTAL_S, beside=True),
+            Check("one step", self._one_step, TOTAL_S, beside=True),
+        ]
+
+    def _volumes(self) -> Finding:
+        from vesuvius.doctor.data import open_data, time_reads
+
+        assert self._config is not None
+        self._data = data = open_data(self._config)
+        return time_reads(data, self._config.data)
+
+    def _shm(self) -> Finding:
+        config = self._config
+        if config is not None and config.cluster.address is not None:
+            return Finding("ok", f"that of the cluster at {config.cluster.address} is used")
+        need = None
+        if config is not None and config.training.workers == 0:
+            need = 0
+        elif config is not None and self._data is not None:
+            need = store_bytes(self._data.job, StreamOptions.from_config(config.training, config.cluster))
+        return host.look_at_shm(need, host.free_shm())
+
+    def _checkpoints(self) -> Finding:
+        from vesuvius.training.forecast.preflight import checkpoint_sizes
+
+        assert self._config is not None
+        kept = self._config.training.keep_last + 1  # and the best one
+        return host.look_at_checkpoints(self._directory, sum(checkpoint_sizes(self._config)), kept)
+
+    def _plan(self) -> Finding:
+        """RAM, and on a GPU its memory, as a dry run has them; tracing the network takes seconds."""
+        from vesuvius.doctor.device import look_at_vram
+        from vesuvius.training.forecast.memory_plan import plan_memory
+        from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
+        from vesuvius.training.step.step import choose_device
+
+        config, data = self._config, self._data
+        assert config is not None
+        if data is None:
+            return _untried()
+        plan, limit = plan_ram(config, data), ram_limit(config)
+        value = f"RAM {size_text(plan.total_bytes)} planned of {size_text(limit.limit_bytes)} ({limit.name})"
+        if warning := ram_warning(config, data, plan, limit):
+            short = plan.total_bytes > limit.limit_bytes
+            return Finding("fail" if short else "warn", value, warning.rpartition("; ")[2])
+        if choose_device().type != "cuda":
+            return Finding("ok", value)
+        vram = look_at_vram(plan_memory(config).vram_bytes)
+        return replace(vram, value=f"{value}; VRAM {vram.value}")
+
+    def _torch(self) -> Finding:
+        from vesuvius.doctor.device import look_at_torch
+
+        return look_at_torch()
+
+    def _gpus(self) -> Finding:
+        from vesuvius.doctor.device import look_at_gpus
+
+        return look_at_gpus()
+
+    def _cudnn(self) -> Finding:
+        from vesuvius.doctor.device import look_at_cudnn
+
+        return look_at_cudnn(self._config)
+
+    def _kernels(self) -> Finding:
+        from vesuvius.doctor.device import look_at_kernels
+
+        return look_at_kernels(self._config)
+
+    def _ray(self) -> Finding:
+        if self._config is not None and self._config.training.workers == 0:
+            return Finding("ok", "not needed with training.workers=0")
+        return trial.start_ray(self._config.cluster.address if self._config else None, _TRIAL_S - 2)
+
+    def _one_step(self) -> Finding:
+        if self._config is not None and self._data is None:
+            return _untried()
+        from vesuvius.training.step.step import choose_device
+
+        on_gpu = choose_device().type == "cuda"
+        with tempfile.TemporaryDirectory(prefix="vesuvius-doctor-") as folder:
+            config = self._config or trial.small_experiment(Path(folder))
+            return trial.train_one_step(config, on_gpu, _TRIAL_S - 2)
+
+
+def _untried() -> Finding:
+    return Finding("warn", "not tried: the volumes could not be read", "see volumes above")

@@ -1,0 +1,190 @@
+"""Checks of the machine without its GPU: versions, processors, memory, disk.  What they look at can be given."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from vesuvius.doctor.check import Finding
+from vesuvius.monitor.memory.limits import Limits, tightest
+from vesuvius.monitor.probes.cores import quota_periods, usable_cores
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.system_sample import sample_system
+from vesuvius.monitor.window import THROTTLED
+from vesuvius.runlog.file_lock import take_lock
+from vesuvius.runlog.namesake import namesake_problem
+from vesuvius.runlog.units import GIB, format_percent, size_text
+
+DISTRIBUTION = "vesuvius-diffusion"
+
+_SHOWN = ("torch", "ray", "zarr", "zarrs", "numpy")
+_TRIED_BYTES = 16 * 2**20
+_SLOW_BYTES_S = 50e6
+_FEW_BYTES = 4 * GIB
+_RAM_LEFT_SHARE = 0.2
+
+
+def look_at_versions(
+    version_of: Callable[[str], str] = importlib.metadata.version,
+    requires: Callable[[str], list[str] | None] = importlib.metadata.requires,
+) -> Finding:
+    """Python and the packages, held to what this distribution asks for."""
+    from packaging.requirements import Requirement  # a dependency of Ray's
+
+    try:
+        needs = [Requirement(line) for line in requires(DISTRIBUTION) or []]
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("warn", f"{DISTRIBUTION} is not installed: versions cannot be checked", "run `make install`")
+    found = {name: _version(name, version_of) for name in _SHOWN}
+    value = f"Python {platform.python_version()}, " + ", ".join(f"{name} {v or 'missing'}" for name, v in found.items())
+    wrong = []
+    for need in needs:
+        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(need.name, version_of)
+        if version is None or not need.specifier.contains(version, prereleases=True):
+            wrong.append((f"{need.name} {version or 'missing'}", f"'{need.name}{need.specifier}'"))
+    if wrong:
+        value = f"{', '.join(have for have, _ in wrong)} where {', '.join(want for _, want in wrong)} must be installed"
+        return Finding("fail", value, f"pip install {' '.join(want for _, want in wrong)}")
+    return Finding("ok", value)
+
+
+def _version(name: str, version_of: Callable[[str], str]) -> str | None:
+    try:
+        return version_of(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def look_for_namesake(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
+    """Another distribution of the same import name."""
+    problem, _, remedy = namesake_problem(version_of).partition("; ")
+    return Finding("fail", problem, remedy) if problem else Finding("ok", "ours alone owns it")
+
+
+def look_at_cores(workers: int | None, roots: Roots = Roots(), pid: int | None = None) -> Finding:
+    """Processors, by affinity and quota, against the readers of a config and the trainer; how often a quota brakes."""
+    pid = os.getpid() if pid is None else pid
+    cores, (periods, throttled) = usable_cores(pid, roots), quota_periods(pid, roots)
+    value = f"{cores:g} of {os.cpu_count()} processors"
+    if workers is not None:
+        value += f" for {workers} readers and the trainer"
+    if periods:
+        value += f", quota used up in {format_percent(throttled / periods)} of its periods so far"
+    if workers is not None and workers + 1 > cores:
+        fit = max(math.floor(cores) - 1, 0)
+        remedy = f"set training.workers={fit}, or give more processors (docker run --cpus={workers + 1})"
+        return Finding("warn", value, remedy)
+    if periods and throttled / periods > THROTTLED:
+        return Finding("warn", value, "raise the quota (docker run --cpus), or see what else runs in this cgroup")
+    return Finding("ok", value)
+
+
+def busy() -> str:
+    """How busy the processors are where other work keeps them so; '' where it does not."""
+    load, cores = os.getloadavg()[0], usable_cores(os.getpid())
+    return f"load {load:.1f} on {cores:g} processors" if load > cores + 1 else ""  # one of them is this examination
+
+
+def look_at_memory(roots: Roots = Roots(), pid: int | None = None) -> Finding:
+    """What kills for memory first, and how much is left to it."""
+    limit = tightest(sample_system(os.getpid() if pid is None else pid, roots), Limits())
+    value = f"{size_text(limit.limit_bytes)} ({limit.name}), {size_text(limit.used_bytes)} in use"
+    if limit.left_bytes < _RAM_LEFT_SHARE * limit.limit_bytes:
+        return Finding("warn", value, "end what else runs here, or raise the limit (docker run --memory)")
+    return Finding("ok", value)
+
+
+def look_at_shm(need_bytes: int | None, free_bytes: int | None) -> Finding:
+    """/dev/shm against the object store of a config.
+
+    Args:
+        need_bytes: None = no config: no more than Ray's least is asked for; 0 = no readers.
+        free_bytes: None = there is no /dev/shm.
+    """
+    if need_bytes == 0:
+        return Finding("ok", "not needed with training.workers=0")
+    need = need_bytes or 2**28
+    what = "needed by this config" if need_bytes else "needed at least"
+    option = f"--shm-size={shm_gib(need)}g"
+    docker = f"start the container with {option}"
+    if free_bytes is None:
+        return Finding("warn", "there is no /dev/shm: Ray would keep its object store on a disk", docker)
+    value = f"{size_text(free_bytes)} free in /dev/shm, {size_text(need)} {what}"
+    if need > free_bytes:
+        smaller = ", or lower data.regions_in_flight, training.workers or data.reader_mib" if need_bytes else ""
+        return Finding("fail", value, docker + smaller)
+    return Finding("ok", f"{value} (docker run {option})" if need_bytes else value)
+
+
+def shm_gib(need_bytes: int) -> int:
+    """GiB for `docker run --shm-size`: the need with room for what else lies there."""
+    return math.ceil(1.1 * need_bytes / GIB)
+
+
+def free_shm(path: Path = Path("/dev/shm")) -> int | None:
+    """Free bytes there; None where there is no such folder."""
+    return shutil.disk_usage(path).free if path.is_dir() else None
+
+
+def look_at_disk(directory: Path, write: Callable[[Path], float] | None = None) -> Finding:
+    """Whether the run directory can be written and locked, and how fast.
+
+    Args:
+        directory: that will be; its nearest existing parent is tried.
+        write: writes there and returns bytes/s; raises OSError.
+    """
+    there = existing(directory)
+    if not there.is_dir():
+        return Finding("fail", f"{there} must be a folder; got a file", "move it away, or set VESUVIUS_RUNS")
+    try:
+        bytes_s = (write or _try_disk)(there)
+    except OSError as error:
+        remedy = "give this user the permission (docker run --user, or chown), or set VESUVIUS_RUNS to another folder"
+        return Finding("fail", f"{there} must be writable; got {error.strerror or error}", remedy)
+    free = shutil.disk_usage(there).free
+    value = f"{there}: {size_text(free)} free, written at {bytes_s / 1e6:.0f} MB/s"
+    if free < _FEW_BYTES:
+        return Finding("warn", value, "free some space, or set VESUVIUS_RUNS to a larger disk")
+    if bytes_s < _SLOW_BYTES_S:
+        return Finding("warn", value, "the disk is slow: checkpoints take long; set VESUVIUS_RUNS to a faster one")
+    return Finding("ok", value)
+
+
+def look_at_checkpoints(directory: Path, checkpoint_bytes: int, kept: int, free_bytes: int | None = None) -> Finding:
+    """Room for the checkpoints that are kept, and for one that is being written."""
+    free = shutil.disk_usage(existing(directory)).free if free_bytes is None else free_bytes
+    need = (kept + 1) * checkpoint_bytes
+    value = f"{size_text(need)} for {kept + 1} checkpoints of {size_text(checkpoint_bytes)}, {size_text(free)} free"
+    if need <= free:
+        return Finding("ok", value)
+    remedy = "free some space, lower training.keep_last, or set VESUVIUS_RUNS to a larger disk"
+    return Finding("fail" if checkpoint_bytes > free else "warn", value, remedy)
+
+
+def existing(directory: Path) -> Path:
+    """The path, or the nearest one above it, where something is."""
+    return next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+
+
+def _try_disk(directory: Path) -> float:
+    """Write, flush and lock a file for a moment; bytes/s.  Raises OSError, and StorageError without locks."""
+    path = directory / f".doctor.{uuid.uuid4().hex}"
+    try:
+        with path.open("wb") as file:
+            take_lock(file.fileno(), path)
+            began = time.perf_counter()
+            file.write(os.urandom(_TRIED_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            return _TRIED_BYTES / (time.perf_counter() - began)
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,153 @@
+"""Checks in processes of their own: Ray, and one training step.  What crashes or hangs there ends there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config, parse_stored
+from vesuvius.doctor.check import Finding
+from vesuvius.doctor.host import busy
+from vesuvius.errors import one_line
+from vesuvius.runlog.records import read_records
+from vesuvius.runlog.units import number
+
+_RAY = """
+import sys
+from vesuvius.config import ClusterConfig
+from vesuvius.stream.ray.session import Session
+address = sys.argv[1] or None
+Session(ClusterConfig(address=address), workers=1, ranks=1, store_bytes=2**28).close()
+"""
+
+_running: list[subprocess.Popen[bytes]] = []
+
+# One step in little time: nothing but the step is tried.
+_ONE_STEP = {
+    "steps_per_epoch": 1,
+    "epochs": 1,
+    "workers": 0,
+    "validate_every": 0,
+    "preview_every": 0,
+    "warmup_steps": 0,
+    "max_hours": None,
+    "resume": "never",
+    "compile": False,
+    "cudnn_benchmark": False,
+}
+_ONE_SAMPLE = {"train_batch_size": 1, "accumulate_steps": 1}
+
+
+def start_ray(address: str | None, within_s: float) -> Finding:
+    """Start a private Ray and end it, or connect to the cluster."""
+    began = time.monotonic()
+    code, output = run([sys.executable, "-c", _RAY, address or ""], within_s)
+    where = f"the cluster at {address}" if address else "a private Ray"
+    if code is None:
+        value, load = f"{where} did not start within {within_s:.0f} s", busy()
+        if load:
+            return Finding("warn", f"{value}, {load}", "try again when the processors are idle")
+        return Finding("fail", value, "set training.workers=0 to do without")
+    if code != 0:
+        value = f"{where} did not start: {last_line(output)}"
+        return Finding("fail", value, "see the message; training.workers=0 does without")
+    return Finding("ok", f"{where} started and ended in {time.monotonic() - began:.1f} s")
+
+
+def train_one_step(config: Config, on_gpu: bool, within_s: float) -> Finding:
+    """One step of a config in a folder that is removed: on a GPU with its own batch, on a CPU with one sample."""
+    batch = {} if on_gpu else _ONE_SAMPLE
+    what = f"a step of {config.training.train_batch_size if on_gpu else 1} x 1 samples, without readers"
+    training = config.training.model_copy(update=_ONE_STEP | batch | {"accumulate_steps": 1, "init_from": None})
+    nobody = {"tensorboard": False, "prometheus_port": None, "webhook": None, "trackers": ()}
+    sections = {
+        "training": training,
+        "monitor": config.monitor.model_copy(update=nobody),
+        "cluster": config.cluster.model_copy(update={"storage_path": None}),
+    }
+    config = config.model_copy(update={"name": "doctor", **sections})
+    with tempfile.TemporaryDirectory(prefix="vesuvius-doctor-") as folder:
+        source = Path(folder) / "doctor.yaml"
+        source.write_text(dump_config(config), encoding="utf-8")
+        command = [sys.executable, "-m", "vesuvius", "train", "--config", str(source)]
+        code, output = run(command, within_s, {"VESUVIUS_RUNS": folder})
+        if code is None:
+            value = f"{what}: not done within {within_s:.0f} s; last line: {last_line(output)}"
+            slow = "" if on_gpu else "; a CPU may be too slow for this network"
+            return Finding("warn", value, f"look at it with `vesuvius train --dry-run`{slow}")
+        if code != 0:
+            value = f"{what}: exit code {code}: {last_line(output)}"
+            return Finding("fail", value, "run `vesuvius train` and see its log")
+        steps = [r for r in read_records(Path(folder) / "doctor" / "metrics.jsonl") if r["kind"] == "step"]
+    if not steps or steps[-1]["loss"] is None:
+        remedy = "set training.amp=off, and look at the values of the volumes"
+        return Finding("fail", f"{what}: its loss was not finite", remedy)
+    return Finding("ok", f"{what}: {number(steps[-1]['gpu_s'])} s of computing, loss {number(steps[-1]['loss'])}")
+
+
+def small_experiment(folder: Path) -> Config:
+    """A config of a second on one core, with a volume of noise written below `folder`."""
+    import numpy as np
+    import zarr
+
+    voxels = np.random.default_rng(0).integers(1, 200, (48, 64, 64), dtype=np.uint8)
+    array = zarr.create_array(str(folder / "noise.zarr"), shape=voxels.shape, dtype=voxels.dtype, chunks=(16, 32, 32))
+    array[...] = voxels
+    model = {"channels": [8, 16], "blocks_per_level": 1, "stem_stride": [1, 2, 2], "full_res_channels": 4}
+    model |= {"attention_heads": 2, "norm_groups": 4}
+    data = {"volumes": [{"path": str(folder / "noise.zarr")}], "patch_size": [8, 16, 16], "patches_per_region": 4}
+    return parse_stored({"name": "doctor", "data": data, "model": model})
+
+
+def run(command: Sequence[str], within_s: float, environment: dict[str, str] | None = None) -> tuple[int | None, str]:
+    """Exit code and output of a process; None where it took too long: then it and all below it are killed."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | (environment or {})
+        )
+        _running.append(process)
+        try:
+            code: int | None = process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            kill_tree(process)
+            _running.remove(process)
+        output.seek(0)
+        return code, output.read().decode("utf-8", "replace")
+
+
+def end_all() -> None:
+    """Kill what still runs; the checks that wait for it then clean up."""
+    for process in tuple(_running):  # each takes itself out
+        kill_tree(process)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and what it has started; nothing happens where it has ended."""
+    if process.poll() is not None:
+        return
+    below: list[int] = []
+    with suppress(psutil.Error):
+        below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    process.kill()
+    for pid in below:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_line(output: str) -> str:
+    """The last line that says something, without its time."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    return one_line(lines[-1], 300) if lines else "no output"

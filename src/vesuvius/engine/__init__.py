@@ -1,1 +1,0 @@
-"""The training step, the loop around it, checkpoints and the run directory."""

@@ -1,0 +1,254 @@
+"""`vesuvius evaluate`: from a checkpoint, or samples of any program, to a folder with figures, pictures and a page."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from vesuvius.config import ArrayConfig, Triple
+from vesuvius.errors import ConfigError
+from vesuvius.generate.evaluate.figures import Judgement, judge
+from vesuvius.generate.evaluate.memorisation import TrainingSearch
+from vesuvius.generate.evaluate.page import build_page, figure_table, montage_cells, plain, seam_table, verdict
+from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, RealSource, generated_set, open_generated
+from vesuvius.generate.evaluate.seams import Seam, face_planes, plane_differences, seam_statistics
+from vesuvius.generate.sample_zarr import RECORD, SAMPLES, published_when_whole
+from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
+from vesuvius.generate.volume.output import DRAWING
+from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.report.files import FOLDER, new_folder, write_pages
+from vesuvius.report.model import Table
+from vesuvius.report.pictures import Picture
+from vesuvius.runlog.units import format_duration, format_percent
+from vesuvius.training.checkpoint.format import find_checkpoint
+from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
+from vesuvius.training.validation.charts import draw_charts
+from vesuvius.training.validation.montage import draw_grid, magnification
+from vesuvius.volume_tools.partial import finished_record
+from vesuvius.volumes.volume import Volume, open_volume
+
+log = logging.getLogger(__name__)
+
+NAME = "evaluation"
+_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What is asked for.
+
+    Attributes:
+        run: as `find_checkpoint` takes it.
+        overrides, weights, seed, batch_size: of samples that are drawn, as in `SampleRequest`.
+        count: generated patches, and real ones of each kind.
+        generated: samples that are there already; None = they are drawn.
+        training_volume: whose grey values generated patches have.
+        volume: a volume drawn by `vesuvius sample`, for its seams.
+        out: the folder to write; None = a new one in the run's reports/.
+        classifier_steps: of each of the four classifiers.
+        command: for the page.
+    """
+
+    run: Path
+    weights: str
+    overrides: tuple[str, ...]
+    count: int
+    seed: int
+    batch_size: int
+    generated: Path | None
+    training_volume: int
+    volume: Path | None
+    out: Path | None
+    classifier_steps: int
+    command: str
+
+
+def evaluate(
+    request: EvaluationRequest, on_step: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[Path, str]:
+    """Judge a trained model and write the folder.
+
+    Args:
+        on_step: as in `draw_samples`.
+
+    Returns:
+        The folder, and the table for the terminal.
+
+    Raises:
+        ConfigError: what is asked for does not fit the run, or nothing is held out.
+        DataError: volumes cannot be read.
+        StorageError, and what `draw_samples` raises: as they say; no folder is left.
+    """
+    info = read_checkpoint_info(find_checkpoint(request.run, "RUN"), request.overrides)
+    _check(request, info)
+    config = info.config
+    own = config.has_condition or info.data.scalars.shape[1] > 0
+    number = request.training_volume if own or len(config.data.volumes) == 1 else None
+    source = RealSource(config.seed, config.data, number, info.data.greys.volumes)
+    tiled = None if request.volume is None else _TiledVolume(request.volume, config.data.patch_size)
+    count = request.count
+    if request.generated is not None:
+        count = len(open_generated(request.generated, config.data.patch_size, count)[0])
+    started = time.monotonic()
+    real = source.read(count)  # before samples are drawn for minutes
+    reading_s = time.monotonic() - started
+    path = request.generated or _samples(request, info, on_step)
+    stored, places = open_generated(path, config.data.patch_size, count)
+    started = time.monotonic()
+    facts, grey = info.data.volumes[request.training_volume], info.data.greys.volumes[request.training_volume]
+    place_of = 0 if number is not None else request.training_volume
+    halves = None if places is None else [source.half_of(place_of, start) for start in places[: len(stored)]]
+    generated = generated_set(stored, grey, facts.dtype, halves)
+    search = TrainingSearch(real.searched, config.data.patch_size, config.data.augment)
+    judgement = judge(generated, real.held_out, real.training, real.beside, search, request.classifier_steps)
+    seams = [] if tiled is None else tiled.seams(source.data.volumes[0])
+    seconds = reading_s + time.monotonic() - started
+    notes = _notes(generated, real, search, config.has_condition)
+    described = {
+        "checkpoint": str(info.checkpoint),
+        "step": str(info.step),
+        "generated": f"{len(generated)} from {path}",
+        "held out": f"{len(real.held_out)}",
+        "training": f"{len(real.training)} and {len(real.beside)} beside them",
+        "patch": "x".join(map(str, config.data.patch_size)),
+        "time without sampling": format_duration(seconds),
+    } | ({} if request.volume is None else {"tiled volume": str(request.volume)})
+    report = build_page(f"{config.name}: evaluation", str(info.checkpoint), described, judgement, seams, notes)
+    folder = request.out or new_folder(_beside(info.checkpoint) / FOLDER)
+    with published_when_whole(folder, "evaluations") as staged:
+        record = {"facts": described, "notes": notes, "seconds": seconds} | plain(judgement, seams)
+        (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
+        picture = _pictures(staged, generated, real.held_out, judgement, config.name)
+        made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
+        write_pages(staged, NAME, [report], (), (), [picture], made)
+    tables = [figure_table(judgement.figures), *([seam_table(seams)] if seams else [])]
+    text = "\n".join(map(_terminal, tables)) + f"\n{verdict(judgement, [seam for seam, _ in seams])}"
+    return folder, text
+
+
+def _check(request: EvaluationRequest, info: CheckpointInfo) -> None:
+    if request.generated is None:
+        check_weights(info.checkpoint, request.weights)
+    if request.training_volume >= len(info.data.volumes):
+        raise ConfigError(
+            f"--training-volume counts the {len(info.data.volumes)} volumes of the training from 0; got "
+            f"{request.training_volume}; lower it"
+        )
+    if request.out is not None and os.path.lexists(request.out):
+        raise ConfigError(
+            f"an evaluation does not replace what exists; got {request.out}, which is there; choose another --out"
+        )
+
+
+def _beside(checkpoint: Path) -> Path:
+    """The run of a checkpoint; for one outside a run, where the command runs."""
+    parent = checkpoint.absolute().parent
+    return parent.parent if parent.name == "checkpoints" else Path()
+
+
+def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: Callable[[int, int], None]) -> Path:
+    """Draw samples, or find those that an evaluation has drawn with the same arguments."""
+    asked = SampleRequest(
+        info.checkpoint,
+        request.weights,
+        request.overrides,
+        request.count,
+        request.seed,
+        min(request.batch_size, request.count),
+        request.training_volume,
+        None,
+        overwrite=False,
+    )
+    place = default_out(asked, info)
+    out = place.with_name(f"{place.name}_{request.count}")
+    if out.exists():
+        wanted = describe(asked, info, "off", 0)
+        try:
+            there = json.loads((out / SAMPLES / ".zattrs").read_text()).get(RECORD, {})
+        except (OSError, ValueError):
+            there = {}
+        differing = [k for k in wanted if k not in ("amp", "evaluations_per_sample") and there.get(k) != wanted[k]]
+        if differing:
+            raise ConfigError(
+                f"samples that are there are taken where they were drawn with the same arguments; got {out} with "
+                f"another {differing[0]}; remove it, or name other samples with --generated"
+            )
+        log.info("samples are there already: %s", out)
+        return out
+    draw_samples(SampleRequest(**(vars(asked) | {"out": out})), on_step)
+    return out
+
+
+class _TiledVolume:
+    """A volume that `vesuvius sample` has drawn, with its tiles."""
+
+    def __init__(self, path: Path, patch_zyx: Triple) -> None:
+        """Raises ConfigError where its tiles are not known, and DataError."""
+        record = finished_record(path, DRAWING)
+        if not isinstance(record, dict) or not {"shape_zyx", "overlap"} <= record.keys():
+            raise ConfigError(
+                f"--volume must be one that `vesuvius sample --shape` has drawn: its record says where tiles lie; got "
+                f"{path}, which has none; name another"
+            )
+        z, y, x = record["shape_zyx"]
+        pz, py, px = record.get("patch_zyx", patch_zyx)
+        tiling = Tiling((z, y, x), (pz, py, px), record["overlap"])
+        sizes = zip(tiling.starts, tiling.patch_zyx, strict=True)
+        self._path, self._faces = path, [face_planes(starts, patch) for starts, patch in sizes]
+
+    def seams(self, real: Volume) -> list[tuple[Seam, Seam | None]]:
+        """The statistic along each axis, beside that of the same planes of a real volume.  Raises DataError."""
+        with closing(open_volume(ArrayConfig(path=str(self._path)))) as drawn:
+            found = seam_statistics(plane_differences(drawn.read, drawn.shape_zyx), self._faces)
+            z, y, x = map(min, drawn.shape_zyx, real.shape_zyx)
+        beside = {seam.axis: seam for seam in seam_statistics(plane_differences(real.read, (z, y, x)), self._faces)}
+        return [(seam, beside.get(seam.axis)) for seam in found]
+
+
+def _notes(generated: PatchSet, real: RealPatches, search: TrainingSearch, conditional: bool) -> list[str]:
+    share = min(1.0, search.voxels / real.training_voxels)
+    notes = [
+        f"Nearest places of training were looked for in {format_percent(share)} of the training voxels, at every shift "
+        "and in every symmetry that training draws. A sample counts as a copy where its distance is below half of that "
+        "which 5 % of held-out patches are below."
+    ]
+    if real.side_by_side < len(real.held_out):
+        notes.append(
+            f"Held-out voxels hold {real.side_by_side} patches side by side; {len(real.held_out)} overlapping ones "
+            "were compared. All intervals rest on that little."
+        )
+    if conditional and generated.half is None:
+        notes.append(
+            "The places of the conditions of these samples are not known. If they are held-out ones, the AUC may be "
+            "too low."
+        )
+    return notes
+
+
+def _pictures(folder: Path, generated: PatchSet, held_out: PatchSet, judgement: Judgement, name: str) -> Picture:
+    """Write montage.png and curves.png; the montage for the page."""
+    scale = magnification(generated.values.shape[1:])
+    cells = montage_cells(generated.values, held_out.values, scale, _COLUMNS)
+    montage = draw_grid(cells, f"{name}: generated and held-out patches, slices across z", _COLUMNS)
+    montage.save(folder / "montage.png", format="PNG")
+    curves = draw_charts(1080, judgement.textures["generated"], judgement.textures["held_out"])
+    from PIL import Image
+
+    Image.fromarray(curves).save(folder / "curves.png", format="PNG")
+    small = io.BytesIO()
+    montage.convert("RGB").save(small, format="JPEG", quality=85, optimize=True)
+    return Picture("Generated and held-out patches by turns, middle slices across z", small.getvalue())
+
+
+def _terminal(table: Table) -> str:
+    rows = [table.columns, *table.rows]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(table.columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([table.title, *lines, ""])

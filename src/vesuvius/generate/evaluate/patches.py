@@ -1,0 +1,268 @@
+"""The patches that are compared, as model values: held-out ones, those of training, generated ones.  Reads files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from numpy.typing import NDArray
+
+from vesuvius.config import DataConfig, Triple
+from vesuvius.errors import ConfigError, DataError, one_line
+from vesuvius.generate.sample_zarr import CONDITIONS, RECORD, SAMPLES, as_stored
+from vesuvius.plan.plan import Augmentation
+from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
+from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
+from vesuvius.training.step.device import model_values
+from vesuvius.training.step.grey_values import grey_scales, normalised
+from vesuvius.volumes.box import Box, intersection, intersects, shape_of
+
+log = logging.getLogger(__name__)
+
+LEAST_PATCHES = 16
+_SEARCHED_VOXELS = 2**27
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSet:
+    """Patches of one origin.
+
+    Attributes:
+        values: float32 [N, Z, Y, X], model values.
+        groups: which of them share voxels, or may: int [N].  Those of one group count as one in intervals.
+        half: 0 or 1: the half of the held-out voxels that it lies in or was drawn under the condition of; -1 = both.
+            None: it has nothing to do with held-out voxels.
+    """
+
+    values: NDArray[np.float32]
+    groups: NDArray[np.int64]
+    half: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class RealPatches:
+    """What a run's volumes hold.
+
+    Attributes:
+        held_out: patches that training never sees.
+        training: as many of those that it draws from; `beside`: others that share no voxel with them.
+        searched: boxes of training voxels, in which nearest places are looked for.
+        training_voxels: how many there are in all.
+        side_by_side: how many patches fit into the held-out voxels without sharing any.
+    """
+
+    held_out: PatchSet
+    training: PatchSet
+    beside: PatchSet
+    searched: list[NDArray[np.float32]]
+    training_voxels: int
+    side_by_side: int
+
+
+class RealSource:
+    """Opens the volumes of a run.
+
+    Args:
+        number: the volume to compare with; None = all.
+        greys: grey range of each volume of the run.
+    """
+
+    def __init__(self, seed: int, config: DataConfig, number: int | None, greys: Sequence[GreyRange]) -> None:
+        """Reads metadata.  Raises ConfigError without held-out voxels, and DataError."""
+        if config.validation.fraction == 0:
+            raise ConfigError(
+                "an evaluation compares with patches that training has not seen; got a run with "
+                "data.validation.fraction=0, which holds out none; train with 0.05, for example"
+            )
+        if number is not None:
+            config, greys = config.model_copy(update={"volumes": (config.volumes[number],)}), [greys[number]]
+        self._config, self._scales = config, grey_scales(greys)
+        self.data: PreparedData = prepare_data(seed, config)
+
+    def read(self, count: int) -> RealPatches:
+        """Read so many patches of each kind.  Raises DataError."""
+        data, config = self.data, self._config
+        held_out = read_fixed_patches(data, config, count)
+        found = read_training_patches(data, config, 4 * count, data.read)
+        chosen, beside = list(range(min(count, len(found.volumes)))), _apart(found, config.patch_size, count)[:count]
+        if len(beside) < count:  # in a small volume hardly any
+            halves = [
+                _half_of(data.splits[n].train, config.patch_size, start)
+                for n, start in zip(found.volumes, found.starts_zyx, strict=True)
+            ]
+            chosen, beside = ([row for row, half in enumerate(halves) if half == k][:count] for k in (0, 1))
+        if min(len(chosen), len(beside)) < LEAST_PATCHES:
+            raise DataError(
+                f"an evaluation needs {LEAST_PATCHES} patches of training in either half of the training voxels; got "
+                f"{len(chosen)} and {len(beside)} of {len(found.volumes)} that were drawn; evaluate a run with larger "
+                "volumes"
+            )
+        boxes = [split.validation for split in data.splits if split.validation is not None]
+        side_by_side = sum(
+            math.prod(n // p for n, p in zip(shape_of(box), config.patch_size, strict=True)) for box in boxes
+        )
+        if side_by_side < count:
+            log.warning(
+                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and count as fewer "
+                "in all intervals; data.validation.fraction says how much is held out",
+                side_by_side,
+                count,
+            )
+        return RealPatches(
+            PatchSet(self._values(held_out), self._groups(held_out), self.halves(held_out)),
+            self._set_of(found, chosen),
+            self._set_of(found, beside),
+            self._searched(found),
+            sum(math.prod(shape_of(split.train)) for split in data.splits),
+            side_by_side,
+        )
+
+    def halves(self, places: FixedPatches) -> NDArray[np.int64]:
+        """In which half of its held-out box each patch lies, along the longest axis: 0, 1 or -1 for both."""
+        return np.array(
+            [self.half_of(n, start) for n, start in zip(places.volumes, places.starts_zyx, strict=True)], np.int64
+        )
+
+    def half_of(self, number: int, start_zyx: Sequence[int]) -> int:
+        """The same of one place."""
+        box = self.data.splits[number].validation
+        assert box is not None
+        return _half_of(box, self._config.patch_size, start_zyx)
+
+    def _set_of(self, found: FixedPatches, rows: Sequence[int]) -> PatchSet:
+        picked = FixedPatches(
+            False,
+            tuple(found.volumes[row] for row in rows),
+            tuple(found.starts_zyx[row] for row in rows),
+            found.patches[list(rows)],
+            None,
+        )
+        return PatchSet(self._values(picked), self._groups(picked))
+
+    def _values(self, found: FixedPatches) -> NDArray[np.float32]:
+        scales = self._scales[list(found.volumes)]
+        raw = torch.from_numpy(np.ascontiguousarray(found.patches))
+        values: NDArray[np.float32] = model_values(raw, [Augmentation()] * len(raw), scales)[:, 0].numpy()
+        return values
+
+    def _groups(self, found: FixedPatches) -> NDArray[np.int64]:
+        """Patches that begin in the same cell, of the size of a patch, share voxels."""
+        patch = self._config.patch_size
+        cells = [
+            (number, *(at // size for at, size in zip(start, patch, strict=True)))
+            for number, start in zip(found.volumes, found.starts_zyx, strict=True)
+        ]
+        return np.unique(np.array(cells), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+    def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
+        """All training voxels, or where they are too many those around patches of training."""
+        data, left = self.data, _SEARCHED_VOXELS
+        boxes = [(number, split.train) for number, split in enumerate(data.splits)]
+        if sum(math.prod(shape_of(box)) for _, box in boxes) > left:
+            boxes = [(n, self._around(n, s)) for n, s in zip(found.volumes, found.starts_zyx, strict=True)]
+        searched = []
+        for number, box in boxes:
+            left -= math.prod(shape_of(box))
+            if left < 0:
+                break
+            raw = torch.from_numpy(np.ascontiguousarray(data.read("volume", number, box)))[None]
+            searched.append(normalised(raw, self._scales[[number]])[0].numpy())
+        return searched
+
+    def _around(self, number: int, start_zyx: Triple) -> Box:
+        patch = self._config.patch_size
+        z0, y0, x0 = (start - size for start, size in zip(start_zyx, patch, strict=True))
+        z1, y1, x1 = (start + 2 * size for start, size in zip(start_zyx, patch, strict=True))
+        return intersection(((z0, y0, x0), (z1, y1, x1)), self.data.splits[number].train)
+
+
+def _apart(found: FixedPatches, patch_zyx: Triple, count: int) -> list[int]:
+    """Rows behind the first `count` that share no voxel with those; up to `count`."""
+
+    def box(row: int) -> Box:
+        z, y, x = found.starts_zyx[row]
+        return (z, y, x), (z + patch_zyx[0], y + patch_zyx[1], x + patch_zyx[2])
+
+    rows = range(count, len(found.volumes))
+    first = [(found.volumes[row], box(row)) for row in range(count)]
+    return [row for row in rows if not any(n == found.volumes[row] and intersects(b, box(row)) for n, b in first)]
+
+
+def _half_of(box: Box, patch_zyx: Triple, start_zyx: Sequence[int]) -> int:
+    """In which half of a box a patch lies, along the axis that is longest in patches: 0, 1 or -1 for both."""
+    axis = max(range(3), key=lambda a: (box[1][a] - box[0][a]) / patch_zyx[a])
+    middle = (box[0][axis] + box[1][axis]) // 2
+    if start_zyx[axis] >= middle:
+        return 1
+    return 0 if start_zyx[axis] + patch_zyx[axis] <= middle else -1
+
+
+def open_generated(path: Path, patch_zyx: Triple, count: int | None) -> tuple[Any, list[Triple] | None]:
+    """Generated patches in grey values, not read yet, and the places whose conditions they were drawn under.
+
+    Args:
+        path: .npy, a zarr array, a group with one in "0", or what `vesuvius sample` writes.
+        count: at most so many; None = all.
+
+    Raises:
+        ConfigError: they are not patches of this size, or too few.
+    """
+    folder = path if (path / SAMPLES).is_dir() else None
+    array = _opened(folder / SAMPLES if folder else path)
+    shape = tuple(array.shape)
+    if len(shape) != 4 or shape[1:] != tuple(patch_zyx):
+        raise ConfigError(
+            f"--generated must hold patches of the training's size, [N, {', '.join(map(str, patch_zyx))}]; got shape "
+            f"{list(shape)} in {path}; cut them to that size, or name another file"
+        )
+    if shape[0] < LEAST_PATCHES:
+        raise ConfigError(
+            f"an evaluation needs {LEAST_PATCHES} generated patches or more; got {shape[0]} in {path}; draw more"
+        )
+    places = None
+    if folder is not None and (folder / CONDITIONS / ".zattrs").is_file():
+        starts = json.loads((folder / CONDITIONS / ".zattrs").read_text()).get(RECORD, {}).get("starts_zyx")
+        places = None if starts is None else [(int(z), int(y), int(x)) for z, y, x in starts]
+    return array[: count or shape[0]], places
+
+
+def _opened(path: Path) -> Any:
+    if not path.exists():
+        raise ConfigError(f"--generated must be a .npy file or a zarr array; got {path}, which is not there")
+    try:
+        if path.suffix == ".npy":
+            return np.lib.format.open_memmap(path, mode="r")  # unlike np.load, it never speaks of unpickling
+        found = zarr.open(str(path), mode="r")
+        return found["0"] if isinstance(found, zarr.Group) else found
+    except (OSError, ValueError, KeyError, zarr.errors.BaseZarrError) as error:
+        raise ConfigError(
+            f"--generated must be a .npy file or a zarr array [N, Z, Y, X]; got {path}: {one_line(error)}"
+        ) from error
+
+
+def generated_set(stored: Any, grey: GreyRange, dtype: np.dtype[Any], halves: Sequence[int] | None) -> PatchSet:
+    """Generated patches as model values; first rounded to the dtype of the volume, as real voxels are.
+
+    Raises:
+        ConfigError: voxels are not finite.
+    """
+    voxels = np.array(stored)
+    if voxels.dtype.kind not in "biuf" or not np.isfinite(voxels).all():
+        raise ConfigError(
+            f"generated patches must be finite numbers; got {voxels.dtype} with NaN or infinity, or of another kind"
+        )
+    raw = torch.from_numpy(np.ascontiguousarray(as_stored(voxels, dtype)))
+    values = normalised(raw, grey_scales([grey])).numpy()
+    half = None if halves is None else np.array(halves, np.int64)
+    return PatchSet(values, np.arange(len(values)), half)

@@ -1,0 +1,97 @@
+"""What a conditional model is shown while it draws samples: boxes of a condition volume that training has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vesuvius.config import ArrayConfig, DataConfig, Triple
+from vesuvius.diffusion.randomness import Purpose
+from vesuvius.errors import ConfigError
+from vesuvius.plan.split import split_volume
+from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.training.step.grey_values import grey_scales, normalised
+from vesuvius.volumes.box import Box, format_box, shape_of
+from vesuvius.volumes.volume import Volume, open_volume
+
+
+class ConditionPatches(AbstractContextManager["ConditionPatches"]):
+    """Cuts the condition of each sample out of one volume's condition; the volume itself need not be there.
+
+    Attributes:
+        volume: the opened condition volume.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        number: int,
+        seed: int,
+        greys: Sequence[GreyRange],
+        given: ArrayConfig | None = None,
+        box: Box | None = None,
+    ) -> None:
+        """Reads metadata.  Raises DataError where the condition volume cannot be used.
+
+        Args:
+            number: which of `data.volumes`.
+            greys: grey range of each volume's condition; empty with labels.
+            given: another condition volume.
+            box: the place in it that all samples are shown, of the size of a patch; None = all of it.
+        """
+        spec = given or config.volumes[number].condition
+        assert spec is not None
+        self.volume = open_volume(spec, config.store, config.missing_chunk)
+        self._patch_zyx, self._seed = config.patch_size, seed
+        if given is None:
+            split = split_volume(self.volume.name, self.volume.shape_zyx, config.patch_size, config.validation)
+            self._box = split.validation or split.train
+        else:
+            self._box = _checked(box or ((0, 0, 0), self.volume.shape_zyx), self.volume, config.patch_size)
+        labels = config.condition_classes
+        self._grey = GreyRange(0, max(1, labels - 1)) if labels else greys[number]
+
+    def __exit__(self, *_: object) -> None:
+        self.volume.close()
+
+    def start_zyx(self, sample: int) -> Triple:
+        """Where the condition of a sample begins, from (seed, sample) alone.  Pure."""
+        return random_start(self._box, self._patch_zyx, self._seed, sample)
+
+    def read(self, samples: Sequence[int]) -> NDArray[Any]:
+        """The conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
+        return np.stack([self._read(self.start_zyx(sample)) for sample in samples])
+
+    def to_model_values(self, stored: NDArray[Any]) -> NDArray[np.float32]:
+        """For a picture: low grey, or label 0, becomes -1, high grey, or the last label, +1.  Pure."""
+        values: NDArray[np.float32] = normalised(torch.from_numpy(stored), grey_scales([self._grey])).numpy()
+        return values
+
+    def _read(self, start_zyx: Triple) -> NDArray[Any]:
+        z, y, x = (start + size for start, size in zip(start_zyx, self._patch_zyx, strict=True))
+        return self.volume.read((start_zyx, (z, y, x)))
+
+
+def _checked(box: Box, volume: Volume, patch_zyx: Triple) -> Box:
+    """The box, which leaves one place for a patch.  Raises ConfigError where it does not."""
+    inside = all(0 <= lo < hi <= size for lo, hi, size in zip(*box, volume.shape_zyx, strict=True))
+    if not inside or shape_of(box) != patch_zyx:
+        raise ConfigError(
+            f"samples are shown a box of the size of a patch, {'x'.join(map(str, patch_zyx))}, inside the condition; "
+            f"got {format_box(box)} of {volume.name}; change --box, or name an --out that ends in .zarr "
+            "for a whole volume"
+        )
+    return box
+
+
+def random_start(box: Box, patch_zyx: Triple, seed: int, sample: int) -> Triple:
+    """A place for a patch, every one inside the box equally likely.  Pure."""
+    rng = np.random.default_rng((seed, int(Purpose.CONDITION_PLACE), sample))
+    last = [stop - size for stop, size in zip(box[1], patch_zyx, strict=True)]
+    z, y, x = rng.integers(box[0], last, endpoint=True).tolist()
+    return z, y, x

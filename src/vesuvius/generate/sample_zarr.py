@@ -1,0 +1,168 @@
+"""Last stop of a sample: OME-Zarr arrays, one chunk a sample, in a directory that gets its name when it is whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from numcodecs import Blosc
+from numpy.typing import NDArray
+
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.training.checkpoint.files import sync
+from vesuvius.volumes.geometry import FloatTriple
+
+log = logging.getLogger(__name__)
+
+SAMPLES, CONDITIONS, MONTAGE, NPY = "samples.zarr", "conditions.zarr", "montage.png", "samples.npy"
+RECORD = "vesuvius_sample"
+"""Attribute of a group that says how its samples were made."""
+
+
+class SampleArray:
+    """An OME-Zarr 0.4 group with one array "0" of shape (count, Z, Y, X), whose chunks are its samples.
+
+    The axis of the samples has a type of its own, which OME-NGFF 0.4 allows before z, y and x.  A reader that fixes it
+    (`data.volumes[].select: [n]`) meets sample n as a volume like any other.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        shape: tuple[int, int, int, int],
+        dtype: np.dtype[Any],
+        voxel_size_um: FloatTriple | None,
+    ) -> None:
+        """Makes the group without samples yet.
+
+        Args:
+            path: of the group.
+            shape: (count, Z, Y, X).
+            voxel_size_um: edge lengths (z, y, x); None: unknown, the scale is 1 without a unit.
+        """
+        unit = {"unit": "micrometer"} if voxel_size_um else {}
+        scale = {"type": "scale", "scale": [1.0, *(voxel_size_um or (1.0, 1.0, 1.0))]}
+        axes = [{"name": "sample", "type": "sample"}, *({"name": name, "type": "space", **unit} for name in "zyx")]
+        self._multiscale: dict[str, Any] = {
+            "version": "0.4",
+            "name": path.name.removesuffix(".zarr"),
+            "axes": axes,
+            "datasets": [{"path": "0", "coordinateTransformations": [scale]}],
+        }
+        self._group = zarr.create_group(path, zarr_format=2)
+        self._array = self._group.create_array(
+            "0",
+            shape=shape,
+            dtype=dtype.newbyteorder("<"),
+            chunks=(1, *shape[1:]),
+            compressors=Blosc(cname="zstd", clevel=3, shuffle=Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE),
+            fill_value=0,
+            order="C",
+            chunk_key_encoding={"name": "v2", "separator": "/"},
+            config={"write_empty_chunks": True},  # an absent chunk is a lost one
+        )
+
+    def write(self, first: int, samples: NDArray[Any]) -> None:
+        """Put samples [n, Z, Y, X] of the array's dtype at numbers first, first + 1, ..."""
+        self._array[first : first + len(samples)] = samples
+
+    def finish(self, record: dict[str, Any]) -> None:
+        """Write the metadata; `record`, plain JSON, says how the samples were made."""
+        self._group.attrs.put({"multiscales": [self._multiscale], RECORD: record})
+
+
+def to_greys(x_0: NDArray[np.float32], grey: GreyRange, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Model values -> grey values of a volume: -1 becomes low, +1 high.  Clipped to the dtype; integers and bool are
+    rounded.  Pure."""
+    return as_stored(grey.low + (x_0.astype(np.float64) + 1) * ((grey.high - grey.low) / 2), dtype)
+
+
+def as_stored(greys: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Grey values in the dtype of a volume, clipped and rounded.  Pure."""
+    if greys.dtype == dtype:
+        return greys
+    greys = greys.astype(np.float64)
+    if dtype.kind == "f":
+        limits = np.finfo(dtype)
+        return greys.clip(limits.min, limits.max).astype(dtype)
+    least, most = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    greys, top = np.rint(greys), float(most)
+    # The largest integer of 8 bytes is no float64: the next one above it would wrap around.
+    return greys.clip(least, top if int(top) <= most else np.nextafter(top, 0)).astype(dtype)
+
+
+def check_target(out: Path, overwrite: bool) -> None:
+    """Raises ConfigError where `out` exists, unless it is to be overwritten and holds nothing but samples."""
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise ConfigError(
+            f"samples do not replace what exists; got {out}, which is there; choose another place with --out, or add "
+            "--overwrite"
+        )
+    if not out.is_dir() or out.is_symlink():
+        raise ConfigError(f"--overwrite replaces directories of samples only; got {out}; choose another place")
+    foreign = sorted({entry.name for entry in out.iterdir()} - {SAMPLES, CONDITIONS, MONTAGE, NPY})
+    if foreign:
+        raise ConfigError(
+            f"--overwrite replaces directories of samples only; got {out} with {foreign[0]!r} in it; choose another "
+            "place, or move that away"
+        )
+
+
+@contextmanager
+def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
+    """A new directory to write into, under a hidden name beside `out`; flushed and renamed to `out` at the end.
+
+    What was at `out` is removed then, or stays if anything goes wrong; after an error nothing new is left.
+
+    Args:
+        what: is written, for messages.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        staged, old = scratch / "new", scratch / "old"
+        try:
+            staged.mkdir()
+            yield staged
+            for path in (*staged.rglob("*"), staged):
+                sync(path)
+            if os.path.lexists(out):
+                out.rename(old)
+            try:
+                staged.rename(out)
+            except BaseException:
+                if old.exists():
+                    old.rename(out)
+                raise
+            sync(out.parent)
+        except BaseException:
+            # zarr writes the files of one call side by side and reports the first that fails: another may still appear,
+            # and make its directory anew.
+            for _ in range(4):
+                shutil.rmtree(scratch, ignore_errors=True)
+                time.sleep(0.05)
+            raise
+    except OSError as error:
+        raise StorageError(
+            f"{what} need a writable place with enough room; got {error} while writing {out}; free space or choose "
+            "another place with --out"
+        ) from error
+    try:
+        shutil.rmtree(scratch)
+    except OSError as error:
+        log.warning("%s is written; what it replaced could not be deleted (%s): delete %s by hand", out, error, scratch)

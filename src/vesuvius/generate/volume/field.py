@@ -1,0 +1,146 @@
+"""Voxels of a state on disk: a zarr v2 array without compression, whose chunks are mapped into memory when read.
+
+A chunk is written under a temporary name and renamed, so that its file is whole where it exists: what is done is what
+is there.  Any zarr reader can open a field, also while it is being filled.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import Triple
+from vesuvius.generate.volume.tiling import Tiling, shared_part
+from vesuvius.runlog.whole_file import write_whole
+from vesuvius.volumes.box import Box, grid_shape, shape_of
+
+
+class Field:
+    """One value per voxel, in the blocks of a tiling.  Raises OSError where the disk refuses.
+
+    Args:
+        path: of the array's folder.
+        dtype: of its voxels.
+    """
+
+    def __init__(self, path: Path, tiling: Tiling, dtype: np.dtype[Any] | str = "float32") -> None:
+        self.path, self._tiling = path, tiling
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+
+    def create(self) -> None:
+        """Write the metadata, where they are not there."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        metadata = {
+            "zarr_format": 2,
+            "shape": self._tiling.shape_zyx,
+            "chunks": self._tiling.patch_zyx,
+            "dtype": self._dtype.str,
+            "compressor": None,
+            "fill_value": 0,
+            "order": "C",
+            "filters": None,
+            "dimension_separator": ".",
+        }
+        if not (self.path / ".zarray").exists():
+            write_whole(self.path / ".zarray", json.dumps(metadata).encode())
+
+    def has(self, block: int) -> bool:
+        """Whether a block is written."""
+        return self._file(block).exists()
+
+    def whole(self) -> bool:
+        """Whether all blocks are written."""
+        try:
+            names = {entry.name for entry in os.scandir(self.path)}
+        except FileNotFoundError:
+            return False
+        return all(self._name(block) in names for block in range(self._tiling.blocks))
+
+    def write(self, block: int, voxels: NDArray[Any]) -> None:
+        """Write a block of the shape of its box."""
+        if voxels.shape != self._tiling.patch_zyx:
+            padded = np.zeros(self._tiling.patch_zyx, self._dtype)
+            padded[tuple(map(slice, voxels.shape))] = voxels
+            voxels = padded
+        write_unflushed(self._file(block), np.ascontiguousarray(voxels, self._dtype))
+
+    def flush(self, block: int) -> None:
+        """Have a block on the disk itself, where it outlives a crash of the machine."""
+        with self._file(block).open("rb") as file:
+            os.fsync(file.fileno())
+
+    def read(self, box: Box) -> NDArray[Any]:
+        """The voxels of a box whose blocks are all written.  Of blocks it touches, only these are read."""
+        out = np.empty(shape_of(box), self._dtype)
+        for block in self._tiling.blocks_over(box):
+            _, there, here = shared_part(self._tiling.block_box(block), box)
+            out[here] = mapped(self._file(block), self._dtype, self._tiling.patch_zyx)[there]
+        return out
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        blocks = np.prod(grid_shape(self._tiling.shape_zyx, self._tiling.patch_zyx), dtype=int)
+        return int(blocks * np.prod(self._tiling.patch_zyx, dtype=int)) * self._dtype.itemsize
+
+    def _file(self, block: int) -> Path:
+        return self.path / self._name(block)
+
+    def _name(self, block: int) -> str:
+        z, y, x = self._tiling.block_index(block)
+        return f"{z}.{y}.{x}"
+
+
+class Predictions:
+    """What the network said about each tile in one pass; a file per tile, as long as a block needs it."""
+
+    def __init__(self, path: Path, tiling: Tiling) -> None:
+        self.path, self._tiling = path, tiling
+
+    def create(self) -> None:
+        """Make the folder."""
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def has(self, tile: int) -> bool:
+        """Whether a tile is there."""
+        return self._file(tile).exists()
+
+    def write(self, tile: int, x_0: NDArray[np.float32]) -> None:
+        """Write a tile."""
+        write_unflushed(self._file(tile), x_0.astype("<f4", copy=False))
+
+    def delete(self, tile: int) -> None:
+        """Delete a tile that no block needs any more."""
+        self._file(tile).unlink(missing_ok=True)
+
+    def blended(self, box: Box) -> NDArray[np.float32]:
+        """The weighted mean of all tiles over a box, summed in the order of their numbers: float32 [Z, Y, X]."""
+        out = np.zeros(shape_of(box), np.float32)
+        for tile in self._tiling.tiles_over(box):
+            shared, there, here = shared_part(self._tiling.tile_box(tile), box)
+            x_0 = mapped(self._file(tile), np.dtype("<f4"), self._tiling.patch_zyx)
+            out[here] += self._tiling.weight(tile, shared) * x_0[there]
+        return out
+
+    def _file(self, tile: int) -> Path:
+        return self.path / str(tile)
+
+
+def write_unflushed(file: Path, voxels: NDArray[Any]) -> None:
+    """Write a file that is whole where it exists, unless the machine crashes: workers do not wait for the disk."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    voxels.tofile(beside)
+    beside.replace(file)
+
+
+def mapped(file: Path, dtype: np.dtype[Any], shape: Triple) -> NDArray[Any]:
+    """A file as an array, of which only what is looked at is read.  (`np.memmap` takes several times as long.)"""
+    with file.open("rb", buffering=0) as opened:
+        voxels: NDArray[Any] = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), dtype)
+    return voxels.reshape(shape)

@@ -1,0 +1,131 @@
+"""What a volume takes in time, disk and memory, before anything is written."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vesuvius.config import Triple
+from vesuvius.errors import StorageError
+from vesuvius.generate.volume.field import Field
+from vesuvius.generate.volume.network import Network, NetworkRecipe
+from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.generate.volume.work import Job
+from vesuvius.runlog.units import format_duration, size_text
+
+
+@dataclass(frozen=True)
+class VolumeForecast:
+    """What a volume takes.
+
+    Attributes:
+        tiles, evaluations: tiles per pass, and calls of the network for one tile in all (guidance calls it twice).
+        seconds: with these workers; None = not measured.
+        state_bytes, output_bytes: on the disk, at most; the output without compression.
+        free_bytes: of that disk.
+        worker_bytes: memory of a worker; None = not measured.
+    """
+
+    shape_zyx: Triple
+    tiles: int
+    evaluations: int
+    workers: int
+    state_bytes: int
+    output_bytes: int
+    free_bytes: int
+    seconds: float | None = None
+    worker_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the disk has room."""
+        return self.state_bytes + self.output_bytes <= self.free_bytes
+
+    def text(self) -> str:
+        """For the terminal."""
+        lines = [
+            f"volume {','.join(map(str, self.shape_zyx))}: {self.tiles} tiles, {self.evaluations} network "
+            "evaluations of a tile",
+            f"disk: {size_text(self.state_bytes)} for the state and at most {size_text(self.output_bytes)} for the "
+            f"volume; {size_text(self.free_bytes)} free",
+        ]
+        if self.seconds is not None and self.worker_bytes is not None:
+            lines += [
+                f"time: about {format_duration(self.seconds)} with {self.workers} worker(s)",
+                f"memory: about {size_text(self.worker_bytes)} per worker, whatever the shape",
+            ]
+        return "\n".join(lines)
+
+    def check_space(self, out: Path) -> None:
+        """Raises StorageError where the disk is too small."""
+        if not self.fits:
+            raise StorageError(
+                f"the disk must have room for the state and the volume; got {size_text(self.state_bytes)} and "
+                f"{size_text(self.output_bytes)} needed and {size_text(self.free_bytes)} free for {out}; free space, "
+                "lower --overlap or --shape, or choose another --out"
+            )
+
+
+def forecast_of(job: Job, output_bytes: int, workers: int, out: Path) -> VolumeForecast:
+    """What follows from numbers alone.  Asks the disk of `out` for its free space."""
+    tiling = job.tiling
+    fields = 4 if any(step.keeps_x_0 for step in job.passes) else 2
+    state = (fields + job.inpaint) * Field(Path(), tiling).bytes
+    if job.condition is not None:
+        state += Field(Path(), tiling, job.condition).bytes
+    rows = max(len(_rows(tiling, k)) for k in range(tiling.block_grid[0])) + 1
+    tiles_kept = min(tiling.tiles, rows * tiling.tile_grid[1] * tiling.tile_grid[2])
+    state += tiles_kept * int(np.prod(tiling.patch_zyx)) * 4
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    return VolumeForecast(
+        shape_zyx=tiling.shape_zyx,
+        tiles=tiling.tiles,
+        evaluations=tiling.tiles * _evaluations_per_tile(job),
+        workers=workers,
+        state_bytes=state,
+        output_bytes=output_bytes,
+        free_bytes=shutil.disk_usage(folder).free,
+    )
+
+
+def measured_too(forecast: VolumeForecast, job: Job, recipe: NetworkRecipe) -> VolumeForecast:
+    """The same with time and memory.  Calls the network twice."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        network = Network(recipe)
+        estimate = network.estimate_for(None, job.batch_size)
+        x = torch.zeros((job.batch_size, 1, *job.tiling.patch_zyx), device=network.device)
+        for _ in range(2):  # the first call prepares kernels
+            started = time.monotonic()
+            estimate(x, job.levels[0])[0].sum().item()
+            seconds = time.monotonic() - started
+    finally:
+        torch.set_num_threads(threads)
+    batches = -(-job.tiling.tiles // job.batch_size)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return replace(
+        forecast,
+        seconds=seconds * batches * _evaluations_per_tile(job) / min(forecast.workers, batches),
+        worker_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+    )
+
+
+def _evaluations_per_tile(job: Job) -> int:
+    if not job.whole_tiles:
+        return len(job.passes)
+    steps = len(job.levels) - 1
+    return 2 * steps - 1 if job.method == "heun" else steps
+
+
+def _rows(tiling: Tiling, block_z: int) -> list[int]:
+    """The rows of tiles along z that a row of blocks needs."""
+    lo, patch = block_z * tiling.patch_zyx[0], tiling.patch_zyx[0]
+    return [i for i, start in enumerate(tiling.starts[0]) if lo - patch < start < lo + patch]

@@ -1,0 +1,89 @@
+"""The network as what does the work in one process, on its GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vesuvius.diffusion.estimate import NetworkEstimate
+from vesuvius.diffusion.sampler import Estimate
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.generate.volume.work import Job, Work
+from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
+from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.step.self_test import check_convolution
+from vesuvius.training.step.step import choose_device
+
+
+@dataclass(frozen=True)
+class NetworkRecipe:
+    """What a worker opens; picklable.
+
+    Attributes:
+        checkpoint: directory of one.
+        volume: number of the training volume whose scalars the network is told.
+    """
+
+    checkpoint: Path
+    overrides: tuple[str, ...]
+    weights: str
+    volume: int
+
+
+class Network:
+    """A trained network and all that turns its output into estimates.
+
+    Args:
+        worker: number of the process; on several GPUs each takes its own.
+    """
+
+    def __init__(self, recipe: NetworkRecipe, worker: int = 0) -> None:
+        self.info = read_checkpoint_info(recipe.checkpoint, recipe.overrides)
+        self.device = choose_device()
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", worker % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        config, data = self.info.config, self.info.data
+        self.schedule = Schedule.from_config(config.diffusion, data.spectrum).to(self.device)
+        self.denoiser = Denoiser(self.info, recipe.weights, self.schedule, self.device)
+        check_convolution(self.device, self.denoiser.amp)
+        self._volume = recipe.volume
+        self._conditioner = Conditioner(config.data.condition_classes, data.greys.conditions, data.scalars, self.device)
+
+    def estimate_for(self, stored: NDArray[Any] | None, tiles: int) -> Estimate:
+        """The estimate for a batch of tiles.
+
+        Args:
+            stored: their condition, [B, 1, Z, Y, X] in its dtype; None = the network is shown none.
+        """
+        config = self.info.config
+        if stored is None and config.has_condition:
+            # Left out, as training has left it out: zeros, the presence flag included.
+            stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
+        raw = None if stored is None else torch.from_numpy(np.ascontiguousarray(stored))
+        condition = self._conditioner(raw, [self._volume] * tiles)
+        return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule.mean, self.schedule.std)
+
+
+@dataclass(frozen=True)
+class OpenNetworkWork:
+    """Opens the network and makes what does the work with it; picklable."""
+
+    job: Job
+    folder: Path
+    recipe: NetworkRecipe
+
+    def __call__(self, worker: int) -> Work:
+        torch.set_num_threads(1)  # sums are rounded in the same order wherever a tile is computed
+        network = Network(self.recipe, worker)
+        return Work(
+            self.job,
+            self.folder,
+            lambda stored: network.estimate_for(stored, self.job.batch_size),
+            network.device,
+        )

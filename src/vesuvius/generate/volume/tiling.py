@@ -1,0 +1,168 @@
+"""Where the tiles and blocks of a volume lie, and how much each tile counts at each voxel.  Pure.
+
+The network sees tiles, which have the size of a training patch and overlap.  State and noise are kept in blocks, which
+also have the size of a patch and do not overlap.  Both are numbered in C order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import Triple
+from vesuvius.errors import ConfigError
+from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, shape_of, slices
+
+_MAX_OVERLAP = 0.75
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles and blocks of a volume.
+
+    Attributes:
+        shape_zyx: of the volume.
+        patch_zyx: of a tile and of a block.
+        overlap: of neighbouring tiles, as a share of a patch; at least that much.
+    """
+
+    shape_zyx: Triple
+    patch_zyx: Triple
+    overlap: float
+
+    def check(self) -> None:
+        """Raises ConfigError where no tiles cover the volume."""
+        if any(size < patch for size, patch in zip(self.shape_zyx, self.patch_zyx, strict=True)):
+            raise ConfigError(
+                f"a volume must be at least as large as a training patch; got shape {_text(self.shape_zyx)} and "
+                f"patches of {_text(self.patch_zyx)}; enlarge --shape"
+            )
+        if not 0 <= self.overlap <= _MAX_OVERLAP:
+            raise ConfigError(
+                f"--overlap is the share of a tile that its neighbour covers, 0 to {_MAX_OVERLAP}; got "
+                f"{self.overlap:g}; try 0.5"
+            )
+
+    @cached_property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """Along each axis, where tiles begin: evenly spaced from end to end."""
+        return tuple(
+            axis_starts(size, patch, self.overlap) for size, patch in zip(self.shape_zyx, self.patch_zyx, strict=True)
+        )
+
+    @property
+    def tile_grid(self) -> Triple:
+        """Tiles along each axis."""
+        z, y, x = map(len, self.starts)
+        return z, y, x
+
+    @property
+    def tiles(self) -> int:
+        """Tiles in all."""
+        return math.prod(self.tile_grid)
+
+    @property
+    def block_grid(self) -> Triple:
+        """Blocks along each axis; the last one may be cut."""
+        return grid_shape(self.shape_zyx, self.patch_zyx)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in all."""
+        return math.prod(self.block_grid)
+
+    def tile_box(self, tile: int) -> Box:
+        """The voxels of a tile."""
+        start = [starts[i] for starts, i in zip(self.starts, _place(tile, self.tile_grid), strict=True)]
+        z, y, x = start
+        stop_z, stop_y, stop_x = (lo + patch for lo, patch in zip(start, self.patch_zyx, strict=True))
+        return (z, y, x), (stop_z, stop_y, stop_x)
+
+    def block_index(self, block: int) -> Triple:
+        """Place of a block in the grid."""
+        return _place(block, self.block_grid)
+
+    def block_box(self, block: int) -> Box:
+        """The voxels of a block."""
+        return chunk_box(self.block_index(block), self.patch_zyx, self.shape_zyx)
+
+    def tiles_over(self, box: Box) -> list[int]:
+        """The tiles that share a voxel with a box, in the order of their numbers."""
+        per_axis = [
+            [i for i, start in enumerate(starts) if lo - patch < start < hi]
+            for starts, patch, lo, hi in zip(self.starts, self.patch_zyx, *box, strict=True)
+        ]
+        _, ny, nx = self.tile_grid
+        return [(z * ny + y) * nx + x for z, y, x in itertools.product(*per_axis)]
+
+    def blocks_over(self, box: Box) -> list[int]:
+        """The blocks that share a voxel with a box, in the order of their numbers."""
+        ends = zip(*box, self.patch_zyx, strict=True)
+        ranges = [range(lo // patch, -(-hi // patch)) for lo, hi, patch in ends]
+        _, ny, nx = self.block_grid
+        return [(z * ny + y) * nx + x for z, y, x in itertools.product(*ranges)]
+
+    @cached_property
+    def shares(self) -> tuple[NDArray[np.float64], ...]:
+        """Along each axis, what each tile counts at each of its voxels: [tiles, patch], sums over tiles are 1.
+
+        The window is sin^4, positive everywhere; with sin^2 (Hann) the faces of tiles show more.  The sum over all
+        tiles is the product of one sum per axis, because the tiles form a grid; so the weight of a tile in the mean is
+        a product of three of these.
+        """
+        return tuple(
+            axis_shares(size, patch, starts)
+            for size, patch, starts in zip(self.shape_zyx, self.patch_zyx, self.starts, strict=True)
+        )
+
+    def weight(self, tile: int, box: Box) -> NDArray[np.float32]:
+        """What a tile counts in the mean, over a box inside it: float32 [Z, Y, X]."""
+        origin = self.tile_box(tile)[0]
+        places = _place(tile, self.tile_grid)
+        z, y, x = (
+            share[place][cut] for share, place, cut in zip(self.shares, places, slices(box, origin), strict=True)
+        )
+        weight: NDArray[np.float32] = (z[:, None, None] * y[:, None] * x).astype(np.float32)
+        return weight
+
+
+def axis_starts(size: int, patch: int, overlap: float) -> tuple[int, ...]:
+    """Where tiles begin along an axis: 0 and size - patch included, at most (1 - overlap) patch apart."""
+    last = size - patch
+    gaps = -(-last // max(1, int(patch * (1 - overlap))))
+    return tuple(i * last // gaps for i in range(gaps + 1)) if gaps else (0,)
+
+
+def axis_shares(size: int, patch: int, starts: tuple[int, ...]) -> NDArray[np.float64]:
+    """A window per tile, divided by the sum of all at each voxel: [tiles, patch]."""
+    window = np.sin(np.pi * (np.arange(patch) + 0.5) / patch) ** 4
+    total = np.zeros(size)
+    for start in starts:
+        total[start : start + patch] += window
+    return np.array([window / total[start : start + patch] for start in starts])
+
+
+def shared_part(a: Box, b: Box) -> tuple[Box, tuple[slice, slice, slice], tuple[slice, slice, slice]]:
+    """The box that two boxes share, and the slices that cut it out of each."""
+    shared = intersection(a, b)
+    return shared, slices(shared, a[0]), slices(shared, b[0])
+
+
+def box_voxels(box: Box) -> int:
+    """Voxels in a box."""
+    return math.prod(shape_of(box))
+
+
+def _place(number: int, grid: Triple) -> Triple:
+    """Place in a grid of what has a number in C order.  (`np.unravel_index` takes ten times as long.)"""
+    rest, x = divmod(number, grid[2])
+    return (*divmod(rest, grid[1]), x)
+
+
+def _text(shape: Triple) -> str:
+    return ",".join(map(str, shape))

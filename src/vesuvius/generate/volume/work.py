@@ -1,0 +1,233 @@
+"""The parts of the work, each from files to files, and each with the same result whoever does it and when.
+
+    state/00007/x/          x_t before pass 7, a `Field`
+    state/00007/x_0/        the estimate of the pass before, where the sampler needs it
+    state/00007/tiles/      what the network says in pass 7, a file per tile, as long as a block needs it
+    state/known/            standardised values of known voxels, NaN in the gaps (inpainting)
+    state/condition/        stored values of the condition
+
+A block of the next state is written last of all that it writes: where its file is, nothing of it is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vesuvius.config import SamplerMethod
+from vesuvius.diffusion.levels import NoiseLevel
+from vesuvius.diffusion.sampler import Coefficients, Estimate, sample
+from vesuvius.diffusion.schedule import x_0_and_eps
+from vesuvius.errors import NonFiniteError
+from vesuvius.generate.volume.field import Field, Predictions
+from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_noise, box_noise, corrected, passes_of
+from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.runlog.whole_file import write_whole
+from vesuvius.volumes.box import Box, format_box
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+EstimateFor = Callable[[NDArray[Any] | None], Estimate]
+"""From the stored condition of a batch of tiles, [B, 1, Z, Y, X] or None, to the estimate for tiles [B, 1, Z, Y, X]."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a volume follows from beside the network and the volumes it is given; picklable.
+
+    Attributes:
+        levels: noise levels, from most noise to none.
+        whole_tiles: each tile is drawn to its end and then blended, in one pass; else each step is blended.
+        batch_size: tiles per call of the network; batches are the same whatever is still to be done.
+        rounds: passes per step, see `passes_of`.
+        inpaint: some voxels are known.
+        condition: dtype of the condition.
+    """
+
+    tiling: Tiling
+    seed: int
+    levels: tuple[NoiseLevel, ...]
+    method: SamplerMethod
+    eta: float = 0.0
+    whole_tiles: bool = False
+    batch_size: int = 1
+    rounds: int = 1
+    inpaint: bool = False
+    condition: str | None = None
+
+    @cached_property
+    def passes(self) -> tuple[Pass, ...]:
+        """All passes, in order."""
+        if self.whole_tiles:
+            return (Pass(self.levels[0], Coefficients(x_0=1.0)),)
+        return passes_of(self.levels, self.method, self.eta, self.rounds)
+
+    def batch(self, number: int) -> range:
+        """The tiles of a batch."""
+        return range(number * self.batch_size, min((number + 1) * self.batch_size, self.tiling.tiles))
+
+
+class State:
+    """The files of the state before one pass."""
+
+    def __init__(self, folder: Path, job: Job, number: int) -> None:
+        self.path = folder / f"{number:05d}"
+        self.x = Field(self.path / "x", job.tiling)
+        self.x_0 = Field(self.path / "x_0", job.tiling)
+        self.predictions = Predictions(self.path / "tiles", job.tiling)
+
+    def create(self) -> None:
+        """Make the folders, where they are not there."""
+        for part in (self.x, self.x_0, self.predictions):
+            part.create()
+
+    def flush(self, block: int) -> None:
+        """Have all of a block on the disk itself."""
+        for part in (self.x_0, self.x):
+            if part.has(block):
+                part.flush(block)
+
+    def delete(self) -> None:
+        """Delete all of it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Work:
+    """Does the parts.  Several processes may do different ones at the same time; raises OSError.
+
+    Args:
+        folder: `state/`.
+        device: where estimates are made.
+    """
+
+    def __init__(self, job: Job, folder: Path, estimate_for: EstimateFor, device: torch.device) -> None:
+        self._job, self._folder, self._device = job, folder, device
+        self._estimate_for = estimate_for
+        self.known = Field(folder / "known", job.tiling) if job.inpaint else None
+        self.condition = None if job.condition is None else Field(folder / "condition", job.tiling, job.condition)
+
+    def start(self, block: int) -> None:
+        """The first state of a block: noise, or known voxels with as much noise."""
+        job = self._job
+        x = block_noise(job.seed, START, 0, job.tiling, block)
+        if self.known is not None:
+            known, level = torch.from_numpy(self.known.read(job.tiling.block_box(block))), job.levels[0]
+            x = torch.where(known.isnan(), x, level.alpha * known + level.sigma * x)
+        State(self._folder, job, 0).x.write(block, x.numpy())
+
+    def tiles(self, number: int, batch: int) -> None:
+        """What the network says in a pass about a batch of tiles."""
+        job, state = self._job, State(self._folder, self._job, number)
+        tiles = job.batch(batch)
+        # The last batch is filled up, as results may depend on the size of a batch.
+        boxes = [job.tiling.tile_box(min(tiles.start + i, tiles.stop - 1)) for i in range(job.batch_size)]
+        condition = None
+        if self.condition is not None:
+            condition = np.stack([self.condition.read(box)[None] for box in boxes])
+        estimate = self._estimate_for(condition)
+        x = torch.from_numpy(np.stack([state.x.read(box)[None] for box in boxes])).to(self._device)
+        x_0 = self._drawn(estimate, x, boxes) if job.whole_tiles else estimate(x, job.passes[number].level)[0]
+        for tile, box, values in zip(tiles, boxes, x_0[:, 0].float().cpu().numpy(), strict=False):
+            if not np.isfinite(values).all():
+                raise NonFiniteError(
+                    f"samples must be finite; got NaN or infinity in the tile {format_box(box)} at sampling pass "
+                    f"{number}; try --amp off, --clip 1 or an earlier checkpoint"
+                )
+            state.predictions.write(tile, values)
+
+    def block(self, number: int, block: int, live: bool = True) -> None:
+        """The next state of a block, from the predictions of the tiles over it.
+
+        Args:
+            live: gaps are near; else no tile is needed.
+        """
+        job, step = self._job, self._job.passes[number]
+        here, there = State(self._folder, job, number), State(self._folder, job, number + 1)
+        box = job.tiling.block_box(block)
+        x = torch.from_numpy(here.x.read(box))
+        x_0 = torch.from_numpy(here.predictions.blended(box)) if live else torch.zeros_like(x)
+        if self.known is not None:
+            known = torch.from_numpy(self.known.read(box))
+            if live and not job.whole_tiles:
+                x = corrected(step.level, x, x_0, known)
+            x_0 = torch.where(known.isnan(), x_0, known)
+        if step.row is None:
+            if step.keeps_x_0:
+                there.x_0.write(block, here.x_0.read(box))
+            there.x.write(block, x.numpy())
+            return
+        before = torch.from_numpy(here.x_0.read(box)) if step.row.x_0_before != 0 else None
+        noise = block_noise(job.seed, STEP, number, job.tiling, block) if step.row.noise != 0 else None
+        if step.keeps_x_0:
+            there.x_0.write(block, x_0.numpy())
+        there.x.write(block, advanced(step, x, x_0, before, noise).numpy())
+
+    def _drawn(self, estimate: Estimate, x: Tensor, boxes: Sequence[Box]) -> Tensor:
+        """Tiles drawn to their end from the noise of the volume."""
+        job = self._job
+
+        def step_noise(k: int) -> Tensor:
+            noise = [box_noise(job.seed, STEP, k, job.tiling, box) for box in boxes]
+            return torch.stack(noise).unsqueeze(1).to(self._device)
+
+        if self.known is not None:
+            known = torch.from_numpy(np.stack([self.known.read(box)[None] for box in boxes])).to(self._device)
+            estimate = _with_known(estimate, known)
+        return sample(estimate, job.levels, x, job.method, eta=job.eta, step_noise=step_noise)
+
+
+def live_blocks(job: Job, known: Field) -> NDArray[np.bool_]:
+    """Whether there are gaps in a block, or less than half a patch from it.  Reads all of `known` several times."""
+    return np.array(
+        [
+            bool(np.isnan(known.read(_widened(job.tiling.block_box(block), job.tiling))).any())
+            for block in range(job.tiling.blocks)
+        ]
+    )
+
+
+def _widened(box: Box, tiling: Tiling) -> Box:
+    """The box and what lies less than half a patch from it."""
+    z0, y0, x0 = (max(0, lo - patch // 2) for lo, patch in zip(box[0], tiling.patch_zyx, strict=True))
+    ends = zip(box[1], tiling.patch_zyx, tiling.shape_zyx, strict=True)
+    z1, y1, x1 = (min(size, hi + patch // 2) for hi, patch, size in ends)
+    return (z0, y0, x0), (z1, y1, x1)
+
+
+def state_numbers(folder: Path) -> list[int]:
+    """The passes before which there is a state, whole or not, in order."""
+    return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdigit())
+
+
+def forget_unflushed(job: Job, folder: Path) -> None:
+    """After a crash of the machine, delete what may not be on the disk as it was written.
+
+    A state is flushed before the one before it is deleted; so the oldest whole one is sound.  Later ones, predictions
+    and what was read of given volumes are made anew.
+    """
+    now = _BOOT_ID.read_bytes() if _BOOT_ID.exists() else b"unknown"
+    note = folder / "boot"
+    if note.exists() and note.read_bytes() != now:
+        states = [State(folder, job, number) for number in state_numbers(folder)]
+        sound = [state.path for state in states if state.x.whole()][:1]
+        for path in [entry for entry in folder.iterdir() if entry.is_dir()]:
+            shutil.rmtree(path / "tiles" if path in sound else path, ignore_errors=True)
+    write_whole(note, now)
+
+
+def _with_known(estimate: Estimate, known: Tensor) -> Estimate:
+    def estimated(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
+        x_0 = torch.where(known.isnan(), estimate(x, level)[0], known.to(x.dtype))
+        return x_0, x_0_and_eps("x_0", x_0, x, level.alpha, level.sigma)[1]
+
+    return estimated

@@ -1,0 +1,66 @@
+"""One rank in this process, the ranks that torchrun has started, or those that Ray Train is asked to start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import yaml
+
+from vesuvius.config import Config
+from vesuvius.launch.rank import Request, train_as_rank
+from vesuvius.runlog.run_dir import run_dir
+from vesuvius.training.ranks.join import launched_ranks
+from vesuvius.training.run import train
+
+
+def launch(request: Request, on_step: Callable[[int], None] = lambda step: None) -> int:
+    """Train with `training.ranks` ranks, and return the exit code.  Raises as `training.run.train`.
+
+    Args:
+        on_step: called with the number of each step once it is logged, where rank 0 is this process.
+    """
+    launched = launched_ranks()
+    request = with_number_of_ranks(request, launched)
+    if launched is not None:
+        return train_as_rank(request, on_step)
+    if request.config.training.ranks == 1:
+        return train(
+            request.config,
+            request.source,
+            request.resume,
+            request.allow_drift,
+            on_step,
+            restart_damaged=request.restart_damaged,
+        )
+    from vesuvius.launch.ray_train import train_with_ray  # takes seconds to import
+
+    return train_with_ray(request)
+
+
+def with_number_of_ranks(request: Request, launched: int | None) -> Request:
+    """Put a number in the place of `training.ranks: auto`.
+
+    A run that is resumed keeps the number that it began with, and with it the effective batch, whatever the number of
+    ranks that are at work now.
+
+    Args:
+        launched: ranks that torchrun has started; None = none.
+    """
+    if request.config.training.ranks != "auto":
+        return request
+    count = launched or max(torch.cuda.device_count(), 1)
+    if request.resume:
+        count = _ranks_so_far(request.config) or count
+    training = request.config.training.model_copy(update={"ranks": count})
+    return replace(request, config=request.config.model_copy(update={"training": training}))
+
+
+def _ranks_so_far(config: Config) -> int | None:
+    """`training.ranks` of the sessions before; None where there were none."""
+    try:
+        stored = yaml.safe_load((run_dir(config).path / "config.resolved.yaml").read_text(encoding="utf-8"))
+        return int(stored["training"].get("ranks", 1))  # runs of earlier versions had one
+    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError):
+        return None

@@ -1,0 +1,62 @@
+"""One rank of a run, in a process that torchrun or Ray Train has started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.errors import EXIT_ERROR, VesuviusError
+from vesuvius.training.ranks.join import open_ranks
+from vesuvius.training.ranks.ranks import Restart
+from vesuvius.training.run import train
+from vesuvius.training.stop import StopRequest
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `vesuvius train` was asked for; the arguments are explained at `training.run.train`."""
+
+    config: Config
+    source: Path
+    resume: bool
+    allow_drift: bool = False
+    restart_damaged: bool = False
+
+
+def train_as_rank(
+    request: Request,
+    on_step: Callable[[int], None] = lambda step: None,
+    stop: StopRequest | None = None,
+    restart: Restart | None = None,
+) -> int:
+    """Train as the rank that the environment says this process is, and return its exit code.
+
+    Args:
+        stop: a request that this process already listens to.
+        restart: the ranks were started anew.
+    """
+    config = request.config
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    with open_ranks(device_type, 60 * config.cluster.rank_timeout_minutes, config.global_batch) as ranks:
+        ranks.restart = restart
+        try:
+            exit_code = train(
+                config,
+                request.source,
+                request.resume,
+                request.allow_drift,
+                on_step,
+                restart_damaged=request.restart_damaged,
+                ranks=ranks,
+                stop=stop,
+            )
+        except Exception as error:
+            ranks.fail(error)
+            ranks.finish(error.exit_code if isinstance(error, VesuviusError) else EXIT_ERROR)
+            raise
+        ranks.finish(exit_code)
+    return exit_code

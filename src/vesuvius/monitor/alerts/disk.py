@@ -1,0 +1,184 @@
+"""Whether the disk of a run will be full, from its free bytes, the checkpoints on it and those to come.
+
+True or silent: a forecast is given only for growth that has lasted an hour and goes on.  Quotas count as far as the
+file system includes them in the free bytes that it reports (`statvfs`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vesuvius.monitor.alerts.notices import Notice
+from vesuvius.monitor.memory.trend import MIN_POINTS, theil_sen
+from vesuvius.runlog.disk_use import directory_bytes
+from vesuvius.runlog.units import format_duration, size_text
+
+WARN_BELOW_S = 24 * 3600.0
+_CALM_ABOVE_S = 1.5 * WARN_BELOW_S
+_LOOK_EVERY_S = 60.0
+_POINT_EVERY_S = 300.0
+_POINTS_MOST = 72  # six hours
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Checkpoints come every `save_every` steps; `keep_last` stay, and those at multiples of `keep_every` for good."""
+
+    save_every: int
+    keep_last: int
+    keep_every: int | None = None
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """What was seen at one moment.
+
+    Attributes:
+        time_s: of a monotonic clock.
+        step: optimizer steps done.
+        free_bytes: that a process of this user may still write.
+        run_bytes: of the run directory, checkpoints included.
+        checkpoints: bytes of each whole checkpoint, oldest first.
+        checkpoints_bytes: of all that lies beside them too, such as one that is being written.
+    """
+
+    time_s: float
+    step: int
+    free_bytes: int
+    run_bytes: int
+    checkpoints: tuple[int, ...]
+    checkpoints_bytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """When the disk will be full.
+
+    Attributes:
+        seconds: until then.
+        latest_s: by the lower end of the interval of what it loses.
+        bytes_per_s: what it loses, beside checkpoints that are deleted again.
+    """
+
+    seconds: float
+    latest_s: float
+    bytes_per_s: float
+
+
+def forecast(seen: Sequence[DiskUse], retention: Retention) -> Forecast | None:
+    """Extrapolate; None where nothing is known to grow.  Pure.
+
+    The free bytes and those of the checkpoints together do not follow the sawtooth of saving and deleting.  What they
+    lose is due to logs, previews and others on the disk, and must hold in both halves of what was seen.  Checkpoints
+    that are kept for good come at a known pace.
+    """
+    if len(seen) < 2 * MIN_POINTS or not seen[-1].checkpoints:  # whose size is not known yet
+        return None
+    points = [(use.time_s, -float(use.free_bytes + use.checkpoints_bytes)) for use in seen]
+    half = len(points) // 2
+    trends = [theil_sen(part) for part in (points, points[:half], points[half:])]
+    others = trends[0] if all(trend is not None and trend.low > 0 for trend in trends) else None
+    last = seen[-1]
+    newest = last.checkpoints[-1]
+    steps_s = (last.step - seen[0].step) / (last.time_s - seen[0].time_s)
+    kept = newest * steps_s / retention.keep_every if retention.keep_every else 0.0
+    rate, least = kept + (others.bytes_per_s if others else 0.0), kept + (others.low if others else 0.0)
+    if least <= 0:
+        return None
+    pace_s = retention.save_every / steps_s if steps_s > 0 else math.inf
+    to_come = max(retention.keep_last + 1 - len(last.checkpoints), 0)  # one more while it is written
+
+    def full_after_s(bytes_per_s: float) -> float:
+        for saves in range(to_come):
+            after_s = max((last.free_bytes - saves * newest) / bytes_per_s, saves * pace_s)
+            if after_s < (saves + 1) * pace_s:
+                return after_s
+        return max((last.free_bytes - to_come * newest) / bytes_per_s, to_come * pace_s if to_come else 0.0)
+
+    return Forecast(full_after_s(rate), full_after_s(least), rate)
+
+
+class DiskWatch:
+    """Looks at the disk of a run once a minute, and says once when it will be full.
+
+    Args:
+        run: the run directory.
+        checkpoints: the directory in it.
+        retention: of checkpoints.
+        free_bytes: of the disk that holds a path.
+        now: a monotonic clock, seconds.
+
+    Attributes:
+        use: what was last seen; None before the first look, and where the disk does not tell.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        checkpoints: Path,
+        retention: Retention,
+        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._checkpoints, self._retention = run, checkpoints, retention
+        self._free_bytes, self._now = free_bytes, now
+        self._points: deque[DiskUse] = deque(maxlen=_POINTS_MOST)
+        self._said_full = self._said_no_room = False
+        self.use: DiskUse | None = None
+
+    def look(self, step: int) -> list[Notice]:
+        """Look if it is time to; returns what is to be said.  Walks the run directory."""
+        now = self._now()
+        if self.use is not None and now - self.use.time_s < _LOOK_EVERY_S:
+            return []
+        try:
+            self.use = self._look(now, step)
+        except OSError:  # it is gone, or may not be asked: whoever writes there says so
+            self.use = None
+            return []
+        notices = self._no_room(self.use)
+        if not self._points or now - self._points[-1].time_s >= _POINT_EVERY_S:
+            self._points.append(self.use)
+            notices += self._full_soon(self.use)
+        return notices
+
+    def _look(self, now: float, step: int) -> DiskUse:
+        checkpoints = [directory_bytes(path) for path in sorted(self._checkpoints.glob("step_*"))]
+        # In this order: a save in between counts as growth or as nothing, and the next point corrects it.
+        beside, run = directory_bytes(self._checkpoints), directory_bytes(self._run)
+        return DiskUse(now, step, self._free_bytes(self._run), run, tuple(checkpoints), beside)
+
+    def _no_room(self, use: DiskUse) -> list[Notice]:
+        """Once, where the next checkpoint will not fit: it is written before an older one is deleted."""
+        needed = use.checkpoints[-1] if use.checkpoints else 0
+        before, self._said_no_room = self._said_no_room, use.free_bytes < needed
+        if before or not self._said_no_room:
+            return []
+        text = (
+            f"the next checkpoint will not fit on the disk: it takes {size_text(needed)}, and "
+            f"{size_text(use.free_bytes)} are free for {self._run}; free some space before the next save"
+        )
+        return [Notice(logging.WARNING, text, "disk_no_room", {"needed": needed, "free_bytes": use.free_bytes})]
+
+    def _full_soon(self, use: DiskUse) -> list[Notice]:
+        found = forecast(self._points, self._retention)
+        if found is None or found.seconds > _CALM_ABOVE_S:
+            self._said_full = False
+            return []
+        if self._said_full or found.latest_s > WARN_BELOW_S:
+            return []
+        self._said_full = True
+        text = (
+            f"the disk of {self._run} will be full in {format_duration(found.seconds)}: it has "
+            f"{size_text(use.free_bytes)} free and loses {size_text(3600 * found.bytes_per_s)} an hour; the run takes "
+            f"{size_text(use.run_bytes)}; free some space, raise training.keep_every or lower training.keep_last"
+        )
+        fields = {"hours": found.seconds / 3600, "bytes_per_s": found.bytes_per_s, "free_bytes": use.free_bytes}
+        return [Notice(logging.WARNING, text, "disk_full_soon", fields)]

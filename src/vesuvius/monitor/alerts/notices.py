@@ -1,0 +1,150 @@
+"""What a sample of a run gives cause to say at once: kills, stopped processes, GPUs in trouble, others' memory.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from vesuvius.monitor.memory.limits import Limits, MemoryLimit, shrinking_helps, used_share
+from vesuvius.monitor.probes.gpus import GpuUse
+from vesuvius.monitor.probes.processes import ProcessUse
+from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.runlog.units import size_text
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+OTHERS_NAMED = 3
+_STOPPED_S = 10.0
+_SLOWED_S = 10.0
+# The common ones of NVIDIA's list; the rest are said by number.
+_XIDS = {
+    13: "an exception in a kernel",
+    31: "a kernel has used memory that is not its own",
+    43: "the GPU has stopped a program",
+    45: "the GPU has cleaned up after a program",
+    48: "an error of memory that ECC could not correct",
+    63: "a damaged row of memory will be replaced at the next reset",
+    64: "a damaged row of memory could not be replaced",
+    74: "an error of NVLink",
+    79: "the GPU has fallen off the bus",
+    94: "an error of memory, contained: its program ends",
+    95: "an error of memory, not contained: the GPU needs a reset",
+    119: "the GPU's own processor does not answer",
+}
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something to say at once.
+
+    Attributes:
+        level, text: for the log.
+        event: its name in `metrics.jsonl`; empty = for the log alone.
+        fields: of the record, beside `text`.
+    """
+
+    level: int
+    text: str
+    event: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class Notices:
+    """Remembers what it has said."""
+
+    def __init__(self) -> None:
+        self._stopped_since_s: dict[int, float] = {}
+        self._slowed_since_s: dict[str, float] = {}
+
+    def of(self, before: SystemSample, sample: SystemSample) -> list[Notice]:
+        """What two samples, one after the other, give cause to say."""
+        return [*_kills(before, sample), *self._stopped(sample), *_gpu_errors(before, sample), *self._slowed(sample)]
+
+    def _stopped(self, sample: SystemSample) -> list[Notice]:
+        """Once for each process that a signal has stopped and that stays so."""
+        stopped = [process.pid for process in sample.processes if process.is_stopped]
+        self._stopped_since_s, late = _lasting(self._stopped_since_s, stopped, sample.clock_s, _STOPPED_S)
+        return [
+            Notice(
+                logging.WARNING,
+                f"process {pid} of this run has been stopped (SIGSTOP, or a debugger) for {_STOPPED_S:.0f} s; "
+                f"kill -CONT {pid} lets it go on",
+            )
+            for pid in late
+        ]
+
+    def _slowed(self, sample: SystemSample) -> list[Notice]:
+        """Once for each GPU that heat or its power supply slows down for long."""
+        slowed = {gpu.uuid: gpu for gpu in sample.gpus if gpu.slowed_by}
+        self._slowed_since_s, late = _lasting(self._slowed_since_s, list(slowed), sample.clock_s, _SLOWED_S)
+        return [_slowed_notice(slowed[uuid]) for uuid in late]
+
+
+def _lasting(
+    since_s: dict[_Key, float], now_so: Sequence[_Key], now_s: float, least_s: float
+) -> tuple[dict[_Key, float], list[_Key]]:
+    """Since when each of these is so, and which have newly been so for long enough.  Pure."""
+    since_s = {key: since_s.get(key, now_s) for key in now_so}
+    late = [key for key, began_s in since_s.items() if now_s - began_s >= least_s]
+    return since_s | dict.fromkeys(late, math.inf), late
+
+
+def _slowed_notice(gpu: GpuUse) -> Notice:
+    reasons = list(gpu.slowed_by or ())
+    temperature = "" if gpu.temperature_c is None else f" at {gpu.temperature_c:.0f} degrees"
+    return Notice(
+        logging.WARNING,
+        f"GPU {gpu.index} ({gpu.name}) has been slowed down for {_SLOWED_S:.0f} s{temperature} by "
+        f"{', '.join(reasons)}; look at its cooling and power supply (nvidia-smi -q -d PERFORMANCE)",
+        "gpu_slowed",
+        {"gpu": gpu.index, "reasons": reasons, "temperature_c": gpu.temperature_c},
+    )
+
+
+def _gpu_errors(before: SystemSample, sample: SystemSample) -> Iterator[Notice]:
+    """XIDs, and errors of memory that ECC could not correct."""
+    ecc_before = {gpu.uuid: gpu.ecc_uncorrected for gpu in before.gpus}
+    for gpu in sample.gpus:
+        for xid in gpu.xids:
+            text = f"GPU {gpu.index} ({gpu.name}): XID {xid}: {_XIDS.get(xid, 'see the list of XIDs by NVIDIA')}"
+            yield Notice(logging.ERROR, text, "gpu_xid", {"gpu": gpu.index, "xid": xid})
+        counted = ecc_before.get(gpu.uuid)
+        if counted is not None and gpu.ecc_uncorrected is not None and gpu.ecc_uncorrected > counted:
+            text = (
+                f"GPU {gpu.index} ({gpu.name}): {gpu.ecc_uncorrected - counted} new error(s) of memory that ECC could "
+                "not correct; results since may be wrong: stop, have the GPU checked, go on from an earlier checkpoint"
+            )
+            yield Notice(logging.ERROR, text, "gpu_ecc", {"gpu": gpu.index, "errors": gpu.ecc_uncorrected - counted})
+
+
+def _kills(before: SystemSample, sample: SystemSample) -> list[Notice]:
+    """The kernel may have killed a process of which nobody else hears, such as one of Ray's own."""
+    if before.cgroup is None or sample.cgroup is None or before.cgroup.path != sample.cgroup.path:
+        return []
+    kills = (sample.cgroup.oom_kills or 0) - (before.cgroup.oom_kills or 0)
+    text = (
+        f"out of memory: the kernel has killed {kills} process(es) of cgroup {sample.cgroup.path} for its limit; see "
+        "`vesuvius memcheck`, lower training.workers or monitor.ram_limit_gib"
+    )
+    return [Notice(logging.ERROR, text)] if kills > 0 else []
+
+
+def others_are_to_blame(killers: Sequence[MemoryLimit], limits: Limits) -> bool:
+    """Whether limits are nearly used up, and making this run smaller would help with none of them."""
+    tight = [killer for killer in killers if used_share(killer, limits) >= limits.warn_at]
+    return bool(tight) and not any(shrinking_helps(killer, limits) for killer in tight)
+
+
+def others_text(used_bytes: int, others: Sequence[ProcessUse]) -> str:
+    """What is added to a warning then: who holds the memory."""
+    named = ", ".join(f"{use.name.split(' ')[0]} (pid {use.pid}) {size_text(use.anon_bytes)}" for use in others)
+    return (
+        f"; this run holds {size_text(used_bytes)} of it, so the guard does nothing; the largest others: "
+        f"{named or 'none that can be seen from here'}"
+    )

@@ -1,0 +1,170 @@
+"""Notices that a run stands still, and says what it waits for.
+
+On a thread of its own: neither the loop nor the monitor, nor a disk that hangs under one of them, can hold it up.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_JOIN_S = 1.0
+_STACKS_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the loop does.
+
+    Attributes:
+        what: is to come next.
+        waiting_for: what that needs.
+        since_s: when the loop began to expect it: what came before has come.
+    """
+
+    what: str
+    waiting_for: str | Callable[[], str]
+    since_s: float
+
+
+class Watchdog:
+    """Logs one ERROR when nothing has come for so long, with the stacks of all threads, and one INFO when it goes on.
+
+    A context manager.  The loop calls `expects` and `alive`, which cost next to nothing.
+
+    Args:
+        stall_s: seconds; 0 = never.
+        stacks: folder for stacks, made when there are some.
+        record: writes a record of `metrics.jsonl`: its kind, then its fields.
+        step: the last finished optimizer step, and that at which the run ends.
+        now: a clock, seconds.
+    """
+
+    def __init__(
+        self,
+        stall_s: float,
+        stacks: Path,
+        record: Callable[..., None],
+        step: Callable[[], tuple[int, int]],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stall_s = stall_s
+        self._stacks = stacks
+        self._record = record
+        self._step = step
+        self._now = now
+        self._dump_readers: Callable[[Path], None] | None = None
+        self._expected = _Expected("step", "the run to begin", now())
+        self._signs: dict[str, float] = {}
+        self._looked_s = self._awake_s = now()
+        self._stalled: tuple[_Expected, float] | None = None  # and the last sign of life before
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._stall_s > 0:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
+
+    def expects(self, what: str, waiting_for: str | Callable[[], str]) -> None:
+        """The loop goes on: from now on `what` is to come, e.g. "batch".  For the loop's thread.
+
+        Args:
+            waiting_for: what that needs, for people; a function is called in the watchdog's thread.
+        """
+        self._expected = _Expected(what, waiting_for, self._now())
+
+    def alive(self, what: str) -> None:
+        """There is progress towards `what`, which counts while the loop expects it.  Any thread may call."""
+        self._signs[what] = self._now()
+
+    def silence(self) -> tuple[str, float]:
+        """What the loop waits for, and seconds since the last sign of life.  Any thread may call."""
+        expected = self._expected
+        return expected.what, self._now() - self._sign_s(expected)
+
+    @contextmanager
+    def with_readers(self, dump_stacks: Callable[[Path], None]) -> Iterator[None]:
+        """While there are readers, whose stacks are of interest too; `dump_stacks` has them appended to a file."""
+        self._dump_readers = dump_stacks
+        try:
+            yield
+        finally:
+            self._dump_readers = None
+
+    def sample(self) -> None:
+        """Compare the last sign of life with the clock, and say what is new."""
+        expected, now = self._expected, self._now()
+        sign_s = self._sign_s(expected)
+        if now - self._looked_s > self._stall_s / 2:  # the whole process was stopped: nothing could come
+            self._awake_s = now
+        self._looked_s = now
+        if self._stalled is not None and self._stalled != (expected, sign_s):
+            before, self._stalled = self._stalled, None
+            self._say_recovered(*before)
+        if self._stalled is None and now - max(sign_s, self._awake_s) >= self._stall_s:
+            self._stalled = expected, sign_s
+            self._say_hung(expected, now - sign_s)
+
+    def _sign_s(self, expected: _Expected) -> float:
+        return max(expected.since_s, self._signs.get(expected.what, expected.since_s))
+
+    def _run(self) -> None:
+        poll_s = min(_POLL_S, self._stall_s / 10)
+        while not self._stop.wait(poll_s):
+            try:
+                self.sample()
+            except Exception:
+                log.exception("the watchdog could not look at the run; it goes on trying")
+
+    def _say_hung(self, expected: _Expected, seconds: float) -> None:
+        waiting_for = expected.waiting_for if isinstance(expected.waiting_for, str) else expected.waiting_for()
+        text = f"hung: no {expected.what} for {seconds / 60:.1f} min: waiting for {waiting_for}"
+        path = self._stacks / time.strftime("%Y%m%dT%H%M%S.txt")
+        # Beside: the disk may be what hangs.
+        dumping = threading.Thread(target=self._dump, args=(path, text), name="stacks", daemon=True)
+        dumping.start()
+        dumping.join(_STACKS_WITHIN_S)
+        step, last = self._step()
+        log.error(
+            "Verdict step %d/%d %s; stacks of all threads in %s; the run waits on, a stop saves step %d",
+            *(step, last, text, path, step),
+        )
+        fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self._stacks.name}/{path.name}"}
+        self._record("verdict", **fields, bound="hung", cause=None, overrides=[])
+        self._record("event", event="hung", **fields, what=expected.what, waiting_for=waiting_for, seconds=seconds)
+
+    def _say_recovered(self, expected: _Expected, sign_s: float) -> None:
+        seconds = self._now() - sign_s
+        text = f"no longer hung: the wait for a {expected.what} is over after {seconds / 60:.1f} min"
+        log.info("%s", text)
+        self._record("event", event="recovered", step=self._step()[0], text=text, seconds=seconds)
+
+    def _dump(self, path: Path, text: str) -> None:
+        try:
+            self._stacks.mkdir(exist_ok=True)
+            with path.open("w", encoding="utf-8") as file:
+                file.write(f"{text}\n\nthreads of the trainer:\n")
+                file.writelines(f"0x{thread.ident:016x} {thread.name}\n" for thread in threading.enumerate())
+                file.write("\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+            if self._dump_readers is not None:
+                self._dump_readers(path)
+        except OSError as error:
+            log.warning("the stacks of a run that hangs must be writable; got %s for %s; free some space", error, path)

@@ -1,0 +1,298 @@
+"""Where the time of a step goes: waiting for data, copying to the device, computing, and the rest.
+
+On a CPU the host's clock is the truth.  On a GPU the device's clock is: events are recorded around the work and read a
+step or more later, so that the host never waits for the device because of its clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from vesuvius.runlog.step_times import StepTimes
+
+Part = Literal["forward", "backward", "optimizer", "comm"]
+"""What the device does.  Getting a batch ready on the device (cast, normalise, mirror, noise) is part of "forward";
+clipping and the averages of the weights are part of "optimizer"; "comm" is waiting for other ranks."""
+
+Timed = Callable[[Part], AbstractContextManager[None]]
+"""`StepClock.computing`, or `untimed` where nobody asks where the time goes."""
+
+
+def untimed(part: Part) -> AbstractContextManager[None]:
+    """In place of a clock: takes no time."""
+    return nullcontext()
+
+
+class StepClock(Protocol):
+    """Enter the context managers around the parts of a step, any number of times each, then call `step_done`.
+
+    None lies within another.
+    """
+
+    def waiting(self) -> AbstractContextManager[None]: ...
+
+    def copying(self) -> AbstractContextManager[None]: ...
+
+    def computing(self, part: Part) -> AbstractContextManager[None]: ...
+
+    def pausing(self) -> AbstractContextManager[None]:
+        """Around what is done between two steps, which belongs to the later one."""
+        ...
+
+    def step_done(self) -> None: ...
+
+    def finished(self, wait: bool = False) -> list[StepTimes]:
+        """The steps finished since the last call, in order; with `wait`, all that were begun."""
+        ...
+
+
+def make_clock(device: torch.device) -> StepClock:
+    """The clock of the device that computes.  The first step is counted from here."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+class HostClock:
+    """Parts and steps by the host's clock: right where the host itself computes."""
+
+    def __init__(self) -> None:
+        self._spent = dict.fromkeys(("data", "h2d", "forward", "backward", "optimizer", "comm", "pause"), 0.0)
+        self._last_end = time.perf_counter()
+        self._done: list[StepTimes] = []
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self._timed("data")
+
+    def copying(self) -> AbstractContextManager[None]:
+        return self._timed("h2d")
+
+    def computing(self, part: Part) -> AbstractContextManager[None]:
+        return self._timed(part)
+
+    def pausing(self) -> AbstractContextManager[None]:
+        return self._timed("pause")
+
+    def step_done(self) -> None:
+        now = time.perf_counter()
+        parts = {f"{name}_s": seconds for name, seconds in self._spent.items()}
+        self._done.append(StepTimes(now - self._last_end, **parts))
+        self._spent = dict.fromkeys(self._spent, 0.0)
+        self._last_end = now
+
+    def finished(self, wait: bool = False) -> list[StepTimes]:
+        done, self._done = self._done, []
+        return done
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent[part] += time.perf_counter() - started
+
+
+class DeviceEvent(Protocol):
+    """What the clock uses of `torch.cuda.Event`."""
+
+    def record(self) -> None:
+        """On the current stream; again means anew."""
+        ...
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds."""
+        ...
+
+
+@dataclass
+class _Stretch:
+    """Events at the begin and the end of something that the device does."""
+
+    begin: DeviceEvent
+    end: DeviceEvent
+
+    @property
+    def seconds(self) -> float:
+        return _seconds(self.begin, self.end)
+
+
+@dataclass
+class _Meanwhile:
+    """What the host asked for and did since it queued the stretch of computing before."""
+
+    copied: list[_Stretch] = field(default_factory=list)
+    waited_s: float = 0.0
+    paused_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """A stretch of computing, and what the gap in front of it may be due to."""
+
+    part: Part
+    stretch: _Stretch
+    meanwhile: _Meanwhile
+
+
+@dataclass
+class _DeviceStep:
+    """The computing of a step, in order."""
+
+    computed: list[_Computed] = field(default_factory=list)
+
+    @property
+    def end(self) -> DeviceEvent:
+        return self.computed[-1].stretch.end
+
+    def events(self) -> list[DeviceEvent]:
+        """All but the end, from which the next step counts."""
+        stretches = [stretch for each in self.computed for stretch in (each.stretch, *each.meanwhile.copied)]
+        return [event for each in stretches for event in (each.begin, each.end) if event is not self.end]
+
+
+class CudaClock:
+    """Parts and steps by the device's clock, without a synchronize per step.
+
+    Time in which the device computes is forward, backward or optimizer, whatever the host does meanwhile.  Each gap
+    between two stretches of computing is split by what the host did between queueing the two: the part of its copies
+    that lies within the gap is h2d_s, at most its wait is data_s, the rest is other_s, of which at most its pause is
+    pause_s.  What hides behind computing is 0, but for this: when the host waited is not known on the device's clock,
+    so a hidden wait counts where its own gap is there for another reason, such as launching kernels.
+
+    Events are used again once the step that they belong to has been read, so there are as many as the steps in flight
+    need, however long the run.
+
+    Args:
+        new_event: makes an event that can time.
+        now: the host's clock, seconds.
+    """
+
+    def __init__(
+        self, new_event: Callable[[], DeviceEvent] | None = None, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._new_event = new_event or _new_cuda_event
+        self._now = now
+        self._free: list[DeviceEvent] = []
+        self._end_before = self._recorded()
+        self._step = _DeviceStep()
+        self._meanwhile = _Meanwhile()
+        self._pending: deque[_DeviceStep] = deque()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._meanwhile.waited_s += self._now() - started
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._meanwhile.paused_s += self._now() - started
+
+    def copying(self) -> AbstractContextManager[None]:
+        """Enter on the stream that copies.  The computing that is queued next must wait for what is copied."""
+        return self._between_events(lambda stretch: self._meanwhile.copied.append(stretch))
+
+    @contextmanager
+    def computing(self, part: Part) -> Iterator[None]:
+        """Enter on the stream that computes."""
+        meanwhile, self._meanwhile = self._meanwhile, _Meanwhile()
+        with self._between_events(lambda stretch: self._step.computed.append(_Computed(part, stretch, meanwhile))):
+            yield
+
+    def step_done(self) -> None:
+        # On the device's clock the step ended with its last computing: what the host did since is the next step's.
+        self._pending.append(self._step)
+        self._step = _DeviceStep()
+
+    def finished(self, wait: bool = False) -> list[StepTimes]:
+        done = []
+        while self._pending:
+            step = self._pending[0]
+            if wait:
+                step.end.synchronize()
+            elif not step.end.query():
+                break
+            done.append(_split_step(step, self._end_before))
+            self._free += [self._end_before, *step.events()]
+            self._end_before = step.end
+            self._pending.popleft()
+        return done
+
+    def _recorded(self) -> DeviceEvent:
+        event = self._free.pop() if self._free else self._new_event()
+        event.record()
+        return event
+
+    @contextmanager
+    def _between_events(self, keep: Callable[[_Stretch], None]) -> Iterator[None]:
+        begin = self._recorded()
+        try:
+            yield
+        finally:
+            keep(_Stretch(begin, self._recorded()))
+
+
+def _split_step(step: _DeviceStep, end_before: DeviceEvent) -> StepTimes:
+    """Read the events of a step that the device has finished."""
+    step_s = _seconds(end_before, step.end)
+    spent: dict[Part, float] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "comm": 0.0}
+    left_s = step_s
+    for each in step.computed:
+        # Each is rounded for itself: together they may seem longer than the step.
+        seconds = min(each.stretch.seconds, left_s)
+        spent[each.part] += seconds
+        left_s -= seconds
+    h2d_s = data_s = pause_s = 0.0
+    gap_begin = end_before
+    for each in step.computed:
+        copied, waited, paused = _split_gap(_Stretch(gap_begin, each.stretch.begin), each.meanwhile, left_s)
+        h2d_s, data_s, pause_s = h2d_s + copied, data_s + waited, pause_s + paused
+        left_s -= copied + waited + paused
+        gap_begin = each.stretch.end
+    parts = {f"{part}_s": seconds for part, seconds in spent.items()}
+    return StepTimes(step_s, data_s, h2d_s, pause_s=pause_s, **parts)
+
+
+def _split_gap(gap: _Stretch, meanwhile: _Meanwhile, most_s: float) -> tuple[float, float, float]:
+    """How long the device waited for copies, for data and for a pause: together no more than the gap and most_s."""
+    gap_s = min(gap.seconds, most_s)
+    copied_s = min(sum(_seconds_within(gap, copy) for copy in meanwhile.copied), gap_s)
+    waited_s = min(meanwhile.waited_s, gap_s - copied_s)
+    paused_s = min(meanwhile.paused_s, gap_s - copied_s - waited_s)
+    return copied_s, waited_s, paused_s
+
+
+def _seconds_within(gap: _Stretch, copy: _Stretch) -> float:
+    """How long of a copy lies within the gap that ends once it is over.
+
+    Measured back from the gap's end, which comes last: a copy may begin before the gap or, where the host is far
+    ahead, before the step, and CUDA does not say what it answers for two events in the wrong order.
+    """
+    gap_s = gap.seconds
+    since_begin_s, since_end_s = _seconds(copy.begin, gap.end), _seconds(copy.end, gap.end)
+    return max(0.0, min(since_begin_s, gap_s) - min(since_end_s, gap_s))
+
+
+def _new_cuda_event() -> DeviceEvent:
+    event: DeviceEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+def _seconds(begin: DeviceEvent, end: DeviceEvent) -> float:
+    return float(begin.elapsed_time(end)) / 1000

@@ -1,0 +1,171 @@
+"""What is known of a run from outside at one moment: data that `inspector.py` finds and `memory_table.py` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK
+from vesuvius.monitor.memory.limits import MemoryLimit
+from vesuvius.monitor.memory.risk import Exhaustion, Level
+from vesuvius.monitor.memory.trend import Trend
+from vesuvius.monitor.probes.rates import Rates
+from vesuvius.monitor.probes.system_sample import SystemSample
+
+State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of the memory.
+
+    Attributes:
+        part: "root" (the trainer, or the process asked for), "readers" (all), "reader" (one), "others", "store" or
+            "total".
+        name: for people.
+        pid: of a single process.
+        now_bytes, peak_bytes: None = not known.
+        peak_since: from when on the peak was looked for, seconds since 1970.
+        trend: growth or shrinking beyond doubt; None = there is none, or too little was seen.
+        seen_s: for how long a trend was looked for; None = too little was seen to speak of one.
+    """
+
+    part: str
+    name: str
+    pid: int | None = None
+    now_bytes: float | None = None
+    peak_bytes: float | None = None
+    peak_since: float | None = None
+    trend: Trend | None = None
+    seen_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How the run gets on, as its files say.
+
+    Attributes:
+        step: the last optimizer step.
+        age_s: since it was recorded.
+        step_s_p95: of recent steps.
+        verdict: on what holds the run up.
+    """
+
+    step: int | None = None
+    age_s: float | None = None
+    step_s_p95: float | None = None
+    verdict: str | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        time: of it, seconds since 1970.
+        what: "run", "process", "ray" or "machine".
+        name: of that, for people.
+        state: of the run or process; `elsewhere` = on another machine, where only its files can be read.
+        state_text: the same for people, with the figure that says so.
+        stalled: it hangs: by its own watchdog, or because there is no sign of life.
+        rows: the parts, then the total.
+        limit_bytes: the smallest limit.
+        page_cache_bytes: files that the system keeps in memory and gives back when asked; no part of the total.
+        level, reason: the risk; None = it cannot be judged.
+        killers: what may kill, nearest first.
+        trend, exhaustion: of the first killer's memory.
+        growing: by pid, the processes whose private memory grows beyond doubt.
+        vram: what the trainer has reserved; None without a GPU.
+        page_cache: as `page_cache_bytes`, over time.
+        vram_limit_bytes: of its GPU.
+        no_gpus: why no GPU is seen.
+        steps: None except of runs.
+        kills: what says that something was killed, a line each.
+        remarks: what else one should know, a line each.
+        pss_bytes: proportional set size of all processes; only where asked for.
+        look, rates: what the system says; None where it was not looked at.
+    """
+
+    time: float
+    what: Literal["run", "process", "ray", "machine"]
+    name: str
+    state: State
+    state_text: str
+    stalled: bool = False
+    rows: tuple[Row, ...] = ()
+    limit_bytes: int | None = None
+    page_cache_bytes: int | None = None
+    level: Level | None = None
+    reason: str = ""
+    killers: tuple[MemoryLimit, ...] = ()
+    trend: Trend | None = None
+    exhaustion: Exhaustion | None = None
+    growing: Mapping[int, Trend] = field(default_factory=dict)
+    vram: Row | None = None
+    page_cache: Row | None = None
+    vram_limit_bytes: int | None = None
+    no_gpus: str | None = None
+    steps: Steps | None = None
+    kills: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    pss_bytes: int | None = None
+    sample: SystemSample | None = None
+    rates: Rates | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """A kill outweighs the risk, and a critical risk a run that hangs: 0, 10, 11 or 12."""
+        if self.kills:
+            return EXIT_MEMORY_KILL
+        if self.level is Level.CRITICAL:
+            return EXIT_MEMORY_CRITICAL
+        return EXIT_MEMORY_WARN if self.stalled or self.level is Level.WARN else EXIT_OK
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.state in {"ended", "killed"}
+
+
+def as_json(found: Inspection) -> dict[str, Any]:
+    """One object for scripts.  Null is not known.  Pure."""
+    plain = asdict(replace(found, sample=None, rates=None))
+    parts = plain.pop("rows")
+    del plain["sample"], plain["rates"]
+    return plain | {
+        "exit_code": found.exit_code,
+        "level": found.level.name if found.level is not None else None,
+        "parts": parts,
+        "killers": [asdict(killer) | {"left_bytes": killer.left_bytes} for killer in found.killers],
+        "growing": {str(pid): trend for pid, trend in plain["growing"].items()},
+        "processes": [asdict(process) for process in found.sample.processes] if found.sample else None,
+        "machine": _machine(found.sample, found.rates),
+        "gpus": [asdict(gpu) for gpu in found.sample.gpus] if found.sample else None,
+    }
+
+
+def _machine(sample: SystemSample | None, rates: Rates | None) -> dict[str, Any] | None:
+    """Its keys avoid a word that a search of logs for kills would find."""
+    if sample is None:
+        return None
+    machine, cgroup = sample.machine, sample.cgroup
+    return {
+        "total_bytes": machine.total_bytes,
+        "available_bytes": machine.available_bytes,
+        "page_cache_bytes": machine.page_cache_bytes,
+        "shmem_bytes": machine.shmem_bytes,
+        "swap_used_bytes": machine.swap_used_bytes,
+        "swap_total_bytes": machine.swap_total_bytes,
+        "pressure": _plain(machine.pressure),
+        "kernel_kills": machine.oom_kills,
+        "cgroup": cgroup.path if cgroup else None,
+        "cgroup_kernel_kills": cgroup.oom_kills if cgroup else None,
+        "cgroup_pressure": _plain(cgroup.pressure) if cgroup else None,
+        "cores": len(machine.core_total_s),
+        "core_busy": list(rates.core_busy) if rates else None,
+    }
+
+
+def _plain(value: Any) -> Mapping[str, Any] | None:
+    return None if value is None else asdict(value)

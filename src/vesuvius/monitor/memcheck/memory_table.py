@@ -1,0 +1,213 @@
+"""The table that memcheck shows: an `Inspection` for people, drawn with rich.  Readable from 80 columns on.
+
+What is not known is "-", never 0.  Page cache is shown but is no part of the total, and shared memory counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from vesuvius.monitor.memcheck.inspection import Inspection, Row
+from vesuvius.monitor.memory.risk import Level
+from vesuvius.monitor.probes.gpus import GpuUse
+from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.runlog.units import GIB, format_duration, format_time, gib
+
+_LEVEL_STYLES = {Level.LOW: "bold green", Level.WARN: "bold yellow", Level.CRITICAL: "bold red"}
+_STATE_STYLES = {"running": "green", "hung": "bold yellow", "killed": "bold red"}
+_SHOWN_SINGLES = 8
+_SHOWN_KILLERS = 3
+_SHOWN_GROWING = 3
+
+
+def memory_table(found: Inspection) -> RenderableType:
+    """The whole of it: a heading, the parts, and below them what limits and threatens them."""
+    blocks: list[RenderableType] = [_heading(found)]
+    if found.rows:
+        blocks.append(_parts(found))
+    blocks.append(_facts(found))
+    return Group(*blocks)
+
+
+def slope_text(row: Row) -> str:
+    """GiB an hour where growth or shrinking is beyond doubt; '-' where too little was seen to say."""
+    if row.trend is not None:
+        return f"{row.trend.bytes_per_s * 3600 / GIB:+.2f}"
+    return "-" if row.seen_s is None else "no trend"
+
+
+def _heading(found: Inspection) -> Text:
+    heading = Text(found.name, style="bold", no_wrap=True, overflow="ellipsis")
+    if found.state_text:
+        heading.append("  ")
+        heading.append(found.state_text, style=_STATE_STYLES.get(found.state, ""))
+    heading.no_wrap = False
+    return heading
+
+
+def _parts(found: Inspection) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=False)
+    table.add_column("memory")
+    table.add_column("now GiB" if found.sample else "last GiB", justify="right")
+    table.add_column("peak GiB", justify="right")
+    table.add_column("slope GiB/h", justify="right")
+    sums = sum(row.part == "reader" for row in found.rows) > 1
+    for row in _shown(found.rows):
+        is_total = row.part == "total"
+        if is_total:
+            table.add_section()
+        is_below = row.part == "reader" and sums
+        name = ("  " if is_below else "") + row.name
+        now = gib(row.now_bytes)
+        if is_total and found.limit_bytes is not None:
+            now += f" of {gib(found.limit_bytes)}"
+        style = "bold" if is_total else "dim" if is_below else ""
+        table.add_row(Text(name), now, gib(row.peak_bytes), slope_text(row), style=style)
+    if found.vram is not None:
+        now = gib(found.vram.now_bytes)
+        now += f" of {gib(found.vram_limit_bytes)}" if found.vram_limit_bytes is not None else ""
+        table.add_row("VRAM of the trainer", now, gib(found.vram.peak_bytes), slope_text(found.vram))
+    if (cache := found.page_cache) is not None:
+        table.add_row(cache.name, gib(cache.now_bytes), gib(cache.peak_bytes), slope_text(cache), style="dim")
+    return table
+
+
+def _shown(rows: Sequence[Row]) -> Iterator[Row]:
+    """The largest single processes, and the rest of them as one row; one alone needs no sum above it."""
+    singles = [row for row in rows if row.part == "reader"]
+    if len(singles) == 1:
+        rows = [row for row in rows if row.part != "readers"]
+    left = {row.pid for row in singles[_SHOWN_SINGLES:]} if len(singles) > _SHOWN_SINGLES + 1 else set()
+    for row in rows:
+        if row.part == "reader" and row.pid in left:
+            if row.pid == singles[_SHOWN_SINGLES].pid:
+                size = sum(each.now_bytes or 0 for each in singles[_SHOWN_SINGLES:])
+                yield Row("reader", f"{len(left)} more", None, size)
+            continue
+        yield row
+
+
+def _facts(found: Inspection) -> Table:
+    """Name and value, a line each; long values are broken."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _fact_lines(found):
+        table.add_row(name, value)
+    return table
+
+
+def _fact_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
+    if found.level is not None:
+        risk = Text(found.level.name, style=_LEVEL_STYLES[found.level])
+        risk.append(f"  {found.reason}", style="default")
+        yield "risk", risk
+    elif found.reason:
+        yield "first killer", Text(found.reason)
+    for line in found.kills:
+        yield "kill seen", Text(line, style="bold red")
+    for number, killer in enumerate(found.killers[:_SHOWN_KILLERS]):
+        yield (
+            "first killer" if number == 0 else "then",
+            Text(
+                f"{killer.name} at {gib(killer.kills_at_bytes)} GiB; it counts {gib(killer.used_bytes)}, "
+                f"{gib(killer.left_bytes)} are left"
+            ),
+        )
+    if found.growing:
+        yield "growing", Text(_growing_text(found))
+    if found.pss_bytes is not None:
+        yield "PSS", Text(f"{gib(found.pss_bytes)} GiB, all processes, each shared page once among those that map it")
+    if found.sample is not None:
+        yield from _machine_lines(found, found.sample)
+    yield from _gpu_lines(found)
+    yield from _step_lines(found)
+    for remark in found.remarks:
+        yield "note", Text(remark)
+    if since := _peak_since(found):
+        yield "peaks", Text(since)
+
+
+def _growing_text(found: Inspection) -> str:
+    """The fastest processes that grow."""
+    names = {row.pid: row.name for row in found.rows if row.pid is not None}
+    if found.sample is not None and found.rows[0].part == "root":
+        names[found.sample.processes[0].pid] = found.rows[0].name
+    fastest = sorted(found.growing.items(), key=lambda item: -item[1].bytes_per_s)
+    texts = [f"{names.get(pid, f'process {pid}')} {trend.bytes_per_s / 1e6:+.1f} MB/s" for pid, trend in fastest]
+    more = [f"{len(texts) - _SHOWN_GROWING} more"] if len(texts) > _SHOWN_GROWING else []
+    return ", ".join(texts[:_SHOWN_GROWING] + more)
+
+
+def _machine_lines(found: Inspection, sample: SystemSample) -> Iterator[tuple[str, Text]]:
+    machine = sample.machine
+    yield "machine", Text(f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by all that runs on it")
+    swap = (
+        "none"
+        if machine.swap_total_bytes == 0
+        else f"{gib(machine.swap_used_bytes)} of {gib(machine.swap_total_bytes)} GiB"
+    )
+    ours = sum(process.swap_bytes for process in sample.processes)
+    yield "swap", Text(swap + (f", {gib(ours)} GiB of it this run's" if ours else ""))
+    pressures = {"its cgroup": sample.cgroup and sample.cgroup.pressure, "the machine": machine.pressure}
+    stalls = [f"{100 * known.some_10s:.0f} % ({whose})" for whose, known in pressures.items() if known]
+    if stalls:
+        yield "pressure", Text(f"tasks waited for memory in {', '.join(stalls)} of the last 10 s")
+    cores = f"{len(machine.core_total_s)}"
+    if found.rates is not None:
+        cores += f", {sum(found.rates.core_busy):.1f} of them busy"
+        own = sum(found.rates.process_cores.values())
+        cores += f", {own:.1f} by this" if sample.processes else ""
+    yield "cores", Text(cores)
+
+
+def _gpu_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
+    gpus = found.sample.gpus if found.sample else ()
+    for gpu in gpus:
+        yield f"GPU {gpu.index}", Text(_gpu_text(gpu))
+    if not gpus and found.sample is not None:
+        yield "GPU", Text(f"- ({found.no_gpus})" if found.no_gpus else "-")
+
+
+def _gpu_text(gpu: GpuUse) -> str:
+    busy = "-" if gpu.busy is None else f"{100 * gpu.busy:.0f} %"
+    text = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} GiB, busy {busy}"
+    text += "" if gpu.power_w is None else f", {gpu.power_w:.0f} W"
+    text += "" if gpu.temperature_c is None else f", {gpu.temperature_c:.0f} °C"
+    return f"{text}, {gpu.name}"
+
+
+def _step_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
+    steps = found.steps
+    if steps is None:
+        return
+    if steps.step is None or steps.age_s is None:
+        yield "last step", Text("-")
+    else:
+        p95 = "" if steps.step_s_p95 is None else f"; 95 % of steps take less than {steps.step_s_p95:.2f} s"
+        yield "last step", Text(f"{steps.step}, {format_duration(steps.age_s)} ago{p95}")
+    if steps.verdict is not None:
+        yield "verdict", Text(steps.verdict)
+
+
+def _peak_since(found: Inspection) -> str:
+    """Parts whose history is as long as the total's need no mention of their own."""
+    since = {row.part: row.peak_since for row in found.rows if row.peak_since is not None}
+    if "total" not in since:
+        return ""
+    text = f"since {format_time(since['total'])}"
+    others = since.get("others")
+    return (
+        f"{text}; {_name_of(found, 'others')}: since {format_time(others)}"
+        if others and others > since["total"] + 60
+        else text
+    )
+
+
+def _name_of(found: Inspection, part: str) -> str:
+    return next(row.name for row in found.rows if row.part == part)

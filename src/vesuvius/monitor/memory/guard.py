@@ -1,0 +1,178 @@
+"""The memory guard: what to do, and when, before something kills.  A pure state machine: it acts on nothing itself."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vesuvius.monitor.memory.limits import Limits, MemoryLimit, largest_share, shrinking_helps, used_share
+from vesuvius.monitor.memory.risk import Level, Risk
+
+Rung = Literal["prefetch", "worker", "exit"]
+
+_SETTLE_S = 20.0  # until an order that was carried out shows: readers close and start in 5 s, buffers fill again
+_SHOWS_S = 10.0  # until it shows at the earliest
+_SAVE_S = 15.0  # to write a checkpoint and let go
+_EXIT_HOLD_S = 3.0  # a peak above exit_at that passes sooner is answered by a lower rung,
+_TRIED_S = 60.0  # unless one was carried out so short a time ago
+_PACE_S = 5.0  # to see at what pace memory rises once an order has shown
+_GROWN_BY = 0.01  # share: a rung is repeated only where memory has grown since, for it may have been enough
+_HEIGHTS: dict[Rung, int] = {"prefetch": 1, "worker": 2, "exit": 3}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the loop is to do behind the step in hand.
+
+    Attributes:
+        rung: shrink the prefetch, drop a worker, or save and exit.
+        reason: the figures that make it necessary, for people.
+    """
+
+    rung: Rung
+    reason: str
+
+
+class Guard:
+    """Climbs the ladder: prefetch, worker, exit.
+
+    A rung is needed where memory stands at its share of the limit, or where growth leaves just time enough for it and
+    for the rungs above it.  A rung below exit is passed over where no time would be left to exit after it.  The ladder
+    is never climbed down: making things larger is not the guard's business.  Limits that others have used up without
+    this run (`shrinking_helps`) call for nothing.
+
+    `judge` and `carried_out` may be called in different threads.
+
+    Args:
+        limits: with the share of each rung.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._order: Order | None = None
+        self._carried_out_s = float("-inf")
+        self._beyond_exit_since_s: float | None = None
+        self._lowest_since: dict[Rung, float] = {}  # the smallest share since a rung was last ordered
+        self._growth: _Growth | None = None
+
+    def judge(self, time_s: float, risk: Risk, step_s: float, prefetch_left: bool, workers_left: bool) -> Order | None:
+        """What is to be done now; None = nothing.
+
+        The same order comes again and again until it was carried out, a higher one is needed, or the risk is LOW.
+
+        Args:
+            time_s: of the look, seconds of any clock.
+            step_s: how long the longest recent step took: so late may an order be carried out.
+            prefetch_left, workers_left: whether the prefetch can be made smaller, a worker dropped.
+        """
+        with self._lock:
+            left_s = self._seconds_left(time_s, risk)
+            helped = [killer for killer in risk.killers if shrinking_helps(killer, self._limits)]
+            if risk.level is Level.LOW or not helped:
+                self._order, self._beyond_exit_since_s = None, None
+                self._lowest_since.clear()
+                return None
+            if risk.killers[0] not in helped:
+                left_s = float("inf")
+            share = largest_share(helped, self._limits)
+            self._lowest_since = {rung: min(lowest, share) for rung, lowest in self._lowest_since.items()}
+            rung: Rung | None = "exit"
+            if not self._must_exit(time_s, share, left_s, step_s, self._is_nearly_over(helped[0])):
+                rung = self._lower_rung(time_s, share, left_s, step_s, prefetch_left, workers_left)
+            if rung and (self._order is None or _HEIGHTS[rung] > _HEIGHTS[self._order.rung]):
+                self._order = Order(rung, risk.reason + _remembered_text(left_s, risk))
+                self._lowest_since[rung] = share
+            return self._order
+
+    def carried_out(self, time_s: float) -> None:
+        """The last order was carried out: give it time to show, unless there is none."""
+        with self._lock:
+            self._order = None
+            self._carried_out_s = time_s
+
+    def _is_nearly_over(self, killer: MemoryLimit) -> bool:
+        """Whether half of what exit_at leaves is used up too: then no peak is waited for to pass."""
+        end = replace(killer, used_bytes=killer.kills_at_bytes)
+        halfway = (self._limits.exit_at + used_share(end, self._limits)) / 2
+        return used_share(killer, self._limits) >= halfway > self._limits.exit_at
+
+    def _must_exit(self, time_s: float, share: float, left_s: float, step_s: float, nearly_over: bool) -> bool:
+        if share < self._limits.exit_at:
+            self._beyond_exit_since_s = None
+        elif self._beyond_exit_since_s is None:
+            self._beyond_exit_since_s = time_s
+        beyond_since_s = self._beyond_exit_since_s
+        if beyond_since_s is not None and (nearly_over or time_s - beyond_since_s >= _EXIT_HOLD_S):
+            return True
+        return left_s <= _exit_s(step_s) and time_s - self._carried_out_s >= _SHOWS_S
+
+    def _lower_rung(
+        self, time_s: float, share: float, left_s: float, step_s: float, prefetch_left: bool, workers_left: bool
+    ) -> Rung | None:
+        settle_s = _SETTLE_S if share < self._limits.exit_at else _TRIED_S
+        if time_s - self._carried_out_s < settle_s or left_s <= step_s + _SHOWS_S + _exit_s(step_s):
+            return None
+        worker_s = step_s + _SETTLE_S + _exit_s(step_s)
+        prefetch_s = step_s + _SETTLE_S + worker_s
+        if workers_left and (left_s <= worker_s or self._is_above("worker", share, self._limits.worker_at)):
+            return "worker"
+        if prefetch_left and (left_s <= prefetch_s or self._is_above("prefetch", share, self._limits.prefetch_at)):
+            return "prefetch"
+        return None
+
+    def _is_above(self, rung: Rung, share: float, threshold: float) -> bool:
+        return share >= max(threshold, self._lowest_since.get(rung, 0.0) + _GROWN_BY)
+
+    def _seconds_left(self, time_s: float, risk: Risk) -> float:
+        """Until a killer strikes; infinity where no growth is known.
+
+        After the readers were reopened the trend begins anew and says nothing for most of a minute.  Until then what
+        grew before is taken to go on at its pace, unless memory is seen to rise at less than half of that.
+        """
+        first = risk.killers[0]
+        if risk.exhaustion and risk.exhaustion.firm and risk.trend:
+            self._growth = _Growth(first.name, risk.trend.bytes_per_s, time_s, first.used_bytes)
+            return risk.exhaustion.likely_s
+        growth = self._growth
+        killer = next((each for each in risk.killers if growth and each.name == growth.killer), None)
+        if growth is None or killer is None:
+            return float("inf")
+        if growth.since_s < self._carried_out_s + _SHOWS_S <= time_s:
+            # what was freed must not pass for an end of the growth
+            growth = self._growth = replace(growth, since_s=time_s, used_bytes=killer.used_bytes)
+        if time_s - self._carried_out_s > _SHOWS_S and not growth.goes_on(time_s, killer.used_bytes):
+            self._growth = None
+            return float("inf")
+        return max(killer.left_bytes, 0) / growth.bytes_per_s
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """Growth as it was last known.
+
+    Attributes:
+        killer, bytes_per_s: of what, and its slope.
+        since_s, used_bytes: from where on it is looked at whether it goes on.
+    """
+
+    killer: str
+    bytes_per_s: float
+    since_s: float
+    used_bytes: int
+
+    def goes_on(self, time_s: float, used_bytes: int) -> bool:
+        seconds = time_s - self.since_s
+        return seconds < _PACE_S or used_bytes - self.used_bytes >= 0.5 * self.bytes_per_s * seconds
+
+
+def _remembered_text(left_s: float, risk: Risk) -> str:
+    """What the reason of the risk does not say: that growth from before the readers were reopened goes on."""
+    known = left_s == float("inf") or (risk.exhaustion is not None and risk.exhaustion.firm)
+    return "" if known else f"; at the pace from before the last order {left_s:.0f} s are left"
+
+
+def _exit_s(step_s: float) -> float:
+    """An order is seen behind the step in hand, and the step after it may be as long."""
+    return 2 * step_s + _SAVE_S

@@ -1,0 +1,194 @@
+"""What may kill a run for its memory: the machine, control groups, Ray's memory monitor, our own limit.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.runlog.units import GIB
+
+RAY_NAME = "Ray's memory monitor"
+CONFIGURED_NAME = "monitor.ram_limit_gib"
+_RAY_SHARE = 0.95  # Ray's own default, RAY_memory_usage_threshold
+_BELOW_KILL = 0.03  # share of the limit by which exit_at stays below where a killer strikes
+_LARGEST_BYTES = 200 * GIB  # of a larger limit, shares are of this much: 8 % of 2 TiB are not short of memory
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run's memory is held against; shares are of the limit of whichever killer is nearest, see `used_share`.
+
+    Attributes:
+        ray_share: share of the memory at which Ray's own monitor kills a reader; None without readers of Ray, or where
+            that monitor is switched off.
+        configured_bytes: `monitor.ram_limit_gib`, for the run's own memory; None = none.
+        warn_at, prefetch_at, worker_at, exit_at: shares at which there is a warning, and the guard shrinks the
+            prefetch, drops a worker, saves and exits.
+    """
+
+    ray_share: float | None = None
+    configured_bytes: int | None = None
+    warn_at: float = 0.80
+    prefetch_at: float = 0.84
+    worker_at: float = 0.88
+    exit_at: float = 0.92
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Something that ends processes when memory runs out.
+
+    Attributes:
+        name: for people: "Ray's memory monitor", "memory.max of cgroup /x", "the machine", "monitor.ram_limit_gib".
+        used_bytes: what it counts as used now.
+        limit_bytes: what the shares of `Limits` are of.
+        kills_at_bytes: where it kills; below the limit for Ray's monitor.
+        own_bytes: what the run holds of it; None = all of it.
+    """
+
+    name: str
+    used_bytes: int
+    limit_bytes: int
+    kills_at_bytes: int
+    own_bytes: int | None = None
+
+    @property
+    def left_bytes(self) -> int:
+        return self.kills_at_bytes - self.used_bytes
+
+    @property
+    def share(self) -> float:
+        return self.used_bytes / self.limit_bytes
+
+
+def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int | None = None) -> float | None:
+    """The share of memory at which Ray's monitor kills, from Ray's environment variables.
+
+    As Ray 2.60 does it (`ThresholdMemoryMonitor`): RAY_memory_usage_threshold (0.95) of the total, or where
+    RAY_min_memory_free_bytes is set, the later of that and so many bytes below the total;
+    RAY_memory_monitor_refresh_ms=0 switches it off.  A value that is no number counts as not set.
+
+    Args:
+        environ: such as `os.environ`.
+        total_bytes: the memory that Ray counts with; None = RAY_min_memory_free_bytes is ignored.
+
+    Returns:
+        0 to 1; None where the monitor is switched off.
+    """
+    if _number(environ, "RAY_memory_monitor_refresh_ms", 250) <= 0:
+        return None
+    share = _number(environ, "RAY_memory_usage_threshold", _RAY_SHARE)
+    share = share if 0 < share <= 1 else _RAY_SHARE
+    free_bytes = _number(environ, "RAY_min_memory_free_bytes", -1)
+    if total_bytes and 0 <= free_bytes < total_bytes:
+        share = max(share, 1 - free_bytes / total_bytes)
+    return share
+
+
+def killers_of(sample: SystemSample, limits: Limits) -> tuple[MemoryLimit, ...]:
+    """All that may kill, nearest (least left) first; never empty: the machine's own is always there."""
+    killers = [_machine(sample), *_cgroups(sample)]
+    if limits.ray_share is not None:
+        killers.append(_ray(sample, limits.ray_share))
+    if limits.configured_bytes is not None:
+        killers.append(
+            MemoryLimit(CONFIGURED_NAME, sample.used_bytes, limits.configured_bytes, limits.configured_bytes)
+        )
+    killers = [replace(killer, own_bytes=min(sample.used_bytes, killer.used_bytes)) for killer in killers]
+    return tuple(sorted(killers, key=lambda killer: killer.left_bytes))
+
+
+def tightest(sample: SystemSample, limits: Limits) -> MemoryLimit:
+    """The one with the smallest limit."""
+    return min(killers_of(sample, limits), key=lambda killer: killer.limit_bytes)
+
+
+def limit_of(sample: SystemSample, limits: Limits) -> int:
+    """Bytes that a run may use: the smallest of the machine's memory, the limits of the cgroup and its ancestors, and
+    `limits.configured_bytes`."""
+    return tightest(sample, limits).limit_bytes
+
+
+def left_bytes(killers: Iterable[MemoryLimit], limits: Limits) -> int:
+    """Memory that may be taken more before the guard's first rung, as the tightest of all killers counts it."""
+    return min(
+        int((limits.prefetch_at - used_share(killer, limits)) / _squeeze(killer, limits) * _whole_bytes(killer))
+        for killer in killers
+    )
+
+
+def used_share(killer: MemoryLimit, limits: Limits) -> float:
+    """A killer's share as the thresholds of `limits` mean it; may be below 0.
+
+    That is `killer.share` of a limit up to 200 GiB.  Of a larger one the same bytes are left as of 200 GiB: 16 GiB at
+    0.92.  Where a killer strikes so early (Ray's monitor at RAY_memory_usage_threshold=0.7) that `limits.exit_at` would
+    come too late, the ladder is squeezed below the point where it strikes.
+    """
+    end_bytes = min(killer.kills_at_bytes, killer.limit_bytes)  # beyond it is swap
+    end = end_bytes / killer.limit_bytes
+    return (end - (end_bytes - killer.used_bytes) / _whole_bytes(killer)) * _squeeze(killer, limits)
+
+
+def shrinking_helps(killer: MemoryLimit, limits: Limits) -> bool:
+    """Whether without this run there would be no risk: otherwise its end leaves the others' memory as it is, and the
+    next start finds the same."""
+    if killer.own_bytes is None:
+        return True
+    return used_share(replace(killer, used_bytes=killer.used_bytes - killer.own_bytes), limits) < limits.warn_at
+
+
+def _whole_bytes(killer: MemoryLimit) -> int:
+    return min(killer.limit_bytes, _LARGEST_BYTES)
+
+
+def _squeeze(killer: MemoryLimit, limits: Limits) -> float:
+    return max(1.0, (limits.exit_at + _BELOW_KILL) * killer.limit_bytes / killer.kills_at_bytes)
+
+
+def largest_share(killers: Iterable[MemoryLimit], limits: Limits) -> float:
+    """The share that counts: the largest `used_share` of all killers."""
+    return max(used_share(killer, limits) for killer in killers)
+
+
+def _machine(sample: SystemSample) -> MemoryLimit:
+    """Shares are of memory without swap: beyond it a run crawls.  But nothing is killed before free swap is full."""
+    machine = sample.machine
+    swap_free = max(machine.swap_total_bytes - machine.swap_used_bytes, 0)
+    return MemoryLimit("the machine", machine.used_bytes, machine.total_bytes, machine.total_bytes + swap_free)
+
+
+def _cgroups(sample: SystemSample) -> list[MemoryLimit]:
+    """Levels whose limit can be reached.  Their swap is not known here, so it postpones nothing."""
+    levels = sample.cgroup.levels if sample.cgroup else ()
+    return [
+        MemoryLimit(
+            f"{level.file} of cgroup {level.path}" + ("" if level.kills else " (slows the run to a crawl)"),
+            level.used_bytes,
+            level.limit_bytes,
+            level.limit_bytes,
+        )
+        for level in levels
+        if 0 < level.limit_bytes < sample.machine.total_bytes
+    ]
+
+
+def _ray(sample: SystemSample, share: float) -> MemoryLimit:
+    """Ray's monitor as of Ray 2.60 (its `memory_monitor_utils.cc`).
+
+    It takes the smaller of the machine's memory and the hard limit at the root of the mounted cgroup file system (a
+    container sees its own limit there, a process in a slice of the machine does not), and counts what belongs to it:
+    the machine's total less available, or the cgroup's usage less its page cache.  No swap.
+    """
+    used, total = sample.machine.used_bytes, sample.machine.total_bytes
+    for level in sample.cgroup.levels if sample.cgroup else ():
+        if level.is_top and level.kills and 0 < level.limit_bytes <= total:
+            used, total = min(level.used_bytes, level.limit_bytes), level.limit_bytes
+    return MemoryLimit(RAY_NAME, used, total, int(total * share))
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(environ.get(name, default))
+    except ValueError:
+        return default

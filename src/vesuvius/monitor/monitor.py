@@ -1,0 +1,333 @@
+"""Samples the run every second, writes what it saw every ten, and says how near a kill is.
+
+What it sees goes to `system.jsonl` (min, mean, max), to a line of `monitor.log`, to `recent.jsonl` (each sample of the
+last two minutes) and, where the guard finds that something must be done, to the loop as an `Order`.  One thread samples
+and judges, another writes: a disk that hangs does not blind the guard.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from vesuvius.monitor.alerts.disk import DiskWatch
+from vesuvius.monitor.alerts.notices import OTHERS_NAMED, Notice, Notices, others_are_to_blame, others_text
+from vesuvius.monitor.memory.guard import Guard, Order
+from vesuvius.monitor.memory.limits import Limits, limit_of
+from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
+from vesuvius.monitor.probes.rates import Rates, rates_between
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.probes.vram import Vram, VramUse
+from vesuvius.monitor.recent import MemorySample, RecentFile
+from vesuvius.monitor.system_record import Window, monitor_line, system_figures
+from vesuvius.runlog.delayed import DelayedWrites
+from vesuvius.runlog.records import JsonLines
+from vesuvius.runlog.rotated import RotatedFile
+
+log = logging.getLogger(__name__)
+
+GuardMode = Literal["off", "warn", "act"]
+
+_RATES_OVER_S = 10.0
+_MOMENTS = 120
+_BLIND_EVERY_S = 600.0
+_JOIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class MonitorPaths:
+    """Where the monitor writes."""
+
+    system: Path
+    log: Path
+    recent: Path
+
+
+@dataclass(frozen=True)
+class LoopStatus:
+    """What the loop tells the monitor, which knows nothing of it.
+
+    Attributes:
+        step: optimizer steps done.
+        step_s: how long the longest recent step took.
+        readers: private memory of each reader by pid, as it last said; those on other machines too.
+        workers: readers that there are now.
+        prefetch_left, workers_left: whether the guard may have fewer batches ahead, fewer readers.
+    """
+
+    step: int = 0
+    step_s: float = 0.0
+    readers: Mapping[int, int] = field(default_factory=dict)
+    workers: int | None = None
+    prefetch_left: bool = False
+    workers_left: bool = False
+
+
+class Monitor:
+    """Samples until it is closed.  A context manager.
+
+    Args:
+        paths: the files.
+        limits: what memory is held against.
+        watcher: samples the run's processes.
+        vram: memory of the trainer's GPU; None without one.
+        gpu_uuid: of that GPU, as NVML has it; None = not known.
+        sample_every_s, write_every_s: seconds between samples, and between records.
+        guard: off = no warnings and no orders; warn = no orders.
+        on_exit: called in the sampling thread, once, when the guard orders to exit: that cannot wait for the loop.
+        on_record: called in the writing thread with each record of `system.jsonl`.
+        on_event: called in the writing thread with the kind and fields of a record for `metrics.jsonl`.
+        disk: that of the run; None = not looked at.  Asked in the writing thread.
+        silence: what the run waits for, and for how many seconds there was no sign of life, as the watchdog knows.
+
+    Attributes:
+        told: set by the loop.
+        sample: the last one.
+        risk: how it was judged.
+        order: what the guard wants to be done now; None = nothing.
+    """
+
+    def __init__(
+        self,
+        paths: MonitorPaths,
+        limits: Limits,
+        watcher: Watcher,
+        vram: Vram | None = None,
+        *,
+        gpu_uuid: str | None = None,
+        sample_every_s: float = 1.0,
+        write_every_s: float = 10.0,
+        guard: GuardMode = "act",
+        on_exit: Callable[[Order], None] = lambda order: None,
+        on_record: Callable[[dict[str, Any]], None] = lambda record: None,
+        on_event: Callable[..., None] = lambda kind, **fields: None,
+        disk: DiskWatch | None = None,
+        silence: Callable[[], tuple[str, float]] | None = None,
+    ) -> None:
+        self._limits = limits
+        self._watcher = watcher
+        self._vram = vram
+        self._gpu_uuid = gpu_uuid
+        self._sample_every_s = sample_every_s
+        self._samples_per_record = max(round(write_every_s / sample_every_s), 1)
+        self._mode: GuardMode = guard
+        self._on_exit = on_exit
+        self._on_record = on_record
+        self._on_event = on_event
+        self._disk = disk
+        self._silence = silence
+        self._watch = RiskWatch(limits)
+        self._guard = Guard(limits)
+        self._obeyed = False
+        self._say_blind_again_s = -math.inf
+        self._level = Level.LOW
+        self._moments: deque[MemorySample] = deque(maxlen=_MOMENTS)
+        self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
+        self._here: set[int] = set()
+        self._notices = Notices()
+        self._cost = _Cost()
+        self._stop = threading.Event()
+        self._judging = threading.Lock()
+        self.told = LoopStatus()
+        self.order: Order | None = None
+        self.sample = watcher.sample()
+        self.risk: Risk
+        self._recent = RecentFile(paths.recent)
+        self._records = JsonLines(RotatedFile(paths.system))
+        self._lines = RotatedFile(paths.log)
+        self._writer = DelayedWrites("monitor-writer", self._say_blind)
+        self._judge(self.sample)
+        self._keep(self.sample, None)
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(_JOIN_S)
+        if self._thread.is_alive() or not self._writer.close(_JOIN_S):
+            # In a driver, or on a disk, that does not answer; it must not hold up the end.
+            log.warning("the monitor does not end within %.0f s and is left behind with its files open", _JOIN_S)
+            return
+        self._records.close()
+        self._lines.close()
+        self._recent.close()
+
+    def ram(self) -> tuple[int, int]:
+        """Bytes of memory that the run uses, and the limit."""
+        return self.sample.used_bytes, limit_of(self.sample, self._limits)
+
+    def rates(self) -> Rates | None:
+        """What processors, disks and network did in the last ten seconds; None at the beginning."""
+        samples = list(self._samples)
+        return rates_between(samples[0], samples[-1]) if len(samples) > 1 else None
+
+    def gpu_busy(self) -> float | None:
+        """Share of the last ten seconds in which a kernel ran on the trainer's GPU, as NVML says; None = not known."""
+        samples = tuple(self._samples)  # a copy in one go: the monitor's thread appends to it
+        seen = [gpu.busy for sample in samples for gpu in sample.gpus if gpu.uuid == self._gpu_uuid]
+        known = [share for share in seen if share is not None]
+        return sum(known) / len(known) if known else None
+
+    def stopped_readers(self) -> int:
+        """Readers of this machine that a signal (SIGSTOP) or a debugger held at some time in the last ten seconds."""
+        readers, samples = self.told.readers, tuple(self._samples)
+        return len({p.pid for sample in samples for p in sample.processes if p.is_stopped and p.pid in readers})
+
+    def memory_is_short(self) -> bool:
+        """Whether there is a warning, or the guard has made the readers smaller in this session."""
+        return self._obeyed or self.risk.level > Level.LOW
+
+    def moments(self) -> list[MemorySample]:
+        """The samples of the last two minutes."""
+        return list(self._moments)
+
+    def carried_out(self) -> None:
+        """The loop has done what was ordered; readers were started anew, and what grew before says nothing."""
+        with self._judging:
+            self._guard.carried_out(time.monotonic())
+            self._watch.restart()
+            self.order = None
+            self._obeyed = True
+
+    def readers_changed(self) -> None:
+        """Readers were started anew, though the guard had not ordered it; what grew before says nothing."""
+        with self._judging:
+            self._watch.restart()
+
+    def _run(self) -> None:
+        samples: list[SystemSample] = []
+        vrams: list[VramUse] = []
+        stopped = False
+        while not stopped:
+            stopped = self._stop.wait(self._sample_every_s)
+            try:
+                sample, vram = self._sample_once()
+                samples.append(sample)
+                vrams += [vram] if vram is not None else []
+                if stopped or len(samples) >= self._samples_per_record:
+                    window = self._window(samples, vrams)
+                    samples, vrams = [], []
+                    self._writer.later(lambda window=window: self._write(window))  # type: ignore[misc]
+            except Exception:  # a monitor must not end the run it watches; the log says that it is blind
+                self._say_blind()
+
+    def _sample_once(self) -> tuple[SystemSample, VramUse | None]:
+        sample = self._watcher.sample()
+        self._samples.append(sample)
+        for notice in self._notices.of(self.sample, sample):
+            self._writer.later(lambda notice=notice: self._say(notice))  # type: ignore[misc]
+        self._judge(sample)
+        self.sample = sample
+        vram = self._vram.read() if self._vram else None
+        self._keep(sample, vram)
+        return sample, vram
+
+    def _judge(self, sample: SystemSample) -> None:
+        """How near a kill is; says so when that has changed, and what the guard makes of it."""
+        told, before, ordered = self.told, self._level, self.order
+        with self._judging:
+            self.risk = risk = self._watch.add(sample)
+            if self._mode == "act":
+                self.order = self._guard.judge(
+                    time.monotonic(), risk, told.step_s, told.prefetch_left, told.workers_left
+                )
+            order = self.order
+        self._level = risk.level
+        if self._mode != "off" and risk.level > before:
+            text = risk.reason
+            if others_are_to_blame(risk.killers, self._limits):
+                text += others_text(sample.used_bytes, self._watcher.largest_others(sample, OTHERS_NAMED))
+            self._writer.later(lambda: log.warning("risk of an out of memory kill %s: %s", risk.level.name, text))
+        elif self._mode != "off" and risk.level < before:
+            self._writer.later(lambda: log.info("memory risk is %s again", risk.level.name))
+        if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
+            self._on_exit(order)
+
+    def _say(self, notice: Notice) -> None:
+        log.log(notice.level, "%s", notice.text)
+        if notice.event:
+            self._on_event("event", event=notice.event, step=self.told.step, text=notice.text, **notice.fields)
+
+    def _say_blind(self) -> None:
+        """Seldom: what fails each second would fill the log."""
+        now = time.monotonic()
+        if now >= self._say_blind_again_s:
+            self._say_blind_again_s = now + _BLIND_EVERY_S
+            log.warning("the monitor could not look at the run; it goes on trying", exc_info=True)
+
+    def _keep(self, sample: SystemSample, vram: VramUse | None) -> None:
+        told, first, held = self.told, self.risk.killers[0], {p.pid: p.anon_bytes for p in sample.processes}
+        self._here |= held.keys() & told.readers.keys()
+        awaits, silent_s = self._silence() if self._silence else ("", None)
+        moment = MemorySample(
+            time=sample.time,
+            step=told.step,
+            used_bytes=sample.used_bytes,
+            shared_bytes=sample.shared_bytes,
+            trainer_bytes=sample.processes[0].anon_bytes,
+            # A reader of this machine that is gone holds nothing, whatever it has said last.
+            reader_bytes={
+                pid: held.get(pid, said) for pid, said in told.readers.items() if pid in held or pid not in self._here
+            },
+            killer=first.name,
+            killer_used_bytes=first.used_bytes,
+            kills_at_bytes=first.kills_at_bytes,
+            level=self.risk.level.name,
+            workers=told.workers,
+            vram_used_bytes=vram.reserved_bytes if vram else None,
+            vram_limit_bytes=vram.total_bytes if vram else None,
+            cgroup_oom_kills=sample.cgroup.oom_kills if sample.cgroup else None,
+            machine_oom_kills=sample.machine.oom_kills,
+            awaits=awaits,
+            silent_s=silent_s,
+        )
+        self._moments.append(moment)
+        self._writer.later(lambda: self._recent.write(moment))
+
+    def _window(self, samples: list[SystemSample], vrams: list[VramUse]) -> Window:
+        return Window(
+            step=self.told.step,
+            samples=samples,
+            vrams=vrams,
+            limit_bytes=self.ram()[1],
+            readers=self._moments[-1].reader_bytes,
+            risk=self.risk,
+            rates=self.rates(),
+            monitor_cores=self._cost.share(),
+        )
+
+    def _write(self, window: Window) -> None:
+        record = self._records.write("system", **system_figures(window), disk=self._look_at_disk(window.step))
+        self._lines.write_line(monitor_line(window))
+        self._on_record(record)
+
+    def _look_at_disk(self, step: int) -> dict[str, int] | None:
+        """Its figures for the record; None = not known."""
+        if self._disk is None:
+            return None
+        for notice in self._disk.look(step):
+            self._say(notice)
+        use = self._disk.use
+        return None if use is None else {"free_bytes": use.free_bytes, "run_bytes": use.run_bytes}
+
+
+class _Cost:
+    """Processor time of the thread that asks, as a share of one core since it last asked."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, float] | None = None
+
+    def share(self) -> float | None:
+        now = time.thread_time(), time.monotonic()
+        before, self._before = self._before, now
+        return None if before is None or now[1] <= before[1] else (now[0] - before[0]) / (now[1] - before[1])

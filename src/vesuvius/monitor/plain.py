@@ -1,0 +1,43 @@
+"""Dataclasses from the plain data that JSON has of them (`dataclasses.asdict` the other way round).  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
+    """A dataclass; names that it does not have are passed over, those that are missing have their default.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: something needed is missing or of another kind.
+    """
+    hints = _hints(kind)  # type: ignore[arg-type]
+    return kind(**{name: _typed(hint, data[name]) for name, hint in hints.items() if name in data})
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is UnionType:  # X | None
+        return None if value is None else _typed(next(kind for kind in arguments if kind is not NoneType), value)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"must be one of {arguments}; got {value!r}")
+        return value
+    if origin is tuple:
+        return tuple(_typed(arguments[0], each) for each in value)
+    if origin is Mapping:
+        return {_typed(arguments[0], key): _typed(arguments[1], each) for key, each in value.items()}
+    if is_dataclass(hint):
+        return from_plain(hint, value)  # type: ignore[arg-type]
+    return hint(value)

@@ -1,0 +1,154 @@
+"""A death: who died, what killed it, the last minute of its memory, what to change; as data in `post_mortem.jsonl`
+and as lines for people."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from vesuvius.monitor.plain import from_plain
+from vesuvius.monitor.recent import MemorySample
+from vesuvius.runlog.records import JsonLines, read_records
+from vesuvius.runlog.units import format_time, gib
+
+Victim = Literal["reader", "run"]
+Cause = Literal["cgroup", "machine", "ray", "gpu", "guard", "signal", "restart", "unknown"]
+
+LAST_S = 60.0
+
+_COLUMNS = 100
+_EVIDENCE_LINES = 8
+_REMEDY_LINES = 6
+_EVERY_S = 10.0
+
+# Each kill has one of the words that operators search logs for: killed, oom, out of memory.
+_HEADLINES: Mapping[Cause, str] = {
+    "cgroup": "was killed: out of memory: its cgroup was at its limit, and the kernel chose this process",
+    "machine": "was killed: out of memory: the machine had no more, and the kernel chose this process",
+    "ray": "was killed: out of memory: Ray's memory monitor chose this process",
+    "gpu": "ended: out of memory on the GPU",
+    "guard": "was ended by the memory guard before it was out of memory",
+    "signal": "was killed from outside, or crashed",
+    "restart": "ended when the machine was restarted or lost its power",
+    "unknown": "was killed or died; of what is not known",
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of a reader or of a run.
+
+    Attributes:
+        time: when it was noticed, seconds since 1970.
+        victim: "reader" or "run".
+        pid: of the process.
+        step: optimizer steps done.
+        cause: what killed it: the kernel for a limit of the cgroup, or for want of memory on the machine; Ray's memory
+            monitor; GPU memory; our own guard; a signal from outside; a restart of the machine; or it is not known.
+        evidence: what says so, a line each.
+        moments: the last 60 seconds.
+        remedy: what to change, overrides included.
+    """
+
+    time: float
+    victim: Victim
+    pid: int
+    step: int
+    cause: Cause
+    evidence: tuple[str, ...]
+    moments: tuple[MemorySample, ...]
+    remedy: str
+
+
+def headline(death: Death) -> str:
+    """Victim and cause in one sentence.  Pure."""
+    who = f"reader {death.pid}" if death.victim == "reader" else f"the run (pid {death.pid})"
+    return f"{who} {_HEADLINES[death.cause]}"
+
+
+def append_death(path: Path, death: Death) -> None:
+    """Append it to `post_mortem.jsonl`.  A full disk is no error: the log says that the record is lost.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    with closing(JsonLines(path)) as lines:
+        lines.write("death", **asdict(death))
+
+
+def read_deaths(path: Path) -> list[Death]:
+    """All deaths of a run, oldest first; records that are torn are passed over.  Empty without a file."""
+    try:
+        records = read_records(path)
+    except OSError:
+        return []
+    deaths = []
+    for record in records:
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            deaths += [from_plain(Death, record)] if record["kind"] == "death" else []
+    return deaths
+
+
+def death_lines(death: Death) -> list[str]:
+    """For people, a line each: victim, cause, evidence, the last minute as a small table, remedy.
+
+    At most 25 lines of 100 columns.
+    """
+    evidence = [line for text in death.evidence for line in _wrapped(text, "  - ", "    ")]
+    return [
+        *_wrapped(headline(death), "", "  ")[:2],
+        f"  noticed {format_time(death.time)}, after step {death.step}",
+        *_at_most(evidence, _EVIDENCE_LINES),
+        *_table(death),
+        *_at_most(_wrapped(death.remedy, "  what to change: ", "    "), _REMEDY_LINES),
+    ]
+
+
+def _wrapped(text: str, first: str, further: str) -> list[str]:
+    # One line of evidence may be as long as the kernel's log has it.
+    return textwrap.wrap(text, _COLUMNS, initial_indent=first, subsequent_indent=further, break_on_hyphens=False)
+
+
+def _at_most(lines: list[str], count: int) -> list[str]:
+    return lines if len(lines) <= count else [*lines[: count - 1], "    ..."]
+
+
+def _table(death: Death) -> list[str]:
+    """The memory of the last minute, a line for every ten seconds."""
+    shown = _every(death.moments, _EVERY_S)
+    if not shown:
+        return ["  no look at its memory was kept"]
+    end = death.moments[-1].time
+    head = f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit that kills"
+    return [head, *[_row(moment, moment.time - end) for moment in shown]]
+
+
+def _row(moment: MemorySample, seconds: float) -> str:
+    reader = "-"
+    if moment.reader_bytes:
+        pid, size = max(moment.reader_bytes.items(), key=lambda item: item[1])
+        reader = f"{gib(size)} (pid {pid})"
+    share = share_of(moment)
+    return (
+        f"  {seconds:>9.0f}{gib(moment.used_bytes):>10}{gib(moment.trainer_bytes):>10}{reader:>24}   "
+        f"{'-' if share is None else f'{100 * share:.1f} %'}"
+    )
+
+
+def share_of(moment: MemorySample) -> float | None:
+    """What the first killer counted, as a share of where it kills; None where that was not known.  Pure."""
+    return moment.killer_used_bytes / moment.kills_at_bytes if moment.kills_at_bytes > 0 else None
+
+
+def _every(moments: Sequence[MemorySample], seconds: float) -> list[MemorySample]:
+    """The last moment, and of those before it one for every so many seconds, oldest first."""
+    shown: list[MemorySample] = []
+    for moment in reversed(moments):
+        # Looks come a little early or late.
+        if not shown or shown[-1].time - moment.time >= 0.95 * seconds:
+            shown.append(moment)
+    return shown[int(LAST_S / seconds) :: -1]

@@ -1,0 +1,223 @@
+"""Control groups, version 2 and 1: limits, use without page cache, and how often the kernel has killed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from vesuvius.monitor.probes.files import read_counts, read_text
+from vesuvius.monitor.probes.roots import Roots
+
+# Version 1 says "no limit" with the largest number of bytes that are whole pages, which depends on the page.
+_NO_LIMIT_BYTES = 2**60
+
+
+@dataclass(frozen=True)
+class Pressure:
+    """Pressure stall information: shares of time, 0 to 1, in which some, or all, tasks waited for memory.
+
+    Attributes:
+        some_10s, full_10s: average over the last ten seconds.
+    """
+
+    some_10s: float
+    full_10s: float
+
+
+@dataclass(frozen=True)
+class CgroupLevel:
+    """A cgroup with a limit: the process's own, or an ancestor, whose limit holds for all below it.
+
+    Attributes:
+        path: of the cgroup in its hierarchy, such as `/user.slice`.
+        file: what sets the limit: `memory.max`, `memory.high` or `memory.limit_in_bytes`.
+        limit_bytes: the limit.
+        used_bytes: what cannot be given back of the level's use: private and shared memory and the kernel's own, no
+            page cache.
+        kills: whether the kernel kills beyond the limit; beyond `memory.high` it slows down instead.
+        is_top: whether it is at the top of the mounted hierarchy, as a container's own is, whatever its path.
+    """
+
+    path: str
+    file: str
+    limit_bytes: int
+    used_bytes: int
+    kills: bool
+    is_top: bool = False
+
+
+@dataclass(frozen=True)
+class CgroupUse:
+    """The cgroup of a process.
+
+    Attributes:
+        path: of the cgroup in the hierarchy that holds the memory controller.
+        anon_bytes, shmem_bytes, file_bytes: private and shared memory and page cache, of the cgroup and those below it.
+        levels: itself and its ancestors, those that have a limit; the innermost first.
+        oom_kills: processes that the kernel has killed for its limits (v2 `memory.events`, v1 `memory.oom_control`);
+            None where it does not count.
+        pressure: of its own tasks; version 2 only.
+    """
+
+    path: str
+    anon_bytes: int
+    shmem_bytes: int
+    file_bytes: int
+    levels: tuple[CgroupLevel, ...]
+    oom_kills: int | None
+    pressure: Pressure | None = None
+
+
+def read_cgroup(pid: int, roots: Roots = Roots()) -> CgroupUse | None:
+    """The memory cgroup of a process; None where there is none or it cannot be read.
+
+    What counts as used is what the kernel could not give back if it had to: private memory (version 2 `anon`, version 1
+    `total_rss`) and shared memory (`shmem`, `total_shmem`), which live in memory or swap only.  Page cache is not
+    counted, dirty or not: it can be written and dropped.  Of the kernel's own memory version 2 tells what are caches of
+    file names (`slab_reclaimable`), so the rest of it, buffers of sockets and compressed swap are counted.  Version 1
+    tells one sum, most of which are such caches where many files are read; it is left out.
+
+    Does I/O: some ten small files.
+    """
+    version, chain = cgroup_chain(pid, "memory", roots)
+    return _read_v2(chain) if version == 2 else _read_v1(chain)
+
+
+def cgroup_chain(pid: int, controller: str, roots: Roots) -> tuple[Literal[1, 2] | None, list[tuple[str, Path]]]:
+    """Version of the hierarchy that has a controller, and there the cgroup of a process and its visible ancestors.
+
+    Itself first, each with its path in the hierarchy and the directory where it can be read; none where it cannot.
+    """
+    version, path = _place(read_text(roots.proc / str(pid) / "cgroup") or "", controller)
+    if version is None:
+        return None, []
+    mountinfo = read_text(roots.proc / "self" / "mountinfo") or ""
+    return version, _chain(path, _mounts(mountinfo, version, controller, roots))
+
+
+def parse_pressure(text: str | None) -> Pressure | None:
+    """The text of `memory.pressure` or /proc/pressure/memory; None where it is none.  Pure."""
+    figures: dict[str, dict[str, float]] = {}
+    try:
+        for line in (text or "").splitlines():
+            kind, *pairs = line.split()
+            figures[kind] = {name: float(value) for name, _, value in (pair.partition("=") for pair in pairs)}
+        return Pressure(figures["some"]["avg10"] / 100, figures["full"]["avg10"] / 100)
+    except (KeyError, ValueError):
+        return None
+
+
+def _place(text: str, controller: str) -> tuple[Literal[1, 2] | None, str]:
+    """Version of the hierarchy that has a controller, and the path there, from /proc/PID/cgroup.
+
+    Where version 1 has the controller, version 2 may be mounted beside it, without any.
+    """
+    unified = None
+    for line in text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(",") and path:
+            return 1, path
+        if line.startswith("0::/"):
+            unified = path
+    return (None, "") if unified is None else (2, unified)
+
+
+def _mounts(mountinfo: str, version: Literal[1, 2], controller: str, roots: Roots) -> list[tuple[Path, str]]:
+    """Where this process sees the hierarchy: directories, and the path of the cgroup that each shows at its top.
+
+    Its own mounts, not those of the process looked at, which may be those of another container.
+    """
+    mounts = []
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or len(kind) < 3:
+            continue
+        if kind[0] == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or controller in kind[2].split(",")):
+            root, point = (field.replace("\\040", " ") for field in fields[3:5])
+            inside = Path(point).is_relative_to("/sys")
+            mounts.append((roots.sys / Path(point).relative_to("/sys") if inside else Path(point), root))
+    return mounts
+
+
+def _chain(path: str, mounts: Sequence[tuple[Path, str]]) -> list[tuple[str, Path]]:
+    """Paths and directories of a cgroup and its visible ancestors, itself first; empty where it cannot be seen."""
+    if path.startswith("/.."):  # outside of this container
+        return []
+    for top, root in mounts:
+        below = Path(path).relative_to(root).parts if Path(path).is_relative_to(root) else None
+        if below is not None and top.joinpath(*below).is_dir():
+            ends = range(len(below), -1, -1)
+            return [(str(Path(root, *below[:end])), top.joinpath(*below[:end])) for end in ends]
+    # In some containers a process has the name that its cgroup has outside, while the mount shows, without saying so,
+    # the container's own as its top.
+    return [(path, mounts[0][0])] if mounts else []
+
+
+def _read_v2(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
+    use, levels = None, []
+    for path, directory in chain:
+        stat = read_counts(directory / "memory.stat")
+        if "anon" not in stat:  # the controller is not switched on so far down: an ancestor is charged
+            continue
+        anon, shmem = stat["anon"], stat.get("shmem", 0)
+        # Kernels before 5.18 do not give the sum.
+        kernel = stat.get("kernel", sum(stat.get(part, 0) for part in ("slab", "kernel_stack", "pagetables", "percpu")))
+        fixed = max(kernel - stat.get("slab_reclaimable", 0), 0) + stat.get("sock", 0) + stat.get("zswap", 0)
+        # Counts the victims that belonged to this cgroup or to one below, whoever's limit it was.  The ancestors'
+        # counts would add the deaths of strangers only.
+        use = use or CgroupUse(
+            path=path,
+            anon_bytes=anon,
+            shmem_bytes=shmem,
+            file_bytes=max(stat.get("file", 0) - shmem, 0),  # `file` has shared memory in it
+            levels=(),
+            oom_kills=read_counts(directory / "memory.events").get("oom_kill"),
+            pressure=parse_pressure(read_text(directory / "memory.pressure")),
+        )
+        for file, kills in (("memory.max", True), ("memory.high", False)):
+            limit = _limit(read_text(directory / file))
+            if limit is not None:
+                is_top = directory == chain[-1][1]
+                levels.append(CgroupLevel(path, file, limit, anon + shmem + fixed, kills, is_top))
+    return use and replace(use, levels=tuple(levels))
+
+
+def _read_v1(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
+    use, levels, hidden_limit, used = None, [], None, 0
+    for path, directory in chain:
+        if use is not None and (read_text(directory / "memory.use_hierarchy") or "").strip() == "0":
+            break  # old kernels only: what is below is not charged to this one
+        stat = read_counts(directory / "memory.stat")
+        if "total_rss" not in stat:
+            break
+        anon, shmem = stat["total_rss"], stat.get("total_shmem", 0)
+        if use is None:
+            use = CgroupUse(
+                path=path,
+                anon_bytes=anon,
+                shmem_bytes=shmem,
+                file_bytes=max(stat.get("total_cache", 0) - shmem, 0),  # `cache` has shared memory in it
+                levels=(),
+                # Of victims in this very cgroup, whoever's limit it was.
+                oom_kills=read_counts(directory / "memory.oom_control").get("oom_kill"),
+            )
+            hidden_limit, used = _limit(str(stat.get("hierarchical_memory_limit"))), anon + shmem
+        limit = _limit(read_text(directory / "memory.limit_in_bytes"))
+        if limit is not None:
+            used, is_top = anon + shmem, directory == chain[-1][1]
+            levels.append(CgroupLevel(path, "memory.limit_in_bytes", limit, used, kills=True, is_top=is_top))
+    if use is not None and hidden_limit is not None and all(level.limit_bytes > hidden_limit for level in levels):
+        # A container sees its own part of the tree, but is told of a limit above it.
+        file, above = "memory.limit_in_bytes", f"an ancestor of {use.path}"
+        levels.append(CgroupLevel(above, file, hidden_limit, used, kills=True))
+    return use and replace(use, levels=tuple(levels))
+
+
+def _limit(text: str | None) -> int | None:
+    """A limit in bytes; None for `max`, for version 1's largest page count, and where there is no such file."""
+    figure = (text or "").strip()
+    return int(figure) if figure.isdigit() and int(figure) < _NO_LIMIT_BYTES else None

@@ -1,0 +1,165 @@
+"""NVIDIA GPUs through NVML: one handle for the life of the process, no subprocess."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+_UNCORRECTED_SINCE_LOAD = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
+_XIDS_A_SAMPLE = 16
+# Bits of NVML's reasons for clocks below the maximum (nvml.h: nvmlClocksEventReasons), under the names for people.
+_POWER_CAP = 0x4
+_SLOWDOWNS = {
+    0x8: "hardware slowdown",
+    0x20: "heat (software limit)",
+    0x40: "heat (hardware limit)",
+    0x80: "power brake (of the power supply)",
+}
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """One GPU, all processes on it together; None = it does not tell.
+
+    Attributes:
+        index, uuid, name: which it is; index is NVML's, not that of CUDA_VISIBLE_DEVICES.
+        used_bytes, total_bytes: memory.
+        busy: share of the last sampling period in which a kernel ran, 0 to 1.
+        power_w, temperature_c: as they say.
+        slowed_by: what holds the clocks down that should not: heat, a power brake; empty = nothing.
+        power_capped: whether the power limit holds them down, as it often does under full load.
+        ecc_uncorrected: errors of memory that ECC could not correct, since the driver was loaded.
+        xids: numbers of the errors that the driver has reported since the last sample.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    used_bytes: int
+    total_bytes: int
+    busy: float | None
+    power_w: float | None
+    temperature_c: float | None
+    slowed_by: tuple[str, ...] | None = None
+    power_capped: bool | None = None
+    ecc_uncorrected: int | None = None
+    xids: tuple[int, ...] = ()
+
+
+class Gpus:
+    """Open NVML.  A context manager.
+
+    Args:
+        nvml: the module `pynvml`, or what stands for it in a test; None imports it.
+        with_xids: also ask for the driver's errors (XID), which NVML has to be registered for.
+
+    Attributes:
+        reason: why no GPU is seen, None where some are.
+    """
+
+    def __init__(self, nvml: ModuleType | None = None, *, with_xids: bool = False) -> None:
+        self._xid_events: dict[int, Any] = {}  # a set of events for each GPU that can tell
+        self.reason: str | None = None
+        self._gpus: list[tuple[int, str, str, Any]] = []  # index, uuid, name, handle
+        try:
+            # Here, because a machine without GPUs need not have it.
+            self._nvml: Any = nvml or importlib.import_module("pynvml")
+        except ImportError:
+            self.reason = "nvidia-ml-py is not installed"
+            return
+        try:
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+        except self._nvml.NVMLError as error:
+            self.reason = f"NVML does not answer: {error}"
+            return
+        for index in range(count):
+            handle = self._ask("nvmlDeviceGetHandleByIndex", index)
+            uuid = None if handle is None else self._ask("nvmlDeviceGetUUID", handle)
+            if uuid is not None:  # one that does not even say who it is has fallen off the bus
+                self._gpus.append((index, _text(uuid), _text(self._ask("nvmlDeviceGetName", handle) or "GPU"), handle))
+                if with_xids:
+                    self._register(index, handle)
+        if not self._gpus:
+            self.reason = f"none of {count} GPUs answers NVML" if count else "NVML sees no GPU"
+
+    def __enter__(self) -> Gpus:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def sample(self) -> list[GpuUse]:
+        """Each GPU once; one that fails to answer is left out of this sample.  Empty once closed."""
+        return [use for gpu in self._gpus if (use := self._sample_one(*gpu)) is not None]
+
+    def close(self) -> None:
+        """Let NVML go.  Safe to call again."""
+        if self._gpus:
+            self._gpus = []
+            while self._xid_events:
+                self._ask("nvmlEventSetFree", self._xid_events.popitem()[1])
+            self._ask("nvmlShutdown")
+
+    def _sample_one(self, index: int, uuid: str, name: str, handle: Any) -> GpuUse | None:
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        if memory is None:
+            return None
+        rates = self._ask("nvmlDeviceGetUtilizationRates", handle)
+        milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
+        celsius = self._ask("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU)
+        reasons = self._slow_reasons(handle)
+        ecc = self._ask("nvmlDeviceGetTotalEccErrors", handle, *_UNCORRECTED_SINCE_LOAD)
+        return GpuUse(
+            index=index,
+            uuid=uuid,
+            name=name,
+            used_bytes=int(memory.used),
+            total_bytes=int(memory.total),
+            busy=None if rates is None else rates.gpu / 100,
+            power_w=None if milliwatts is None else milliwatts / 1000,
+            temperature_c=None if celsius is None else float(celsius),
+            slowed_by=None if reasons is None else tuple(name for bit, name in _SLOWDOWNS.items() if reasons & bit),
+            power_capped=None if reasons is None else bool(reasons & _POWER_CAP),
+            ecc_uncorrected=None if ecc is None else int(ecc),
+            xids=tuple(self._xids(index)),
+        )
+
+    def _slow_reasons(self, handle: Any) -> int | None:
+        """Bits; drivers before 535 know the question by its old name."""
+        for function in ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons"):
+            if (reasons := self._ask(function, handle)) is not None:
+                return int(reasons)
+        return None
+
+    def _register(self, index: int, handle: Any) -> None:
+        """Have the driver keep a GPU's XIDs for `_xids`; one that cannot has none."""
+        try:
+            events = self._nvml.nvmlEventSetCreate()
+            self._nvml.nvmlDeviceRegisterEvents(handle, self._nvml.nvmlEventTypeXidCriticalError, events)
+        except (self._nvml.NVMLError, AttributeError):
+            return
+        self._xid_events[index] = events
+
+    def _xids(self, index: int) -> Iterator[int]:
+        """Those that came since it was last asked; waits for none."""
+        for _ in range(_XIDS_A_SAMPLE if index in self._xid_events else 0):
+            event = self._ask("nvmlEventSetWait_v2", self._xid_events[index], 0)
+            if event is None:  # a time-out: there is no other
+                return
+            yield int(event.eventData)
+
+    def _ask(self, function: str, *arguments: object) -> Any:
+        """What NVML answers; None where the GPU does not support the question or has failed."""
+        try:
+            return getattr(self._nvml, function)(*arguments)
+        except (self._nvml.NVMLError, AttributeError):  # also a question that this version of nvidia-ml-py lacks
+            return None
+
+
+def _text(name: str | bytes) -> str:
+    """Old versions of nvidia-ml-py answer in bytes."""
+    return name.decode("utf-8", "replace") if isinstance(name, bytes) else name

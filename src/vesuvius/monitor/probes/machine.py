@@ -1,0 +1,93 @@
+"""The machine: memory, swap, pressure, cores, disks and network, including the processes of others."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from vesuvius.monitor.probes.cgroup import Pressure, parse_pressure
+from vesuvius.monitor.probes.files import read_counts, read_text
+from vesuvius.monitor.probes.roots import Roots
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """Counters of the machine.
+
+    Attributes:
+        total_bytes: memory of the machine.
+        available_bytes: memory that can be had without swapping: free memory and most of the page cache.
+        page_cache_bytes: files and reclaimable kernel memory, without shared memory.
+        shmem_bytes: tmpfs and shared memory, such as Ray's object store.
+        swap_used_bytes, swap_total_bytes: of all swap devices.
+        pressure: of memory; None if the kernel does not report it.
+        oom_kills: processes killed by the OOM killer since boot, including those killed for a cgroup's limit.
+        core_busy_s, core_total_s: seconds since boot that each core was busy, and existed.
+        disk_read_bytes, disk_written_bytes: since boot, all physical disks.
+        net_received_bytes, net_sent_bytes: since boot, all adapters; without any, as in a container, all interfaces but
+            the loopback.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    page_cache_bytes: int
+    shmem_bytes: int
+    swap_used_bytes: int
+    swap_total_bytes: int
+    pressure: Pressure | None
+    oom_kills: int | None
+    core_busy_s: tuple[float, ...]
+    core_total_s: tuple[float, ...]
+    disk_read_bytes: int
+    disk_written_bytes: int
+    net_received_bytes: int
+    net_sent_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that cannot be reclaimed: total less available."""
+        return self.total_bytes - self.available_bytes
+
+
+def read_machine(roots: Roots = Roots()) -> MachineUse:
+    """Read the machine's counters once, with psutil.  Does I/O.  What the kernel does not count is 0 or None."""
+    with roots.for_psutil(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # psutil warns of figures that an unusual kernel lacks
+        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+        cores = psutil.cpu_times(percpu=True)
+        disks = _disk_counters()
+        interfaces = psutil.net_io_counters(pernic=True, nowrap=False) or {}
+    # /proc/stat counts the time of guests also as that of the user.
+    total = [sum(core) - core.guest - core.guest_nice for core in cores]
+    # Partitions, loops, RAID and device mappers count bytes that a physical disk counts too; only disks have a device.
+    whole = [disks[name] for name in disks if (roots.sys / "block" / name / "device").exists()]
+    # Bridges and tunnels pass on what an adapter has counted.
+    others = [name for name in interfaces if name != "lo"]
+    adapters = [name for name in others if (roots.sys / "class" / "net" / name / "device").exists()]
+    counted = [interfaces[name] for name in adapters or others]
+    return MachineUse(
+        total_bytes=memory.total,
+        available_bytes=memory.available,
+        page_cache_bytes=max(memory.cached + memory.buffers - memory.shared, 0),  # `cached` includes shared memory
+        shmem_bytes=memory.shared,
+        swap_used_bytes=max(swap.used, 0),
+        swap_total_bytes=swap.total,
+        pressure=parse_pressure(read_text(roots.proc / "pressure" / "memory")),
+        oom_kills=read_counts(roots.proc / "vmstat").get("oom_kill"),
+        core_busy_s=tuple(t - core.idle - core.iowait for t, core in zip(total, cores, strict=True)),
+        core_total_s=tuple(total),
+        disk_read_bytes=sum(disk.read_bytes for disk in whole),
+        disk_written_bytes=sum(disk.write_bytes for disk in whole),
+        net_received_bytes=sum(interface.bytes_recv for interface in counted),
+        net_sent_bytes=sum(interface.bytes_sent for interface in counted),
+    )
+
+
+def _disk_counters() -> dict[str, Any]:
+    try:
+        return psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
+    except (NotImplementedError, ValueError):  # no such file, or a format that psutil does not know
+        return {}

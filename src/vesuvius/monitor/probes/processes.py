@@ -1,0 +1,299 @@
+"""Processes: how much private memory each holds, and how much they share, counted once."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import psutil
+
+from vesuvius.monitor.probes.files import read_text
+from vesuvius.monitor.probes.roots import Roots
+
+_BLOCK_BYTES = 512  # unit of st_blocks on every file system
+_NAME_LENGTH = 60
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_SHARED = ("/dev/shm/", "/memfd:")
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+# Shared memory without a name: what CUDA pins is mapped like this.  Addresses are hexadecimal.
+_NAMELESS = re.compile(r"^(\w+)-(\w+) ...s .* /dev/zero \(deleted\)$", re.MULTILINE)
+_SIZE = re.compile(r"^(\w+):[ \t]+(\d+) kB$", re.MULTILINE)
+
+_FileId = tuple[int, int]  # device and inode
+
+
+@dataclass(frozen=True)
+class ProcessUse:
+    """One process.
+
+    Attributes:
+        pid, parent: process ids.
+        name: its title, as `ps` shows it, shortened to 60 characters: Ray's say what they are (`ray::MapWorker(...)`).
+        started_s: when it began, in seconds after boot: with the pid, its identity.
+        status: psutil's word for its state: running, sleeping, disk-sleep, stopped, ...
+        anon_bytes: private memory in use, what ending it would free: RssAnon, and of RssShmem what has no file, such as
+            CUDA's pinned buffers.
+        shmem_bytes: other shared memory that it has touched (RssShmem).
+        file_bytes: page cache that it maps (RssFile).
+        swap_bytes: private memory that was swapped out.
+        cpu_s: CPU time so far, user and system.
+    """
+
+    pid: int
+    parent: int
+    name: str
+    started_s: float
+    status: str
+    anon_bytes: int
+    shmem_bytes: int
+    file_bytes: int
+    swap_bytes: int
+    cpu_s: float
+
+    @property
+    def is_stopped(self) -> bool:
+        """By a signal (SIGSTOP) or a debugger."""
+        return self.status in _STOPPED
+
+
+class ProcessTree:
+    """A process and its descendants, sampled again and again.
+
+    Each sample lists the machine's processes and asks only new ones for their parents.  Titles, mappings and open files
+    of shared memory are read every `rescan_every_s` seconds and whenever a process was found.  A descendant stays one
+    when its parent ends and it is handed to another.
+
+    A forked child shares its parent's pages until one of them writes, or the child executes another program within
+    milliseconds.  A newcomer that is an image of its parent is therefore left out of its first sample; if it stays
+    one, what both still share counts twice.
+
+    Raises:
+        ProcessLookupError: from `sample`, once the root has ended (a zombie has), also if its pid was reused.
+    """
+
+    def __init__(self, pid: int, roots: Roots = Roots(), rescan_every_s: float = 5.0) -> None:
+        self._pid = pid
+        self._roots = roots
+        self._rescan_every_s = rescan_every_s
+        with roots.for_psutil():
+            root = _find_member(pid)
+        self._members = {pid: root} if root else {}
+        self._parents: dict[int, int] = {}  # of all processes of the machine, when they were first seen
+        self._shared_files: dict[_FileId, list[str]] = {}
+        self._scanned_at = -float("inf")
+        self._uses: list[ProcessUse] = []
+
+    def sample(self) -> list[ProcessUse]:
+        """The root first, then its living descendants."""
+        first = not self._uses
+        with self._roots.for_psutil():
+            found = self._find_new()
+            if found or time.monotonic() - self._scanned_at >= self._rescan_every_s:
+                self._rescan()
+            uses = {pid: use for pid, member in self._members.items() if (use := member.read()) is not None}
+        if self._pid not in uses:
+            raise ProcessLookupError(f"the process to watch must be alive; got {self._pid}, which is not")
+        for pid in self._members.keys() - uses.keys():
+            del self._members[pid]
+            self._parents.pop(pid, None)  # it may be given to a stranger
+        young = [] if first else [pid for pid in found if pid in uses and _is_copy(uses[pid], uses)]
+        self._uses = [use for pid, use in uses.items() if pid not in young]
+        return self._uses
+
+    def shared_bytes(self) -> int:
+        """Shared memory of the processes sampled last, counted once.
+
+        Each file of shared memory that one of them holds open (Ray's object store is one, deleted by name) counts with
+        its allocated pages, or with the most that any process has touched if that is more (shared memory without
+        a file).
+        """
+        files = sum(_held_bytes(file, links) for file, links in self._shared_files.items())
+        return max([files, *(use.shmem_bytes for use in self._uses)])
+
+    def _find_new(self) -> list[int]:
+        """Add descendants that began since the last sample, and return them, parents before their children."""
+        parents = {pid: self._parents.get(pid) or _parent_of(pid) for pid in {*psutil.pids(), *self._members}}
+        self._parents = {pid: parent for pid, parent in parents.items() if parent is not None}
+        found: list[int] = []
+        last: Iterable[int] = [*self._members]
+        while children := [pid for pid, parent in self._parents.items() if parent in last and pid not in self._members]:
+            members = {pid: member for pid in children if (member := _find_member(pid)) is not None}
+            self._members |= members
+            found += members
+            last = members
+        return found
+
+    def _rescan(self) -> None:
+        """Read all titles and open files of shared memory again."""
+        self._scanned_at = time.monotonic()
+        for member in self._members.values():
+            member.rescan()
+        self._shared_files = _find_shared_files(f"{self._roots.proc}/{pid}" for pid in self._members)
+
+
+def read_process(pid: int, roots: Roots = Roots()) -> ProcessUse | None:
+    """One process; None if there is none, or only a zombie."""
+    with roots.for_psutil():
+        member = _find_member(pid)
+        if member is None:
+            return None
+        member.rescan()
+        return member.read()
+
+
+def largest_processes(count: int, without: Collection[int] = (), roots: Roots = Roots()) -> list[ProcessUse]:
+    """The processes of the machine that hold most private memory, as far as they can be seen.  Reads them all."""
+    with roots.for_psutil():
+        pids = psutil.pids()
+    found = [use for pid in pids if pid not in without and (use := read_process(pid, roots)) is not None]
+    return sorted(found, key=lambda use: -use.anon_bytes)[:count]
+
+
+def pss_bytes(pids: Iterable[int], roots: Roots = Roots()) -> int | None:
+    """Proportional set size of processes together, from smaps_rollup; None if it may not be read.
+
+    Only on demand: the kernel walks every page, which takes seconds for a process of 200 GB.  Processes that have ended
+    count 0.
+    """
+    total = 0
+    for pid in pids:
+        text = read_text(roots.proc / str(pid) / "smaps_rollup")
+        if text is None and read_process(pid, roots) is not None:
+            return None
+        total += _sizes(text or "").get("Pss", 0)
+    return total
+
+
+@dataclass
+class _Member:
+    """A process that is sampled again and again.
+
+    Attributes:
+        process: psutil's handle, which notices that a pid was reused.
+        started_s: seconds after boot.
+        name: its title when last read; Ray's processes change theirs.
+        nameless_bytes: shared memory without a file that it has mapped, when last read.
+    """
+
+    process: psutil.Process
+    started_s: float
+    name: str = ""
+    nameless_bytes: int = 0
+
+    def rescan(self) -> None:
+        """Read what changes seldom: title and mappings."""
+        maps = read_text(f"{psutil.PROCFS_PATH}/{self.process.pid}/maps") or ""
+        self.nameless_bytes = sum(int(end, 16) - int(begin, 16) for begin, end in _NAMELESS.findall(maps))
+        try:
+            words = " ".join(self.process.cmdline()).split()
+            self.name = " ".join(words)[:_NAME_LENGTH] or self.process.name()
+        except psutil.Error:
+            pass  # it has ended: `read` says so
+
+    def read(self) -> ProcessUse | None:
+        """None if it has ended, also if its pid is still there: a zombie, or reused."""
+        process = self.process
+        try:
+            if not process.is_running():
+                return None
+            with process.oneshot():
+                status, parent, cpu = process.status(), process.ppid(), process.cpu_times()
+            if status in _ENDED:
+                return None
+            anon, shmem, file, swap = _memory(process)
+            pinned = min(self.nameless_bytes, shmem)
+        except psutil.Error:
+            return None
+        return ProcessUse(
+            pid=process.pid,
+            parent=parent,
+            name=self.name,
+            started_s=self.started_s,
+            status=status,
+            anon_bytes=anon + pinned,
+            shmem_bytes=shmem - pinned,
+            file_bytes=file,
+            swap_bytes=swap,
+            cpu_s=cpu.user + cpu.system,
+        )
+
+
+def _find_member(pid: int) -> _Member | None:
+    try:
+        process = psutil.Process(pid)
+        with process.oneshot():
+            if process.status() in _ENDED:
+                return None
+            # Both parts follow the wall clock; their difference does not.
+            started_s = round(process.create_time() - psutil.boot_time(), 2)
+            return _Member(process, started_s)
+    except psutil.Error:
+        return None
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return psutil.Process(pid).ppid()
+    except psutil.Error:
+        return None
+
+
+def _is_copy(use: ProcessUse, uses: Mapping[int, ProcessUse]) -> bool:
+    """Whether a process has its parent's title and nearly its size.  Pure."""
+    parent = uses.get(use.parent)
+    if parent is None or parent.name != use.name:
+        return False
+    return abs(parent.anon_bytes - use.anon_bytes) * 16 <= parent.anon_bytes > 0
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """Bytes by name, from lines such as `RssAnon:  123 kB`.  Pure."""
+    return {name: int(kib) * 1024 for name, kib in _SIZE.findall(text)}
+
+
+def _memory(process: psutil.Process) -> tuple[int, int, int, int]:
+    """Private, shared, file and swapped bytes, which psutil does not tell apart without walking every page.
+
+    Kernels that only look like Linux (gVisor) do not either; there psutil's figures are used, and all that is not
+    private counts as file pages.
+    """
+    status = _sizes(read_text(f"{psutil.PROCFS_PATH}/{process.pid}/status") or "")
+    swap = status.get("VmSwap", 0)
+    if "RssAnon" in status:
+        return status["RssAnon"], status.get("RssShmem", 0), status.get("RssFile", 0), swap
+    memory = process.memory_info()
+    file = min(memory.shared, memory.rss)
+    return memory.rss - file, 0, file, swap
+
+
+def _find_shared_files(directories: Iterable[str]) -> dict[_FileId, list[str]]:
+    """Files of shared memory that processes hold open, with all links to each, by device and inode."""
+    files: dict[_FileId, list[str]] = {}
+    for directory in directories:
+        try:
+            links = [f"{directory}/fd/{name}" for name in os.listdir(f"{directory}/fd")]
+        except OSError:
+            continue
+        for link in links:
+            try:
+                if os.readlink(link).startswith(_SHARED):
+                    stat = os.stat(link)
+                    files.setdefault((stat.st_dev, stat.st_ino), []).append(link)
+            except OSError:  # closed since
+                continue
+    return files
+
+
+def _held_bytes(file: _FileId, links: Iterable[str]) -> int:
+    """Memory that a file of shared memory has; 0 when none of the links leads to it any more."""
+    for link in links:
+        try:
+            stat = os.stat(link)
+        except OSError:
+            continue
+        if (stat.st_dev, stat.st_ino) == file:
+            return stat.st_blocks * _BLOCK_BYTES
+    return 0

@@ -1,0 +1,92 @@
+"""The trainer's own memory on its GPU, as torch's allocator tells it, and what the device has left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class VramUse:
+    """One GPU, as this process sees it.
+
+    Attributes:
+        allocated_bytes: in tensors.
+        reserved_bytes: what torch holds for tensors, used or not.
+        peak_bytes: the most that was allocated since the window before.
+        free_bytes, total_bytes: of the device, with all processes on it.
+        retries: allocations that worked only once torch had given its unused memory back, since the process began:
+            each one waits for the device.
+        failures: allocations that did not work at all.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_bytes: int
+    free_bytes: int
+    total_bytes: int
+    retries: int
+    failures: int
+
+    @property
+    def foreign_bytes(self) -> int:
+        """What is in use and is not torch's: CUDA itself, its libraries, and other processes."""
+        return max(self.total_bytes - self.free_bytes - self.reserved_bytes, 0)
+
+
+class Vram:
+    """Reads the memory of one GPU.  May be used from any thread; waits for no kernel.
+
+    Args:
+        device: a `torch.device`, or the index of a GPU.
+        cuda: the module `torch.cuda`, or what stands for it in a test; None imports it with the first read.
+    """
+
+    def __init__(self, device: Any, cuda: Any = None) -> None:
+        self._on_gpu = getattr(device, "type", "cuda") == "cuda"
+        self._device = device
+        self._cuda = cuda
+
+    def read(self, new_window: bool = True) -> VramUse | None:
+        """What is in use now.
+
+        None on a CPU, where this process has not begun to use the GPU (reading would begin it, for 0.5 GiB), and where
+        the GPU does not answer any more.
+
+        Args:
+            new_window: the peak starts afresh behind this read.  One that comes and goes between the two calls to torch
+                is missed.
+        """
+        if not self._on_gpu:
+            return None
+        if self._cuda is None:
+            import torch  # takes seconds, and a CPU's run of memcheck has none
+
+            self._cuda = torch.cuda
+        if not self._cuda.is_initialized():
+            return None
+        try:
+            stats = self._cuda.memory_stats(self._device)
+            free_bytes, total_bytes = self._cuda.mem_get_info(self._device)
+            if new_window:
+                self._cuda.reset_peak_memory_stats(self._device)
+        except RuntimeError:  # of a GPU that has failed; the training meets it too, and says so
+            return None
+        return VramUse(
+            allocated_bytes=stats.get("allocated_bytes.all.current", 0),
+            reserved_bytes=stats.get("reserved_bytes.all.current", 0),
+            peak_bytes=stats.get("allocated_bytes.all.peak", 0),
+            free_bytes=free_bytes,
+            total_bytes=total_bytes,
+            retries=stats.get("num_alloc_retries", 0),
+            failures=stats.get("num_ooms", 0),
+        )
+
+
+def gpu_uuid(device: Any) -> str | None:
+    """The uuid of a `torch.device` as NVML has it, whatever CUDA_VISIBLE_DEVICES hides; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -1,0 +1,162 @@
+"""`session.json`: who is at work in a run directory, so that it can be watched, and its death noticed, from outside.
+
+Written when a session begins and once more when it ends.  A session without an end whose process is gone was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import time
+
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.plain import from_plain
+from vesuvius.monitor.probes.cgroup import read_cgroup
+from vesuvius.monitor.probes.machine import read_machine
+from vesuvius.monitor.probes.processes import read_process
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.runlog.whole_file import write_whole
+
+# The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.
+_SAME_START_S = 0.005
+# The kernel's first namespace of processes (include/linux/proc_ns.h), not a container's: all processes are seen in it.
+_KERNEL_PIDS = "pid:[4026531836]"
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """One session of a run.
+
+    Attributes:
+        name: of the run.
+        host, boot_id: where it runs, and which start of that machine; empty where the system does not tell.
+        pid, started_s: the trainer's process and its start after boot: together its identity.
+        begin_time: seconds since 1970.
+        workers: reader processes at the start.
+        limits: what the session's memory is held against.
+        cgroup_oom_kills, machine_oom_kills: the kernel's counters at the beginning; None where it does not count.
+        end_time, exit_code: of its end; None while it lives, and for ever where it was killed.
+        pid_namespace: in which `pid` counts (each container has its own); empty where the system does not tell.
+        cgroup: path of its memory cgroup, whose count of kills `cgroup_oom_kills` is; empty without one.
+    """
+
+    name: str
+    host: str
+    boot_id: str
+    pid: int
+    started_s: float
+    begin_time: float
+    workers: int
+    limits: Limits
+    cgroup_oom_kills: int | None = None
+    machine_oom_kills: int | None = None
+    end_time: float | None = None
+    exit_code: int | None = None
+    pid_namespace: str = ""
+    cgroup: str = ""
+
+
+def begin_session(path: Path, name: str, workers: int, limits: Limits, roots: Roots = Roots()) -> SessionRecord:
+    """Write down that this process is at work; returns what was written.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    pid = os.getpid()
+    process, cgroup = read_process(pid, roots), read_cgroup(pid, roots)
+    record = SessionRecord(
+        name=name,
+        host=os.uname().nodename,
+        boot_id=boot_id(roots),
+        pid=pid,
+        started_s=process.started_s if process else 0.0,
+        begin_time=time(),
+        workers=workers,
+        limits=limits,
+        cgroup_oom_kills=cgroup.oom_kills if cgroup else None,
+        machine_oom_kills=read_machine(roots).oom_kills,
+        pid_namespace=pid_namespace(roots),
+        cgroup=cgroup.path if cgroup else "",
+    )
+    _write(path, record)
+    return record
+
+
+def end_session(path: Path, record: SessionRecord, exit_code: int) -> None:
+    """Write down that it has ended.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _write(path, replace(record, end_time=time(), exit_code=exit_code))
+
+
+def read_session(path: Path) -> SessionRecord | None:
+    """The last session of a run; None where none was written or the file is damaged."""
+    try:
+        return from_plain(SessionRecord, json.loads(path.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def is_alive(record: SessionRecord, roots: Roots = Roots()) -> bool | None:
+    """Whether its process lives (a zombie does not); None where that cannot be seen from here.
+
+    It cannot on another machine, from inside another container than the run's, or where the system does not tell
+    which machine this is.
+    """
+    here = boot_id(roots)
+    if not here or not record.boot_id:
+        return None
+    if here != record.boot_id:  # the same machine under its name, started anew: nothing has survived that
+        return False if record.host == os.uname().nodename else None
+    if find_pid(record, roots) is not None:
+        return True
+    namespace = pid_namespace(roots)
+    return False if namespace in {record.pid_namespace, _KERNEL_PIDS} else None
+
+
+def find_pid(record: SessionRecord, roots: Roots = Roots()) -> int | None:
+    """The session's process as it is called here, where a run in a container has another pid; None without one."""
+    if not record.boot_id or boot_id(roots) != record.boot_id:
+        return None
+    inside = record.pid_namespace != pid_namespace(roots)
+    for pid in _pids_inside(record.pid, roots) if inside else [record.pid]:
+        process = read_process(pid, roots)
+        if process and abs(process.started_s - record.started_s) < _SAME_START_S:
+            return pid
+    return None
+
+
+def boot_id(roots: Roots = Roots()) -> str:
+    """Which start of which machine this is; empty where the system does not tell."""
+    try:
+        return (roots.proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def pid_namespace(roots: Roots) -> str:
+    try:
+        return os.readlink(roots.proc / "self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _pids_inside(pid: int, roots: Roots) -> Iterator[int]:
+    """Processes that are called `pid` in a container below this one: the last number of NSpid."""
+    for path in roots.proc.glob("[0-9]*/status"):
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:  # it has just ended
+            continue
+        names = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+        if len(names) > 1 and names[-1] == str(pid):
+            yield int(path.parent.name)
+
+
+def _write(path: Path, record: SessionRecord) -> None:
+    write_whole(path, (json.dumps(asdict(record), indent=1) + "\n").encode())

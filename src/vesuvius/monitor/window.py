@@ -1,0 +1,156 @@
+"""The figures of some steps, the settings of a run, and what is good: what a verdict is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A quota of processors that is used up in this share of its periods holds the run up.
+THROTTLED = 0.05
+
+
+@dataclass(frozen=True)
+class Window:
+    """What happened over some steps: sums, where nothing else is said.
+
+    Attributes:
+        steps: how many.
+        step_s, data_s, h2d_s, forward_s, backward_s, optimizer_s, comm_s, other_s, pause_s: as `StepTimes`.
+        step_p50_s, step_p95_s: of the steps, without their pauses.
+        read_s: readers waited for bytes of a remote store; None on disk, where reading is part of decode_s.
+        decode_s, bytes_read, bytes_fetched, requests, retries: of all readers, as `BlockReport`.
+        cut_s, starved_s, full_s, batches, ran_empty, delivered_bytes: of the trainer's side, as `FeederFigures`.
+        cores: processors that this process may use, by its affinity and the quotas of its cgroups.
+        idle_cores: of those that this process is bound to, on average; None = not known.
+        own_cores: processors that the whole run used; None = not known.
+        throttled_share: of the periods of the processor quota, those in which it was used up; None without a quota.
+        stopped_readers: the most readers that a signal (SIGSTOP) held at a time.
+        reader_cores: processors that the reader processes used, all together; None = not known, or `workers: 0`.
+        gpu_busy: share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of
+            computing cannot tell kernels from the gaps that a slow host leaves between them.
+        vram_share: share of the device's memory that is reserved; None on a CPU.
+    """
+
+    steps: int
+    step_s: float
+    data_s: float
+    h2d_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    other_s: float
+    pause_s: float
+    step_p50_s: float
+    step_p95_s: float
+    read_s: float | None
+    decode_s: float
+    bytes_read: int
+    bytes_fetched: int
+    requests: int
+    retries: int
+    cut_s: float
+    starved_s: float
+    full_s: float
+    batches: int
+    ran_empty: int
+    delivered_bytes: int
+    cores: float
+    idle_cores: float | None = None
+    own_cores: float | None = None
+    throttled_share: float | None = None
+    stopped_readers: int = 0
+    reader_cores: float | None = None
+    gpu_busy: float | None = None
+    vram_share: float | None = None
+    comm_s: float = 0.0
+
+    @property
+    def working_s(self) -> float:
+        """The time that the shares are of: validation and saving are no part of it."""
+        return self.step_s - self.pause_s
+
+    @property
+    def compute_share(self) -> float:
+        return (self.forward_s + self.backward_s + self.optimizer_s) / self.working_s
+
+    @property
+    def data_share(self) -> float:
+        return self.data_s / self.working_s
+
+    @property
+    def h2d_share(self) -> float:
+        return self.h2d_s / self.working_s
+
+    @property
+    def host_share(self) -> float:
+        return (self.other_s - self.pause_s) / self.working_s
+
+    @property
+    def comm_share(self) -> float:
+        return self.comm_s / self.working_s
+
+    @property
+    def held_up_s(self) -> float:
+        """The feeder had no free place.  In a pause that is as it should be."""
+        return max(self.full_s - self.pause_s, 0.0)
+
+    @property
+    def reading_s(self) -> float:
+        """The time in which readers had reason to read: not that part of a pause in which all places were full."""
+        return self.step_s - min(self.full_s, self.pause_s)
+
+    @property
+    def free_cores(self) -> float:
+        """Idle processors that this process may use besides its own; where nobody measured, all that it may use."""
+        if self.throttled_share is not None and self.throttled_share >= THROTTLED:
+            return 0.0
+        left = max(self.cores - (self.own_cores or 0.0), 0.0)
+        return left if self.idle_cores is None else min(self.idle_cores, left)
+
+    @property
+    def others_cores(self) -> float:
+        """Of the processors that this process may use, those that other programs keep busy; 0 where not known."""
+        if self.idle_cores is None or self.own_cores is None:
+            return 0.0
+        return max(self.cores - self.own_cores - self.idle_cores, 0.0)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """The settings that a verdict may want to change, by their names in the config.
+
+    Attributes:
+        on_gpu: whether the device is one.
+        prefetch_limit_mib: `training.prefetch_mib` where it, not the factor, limits the batches ahead; else None.
+        cached: whether `data.store.cache_dir` is set.
+        memory_is_short: more readers or batches ahead are out of the question.
+    """
+
+    on_gpu: bool
+    amp: str
+    compile: bool
+    channels_last: bool
+    cudnn_benchmark: bool
+    deterministic: bool
+    train_batch_size: int
+    accumulate_steps: int
+    workers: int
+    prefetch_factor: int
+    prefetch_limit_mib: int | None
+    requests: int
+    cached: bool
+    memory_is_short: bool = False
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What is good; shares of the working time.
+
+    Attributes:
+        data_share_good: waiting for data, copies or the host is fine below this.
+        gpu_share_good: computing is fine above this.
+        link_bytes_s: what a network gives when it is used up; the default is 1 Gbit/s.
+    """
+
+    data_share_good: float = 0.15
+    gpu_share_good: float = 0.80
+    link_bytes_s: float = 125e6

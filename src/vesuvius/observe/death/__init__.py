@@ -1,1 +1,0 @@
-"""After a kill: the evidence, the cause and the remedy."""

@@ -1,0 +1,117 @@
+"""One step layer by layer: time of the forward pass, operations, and bytes kept for the backward pass."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from vesuvius.diffusion.network.unet import Trunk
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A block of the network; of all micro-batches of a step.
+
+    Attributes:
+        forward_s: with a wait for the device at both ends, so that layers add up to more than an undisturbed pass.
+        flops: of the forward pass; a multiply-add is 2.  Kernels of our own are not counted.
+        saved_bytes: kept for the backward pass, by the first block that does.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    forward_s: float
+    flops: int
+    saved_bytes: int
+
+
+def blocks(network: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a network by name; lists and the trunk are taken apart, so that none is within another."""
+    found: dict[str, nn.Module] = {}
+    for name, child in network.named_children():
+        if isinstance(child, nn.ModuleList | Trunk):
+            found |= {f"{name}.{inner}": module for inner, module in blocks(child).items()}
+        elif not isinstance(child, nn.Identity):
+            found[name] = child
+    return found
+
+
+class LayerWatch:
+    """Watches a network while it is entered; it costs time.  Not for a compiled one.
+
+    Enter it before a step and leave it behind that.
+    """
+
+    def __init__(self, network: nn.Module, device: torch.device) -> None:
+        self._network, self._device = network, device
+        self._modules = blocks(network)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._saved: dict[str, int] = defaultdict(int)
+        self._seen: set[int] = set()
+        self._counted: dict[str, int] = defaultdict(int)
+        self._inside: tuple[str, float, int] | None = None
+        self._flops = FlopCounterMode(display=False)
+        self._held = ExitStack()
+
+    def __enter__(self) -> LayerWatch:
+        weights = (*self._network.parameters(), *self._network.buffers())
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        for name, module in self._modules.items():
+            before = module.register_forward_pre_hook(lambda _m, _x, name=name: self._begin(name))
+            after = module.register_forward_hook(lambda _m, _x, _y, name=name: self._end(name), always_call=True)
+            self._held.callback(before.remove)
+            self._held.callback(after.remove)
+        self._held.enter_context(saved_tensors_hooks(self._pack, lambda kept: kept))
+        self._held.enter_context(self._flops)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def layers(self) -> list[Layer]:
+        """In the order of the network, those that ran."""
+        return [
+            Layer(
+                name,
+                type(module).__name__,
+                sum(parameter.numel() for parameter in module.parameters()),
+                self._seconds[name],
+                self._counted[name],
+                self._saved[name],
+            )
+            for name, module in self._modules.items()
+            if name in self._seconds
+        ]
+
+    def _begin(self, name: str) -> None:
+        self._wait()
+        self._inside = name, time.perf_counter(), self._flops.get_total_flops()
+
+    def _end(self, name: str) -> None:
+        self._wait()
+        if self._inside is not None and self._inside[0] == name:
+            _, began, flops = self._inside
+            self._seconds[name] += time.perf_counter() - began
+            self._counted[name] += self._flops.get_total_flops() - flops
+        self._inside = None
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        """Count a storage once, for the innermost module that keeps it."""
+        storage = tensor.untyped_storage()
+        if self._inside is not None and storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self._saved[self._inside[0]] += storage.nbytes()
+        return tensor

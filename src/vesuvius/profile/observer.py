@@ -1,0 +1,193 @@
+"""What a profile does between the steps of the training loop: it counts them, and then ends the run or lets it go on.
+
+It stands where `training.autotune` stands in a run, so that the loop, the clock and the records are those of training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from vesuvius.errors import EXIT_OK
+from vesuvius.monitor.monitor import Monitor
+from vesuvius.monitor.verdict import Verdict
+from vesuvius.profile.layers import Layer, LayerWatch
+from vesuvius.profile.trace import MemoryUse, Operator, Trace
+from vesuvius.stream.options import batches_ahead
+from vesuvius.stream.stream import PatchStream
+from vesuvius.training.loop import MakeTuner, TrainingLoop, Tuner, make_autotuner
+from vesuvius.training.report import StepReporter
+from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.step import parameter_count
+
+WARM_STEPS = 3
+MOST_WARM_STEPS = 40
+_TRACED_STEPS = 2
+_EMA_TIMES = 5
+MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS + 2
+"""Steps that a profile makes beside those that count, at most."""
+
+
+@dataclass
+class Observed:
+    """What the records of the run do not say; filled while it runs.
+
+    Attributes:
+        begin: the step behind which the run began, or went on from a checkpoint.
+        warm_steps: before those that count: kernels are chosen, and batches that were ready at the start are used up.
+        verdict: on the steps that count.
+        ema_s: of one update of all averages, timed apart.
+        operators, layers, memory, left_out: with `--trace`; `left_out` events did not fit the trace.
+        in_place: it is the run itself, which goes on.
+    """
+
+    begin: int = 0
+    warm_steps: int = 0
+    verdict: Verdict | None = None
+    ema_s: float = 0.0
+    parameters: int = 0
+    device: str = ""
+    amp: str = ""
+    operators: list[Operator] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
+    memory: MemoryUse = field(default_factory=lambda: MemoryUse([], [], []))
+    left_out: int = 0
+    in_place: bool = False
+
+    @property
+    def after(self) -> int:
+        """The step behind which steps count."""
+        return self.begin + self.warm_steps
+
+
+def observed_by(observed: Observed, steps: int, trace: Path | None, after: int = 0) -> MakeTuner:
+    """For `train`: what counts `steps` steps in the place of `training.autotune`, and then ends the run.
+
+    Args:
+        trace: where to write a trace of further steps.
+        after: steps up to this one do not count.
+    """
+
+    def make(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
+        stop = loop.run.stop
+        return Observer(
+            loop, reporter, observed, steps, after, trace, lambda: stop.adopt(EXIT_OK, "the profile has its steps")
+        )
+
+    return make
+
+
+def observed_in_place(observed: Observed, steps: int, after: int, then: Callable[[], None]) -> MakeTuner:
+    """For `train`: what counts steps beside `training.autotune`, calls `then`, and lets the run go on."""
+
+    def make(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
+        observed.in_place = True
+        return Observer(loop, reporter, observed, steps, after, None, then, make_autotuner(loop, reporter))
+
+    return make
+
+
+class Observer:
+    """A script that is gone on with between two steps (`act`).
+
+    Args:
+        then: called once the steps have been made.
+        beside: the tuner of the run; it changes nothing while steps are counted.
+    """
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        reporter: StepReporter,
+        observed: Observed,
+        steps: int,
+        after: int,
+        trace: Path | None,
+        then: Callable[[], None],
+        beside: Tuner | None = None,
+    ) -> None:
+        self._loop, self._reporter, self._observed = loop, reporter, observed
+        self._steps, self._trace, self._then, self._beside = steps, trace, then, beside
+        self._counting = False
+        options, accumulate = loop.feed.stream.options, loop.run.config.training.accumulate_steps
+        ahead = batches_ahead(loop.job.patch_bytes, options)
+        observed.begin = loop.run.progress.step
+        warm_steps = min(WARM_STEPS + -(-ahead // accumulate), MOST_WARM_STEPS)
+        observed.warm_steps = max(warm_steps, after - observed.begin)
+        step = loop.train_step
+        observed.parameters, observed.amp = parameter_count(step.network), step.amp
+        device = loop.run.device
+        observed.device = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        self._script = self._run()
+
+    def take(self, verdict: Verdict) -> None:
+        """Keep the verdict on the steps that count."""
+        if self._counting:
+            self._observed.verdict = verdict
+        if self._beside is not None:
+            self._beside.take(verdict)
+
+    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+        """Do what comes before the next step."""
+        next(self._script, None)
+        if self._beside is not None and not self._counting:
+            self._beside.act(stream, feed, monitor)
+
+    def _run(self) -> Iterator[None]:
+        """Yields where the loop is to make a step; called first behind the first one."""
+        observed, run = self._observed, self._loop.run
+        for _ in range(observed.warm_steps - 1):
+            yield
+        self._reporter.report(wait=True)
+        self._counting = True
+        self._reporter.verdicts.restart(run.progress.step)
+        for _ in range(self._steps):
+            yield
+        self._reporter.report(wait=True)
+        self._reporter.verdicts.finish(least=1)
+        self._counting = False
+        observed.ema_s = self._time_averages()
+        if self._trace is not None:
+            yield from self._look_closer(self._trace)
+        self._then()
+
+    def _look_closer(self, path: Path) -> Iterator[None]:
+        """Trace some steps, then measure each layer in another one: both cost time, so none of them counts."""
+        yield  # a step between, as the averages were timed in the pause of this one
+        trace = Trace(self._loop.run.device)
+        trace.start()
+        for _ in range(_TRACED_STEPS):
+            yield
+        trace.stop()
+        self._observed.operators = trace.operators(_TRACED_STEPS)
+        self._observed.left_out = trace.write(path)
+        self._observed.memory = trace.memory
+        if self._loop.run.config.training.compile:
+            return  # its layers do not exist apart from each other
+        with LayerWatch(self._loop.train_step.network, self._loop.run.device) as watch:
+            yield
+        self._observed.layers = watch.layers()
+
+    def _time_averages(self) -> float:
+        """Seconds of an update that leaves the averages as they are: the least of some."""
+        device, step = self._loop.run.device, self._loop.train_step
+        not_applied = torch.zeros((), device=device)
+        seconds = []
+        for _ in range(_EMA_TIMES):
+            synchronize(device)
+            began = time.perf_counter()
+            for average in step.averages.values():
+                average.update(not_applied)
+            synchronize(device)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

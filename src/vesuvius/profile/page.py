@@ -1,0 +1,249 @@
+"""A profile as a report: the same page and tables, of some steps instead of a run.  Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from vesuvius.config import Config
+from vesuvius.monitor.quantile import quantile
+from vesuvius.profile.observer import Observed
+from vesuvius.profile.recommend import Advice
+from vesuvius.report.charts import build_charts
+from vesuvius.report.curves import Chart, banded, chart
+from vesuvius.report.model import NOT_KNOWN, RunReport, Table, flat, thresholds_of
+from vesuvius.report.records import RunRecords, figure
+from vesuvius.report.share import Row, shared_out, targets_of, work_rows
+from vesuvius.runlog.metrics import Record
+from vesuvius.runlog.units import GIB, format_duration, number, size_text
+
+_OPTIMIZER = "optimizer, clipping, EMA"
+_EMA = "EMA of the weights, timed apart"
+_BEHIND = (
+    ("readers: read from the store", "I/O", "readers", "read_s"),
+    ("readers: decode", "I/O", "readers", "decode_s"),
+    ("trainer: cut patches into batches", "I/O", "feeder", "cut_s"),
+    ("trainer: waits for readers", "I/O", "feeder", "starved_s"),
+    ("trainer: all places ahead are full", "I/O", "feeder", "full_s"),
+)
+
+
+def build_profile(
+    config: Config,
+    records: RunRecords,
+    steps: Sequence[Record],
+    observed: Observed,
+    advice: Sequence[Advice],
+    alone: Sequence[str],
+) -> RunReport:
+    """The report of a profile.
+
+    Args:
+        records: of the run that was made for it.
+        steps: the steps that count as they were recorded, with what readers and feeder did, and the one before them.
+        observed: what the records do not say.
+        advice, alone: what to try, and what to leave alone.
+    """
+    chosen = counted(records, observed.after, len(steps) - 1)
+    first = np.zeros(int(chosen.sum()), dtype=bool)
+    system = [
+        each for each in records.system if observed.begin < figure(each.get("step")) <= observed.after + len(steps)
+    ]
+    only = replace(
+        records,
+        columns={name: column[chosen] for name, column in records.columns.items()},
+        first=first,
+        system=system,
+    )
+    parts = shared_out(with_ema(work_rows(records, chosen), observed.ema_s, int(chosen.sum())))
+    verdict = observed.verdict
+    return RunReport(
+        name=f"{config.name}: profile of {int(chosen.sum())} steps",
+        directory=str(records.path),
+        facts=_facts(config, records, chosen, observed),
+        verdict=verdict.text if verdict else NOT_KNOWN,
+        parts=parts,
+        targets=targets_of(parts, thresholds_of(records.config)),
+        charts=(
+            *(each for each in build_charts(only) if each.key in ("parts", "step_s", "ram", "readers", "vram")),
+            *_memory(observed),
+        ),
+        tables=tuple(
+            table
+            for table in (
+                _recommendations(advice),
+                Table("No action needed", ("what",), tuple((text,) for text in alone)),
+                _behind(steps, config.training.workers),
+                _operators(observed),
+                _layers(observed),
+                _method(config, observed, int(chosen.sum())),
+            )
+            if table.rows
+        ),
+        previews=(),
+        config=dict(flat(records.config)),
+        config_text=records.config_text,
+        parts_note=(
+            "Seconds of all steps that count; they add up to the steps' own times. A wait that is hidden behind "
+            "computing counts 0. What readers do beside the steps is in a table of its own."
+        ),
+    )
+
+
+def counted(records: RunRecords, after: int, steps: int) -> Any:
+    """Which of the recorded steps count: so many behind one."""
+    number_of = records.columns["step"]
+    return (number_of > after) & (number_of <= after + steps)
+
+
+def with_ema(rows: Sequence[Row], ema_s: float, steps: int) -> list[Row]:
+    """The optimizer's part with the averages' taken out of it; never more than there is."""
+    made: list[Row] = []
+    for name, kind, total, p50, p95 in rows:
+        if name != _OPTIMIZER:
+            made.append((name, kind, total, p50, p95))
+            continue
+        each = min(ema_s, p50)
+        ema = min(each * steps, total)
+        made.append(("optimizer, clipping", kind, total - ema, p50 - each, p95 - each))
+        made.append((_EMA, kind, ema, each, each))
+    return made
+
+
+def _facts(config: Config, records: RunRecords, chosen: Any, observed: Observed) -> dict[str, str]:
+    columns, env, training = records.columns, records.environment, config.training
+    work = (columns["step_s"] - columns["pause_s"])[chosen].tolist()
+    p50 = quantile(work, 0.5)
+    epoch_s = p50 * config.training.steps_per_epoch
+    left = f"{format_duration(p50 * config.horizon_steps)} for {config.horizon_steps} steps"
+    left += f" ({format_duration(epoch_s)} an epoch of {config.training.steps_per_epoch}), without pauses"
+    vram = columns["vram_used_bytes"][np.isfinite(columns["vram_used_bytes"])]
+    ram = columns["ram_used_bytes"][np.isfinite(columns["ram_used_bytes"])]
+    peak = NOT_KNOWN if not len(vram) else f"{size_text(vram.max())} of {size_text(columns['vram_limit_bytes'][-1])}"
+    packages: Mapping[str, Any] = env.get("packages") or {}
+    mfu = columns["mfu"][chosen]
+    return {
+        "step, mean": f"{number(1000 * math.fsum(work) / len(work))} ms",
+        "step, p50 / p95": f"{number(1000 * p50)} / {number(1000 * quantile(work, 0.95))} ms",
+        "samples/s": number(config.global_batch * len(work) / math.fsum(work)),
+        "the whole training": left,
+        "device": f"{observed.device}, amp {observed.amp}",
+        "model FLOPs utilisation": NOT_KNOWN if not np.isfinite(mfu).any() else f"{100 * np.nanmean(mfu):.1f} %",
+        "VRAM reserved": peak,
+        "RAM": size_text(ram.max()) if len(ram) else NOT_KNOWN,
+        "network": f"{observed.parameters / 1e6:.2f} M parameters, channels {list(config.model.channels)}",
+        "patch": "x".join(map(str, config.data.patch_size)),
+        "batch": f"{training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",
+        "readers": f"{training.workers}, prefetch factor {training.prefetch_factor}",
+        "settings": f"{training.optimizer}, compile {training.compile}, channels_last {training.channels_last}",
+        "processors": str(env.get("cpus") or NOT_KNOWN),
+        "system": str(env.get("platform") or NOT_KNOWN),
+        "torch / CUDA": f"{packages.get('torch') or NOT_KNOWN} / {env.get('cuda') or 'none'}",
+    }
+
+
+def _recommendations(advice: Sequence[Advice]) -> Table:
+    rows = [
+        (str(rank), each.what, " ".join(each.overrides) or "no setting", each.gain, each.risk)
+        for rank, each in enumerate(advice, 1)
+    ]
+    note = "One at a time, each measured again; vesuvius tune does that by itself."
+    return Table("What to try, in this order", ("#", "what", "override", "gain", "risk"), tuple(rows), note)
+
+
+def _behind(steps: Sequence[Record], workers: int) -> Table:
+    """What readers and feeder did beside the steps: differences of totals that only grow."""
+    whole = math.fsum(figure(step["step_s"]) for step in steps[1:])
+    rows = []
+    for name, kind, group, key in _BEHIND:
+        totals = [figure((step.get(group) or {}).get(key)) for step in steps]
+        if any(math.isnan(total) for total in totals) or len(totals) < 2:
+            rows.append((name, kind, NOT_KNOWN, NOT_KNOWN, NOT_KNOWN, NOT_KNOWN))
+            continue
+        each = [after - before for before, after in pairwise(totals)]
+        processes = max(workers, 1) if group == "readers" else 1
+        mean = math.fsum(each) / len(each)
+        rows.append(
+            (
+                name,
+                kind,
+                number(1000 * mean),
+                f"{100 * math.fsum(each) / (whole * processes):.1f} %" if whole else NOT_KNOWN,
+                number(1000 * quantile(each, 0.5)),
+                number(1000 * quantile(each, 0.95)),
+            )
+        )
+    note = (
+        f"Milliseconds of a step, of all readers ({workers}) together, and the share of their time. They work beside "
+        "the steps and report a region at a time: single steps may have none. On a disk, reading is part of decoding."
+    )
+    columns = ("part", "class", "ms", "of its time", "p50, ms", "p95, ms")
+    return Table("Behind the data wait", columns, tuple(rows), note)
+
+
+def _memory(observed: Observed) -> list[Chart]:
+    memory = observed.memory
+    series = [banded("allocated", memory.ms, [size / GIB for size in memory.allocated_bytes])]
+    if any(memory.reserved_bytes):
+        series.append(banded("reserved", memory.ms, [size / GIB for size in memory.reserved_bytes]))
+    note = "" if any(memory.reserved_bytes) else "beyond what was there when the trace began"
+    title = "Memory of tensors in the traced steps"
+    return chart("tensors", title, "GiB", series, x_label="ms", note=note)
+
+
+def _operators(observed: Observed) -> Table:
+    rows = [
+        (str(rank), each.name, number(each.calls), number(each.self_ms), f"{100 * each.share:.1f} %")
+        for rank, each in enumerate(observed.operators, 1)
+    ]
+    where = "on the CPU" if observed.device == "CPU" else "on the GPU"
+    note = f"Own time {where} of traced steps, which are slower than those that count."
+    columns = ("#", "operator", "calls a step", "own time, ms a step", "share")
+    bars = tuple(each.self_ms for each in observed.operators)
+    return Table(f"The {len(rows)} operators that take longest", columns, tuple(rows), note, bars)
+
+
+def _layers(observed: Observed) -> Table:
+    rows = [
+        (
+            layer.name,
+            layer.kind,
+            f"{layer.parameters / 1e3:.1f} k",
+            number(1000 * layer.forward_s),
+            f"{number(layer.flops / 1e9)} G",
+            size_text(layer.saved_bytes),
+        )
+        for layer in observed.layers
+    ]
+    columns = ("layer", "module", "parameters", "forward, ms", "forward, FLOP", "kept for backward")
+    note = (
+        "Of one step. The watch itself costs time: compare layers with each other. Norms have no FLOP here; a "
+        "tensor that two layers keep counts for the first."
+    )
+    return Table("Layers", columns, tuple(rows), note, tuple(layer.forward_s for layer in observed.layers))
+
+
+def _method(config: Config, observed: Observed, steps: int) -> Table:
+    before = "come before" if observed.in_place or observed.begin else "warm up"
+    texts = [
+        f"{observed.warm_steps} steps {before}: kernels are chosen, and the batches that were ready at the start are "
+        f"used up. The next {steps} count: {observed.after + 1} to {observed.after + steps}. They are steps of "
+        "vesuvius train, with its loop, readers and clock; between two of them a counter is raised.",
+        "On a GPU, events on the device's own clock are read later: the host waits for nothing because of them. On a "
+        "CPU, the host's clock.",
+        "These are steps of the run itself. Pauses between them are left out."
+        if observed.in_place
+        else "Validation, previews and checkpoints are left out. The weights are thrown away.",
+    ]
+    if observed.begin:
+        texts.append(f"It went on from the run's checkpoint of step {observed.begin}.")
+    if observed.operators:
+        texts.append("Trace and layers are of further steps, which do not count.")
+    if observed.left_out:
+        texts.append(f"The trace was too long: its {observed.left_out} shortest events are left out.")
+    return Table("Method", ("",), tuple((text,) for text in texts))

@@ -1,0 +1,207 @@
+"""`vesuvius profile`: trains some steps in a folder of its own below the run, and writes what they came to.
+
+`vesuvius train --profile` writes the same of the run's own steps, while it trains.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from vesuvius.config import Config
+from vesuvius.errors import ConfigError, VesuviusError, one_line
+from vesuvius.monitor.window import Thresholds
+from vesuvius.profile.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, observed_by, observed_in_place
+from vesuvius.profile.page import build_profile
+from vesuvius.profile.recommend import leave_alone, recommend
+from vesuvius.report.files import new_folder, write_pages
+from vesuvius.report.records import read_run
+from vesuvius.runlog.metrics import current_records
+from vesuvius.runlog.records import read_records
+from vesuvius.runlog.run_dir import run_dir
+from vesuvius.stream.options import StreamOptions
+from vesuvius.training.checkpoint.format import list_checkpoints, step_of
+from vesuvius.training.loop import MakeTuner
+from vesuvius.training.run import train
+from vesuvius.training.step.step import choose_device
+from vesuvius.training.verdicts import knobs_of
+
+log = logging.getLogger(__name__)
+
+FOLDER = "profiles"
+TRACE = "trace.json.gz"
+_ENDLESS = 10**8
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        source: the YAML file of the config.
+        steps: that count.
+        trace: also trace some steps, and look at each layer.
+        command: for the page.
+        at_step: profile the steps around this one of the run; None = the first ones of a new run.
+    """
+
+    config: Config
+    source: Path
+    steps: int
+    trace: bool
+    command: str
+    at_step: int | None = None
+
+    @property
+    def after(self) -> int:
+        """Steps up to this one do not count."""
+        return 0 if self.at_step is None else max(self.at_step - self.steps // 2, 0)
+
+
+def profile(request: Request) -> Path:
+    """Train the steps and write profile.html and profile.md; returns their folder.
+
+    Raises:
+        VesuviusError: as `train`.
+        ConfigError: the run has no checkpoint at or before `at_step`.
+    """
+    config, run = request.config, run_dir(request.config)
+    folder = new_folder(run.path / FOLDER)
+    if request.at_step is not None:
+        lend(checkpoint_before(run.checkpoints, request.at_step, request.after), folder / run.checkpoints.name)
+    observed = Observed()
+    trace = folder / TRACE if request.trace else None
+    before = os.environ.get("VESUVIUS_RUNS")
+    os.environ["VESUVIUS_RUNS"] = str(folder.parent.absolute())
+    try:
+        code = train(
+            profiled(config, folder.name, request.steps, request.after),
+            request.source,
+            resume=request.at_step is not None,
+            make_tuner=observed_by(observed, request.steps, trace, request.after),
+        )
+    finally:
+        os.environ.pop("VESUVIUS_RUNS")
+        if before is not None:
+            os.environ["VESUVIUS_RUNS"] = before
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of weights that are worth nothing
+    if observed.verdict is None:
+        raise StoppedBeforeError(code, folder)
+    return _write(request, folder, folder, observed)
+
+
+def profile_in_place(request: Request, after: int) -> MakeTuner:
+    """For `train`: the run's own steps behind `after`; their page is written as soon as they are made.
+
+    What goes wrong with the page is logged and does not end the run.
+    """
+    observed, run = Observed(), run_dir(request.config)
+
+    def write() -> None:
+        try:
+            log.info("profile: %s", _write(request, run.path, new_folder(run.path / FOLDER), observed) / "profile.html")
+        except Exception as error:
+            log.warning("the profile could not be written: %s", one_line(error))
+
+    return observed_in_place(observed, request.steps, after, write)
+
+
+def checkpoint_before(checkpoints: Path, at_step: int, after: int) -> Path:
+    """The newest one that leaves room to warm up before step `after`; else the oldest that is not behind `at_step`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    there = list_checkpoints(checkpoints)
+    found = [path for path in there if step_of(path) <= at_step]
+    if not found:
+        steps = ", ".join(str(step_of(path)) for path in there) or "none"
+        raise ConfigError(
+            f"--at-step needs a checkpoint of the run at or before that step; got {at_step}, and in {checkpoints} "
+            f"those of steps {steps}; keep more by training.keep_every, or leave --at-step out"
+        )
+    early = [path for path in found if step_of(path) <= after - MOST_WARM_STEPS]
+    return early[-1] if early else found[0]
+
+
+def lend(checkpoint: Path, folder: Path) -> None:
+    """Put a checkpoint into a folder as well, by hard links where the disk has them: the run keeps its own."""
+    shutil.copytree(checkpoint, folder / checkpoint.name, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+class StoppedBeforeError(VesuviusError):
+    """The run ended before its steps were made."""
+
+    def __init__(self, code: int, folder: Path) -> None:
+        super().__init__(
+            f"a profile must have its steps; the run ended before with exit code {code}; see its log in {folder}/logs"
+        )
+        self.exit_code = code or self.exit_code
+
+
+def profiled(config: Config, name: str, steps: int, after: int = 0) -> Config:
+    """The config of the run that is profiled: that of the training, but for what is not a step.  Pure."""
+    training = {
+        "max_hours": None,
+        "resume": "never",
+        "init_from": None,
+        "autotune": "off",
+        "save_every": _ENDLESS,
+        "keep_every": None,
+        "validate_every": 0,
+        "preview_every": 0,
+    }
+    least = after + 2 * (steps + MOST_STEPS_BESIDE)  # readers go on beyond the steps that count, as in a long run
+    if config.stop_step < least:
+        training |= {"steps_per_epoch": least, "epochs": 1, "max_steps": None}
+    monitor = {
+        "tensorboard": False,
+        "prometheus_port": None,
+        "webhook": None,
+        "trackers": (),
+        "verdict_every": _ENDLESS,
+        "write_every_s": max(1.0, config.monitor.sample_every_s),
+    }
+    changed = config.model_copy(
+        update={
+            "name": name,
+            "training": config.training.model_copy(update=training),
+            "monitor": config.monitor.model_copy(update=monitor),
+            "cluster": config.cluster.model_copy(update={"storage_path": None}),
+        }
+    )
+    return Config.model_validate(changed.model_dump())
+
+
+def _write(request: Request, run: Path, folder: Path, observed: Observed) -> Path:
+    """Write the pages from what a run has recorded; returns their folder."""
+    config, verdict = request.config, observed.verdict
+    assert verdict is not None, "steps were counted"
+    thresholds = Thresholds(config.monitor.data_share_good, config.monitor.gpu_share_good)
+    options = StreamOptions.from_config(config.training, config.cluster)
+    knobs = knobs_of(config, choose_device(), options, verdict.window, memory_is_short=False)
+    numbers = range(observed.after, observed.after + request.steps + 1)
+    recorded = current_records(read_records(run / "metrics.jsonl"))
+    steps = [record for record in recorded if record["kind"] == "step" and record["step"] in numbers]
+    report = build_profile(
+        config,
+        read_run(run),
+        steps,
+        observed,
+        recommend(verdict, knobs, thresholds),
+        leave_alone(verdict, thresholds),
+    )
+    made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
+    write_pages(folder, "profile", [report], (), (), [], made)
+    return folder

@@ -1,0 +1,123 @@
+"""A few steps under torch.profiler: a trace for Chrome, of limited size, the longest operators, and memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+TOP = 10
+MOST_EVENTS = 150_000  # about 3 MB compressed
+SNAPSHOT = "memory_snapshot.pickle"
+_CUDA = 1  # torch's number of that kind of device
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator: calls and own milliseconds of a step, and its share of all operators' own time."""
+
+    name: str
+    calls: float
+    self_ms: float
+    share: float
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of tensors over the traced steps, after each allocation and release.
+
+    Attributes:
+        ms: since the first of them.
+        allocated_bytes: on a GPU in all, on a CPU since the trace began.
+        reserved_bytes: by torch's allocator; 0 on a CPU.
+    """
+
+    ms: list[float]
+    allocated_bytes: list[float]
+    reserved_bytes: list[float]
+
+
+class Trace:
+    """Records from `start` to `stop`, between two steps each, on the thread that trains.
+
+    Args:
+        device: on a GPU its kernels are recorded, and operators are ranked by their time there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._profiler = profile(activities=activities, record_shapes=False, profile_memory=True, with_stack=False)
+        self.memory = MemoryUse([], [], [])
+
+    def start(self) -> None:
+        if self._on_gpu:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+        self._profiler.start()
+
+    def stop(self) -> None:
+        self._profiler.stop()
+
+    def operators(self, steps: int) -> list[Operator]:
+        """The ones that took longest themselves, longest first."""
+        averages = self._profiler.key_averages()
+        spent = [(float(self._self_us(each)), str(each.key), int(each.count)) for each in averages]
+        spent = [each for each in spent if not each[1].startswith("ProfilerStep")]
+        whole = sum(us for us, _, _ in spent) or 1.0
+        return [
+            Operator(name, count / steps, us / 1000 / steps, us / whole)
+            for us, name, count in sorted(spent, reverse=True)[:TOP]
+            if us > 0
+        ]
+
+    def _self_us(self, average: Any) -> float:
+        us: float = average.self_device_time_total if self._on_gpu else average.self_cpu_time_total
+        return us
+
+    def write(self, path: Path, most_events: int = MOST_EVENTS) -> int:
+        """Write the trace, compressed; returns how many events were left out: the shortest ones.
+
+        Reads `memory` from it.  On a GPU, a snapshot of its memory goes to the same folder.
+        """
+        if self._on_gpu:
+            torch.cuda.memory._dump_snapshot(str(path.with_name(SNAPSHOT)))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        with tempfile.TemporaryDirectory(prefix="vesuvius-trace-") as folder:
+            whole = Path(folder) / "trace.json"
+            self._profiler.export_chrome_trace(str(whole))
+            trace = json.loads(whole.read_bytes())
+        self.memory = memory_of(trace["traceEvents"], self._on_gpu)
+        trace["traceEvents"], left_out = longest(trace["traceEvents"], most_events)
+        with gzip.open(path, "wt", encoding="utf-8", compresslevel=6) as file:
+            file.write(json.dumps(trace))  # far faster than `dump`
+        return left_out
+
+
+def memory_of(events: list[dict[str, Any]], on_gpu: bool) -> MemoryUse:
+    """What the allocator's events of a trace say of the GPU, or of the CPU.  Pure."""
+    found = [event for event in events if event.get("name") == "[memory]"]
+    found = [event for event in found if (event["args"]["Device Type"] == _CUDA) == on_gpu]
+    found.sort(key=lambda event: float(event["ts"]))
+    return MemoryUse(
+        [(float(event["ts"]) - float(found[0]["ts"])) / 1000 for event in found],
+        [float(event["args"]["Total Allocated"]) for event in found],
+        [float(event["args"]["Total Reserved"]) for event in found],
+    )
+
+
+def longest(events: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], int]:
+    """The events that name things, and the longest others, in their order; and how many are left out.  Pure."""
+    named = [event for event in events if event.get("ph") == "M"]
+    durations = sorted((float(event.get("dur", 0.0)) for event in events if event.get("ph") != "M"), reverse=True)
+    room = max(most - len(named), 0)
+    if len(durations) <= room:
+        return events, 0
+    least = durations[room]  # as long as this is too short
+    kept = [event for event in events if event.get("ph") == "M" or float(event.get("dur", 0.0)) > least]
+    return kept, len(events) - len(kept)

@@ -1,0 +1,1 @@
+"""`vesuvius report`: what a run recorded, as one page."""

@@ -1,0 +1,56 @@
+"""Several runs beside each other: what differs in result and config, and one curve of each in a chart.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vesuvius.report.curves import Chart
+from vesuvius.report.model import NOT_KNOWN, RunReport, Table
+
+_OVERLAID = ("loss", "relative_error", "step_s", "samples_s", "ram", "vram")
+
+
+def named_apart(reports: Sequence[RunReport]) -> list[RunReport]:
+    """The reports, those of equal names with their directory."""
+    names = [report.name for report in reports]
+    return [replace(r, name=f"{r.name} ({r.directory})") if names.count(r.name) > 1 else r for r in reports]
+
+
+def comparison(reports: Sequence[RunReport]) -> tuple[tuple[Table, ...], tuple[Chart, ...]]:
+    """Tables of what differs, and charts that every run has a curve for or only some.  Empty for a single run."""
+    if len(reports) < 2:
+        return (), ()
+    names = tuple(report.name for report in reports)
+    results = [
+        ("where the time went: " + name, *(_share(report, name) for report in reports))
+        for name in dict.fromkeys(part.name for report in reports for part in report.parts)
+    ]
+    facts = [(label, *(report.facts.get(label, NOT_KNOWN) for report in reports)) for label in reports[0].facts]
+    keys = dict.fromkeys(key for report in reports for key in report.config)
+    config = [(key, *(report.config.get(key, NOT_KNOWN) for report in reports)) for key in keys]
+    tables = (
+        Table("What differs in result", ("", *names), _different([*facts, *results])),
+        Table("What differs in config", ("key", *names), _different(config)),
+    )
+    return tuple(table for table in tables if table.rows), tuple(_overlaid(reports))
+
+
+def _different(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(row for row in rows if len(set(row[1:])) > 1)
+
+
+def _share(report: RunReport, name: str) -> str:
+    return next((f"{100 * part.share:.1f} %" for part in report.parts if part.name == name), NOT_KNOWN)
+
+
+def _overlaid(reports: Sequence[RunReport]) -> list[Chart]:
+    """The first curve of each chart, named by its run."""
+    made = []
+    for key in _OVERLAID:
+        found = [(r.name, chart) for r in reports for chart in r.charts if chart.key == key]
+        if found:
+            series = tuple(replace(chart.series[0], label=name) for name, chart in found)
+            log = all(chart.log for _, chart in found)
+            made.append(replace(found[0][1], series=series, limits=(), log=log))
+    return made

@@ -1,0 +1,320 @@
+"""What a report says of a run: sentences, tables and charts, from its records.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vesuvius.monitor.window import Thresholds
+from vesuvius.report.charts import build_charts
+from vesuvius.report.curves import Chart
+from vesuvius.report.records import Column, RunRecords, figure
+from vesuvius.report.share import PARTS_NOTE, Part, Target, split_time, targets_of
+from vesuvius.runlog.metrics import Record
+from vesuvius.runlog.units import format_duration, format_percent, format_time, number, size_text
+
+NOT_KNOWN = "not known"
+
+_LAST_STEPS = 100
+_MOST_EVENTS = 200
+_SLICES = 10
+_QUIET = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "preview", "checkpoint", "block")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its title; the rows are as long as the columns.
+
+    Attributes:
+        bars: a figure of each row, which the page also draws as a bar; the largest is the longest.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    bars: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run, ready to be written down.
+
+    Attributes:
+        name: of the run; of several with one name, with the directory.
+        facts: what came of it: a label and a value each, the same labels for every run.
+        verdict: the last one, in words.
+        parts: where its time went; the shares add up to 1.
+        tables: sessions, events and a course of the run in ten slices.
+        previews: pictures, relative to the run, with the step of each.
+        config: keys and values of the resolved config.
+        parts_note: what the parts hold.
+    """
+
+    name: str
+    directory: str
+    facts: Mapping[str, str]
+    verdict: str
+    parts: tuple[Part, ...]
+    targets: tuple[Target, ...]
+    charts: tuple[Chart, ...]
+    tables: tuple[Table, ...]
+    previews: tuple[tuple[int, str], ...]
+    config: Mapping[str, str]
+    config_text: str
+    parts_note: str = PARTS_NOTE
+
+
+def build(records: RunRecords) -> RunReport:
+    """Gather the report of one run."""
+    thresholds = thresholds_of(records.config)
+    parts = split_time(records)
+    verdicts = records.of_kind("verdict")
+    return RunReport(
+        name=str(records.config.get("name") or records.path.name),
+        directory=str(records.path),
+        facts=_facts(records),
+        verdict=_verdict_words(verdicts),
+        parts=parts,
+        targets=targets_of(parts, thresholds),
+        charts=tuple(build_charts(records)),
+        tables=tuple(
+            table for table in (_course(records), _ranks(records), _sessions(records), _events(records)) if table.rows
+        ),
+        previews=_previews(records),
+        config=dict(flat(records.config)),
+        config_text=records.config_text,
+    )
+
+
+def _facts(records: RunRecords) -> dict[str, str]:
+    steps, env = records.columns, records.environment
+    work = steps["step_s"] - steps["pause_s"]
+    later = ~records.first if (~records.first).any() else np.ones(len(work), dtype=bool)
+    packages = env.get("packages") or {}
+    known = later & np.isfinite(work) & np.isfinite(steps["samples"])
+    rate = float(np.sum(steps["samples"][known]) / np.sum(work[known])) if known.any() and np.sum(work[known]) else None
+    ram, limit = _peak(records, "used_bytes", "ram_used_bytes"), _largest(steps["ram_limit_bytes"])
+    vram, vram_limit = _largest(steps["vram_used_bytes"]), _largest(steps["vram_limit_bytes"])
+    best = _best(records.of_kind("validation"))
+    nonfinite = sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))
+    gpus = [str(gpu) for gpu in env.get("gpus") or []]
+    return {
+        "state": records.state,
+        "steps": _steps(steps),
+        "time left": _time_left(steps),
+        "last checkpoint": _last_checkpoint(records.of_kind("checkpoint")),
+        "events": _event_counts(records),
+        "sessions": str(sum(record["kind"] == "run_start" for record in records.sessions)),
+        "time at work": _or_unknown(_last(steps["total_s"]), format_duration),
+        "samples/s, without pauses and first steps": _or_unknown(rate, number),
+        "step, p50, without pauses and first steps": _quantile(work[later], 0.5),
+        "step, p95": _quantile(work[later], 0.95),
+        f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), number),
+        "best validation (error over that of the best linear filter)": best,
+        "steps that were not finite": str(nonfinite),
+        "processes that died": str(len(records.deaths)),
+        "RAM at its peak": _of(ram, limit),
+        "largest reader": _or_unknown(_largest(steps["worker_max_bytes"]), size_text),
+        "VRAM at its peak": _of(vram, vram_limit),
+        "model FLOPs utilisation": _or_unknown(_mean(steps["mfu"]), format_percent),
+        "GPU": ", ".join(gpus) if gpus else "none" if "gpus" in env else NOT_KNOWN,
+        "processors": str(env.get("cpus") or NOT_KNOWN),
+        "torch / vesuvius": f"{packages.get('torch') or NOT_KNOWN} / {packages.get('vesuvius-diffusion') or NOT_KNOWN}",
+        "commit": str(env.get("commit") or NOT_KNOWN)[:12],
+    }
+
+
+def _verdict_words(verdicts: Sequence[Record]) -> str:
+    if not verdicts:
+        return "no verdict was recorded: too few steps, or monitor.verdict_every=0"
+    last = verdicts[-1]
+    kinds = [str(verdict.get("bound")) for verdict in verdicts]
+    counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+    return f"{last.get('text')} (step {last.get('step')}; all {len(kinds)} verdicts: {counts})"
+
+
+def _course(records: RunRecords) -> Table:
+    """The run in ten slices of steps: what the curves show, in figures."""
+    steps = records.columns
+    rows = []
+    for chosen in np.array_split(np.arange(len(steps["step"])), _SLICES):
+        if not len(chosen):
+            continue
+        work = steps["step_s"][chosen] - steps["pause_s"][chosen]
+        total = float(np.sum(work))
+        rows.append(
+            (
+                f"{steps['step'][chosen[0]]:.0f} to {steps['step'][chosen[-1]]:.0f}",
+                _or_unknown(_mean(steps["loss"][chosen]), number),
+                _or_unknown(_mean(work), number),
+                _or_unknown(float(np.max(steps["step_s"][chosen])), number),
+                _or_unknown(float(np.sum(steps["data_s"][chosen])) / total if total else None, format_percent),
+                _or_unknown(float(np.sum(steps["samples"][chosen])) / total if total else None, number),
+                _or_unknown(_largest(steps["ram_used_bytes"][chosen]), size_text),
+            )
+        )
+    columns = ("steps", "loss", "step, s", "longest, s", "waited for data", "samples/s", "RAM")
+    return Table("The course of the run", columns, tuple(rows), "means without pauses; the longest step with its pause")
+
+
+def _ranks(records: RunRecords) -> Table:
+    """A row for each rank, over the steps that all told of; none of a run of one rank."""
+    steps = [record for record in records.of_kind("ranks") if isinstance(record.get("times"), list)]
+    rows = []
+    for rank in range(max((len(step["times"]) for step in steps), default=0)):
+        told = [step["times"][rank] for step in steps if rank < len(step["times"])]
+        slowest = sum(step.get("slowest") == rank for step in steps)
+        held = np.array([figure(times.get("trainer_bytes")) for times in told])
+        work = np.array([figure(t.get("step_s")) - figure(t.get("comm_s")) - figure(t.get("pause_s")) for t in told])
+        rows.append(
+            (
+                str(rank),
+                str(told[-1].get("node", NOT_KNOWN)),
+                _or_unknown(_largest(held), size_text),
+                _quantile(work, 0.5),
+                _or_unknown(_mean(np.array([figure(times.get("comm_s")) for times in told])), number),
+                f"{slowest} of {len(told)}",
+            )
+        )
+    columns = ("rank", "node (last)", "trainer, private memory", "step without waits, p50", "comm_s, mean", "slowest")
+    return Table("Ranks", columns, tuple(rows))
+
+
+def _sessions(records: RunRecords) -> Table:
+    rows = []
+    for place, start in enumerate(records.sessions):
+        if start["kind"] != "run_start":
+            continue
+        after = records.sessions[place + 1] if place + 1 < len(records.sessions) else None
+        reached, how = NOT_KNOWN, records.state if after is None else "killed: no end was recorded"
+        if after is not None and after["kind"] == "run_end":
+            reached, how = (
+                str(after.get("step", NOT_KNOWN)),
+                f"exit code {after.get('exit_code')}: {after.get('cause')}",
+            )
+        rows.append((str(start.get("session", NOT_KNOWN)), _clock(start), str(start["step"]), reached, how))
+    return Table("Sessions", ("#", "began", "from step", "to step", "how it ended"), tuple(rows))
+
+
+def _events(records: RunRecords) -> Table:
+    rows = [
+        (figure(r.get("time")), str(r.get("step", "")), str(r.get("event", r["kind"])), _event_text(r))
+        for r in records.others
+        if r["kind"] not in _QUIET
+    ]
+    rows += [(time, str(step), "death", words) for time, step, words in records.deaths]
+    rows.sort(key=lambda row: row[0])
+    note = f"the last {_MOST_EVENTS} of {len(rows)}" if len(rows) > _MOST_EVENTS else ""
+    shown = tuple(
+        (format_time(time) if np.isfinite(time) else NOT_KNOWN, *rest) for time, *rest in rows[-_MOST_EVENTS:]
+    )
+    return Table("Events", ("time", "step", "event", "what happened"), shown, note)
+
+
+def _event_text(record: Record) -> str:
+    if record.get("text"):
+        return str(record["text"])
+    fields = {k: v for k, v in record.items() if k not in ("kind", "time", "step", "event") and v is not None}
+    return ", ".join(f"{name} {value}" for name, value in fields.items() if isinstance(value, str | int | float))
+
+
+def _previews(records: RunRecords) -> tuple[tuple[int, str], ...]:
+    found = records.of_kind("preview")
+    return tuple(
+        (int(r["step"]), str(r["picture"])) for r in found if isinstance(r.get("step"), int) and r.get("picture")
+    )
+
+
+def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
+    """What is good, by a run's config."""
+    monitor, default = config.get("monitor") or {}, Thresholds()
+    return Thresholds(
+        float(monitor.get("data_share_good", default.data_share_good)),
+        float(monitor.get("gpu_share_good", default.gpu_share_good)),
+    )
+
+
+def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
+    """Keys as in overrides, with their values."""
+    if isinstance(value, Mapping) and value:
+        return [pair for key, each in value.items() for pair in flat(each, f"{path}.{key}" if path else str(key))]
+    return [(path, "null" if value is None else str(value))] if path else []
+
+
+def _best(validations: Sequence[Record]) -> str:
+    known = [(figure(r.get("relative_error")), r.get("step")) for r in validations]
+    known = [(error, step) for error, step in known if np.isfinite(error)]
+    if not known:
+        return NOT_KNOWN
+    error, step = min(known, key=lambda each: each[0])
+    return f"{number(error)} at step {step}"
+
+
+def _peak(records: RunRecords, system: str, step: str) -> float | None:
+    """The most that the monitor saw, or the steps where it has not recorded."""
+    seen = [figure((record.get(system) or [None])[-1]) for record in records.system]
+    return _largest(np.array([*seen, *records.columns[step]]))
+
+
+def _steps(steps: Mapping[str, Column]) -> str:
+    done, asked = _last(steps["step"]), _last(steps["steps"])
+    return NOT_KNOWN if done is None else f"{done:.0f}" + (f" of {asked:.0f}" if asked else "")
+
+
+def _time_left(steps: Mapping[str, Column]) -> str:
+    """As the last step had it: of a run that was stopped, what a resume has before it."""
+    done, asked = _last(steps["step"]), _last(steps["steps"])
+    if done is not None and asked is not None and done >= asked:
+        return "none"
+    return _or_unknown(float(steps["eta_s"][-1]) if len(steps["eta_s"]) else None, format_duration)
+
+
+def _last_checkpoint(saved: Sequence[Record]) -> str:
+    if not saved:
+        return "none was recorded"
+    return f"step {saved[-1].get('step')}, {_or_unknown(figure(saved[-1].get('saved_time')), format_time)}"
+
+
+def _event_counts(records: RunRecords) -> str:
+    """`3: quarantine 2, save_failed 1`."""
+    kinds = [str(r.get("event", r["kind"])) for r in records.others if r["kind"] not in _QUIET]
+    counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+    return f"{len(kinds)}: {counts}" if kinds else "none"
+
+
+def _clock(record: Record) -> str:
+    return _or_unknown(figure(record.get("time")), format_time)
+
+
+def _of(value: float | None, limit: float | None) -> str:
+    if value is None:
+        return NOT_KNOWN
+    return size_text(value) + (f" of {size_text(limit)}" if limit else "")
+
+
+def _or_unknown(value: float | None, words: Any) -> str:
+    return NOT_KNOWN if value is None or not np.isfinite(value) else str(words(value))
+
+
+def _last(values: Column) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else None
+
+
+def _largest(values: Column) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.max()) if len(known) else None
+
+
+def _mean(values: Column) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _quantile(values: Column, share: float) -> str:
+    known = values[np.isfinite(values)]
+    return f"{number(float(np.quantile(known, share)))} s" if len(known) else NOT_KNOWN

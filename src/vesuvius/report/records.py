@@ -1,0 +1,184 @@
+"""What a run directory holds, read once for a report: steps as columns, other records as they are.  Does I/O alone."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from vesuvius.monitor.postmortem.death import headline as death_headline
+from vesuvius.monitor.postmortem.death import read_deaths
+from vesuvius.monitor.session import SessionRecord, is_alive, read_session
+from vesuvius.runlog.metrics import Record, current_records
+from vesuvius.runlog.records import records_in
+from vesuvius.runlog.rotated import read_rotated
+
+Column = NDArray[np.float64]
+
+STEP_FIELDS = (
+    "step", "steps", "time", "step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s",
+    "other_s", "pause_s", "samples", "loss", "grad_norm", "lr", "mfu", "total_s", "vram_used_bytes", "vram_limit_bytes",
+    "ram_used_bytes", "ram_limit_bytes", "worker_max_bytes", "eta_s",
+)  # fmt: skip
+_ABSENT = {"comm_s": 0.0}  # written before there were other ranks to wait for
+_SYSTEM_FIELDS = (
+    "kind", "time", "step", "limit_bytes", "used_bytes", "trainer_bytes", "shared_bytes", "readers", "vram", "gpus",
+    "cores_busy",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """What was recorded, without what a resume has superseded.
+
+    Attributes:
+        columns: of the steps, by the names of `STEP_FIELDS`; NaN is not known.
+        first: whether a step is the first of a session, which holds the start of the readers.
+        system: the monitor's records, in order of time.
+        others: records of metrics.jsonl that are no steps, in order.
+        sessions: each `run_start` and `run_end`, superseded or not.
+        deaths: time, step and headline of each process that died.
+        config: the resolved config as plain data; empty where it cannot be read.
+        state: what the run is doing now, in words.
+    """
+
+    path: Path
+    columns: Mapping[str, Column]
+    first: NDArray[np.bool_]
+    system: Sequence[Record]
+    others: Sequence[Record]
+    sessions: Sequence[Record]
+    deaths: Sequence[tuple[float, int, str]]
+    config: Mapping[str, Any]
+    config_text: str
+    environment: Mapping[str, Any]
+    state: str
+
+    def of_kind(self, kind: str) -> list[Record]:
+        """The records of one kind that is neither `step` nor `system`."""
+        return [record for record in self.others if record["kind"] == kind]
+
+
+def read_run(path: Path) -> RunRecords:
+    """Read a run directory, whatever is there of it; torn lines and missing files are passed over."""
+    sessions: list[Record] = []
+    metrics = _metrics(path / "metrics.jsonl", sessions)
+    merged = heapq.merge(metrics, _system(path / "system.jsonl"), key=_time)
+    steps: list[Record] = []
+    first: list[bool] = []
+    system: list[Record] = []
+    others: list[Record] = []
+    begins = False
+    for record in current_records(merged):
+        match record["kind"]:
+            case "step":
+                steps.append(record)
+                first.append(begins)
+                begins = False
+            case "system":
+                system.append(record)
+            case kind:
+                begins = begins or kind == "run_start"
+                others.append(record)
+    config_text = _text(path / "config.resolved.yaml")
+    return RunRecords(
+        path,
+        {name: np.array([figure(step.get(name)) for step in steps]) for name in STEP_FIELDS},
+        np.array(first, dtype=bool),
+        system,
+        others,
+        sessions,
+        [(death.time, death.step, death_headline(death)) for death in read_deaths(path / "post_mortem.jsonl")],
+        _mapping(config_text),
+        config_text,
+        _environment(path / "env.json"),
+        _state(read_session(path / "session.json"), sessions),
+    )
+
+
+def figure(value: object) -> float:
+    """A number of a record; NaN for null and whatever is none."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _metrics(path: Path, sessions: list[Record]) -> Iterator[Record]:
+    """A line at a time, a step with what is needed of it: a long run's file is larger than one wants in memory.
+
+    `sessions` takes each begin and end of a session: a resume from an earlier step supersedes those too.
+    """
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for record in _placed(records_in(lines)):
+                is_step = record["kind"] == "step"
+                if record["kind"] in ("run_start", "run_end"):
+                    sessions.append(record)
+                yield (
+                    {"kind": "step"} | {name: record.get(name, _ABSENT.get(name)) for name in STEP_FIELDS}
+                    if is_step
+                    else record
+                )
+    except OSError:
+        return
+
+
+def _system(path: Path) -> Iterator[Record]:
+    try:
+        records = read_rotated(path)
+    except (OSError, EOFError):  # the second: a torn part
+        return
+    for record in _placed(records):
+        yield {name: record.get(name) for name in _SYSTEM_FIELDS}
+
+
+def _placed(records: Iterable[Record]) -> Iterator[Record]:
+    """Those with a kind, and with a step where theirs needs one."""
+    for record in records:
+        needs_step = record.get("kind") in ("step", "run_start")
+        if isinstance(record.get("kind"), str) and isinstance(record.get("step"), int if needs_step else int | None):
+            yield record
+
+
+def _time(record: Record) -> float:
+    seconds = figure(record.get("time"))
+    return 0.0 if math.isnan(seconds) else seconds
+
+
+def _state(session: SessionRecord | None, sessions: Sequence[Record]) -> str:
+    if session is None:
+        return "not known"
+    if session.end_time is not None:
+        cause = sessions[-1].get("cause") if sessions else None
+        return f"ended with exit code {session.exit_code}" + (f": {cause}" if cause else "")
+    alive = is_alive(session)
+    return {True: "running", False: "killed", None: f"at work on {session.host}, or killed there"}[alive]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _mapping(text: str) -> Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _environment(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(_text(path))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

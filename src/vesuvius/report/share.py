@@ -1,0 +1,130 @@
+"""Where the time of a run went: parts that add up, their classes, and the targets they are held to.  Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.monitor.window import Thresholds
+from vesuvius.report.records import Column, RunRecords
+from vesuvius.runlog.units import format_percent
+
+WORK = (
+    ("data wait", "I/O", "data_s"),
+    ("transfer to the device", "transfer", "h2d_s"),
+    ("forward", "compute", "forward_s"),
+    ("backward", "compute", "backward_s"),
+    ("optimizer, clipping, EMA", "compute", "optimizer_s"),
+    ("waits for other ranks", "ranks", "comm_s"),
+    ("host: what is left", "host", "host_s"),
+)
+"""Name, class and column of each part of a step without its pause."""
+
+PARTS_NOTE = (
+    "The first step of a session holds the start of the readers and the choice of kernels; pauses are validation, "
+    "previews and copies for checkpoints.  A wait that is hidden behind computing counts 0."
+)
+
+Row = tuple[str, str, float, float, float]
+"""Name, class, seconds, p50 and p95 of a step."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the time.
+
+    Attributes:
+        total_s: over all steps.
+        share: of the whole.
+        p50_s, p95_s: of a step; NaN where the part has none.
+    """
+
+    name: str
+    kind: str
+    total_s: float
+    share: float
+    p50_s: float = math.nan
+    p95_s: float = math.nan
+
+
+@dataclass(frozen=True)
+class Target:
+    """A share of the working time, and whether it is as it should be."""
+
+    name: str
+    wanted: str
+    found: str
+    met: bool
+
+
+def work_columns(records: RunRecords) -> dict[str, Column]:
+    """The columns of `WORK`."""
+    columns = records.columns
+    return {name: columns["other_s"] - columns["pause_s"] if name == "host_s" else columns[name] for _, _, name in WORK}
+
+
+def split_time(records: RunRecords) -> tuple[Part, ...]:
+    """All steps' time, whose parts add up to it; empty where no step was recorded.
+
+    The first step of a session holds the start of the readers and the choice of kernels: it is a part of its own.
+    """
+    columns, work = records.columns, work_columns(records)
+    known = np.isfinite(columns["step_s"]) & np.isfinite(columns["pause_s"]) & np.isfinite(sum(work.values()))
+    if not known.any():
+        return ()
+    first, later = known & records.first, known & ~records.first
+    pauses = columns["pause_s"]
+    rows = work_rows(records, later)
+    if first.any():
+        start = float((columns["step_s"] - pauses)[first].sum())
+        rows.append(("first step of each session", "start", start, math.nan, math.nan))
+    return shared_out([*rows, ("pauses", "pause", float(pauses[known].sum()), math.nan, math.nan)])
+
+
+def work_rows(records: RunRecords, chosen: NDArray[np.bool_]) -> list[Row]:
+    """The parts of the chosen steps without their pauses; other ranks where there were some."""
+    work = work_columns(records)
+    rows = [_row(name, kind, work[key][chosen]) for name, kind, key in WORK] if chosen.any() else []
+    return [row for row in rows if row[1] != "ranks" or row[2]]
+
+
+def shared_out(rows: Sequence[Row]) -> tuple[Part, ...]:
+    """The parts with their shares of the sum."""
+    whole = math.fsum(total for _, _, total, _, _ in rows)
+    return tuple(
+        Part(name, kind, total, total / whole if whole else 0.0, p50, p95) for name, kind, total, p50, p95 in rows
+    )
+
+
+def _row(name: str, kind: str, seconds: Column) -> Row:
+    p50, p95 = np.quantile(seconds, [0.5, 0.95])
+    return name, kind, float(seconds.sum()), float(p50), float(p95)
+
+
+def targets_of(parts: Sequence[Part], thresholds: Thresholds) -> tuple[Target, ...]:
+    """The working time of steps behind the first, held to what is good."""
+    kinds = {kind: math.fsum(part.total_s for part in parts if part.kind == kind) for _, kind, _ in WORK}
+    whole = math.fsum(kinds.values())
+    if not whole:
+        return ()
+    least, most = thresholds.gpu_share_good, thresholds.data_share_good
+    shares = {kind: seconds / whole for kind, seconds in kinds.items()}
+    waits = (
+        ("waits for data (I/O)", "I/O"),
+        ("waits for copies", "transfer"),
+        ("waits for the host", "host"),
+        ("waits for other ranks", "ranks"),
+    )
+    compute = shares["compute"]
+    return (
+        Target("the device computes", f"at least {format_percent(least)}", format_percent(compute), compute >= least),
+        *(
+            Target(name, f"at most {format_percent(most)}", format_percent(shares[kind]), shares[kind] <= most)
+            for name, kind in waits
+            if kind != "ranks" or shares[kind]
+        ),
+    )

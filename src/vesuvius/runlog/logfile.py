@@ -1,0 +1,195 @@
+"""The run's log: plain lines in `logs/train_full.log` and on the terminal, and the line of a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from vesuvius.runlog.append_file import AppendFile
+from vesuvius.runlog.step_times import StepTimes
+from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration
+
+log = logging.getLogger(__name__)
+
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What the log says of one optimizer step, unrounded.
+
+    Attributes:
+        step, steps: this step, counted from 1, and the one at which the run ends.
+        epoch, epochs: likewise.
+        loss: mean weighted loss over the global batch; NaN where the step was not finite.
+        vram_bytes: reserved by the trainer and total of the card, or None on a CPU.
+        worker_max_bytes: largest private memory a reader has had, or None with `workers: 0`.
+        eta_s: seconds until the session ends, with the validations, previews and saves to come; None before the second
+            step.
+        eta_at_least: one of these has not been measured yet and is not counted.
+        ranks: trainer processes that shared the step.
+        slowest_rank: whom the others waited for, in the step before; None = not known.
+        mfu: share of the device's peak that the model's operations reached, 0 to 1; None = the peak is not known.
+    """
+
+    step: int
+    steps: int
+    epoch: int
+    epochs: int
+    loss: float
+    grad_norm: float
+    lr: float
+    times: StepTimes
+    samples: int
+    vram_bytes: tuple[int, int] | None
+    ram_bytes: tuple[int, int]
+    workers: int
+    worker_max_bytes: int | None
+    eta_s: float | None
+    eta_at_least: bool = False
+    ranks: int = 1
+    slowest_rank: int | None = None
+    mfu: float | None = None
+
+
+def step_line(f: StepFigures) -> str:
+    """The line that `grep 'Train step'` shows.  Others read it by its field names: they stay."""
+    t = f.times
+    vram = "-" if f.vram_bytes is None else "/".join(f"{b / GIB:.1f}" for b in f.vram_bytes)
+    eta = "-" if f.eta_s is None else f"{'>' if f.eta_at_least else ''}{format_duration(f.eta_s)}"
+    pause = f" pause_s {t.pause_s:.3f}" if t.pause_s >= 0.0005 else ""  # of other_s
+    ranks = "" if f.ranks == 1 else f" comm_s {t.comm_s:.3f} ranks {f.ranks} slowest {_or_dash(f.slowest_rank)}"
+    mfu = "" if f.mfu is None else f" mfu_pct {100 * f.mfu:.1f}"
+    worker_max = "-" if f.worker_max_bytes is None else f"{f.worker_max_bytes / GIB:.1f}"
+    return (
+        f"Train step {f.step}/{f.steps} epoch {f.epoch}/{f.epochs} loss {f.loss:.5f} lr {f.lr:.1e} "
+        f"step_s {t.step_s:.3f} data_s {t.data_s:.3f} h2d_s {t.h2d_s:.3f} gpu_s {t.gpu_s:.3f} other_s {t.other_s:.3f} "
+        f"data_pct {100 * t.data_s / t.step_s:.1f} samples_s {f.samples / t.step_s:.2f}{mfu} "
+        f"vram_gib {vram} ram_gib {f.ram_bytes[0] / GIB:.1f}/{f.ram_bytes[1] / GIB:.1f} "
+        f"workers {f.workers} worker_max_gib {worker_max} eta {eta}{ranks}{pause}"
+    )
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def open_log(path: Path) -> None:
+    """Send this package's messages to a file as well, until `close_logs`.  A full disk is said once, on the terminal.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    handler = _LogFile(path)
+    handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
+    logging.getLogger("vesuvius").addHandler(handler)
+
+
+def close_logs() -> None:
+    """Close the files of `open_log`."""
+    package = logging.getLogger("vesuvius")
+    for handler in [h for h in package.handlers if isinstance(h, _LogFile)]:
+        package.removeHandler(handler)
+        handler.close()
+
+
+class _LogFile(logging.Handler):
+    """Sends lines to a file that outlives a full disk, where logging's own handler prints a traceback a line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = AppendFile(path)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # as logging's own handlers: a line that cannot be formatted must not end the run
+            self.handleError(record)
+        else:
+            self._file.write_line(line)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def log_to_terminal() -> None:
+    """Send this package's messages to the terminal, once: warnings and errors to standard error, the rest to output.
+
+    What a command prints, say `--print-config > x.yaml`, is then not mixed with a warning.
+    """
+    package = logging.getLogger("vesuvius")
+    package.setLevel(logging.INFO)
+    package.propagate = False
+    if not any(isinstance(handler, _TerminalHandler) for handler in package.handlers):
+        handler = _TerminalHandler()
+        handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
+        package.addHandler(handler)
+
+
+def close_terminal() -> None:
+    """Send no more messages to the terminal."""
+    package = logging.getLogger("vesuvius")
+    for handler in [h for h in package.handlers if isinstance(h, _TerminalHandler)]:
+        package.removeHandler(handler)
+
+
+@contextmanager
+def terminal_lines_through(write: Callable[[str], None]) -> Iterator[None]:
+    """Within: lines bound for a terminal go to `write`, without their newline.
+
+    A progress bar passes its own printer, so that lines stand above it.  A redirected stream gets its lines directly.
+    """
+    handlers = [h for h in logging.getLogger("vesuvius").handlers if isinstance(h, _TerminalHandler)]
+    for handler in handlers:
+        handler.write_line = write
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.write_line = None
+
+
+def silence(stream: TextIO) -> None:
+    """Send what else is written to a stream to the null device, also what Python flushes when it exits.
+
+    For a stream whose reader has left.  See the note on SIGPIPE in the documentation of Python's `signal`.
+    """
+    with suppress(OSError):  # no descriptor (a program that captures output): each write fails, and nobody minds
+        descriptor = stream.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+
+
+class _TerminalHandler(logging.Handler):
+    """Looks `sys.stdout` and `sys.stderr` up each time: a progress bar replaces them while it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.write_line: Callable[[str], None] | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream: TextIO | None = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        if stream is None or stream.closed:  # None: the process was started with it closed
+            return
+        try:
+            line = self.format(record)
+            if self.write_line is not None and stream.isatty():
+                self.write_line(line)
+            else:
+                stream.write(line + "\n")
+                stream.flush()
+        except OSError:  # `| head` has read enough, the terminal is gone: the run goes on, with its log file
+            silence(stream)
+        except RuntimeError:  # "reentrant call": a signal's handler logs while its thread writes to the same stream
+            with suppress(OSError, ValueError):
+                os.write(stream.fileno(), f"{line}\n".encode(errors="backslashreplace"))
+        except Exception:  # as logging's own handlers: a line that cannot be printed must not end the run
+            self.handleError(record)

@@ -1,0 +1,100 @@
+"""Lines of a run of months in little space: long files are compressed and numbered, the newest stays plain."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from vesuvius.runlog.append_file import AppendFile
+from vesuvius.runlog.records import read_records, records_in
+
+log = logging.getLogger(__name__)
+
+ROTATE_BYTES = 4 * 2**20
+
+
+class RotatedFile:
+    """Appends lines to `path`; once it is long, to a new one, and the old becomes `<stem>.000001<suffix>.gz`.
+
+    Outlives a full disk, as `AppendFile` says; then nothing is compressed until there is space again.
+
+    Raises:
+        OSError: on opening, where the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, rotate_bytes: int = ROTATE_BYTES) -> None:
+        self._path = path
+        self._rotate_bytes = rotate_bytes
+        self._file = AppendFile(path)
+        self._written = path.stat().st_size
+
+    def write_line(self, text: str) -> None:
+        """Append a text and a newline."""
+        self._file.write_line(text)
+        self._written += len(text) + 1
+        if self._written > self._rotate_bytes:
+            self._rotate()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _rotate(self) -> None:
+        """Begin a new file and compress those before it.  A kill at any moment loses nothing and doubles nothing."""
+        self._written = 0
+        if self._file.is_waiting:  # a full disk: its lines belong into the present file
+            return
+        number = 1 + max(_parts(self._path), default=0)
+        part = self._path.with_name(f"{self._path.stem}.{number:06d}{self._path.suffix}")
+        try:
+            os.rename(self._path, part)
+            try:
+                file = AppendFile(self._path)
+            except OSError:
+                os.rename(part, self._path)
+                raise
+            self._file.close()
+            self._file = file
+            for part in _parts(self._path).values():
+                _compress(part)
+        except OSError as error:
+            log.warning("%s must be writable to compress it; got %s; free some space", self._path, error)
+
+
+def read_rotated(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a file and of the parts before it, in order."""
+    records = []
+    for _, part in sorted(_parts(path).items()):
+        data = gzip.decompress(part.read_bytes()) if part.suffix == ".gz" else part.read_bytes()
+        records += list(records_in(data.decode("utf-8", "replace").splitlines()))
+    return records + (read_records(path) if path.exists() else [])
+
+
+def _parts(path: Path) -> dict[int, Path]:
+    """The files before the present one, by number; the compressed one where a kill has left both."""
+    found = {}
+    for part in sorted(path.parent.glob(f"{path.stem}.*{path.suffix}*")):
+        match = re.fullmatch(rf"{re.escape(path.stem)}\.(\d+){re.escape(path.suffix)}(\.gz)?", part.name)
+        if match:
+            found[int(match[1])] = part
+    return found
+
+
+def _compress(part: Path) -> None:
+    """Make a file `<name>.gz` of it, under another name until it is whole."""
+    if part.suffix == ".gz":
+        part.with_suffix("").unlink(missing_ok=True)
+        return
+    partial = part.with_name(f".{part.name}.partial")
+    try:
+        with part.open("rb") as plain, gzip.open(partial, "wb", compresslevel=6) as packed:
+            shutil.copyfileobj(plain, packed)
+    except OSError:
+        partial.unlink()  # what is left of the disk is for the records themselves
+        raise
+    partial.rename(part.with_name(part.name + ".gz"))
+    part.unlink()

@@ -1,0 +1,214 @@
+"""The run directory `runs/<name>/`: where each file is, and how it begins."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config, read_source
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.runlog.file_lock import take_lock
+from vesuvius.runlog.find_run import runs_root
+from vesuvius.runlog.whole_file import write_whole
+
+TUNE, BENCHES = "tune", "benches"
+_BESIDE = (TUNE, BENCHES, "profiles", "reports")
+"""What other commands keep in a run directory, also before the run has begun."""
+
+_LOCK = ".lock"
+_PACKAGES = (
+    "vesuvius-diffusion",
+    "torch",
+    "ray",
+    "zarr",
+    "zarrs",
+    "numcodecs",
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "tensorboard",
+)
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run."""
+
+    path: Path
+
+    def exists(self) -> bool:
+        """Whether a run has begun here; what a tune or a bench has written is none."""
+        try:
+            return any(entry.name not in (*_BESIDE, _LOCK) for entry in self.path.iterdir())
+        except OSError:  # it is not there, is a file, or may not be read
+            return self.path.exists()
+
+    @property
+    def log(self) -> Path:
+        return self.path / "logs" / "train_full.log"
+
+    @property
+    def monitor_log(self) -> Path:
+        return self.path / "logs" / "monitor.log"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def system(self) -> Path:
+        return self.path / "system.jsonl"
+
+    @property
+    def recent(self) -> Path:
+        return self.path / "recent.jsonl"
+
+    @property
+    def session(self) -> Path:
+        return self.path / "session.json"
+
+    @property
+    def post_mortem(self) -> Path:
+        return self.path / "post_mortem.jsonl"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.path / "quarantine.jsonl"
+
+    @property
+    def reading(self) -> Path:
+        """Notes of the processes that read, and what those left that crashed."""
+        return self.path / "reading"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def nonfinite(self) -> Path:
+        return self.path / "nonfinite"
+
+    @property
+    def stacks(self) -> Path:
+        return self.path / "stacks"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tb"
+
+    def of_rank(self, rank: int) -> RunDir:
+        """Where another rank than 0 keeps its log, its records and its notes."""
+        return RunDir(self.path / "ranks" / str(rank)) if rank else self
+
+    @contextmanager
+    def locked(self, new: bool) -> Iterator[None]:
+        """Make the directory (`new`) or go on in it, and keep other processes out of it while the context lasts.
+
+        Raises:
+            ConfigError: it exists although it is to be new, or another process is at work in it.
+            StorageError: it cannot be made, or its file system has no locks.
+        """
+        if new:
+            refuse_existing(self)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"the run directory must be writable; got {error}; choose another place") from error
+        with (self.path / _LOCK).open("w") as lock:
+            if not take_lock(lock.fileno(), self.path / _LOCK):
+                raise ConfigError(
+                    f"one process may work on a run; got {self.path}, where another one is at work; "
+                    "wait for it or stop it"
+                )
+            if new:
+                refuse_existing(self)  # another process may have begun and ended it meanwhile
+            yield
+
+    def make_folders(self) -> None:
+        """Raises OSError where the directory is not writable."""
+        for folder in (self.log.parent, self.checkpoints, self.samples):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, config: Config, source: Path, split: dict[str, Any]) -> None:
+        """Write down what this session runs with.
+
+        Raises:
+            StorageError: the disk is full or not writable.
+        """
+        try:
+            self.make_folders()
+            write_whole(self.path / "config.source.yaml", read_source(source))  # which may be that very file
+            (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
+            _write_json(self.path / "env.json", describe_environment())
+            _write_json(self.path / "split.json", split)
+        except OSError as error:
+            raise StorageError(
+                f"the run directory must be writable; got {error}; choose another place or free space"
+            ) from error
+
+
+def run_dir(config: Config) -> RunDir:
+    """The run directory of a config."""
+    return RunDir(runs_root() / config.name)
+
+
+def refuse_existing(directory: RunDir) -> None:
+    """Raises ConfigError where the run exists: nothing of it may be overwritten by a new one."""
+    if directory.exists():
+        raise ConfigError(
+            f"a new run needs a directory of its own; got {directory.path}, which exists; go on with it by --resume, "
+            "choose another name, or move it away"
+        )
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, machine and command line, for env.json."""
+    return {
+        "command": [sys.executable, *sys.argv],
+        "directory": os.getcwd(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "cuda": torch.version.cuda,
+        "torch_threads": torch.get_num_threads(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this package's checkout, with '+' where files differ from it; None outside one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

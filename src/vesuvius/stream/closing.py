@@ -1,0 +1,63 @@
+"""Closes open streams when the interpreter exits, which would otherwise wait for their threads for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import cache
+from typing import Protocol
+
+
+class Closable(Protocol):
+    """A stream."""
+
+    def close(self) -> None: ...
+
+
+_open: set[Closable] = set()
+
+
+def close_at_exit(stream: Closable) -> None:
+    """Close the stream when the interpreter exits, unless it is closed by then."""
+    _register()
+    _open.add(stream)
+
+
+def forget(stream: Closable) -> None:
+    """The stream is closed."""
+    _open.discard(stream)
+
+
+def done_within(seconds: float, act: Callable[[], None]) -> bool:
+    """Call a function that may hang, on a daemon thread; returns whether it ended in time.
+
+    Raises what it raises within that time.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="bounded", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
+
+
+@cache
+def _register() -> None:
+    """`atexit` runs too late: the interpreter waits for threads first, and Ray Data's wait for a block."""
+    with suppress(RuntimeError):  # the interpreter is already shutting down
+        threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+
+
+def _close_all() -> None:
+    with ExitStack() as streams:  # one that cannot be closed does not keep the others open
+        for stream in _open:
+            streams.callback(stream.close)

@@ -1,0 +1,232 @@
+"""One ordered Ray Data execution over some tasks.
+
+Ray Data's defaults are made for large blocks in any order; each setting below says what goes wrong without it.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import ray
+import ray.data
+from ray.data import ActorPoolStrategy, DataContext
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vesuvius.errors import DataError, VesuviusError, one_line
+from vesuvius.plan.plan import Task
+from vesuvius.stream.options import READER_RING
+from vesuvius.stream.ray import private
+from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
+
+# The next segment's readers start when the tasks of this one that are still to be handed over last this long at the
+# current pace, but not later than this many tasks before its end.
+_OVERLAP_S = 15.0
+_OVERLAP_TASKS = 4
+_ROUND_S = 0.01
+_ROW = ("slots", "slots_ahead")
+
+
+class ReaderLostError(DataError):
+    """A reader died, and Ray does not restart it any more."""
+
+
+class RayReader:
+    """The actor: a `Reader` as Ray Data calls it."""
+
+    def __init__(self, job: list[Any]) -> None:
+        actor = ray.get_runtime_context().get_actor_id() or ""
+        self._reader = Reader(ray.get(job[0]), READER_RING, node=socket.gethostname(), actor=actor)
+
+    def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Block]]:
+        task, ahead = (Task(tuple(row[name][0].tolist())) for name in _ROW)
+        for block in self._reader.blocks(task, ahead):
+            yield {"bytes": block[None]}  # one row: Ray takes seconds over a column of as many bytes
+
+
+def _rows(tasks: list[Task], workers: int) -> list[pa.Table]:
+    """One row per task, with the task that the same reader will probably get next, as readers take turns."""
+    ahead = [*tasks[workers:], *[Task(())] * workers]
+    return [
+        pa.table({name: pa.array([one.slots], pa.list_(pa.int64())) for name, one in zip(_ROW, both, strict=True)})
+        for both in zip(tasks, ahead, strict=False)
+    ]
+
+
+def _this_node() -> NodeAffinitySchedulingStrategy:
+    """Where this process runs: a node that dies takes its trainer with it, so readers need not go elsewhere."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+class Segment:
+    """One Ray Data execution over a list of tasks.  Starts at once, fetching its first block on its own thread."""
+
+    def __init__(
+        self,
+        job: ReaderJob,
+        job_ref: Any,
+        reader_class: type[RayReader],
+        tasks: list[Task],
+        workers: int,
+        tasks_in_flight: int,
+        store_bytes: int,
+        here: bool,
+    ) -> None:
+        self.tasks = tasks
+        self._blocks_per_task = len(tasks[len(tasks) // 2].slots)
+        self._blocks = 0
+        self._began: float | None = None
+        self._handle = _Handle()
+        with DataContext.current(_context(job, store_bytes, self._handle)):
+            dataset = private.map_with_bounded_restarts(
+                ray.data.from_blocks(_rows(tasks, workers)),
+                reader_class,
+                job.max_reader_deaths,
+                fn_constructor_args=([job_ref],),
+                batch_size=1,
+                compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=tasks_in_flight),
+                num_cpus=0 if here else 1,  # there the rank has reserved the processors of its readers
+                scheduling_strategy=_this_node() if here else "DEFAULT",
+            )
+        # The task after the one that is being cut is fetched to this machine.
+        batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=job.blocks_per_task)
+        self._iterator: Any = iter(batches)  # a generator: closing it ends the execution
+        self._first: Future[Block | None] | None = Future()
+        # Daemon, unlike an executor's: one that waits for a dead cluster must not keep the interpreter.
+        self._starter = threading.Thread(target=self._fetch, args=(self._first,), name="ray-segment", daemon=True)
+        self._starter.start()
+
+    def ends_soon(self) -> bool:
+        """Whether the next segment should start, given the blocks handed over so far."""
+        now = time.monotonic()
+        self._began = self._began or now
+        tasks_done = self._blocks / self._blocks_per_task
+        tasks_in_overlap = _OVERLAP_S * tasks_done / max(now - self._began, 1.0)
+        tasks_left = len(self.tasks) - tasks_done
+        return tasks_left <= min(max(tasks_in_overlap, _OVERLAP_TASKS), len(self.tasks) / 2)
+
+    def next_block(self) -> Block | None:
+        """The next block, or None at the end.
+
+        Raises the reader's own error.
+        """
+        try:
+            if self._first is not None:
+                block = self._first.result()
+                self._first = None
+            else:
+                block = self._next()
+            self._blocks += 1
+            return block
+        except Exception as error:
+            raise _reader_error(error) from None
+
+    def _fetch(self, first: Future[Block | None]) -> None:
+        try:
+            first.set_result(self._next())
+        except BaseException as error:
+            first.set_exception(error)
+
+    def _next(self) -> Block | None:
+        return next((block["bytes"][0] for block in self._iterator if len(block.get("bytes", ()))), None)
+
+    def interrupt(self) -> None:
+        """End the execution; whoever waits for a block gets an error or the end."""
+        self._handle.closed = True
+        while self._handle.executor is None and (first := self._first) is not None and not first.done():
+            wait([first], timeout=0.05)  # it is about to start
+        if self._handle.executor is not None:
+            private.end_execution(self._handle.executor)
+
+    def close(self) -> None:
+        """End the execution and wait for its threads: one that called Ray after its shutdown would start it anew, or
+        end the process."""
+        self.interrupt()
+        self._starter.join()
+        with suppress(ValueError):  # somebody still waits in it, for a network that does not answer
+            self._iterator.close()
+
+
+@dataclass
+class _Handle:
+    """A segment's hold on its execution, which starts on another thread."""
+
+    executor: Any = None
+    closed: bool = False
+
+
+class _Pace(private.ExecutionCallback):
+    """Holds Ray Data's scheduling loop to one round in 10 ms.
+
+    The loop waits until all tasks in flight have something to offer.  When the trainer is slower than the readers they
+    always have, and the loop spins: it takes a whole core and the interpreter lock from the trainer (on two cores,
+    steps took 1.4 s instead of 0.2 s).  A round hands over all that the budget allows, so pacing costs no throughput;
+    docs/performance.md has the figures.
+    """
+
+    handle: ClassVar[_Handle]
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def before_execution_starts(self, executor: object) -> None:
+        self.handle.executor = executor
+        if self.handle.closed:
+            raise RuntimeError("the stream was closed before it began")
+
+    def on_execution_step(self, executor: object) -> None:
+        time.sleep(max(_ROUND_S - (time.monotonic() - self._last), 0))
+        self._last = time.monotonic()
+
+
+def _context(job: ReaderJob, store_bytes: int, handle: _Handle) -> DataContext:
+    """Ray Data's settings for one ordered stream of blocks.  The executor is put into `handle` when it starts."""
+    context = DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    private.hide_progress_warning()
+    context.execution_options.preserve_order = True
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
+        object_store_memory=store_bytes
+    )
+    private.set_blocks_ahead(context, job.blocks_per_task + 1)
+    # One block yielded by a reader stays one block: the default merges or splits them, which copies.
+    context.target_max_block_size = max(int(0.8 * job.block_bytes), 1)
+    # A trainer that validates or sits in a debugger is not a stalled pipeline.
+    context.execution_no_progress_timeout_s = -1
+    context.max_errored_blocks = 0
+    callback = type("_Pace", (_Pace,), {"handle": handle})  # Ray Data takes classes, not objects
+    context.custom_execution_callback_classes = [*context.custom_execution_callback_classes, callback]
+    return context
+
+
+def _reader_error(error: BaseException) -> VesuviusError:
+    """Ray's nested error as one line; the reader's own message where there is one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RayTaskError):  # also an instance of the reader's error, with a traceback for a message
+            cause = cause.cause
+            continue
+        if isinstance(cause, VesuviusError):
+            return type(cause)(str(cause).splitlines()[0])  # Ray appends advice of its own in further lines
+        cause = cause.__cause__
+    if isinstance(error, RayActorError):
+        return ReaderLostError(
+            "a reader may be replaced data.max_reader_deaths times; got one that Ray does not replace again: "
+            f"{one_line(error)}; see the log for what it read, or raise the limit"
+        )
+    if isinstance(error, RayError):
+        return VesuviusError(
+            f"a reader must not fail; got {type(error).__name__}: {one_line(error)}; run with training.workers=0 to "
+            "see the error where it happens"
+        )
+    return VesuviusError(
+        f"the stream must not fail; got {type(error).__name__}: {one_line(error)}; see the log for more"
+    )

@@ -1,0 +1,74 @@
+"""The quarantine: a record, as plain data, for each damaged place of the volumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vesuvius.errors import ConfigError, DataError, one_line
+from vesuvius.plan.plan import Plan
+from vesuvius.volumes.box import Box, intersects
+from vesuvius.volumes.errors import UnreadableChunkError
+
+_COUNTED = 1000
+
+DamagedBox = tuple[int, Box]
+"""Volume number and voxels that cannot be read."""
+
+
+def record_of(number: int, error: UnreadableChunkError) -> dict[str, Any]:
+    """The record of damage in volume `number`."""
+    return {
+        "volume": error.volume,
+        "number": number,
+        "box": [list(error.box[0]), list(error.box[1])],
+        "chunk": list(error.chunk),
+        "cause": error.cause,
+    }
+
+
+def damaged_box(record: dict[str, Any]) -> DamagedBox:
+    """Volume and voxels of a record.  Version 0.1 called the voxels `region`."""
+    (z0, y0, x0), (z1, y1, x1) = record["box"] if "box" in record else record["region"]
+    return int(record["number"]), ((z0, y0, x0), (z1, y1, x1))
+
+
+def damaged_boxes(records: Iterable[dict[str, Any]]) -> frozenset[DamagedBox]:
+    """Volumes and voxels of all these records."""
+    return frozenset(map(damaged_box, records))
+
+
+def replaced_share(plan: Plan, records: Iterable[dict[str, Any]], samples: int) -> float:
+    """Share of the first `samples` samples whose region is damaged, so that others are drawn in their place.
+
+    Counted over up to 1,000 of them, evenly spaced.
+    """
+    damaged = damaged_boxes(records)
+    counted = [plan.sample(index) for index in range(0, samples, -(-samples // _COUNTED) or 1)]
+    replaced = sum(any(s.volume == number and intersects(s.region, box) for number, box in damaged) for s in counted)
+    return replaced / len(counted) if counted else 0.0
+
+
+def check_records(records: Sequence[Any], volumes: int) -> None:
+    """Raises ConfigError for anything but a record of damage in one of so many volumes."""
+    for record in records:
+        try:
+            number, (low, high) = damaged_box(record)
+            sound = 0 <= number < volumes and all(isinstance(edge, int) for edge in (*low, *high))
+        except (KeyError, TypeError, ValueError):
+            sound = False
+        if not sound:
+            raise ConfigError(
+                f"a quarantine record must be one that a stream of these {volumes} volumes has made; got "
+                f"{one_line(repr(record))}; pass it on as it was"
+            )
+
+
+def check_quarantine(count: int, limit: int, last: dict[str, Any]) -> None:
+    """Raises DataError where more places are damaged than `data.max_quarantined`; `last` is the newest record."""
+    if count > limit:
+        raise DataError(
+            f"at most data.max_quarantined={limit} places of the volumes may be damaged; got {count}, the last: volume "
+            f"{last['volume']}, voxels {last['box']}, chunk {last['chunk']}: {last['cause']}; restore the volume or "
+            "raise the limit"
+        )

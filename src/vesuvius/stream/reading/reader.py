@@ -1,0 +1,374 @@
+"""Reads each region of a task once.
+
+The same code runs in Ray actors and in the trainer (`workers: 0`), so both deliver the same bytes.  Patches are cut in
+the trainer (`cutter.py`), straight from the regions in shared memory: that saves a copy of each patch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import StoreConfig, Triple, VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.plan.plan import Plan, Task, Visit
+from vesuvius.stream.reading.guarded import GuardedReader
+from vesuvius.stream.reading.quarantine import DamagedBox, check_quarantine, record_of
+from vesuvius.volumes.box import Box, format_box, intersects, shape_of
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.missing import StoredChunks
+from vesuvius.volumes.store.retry import Outage
+from vesuvius.volumes.volume import Volume, open_volume
+
+Block = NDArray[np.uint8]
+"""One region on its way from a reader to the trainer: a head of `HEAD_BYTES` (a pickled `BlockHead`), the voxels of the
+region, then those of its condition.  All blocks of a job have the same length: Ray would merge short ones."""
+
+HEAD_BYTES = 2**16
+_ALIGNED = 64
+# Limit on compressed chunks fetched ahead of the region being decoded, in decoded bytes.
+STAGED_BYTES_MAX = 64 * 2**20
+_SUBSTITUTES_TRIED = 100
+
+
+@dataclass(frozen=True)
+class ReaderJob:
+    """What to read.  Picklable.
+
+    Attributes:
+        dtype, condition_dtype: of the patches; the latter None without conditions.
+        stored: the chunks listed for each volume, where they were listed: a missing one is damage, not air.
+        quarantined: known damage; regions that touch it are replaced without a read.
+        max_reader_deaths: readers that may die in one stream.
+        notes_dir: folder on each machine where readers keep notes of what they read; None = a temporary one.
+    """
+
+    plan: Plan
+    volumes: tuple[VolumeConfig, ...]
+    dtype: str
+    condition_dtype: str | None = None
+    store: StoreConfig = StoreConfig()
+    missing_chunk: Literal["air", "error"] = "air"
+    stored: tuple[StoredChunks | None, ...] = ()
+    max_quarantined: int = 0
+    quarantined: frozenset[DamagedBox] = frozenset()
+    rank: int = 0
+    world: int = 1
+    max_reader_deaths: int = 32
+    notes_dir: str | None = None
+
+    @property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        """Of the volume, and of the condition where there is one."""
+        return [np.dtype(name) for name in (self.dtype, self.condition_dtype) if name]
+
+    def batch_layout(self, batch_size: int) -> list[tuple[tuple[int, int, int, int], np.dtype[Any]]]:
+        """Shape (B, Z, Y, X) and dtype of the patches of a batch, and of its conditions where there are some."""
+        return [((batch_size, *self.plan.patch_zyx), dtype) for dtype in self.dtypes]
+
+    @property
+    def patch_bytes(self) -> int:
+        """Bytes of one patch, with its condition."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.batch_layout(1))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of every block."""
+        return HEAD_BYTES + sum(_aligned(self.plan.region_voxels_max * dtype.itemsize) for dtype in self.dtypes)
+
+    @property
+    def blocks_per_task(self) -> int:
+        """At most: tasks at the ends of a stream, or shared with other ranks, may need fewer regions."""
+        return self.plan.regions_per_task
+
+    def tasks(self, first: int, stop: int) -> Iterator[Task]:
+        """What to read, in this order, for this rank's samples first <= i < stop."""
+        return self.plan.tasks(first, stop, self.rank, self.world)
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """A reader's figures, sent with each block; seconds and counts since its last block.
+
+    Attributes:
+        pid, node, actor: the process, its machine and its Ray actor ('' without Ray).
+        rss_anon_bytes: private memory of the process; None where the system does not tell (not Linux).
+        read_s: waiting for bytes from a remote store; None on disk, where zarrs reads and decodes in one call.
+        decode_s: decoding regions (on disk including reads).
+        bytes_read: bytes decoded, whole chunks.
+        bytes_fetched: bytes received over the network.
+        requests, retries, cache_hits, cache_misses: as `SourceFigures`.
+        quarantined: damage found.
+    """
+
+    pid: int
+    node: str
+    actor: str
+    rss_anon_bytes: int | None
+    read_s: float | None
+    decode_s: float
+    bytes_read: int
+    bytes_fetched: int
+    requests: int
+    retries: int
+    cache_hits: int
+    cache_misses: int
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BlockHead:
+    """What a block holds: the region of a visit, and the reader's report."""
+
+    visit: Visit
+    report: BlockReport
+
+
+def head_of(block: Block) -> BlockHead:
+    """The head of a block."""
+    head: BlockHead = pickle.loads(block[:HEAD_BYTES].data)
+    return head
+
+
+def regions_in(block: Block, job: ReaderJob, shape_zyx: Triple) -> list[NDArray[Any]]:
+    """Views of a block: the region (Z, Y, X), and that of the condition where there is one."""
+    views, offset = [], HEAD_BYTES
+    for dtype in job.dtypes:
+        size = math.prod(shape_zyx) * dtype.itemsize
+        views.append(block[offset : offset + size].view(dtype).reshape(shape_zyx))
+        offset += _aligned(job.plan.region_voxels_max * dtype.itemsize)
+    return views
+
+
+class Reader:
+    """Opens the volumes once, then turns tasks into blocks.
+
+    Args:
+        ring: number of buffers, reused in turn: decoding into fresh memory costs twice as much.
+        node, actor: for the report.
+    """
+
+    def __init__(self, job: ReaderJob, ring: int, node: str = "", actor: str = "") -> None:
+        self._job = job
+        self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
+        self._turn = 0
+        self._node, self._actor = node, actor
+        self._volumes = [open_volume(spec, job.store, job.missing_chunk, known=True) for spec in job.volumes]
+        for volume, stored in zip(self._volumes, job.stored, strict=False):
+            volume.expect(stored)
+        self._conditions = [
+            open_volume(spec.condition, job.store, job.missing_chunk, known=True) if spec.condition else None
+            for spec in job.volumes
+        ]
+        self._damaged = set(job.quarantined)
+        self._staged: list[_RegionKey] = []
+        self._last_cause = "all of them touch damage that was known before"
+        self._since = _Tally(self._opened)
+        notes_dir = Path(job.notes_dir) if job.notes_dir else None
+        self._reads = GuardedReader(notes_dir, "reader" if actor else "trainer", actor)
+        if actor:  # the trainer's own sources say it themselves
+            self._reads.publish_outages(self._opened)
+
+    def blocks(self, task: Task, ahead: Task | None = None) -> Iterator[Block]:
+        """Yield the regions of a task's slots, each once; valid for one round of the ring.
+
+        The blocks depend on the task alone, so a retry after a reader died yields the same.
+
+        Args:
+            ahead: the task that this reader will probably get next; its first chunks are fetched from remote stores
+                while this one is decoded.
+
+        Raises:
+            DataError: a chunk is missing and must not be, or no region can be read in place of an unreadable one.
+        """
+        plan = self._job.plan
+        visits, later = ([plan.visit(slot) for slot in some.slots] for some in (task, ahead or Task(())))
+        queue = [(visit.volume, visit.region) for visit in (*visits, *later)]
+        if any(key not in queue for key in self._staged):  # another task came than was expected
+            for volume in self._opened:
+                volume.unstage()
+            self._staged.clear()
+        for number, visit in enumerate(visits):
+            self._stage(queue[number:])
+            self._turn = (self._turn + 1) % len(self._ring)
+            self._write_head(self._fill(visit))
+            yield self._block
+        self._stage(queue[len(visits) :])
+
+    @property
+    def outages(self) -> list[Outage]:
+        """Of the stores that do not answer at the moment.  Any thread may ask."""
+        return [outage for volume in self._opened if (outage := volume.source.outage) is not None]
+
+    def close(self) -> None:
+        """End the threads that fetch."""
+        for volume in self._opened:
+            volume.close()
+        self._reads.close()
+
+    @property
+    def _block(self) -> Block:
+        """The buffer that is being filled."""
+        return self._ring[self._turn]
+
+    @property
+    def _opened(self) -> list[Volume]:
+        return self._volumes + [volume for volume in self._conditions if volume is not None]
+
+    def _arrays(self, number: int) -> list[Volume]:
+        """The volume of this number, and its condition if it has one."""
+        condition = self._conditions[number]
+        return [self._volumes[number], condition] if condition else [self._volumes[number]]
+
+    def _stage(self, queue: list[_RegionKey]) -> None:
+        """Start fetching the chunks of the next regions, within the limit."""
+        held = 0
+        for key in queue:
+            held += math.prod(shape_of(key[1])) * np.dtype(self._job.dtype).itemsize
+            if held > STAGED_BYTES_MAX and key is not queue[0]:
+                return
+            if key not in self._staged and not self._is_damaged(key):
+                self._staged.append(key)
+                for volume in self._arrays(key[0]):
+                    volume.stage(key[1])
+
+    def _fill(self, visit: Visit) -> Visit:
+        """Read the region of a visit into the block, or that of a substitute; returns which.
+
+        Raises:
+            DataError: none of the substitutes can be read.
+        """
+        for attempt in range(_SUBSTITUTES_TRIED + 1):
+            instead = self._job.plan.visit(visit.slot, attempt) if attempt else visit
+            if self._try_region((instead.volume, instead.region)):
+                return instead
+        raise DataError(
+            f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
+            f"volume {self._volumes[visit.volume].name}, region {format_box(visit.region)}, the last because of "
+            f"{self._last_cause}; restore the volume (`vesuvius volume verify` lists what is broken)"
+        )
+
+    def _try_region(self, key: _RegionKey) -> bool:
+        """Decode a region into the block; where it is damaged, quarantine the damage and return False."""
+        staged = key in self._staged
+        if staged:
+            self._staged.remove(key)
+        number, box = key
+        if self._is_damaged(key):
+            if staged:
+                self._unstage(key)
+            return False
+        started = time.perf_counter()
+        try:
+            for place, volume in enumerate(self._arrays(number)):
+                out = regions_in(self._block, self._job, shape_of(box))[place]
+                voxels = self._reads.read(volume, box, out)
+                if voxels is not out:
+                    self._renew_block()
+                    regions_in(self._block, self._job, shape_of(box))[place][...] = voxels
+                self._since.bytes_read += _decoded_bytes(volume, box)
+        except UnreadableChunkError as error:
+            self._renew_block()
+            self._unstage(key)
+            self._quarantine(number, error)
+            return False
+        finally:
+            self._since.decode_s += time.perf_counter() - started
+        return True
+
+    def _renew_block(self) -> None:
+        """Switch to other memory: a failed read's threads may still write into the old one."""
+        self._ring[self._turn] = self._block.copy()
+
+    def _unstage(self, key: _RegionKey) -> None:
+        """Drop what was fetched for a region that is not read to its end."""
+        for volume in self._arrays(key[0]):
+            volume.release(key[1])
+
+    def _is_damaged(self, key: _RegionKey) -> bool:
+        return any(number == key[0] and intersects(box, key[1]) for number, box in self._damaged)
+
+    def _quarantine(self, number: int, error: UnreadableChunkError) -> None:
+        """Remember and report damage."""
+        self._damaged.add((number, error.box))
+        self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
+        record = record_of(number, error)
+        self._since.quarantined.append(record)
+        check_quarantine(len(self._damaged), self._job.max_quarantined, record)
+
+    def _write_head(self, visit: Visit) -> None:
+        head = pickle.dumps(BlockHead(visit, self._since.report(self._node, self._actor)))
+        assert len(head) <= HEAD_BYTES, f"a head must fit into {HEAD_BYTES} bytes; got {len(head)}"
+        self._block[: len(head)] = np.frombuffer(head, np.uint8)
+
+
+_RegionKey = tuple[int, Box]  # volume number and region
+
+
+class _Tally:
+    """What happened since the last block."""
+
+    def __init__(self, volumes: list[Volume]) -> None:
+        self._volumes = volumes
+        self._fetched = _fetched(volumes)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.decode_s = 0.0
+        self.bytes_read = 0
+        self.quarantined: list[dict[str, Any]] = []
+
+    def report(self, node: str, actor: str) -> BlockReport:
+        """The figures; they start again from zero."""
+        now = _fetched(self._volumes)
+        since = {name: value - self._fetched[name] for name, value in now.items()}
+        self._fetched = now
+        waited_s = since.pop("wait_s")
+        remote = any(volume.source.remote for volume in self._volumes)
+        report = BlockReport(
+            pid=os.getpid(),
+            node=node,
+            actor=actor,
+            rss_anon_bytes=rss_anon_bytes(),
+            read_s=waited_s if remote else None,
+            decode_s=max(self.decode_s - waited_s, 0.0),
+            bytes_read=self.bytes_read,
+            quarantined=self.quarantined,
+            **since,
+        )
+        self._clear()
+        return report
+
+
+def _fetched(volumes: list[Volume]) -> dict[str, Any]:
+    """The sum of the sources' figures, and of the seconds spent waiting for them."""
+    totals = [asdict(volume.figures) | {"wait_s": volume.wait_s} for volume in volumes]
+    return {name: sum(total[name] for total in totals) for name in totals[0]}
+
+
+def _decoded_bytes(volume: Volume, box: Box) -> int:
+    """Bytes of the whole chunks that a box touches."""
+    chunks = math.prod(-(-hi // c) - lo // c for lo, hi, c in zip(*box, volume.chunk_zyx, strict=True))
+    return chunks * math.prod(volume.chunk_zyx) * volume.dtype.itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def rss_anon_bytes() -> int | None:
+    """Private memory of this process; None where the system does not tell."""
+    try:
+        with open("/proc/self/status") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon")), None)
+    except OSError:
+        return None

@@ -1,0 +1,227 @@
+"""Opens the volumes, splits them, makes the plan, and finds the grey values that become -1 and +1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import DataConfig, NormalizeConfig, VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.plan.foreground import ForegroundMap
+from vesuvius.plan.make_plan import make_plan, plan_volume
+from vesuvius.plan.occupancy import foreground_map
+from vesuvius.plan.plan import Plan
+from vesuvius.plan.split import Split, split_volume
+from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.start.start_reads import Kind
+from vesuvius.volumes.box import Box
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.voxels import percentiles
+
+_PATCHES_PER_ESTIMATE = 16
+_PERCENTILES = (0.5, 99.5)
+_SEED = 0  # not the run's, so that runs with other seeds on the same data see the same model values
+
+ReadBox = Callable[[Kind, int, Box], NDArray[Any]]
+"""Reads a box of a volume, or of its condition, by the number of the volume."""
+MakeForeground = Callable[[Volume, VolumeConfig, DataConfig], ForegroundMap | None]
+
+
+@dataclass(frozen=True)
+class GreyRange:
+    """The grey values of one volume that become -1 and +1 for the model."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class GreyRanges:
+    """The grey ranges of a run, one entry per volume; `conditions` is empty where there are none, or labels."""
+
+    volumes: tuple[GreyRange, ...]
+    conditions: tuple[GreyRange, ...]
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Everything that is known before the first patch is read, one entry per volume where plural."""
+
+    volumes: tuple[Volume, ...]
+    conditions: tuple[Volume, ...]
+    splits: tuple[Split, ...]
+    plan: Plan
+    job: ReaderJob
+
+    def read(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
+        """As `Volume.read`, of the volume of this number or of its condition."""
+        volumes = self.volumes if kind == "volume" else self.conditions
+        return volumes[number].read(box)
+
+    def grey_ranges(self, config: DataConfig, read: ReadBox | None = None) -> GreyRanges:
+        """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
+
+        Args:
+            read: what reads them, e.g. `StartReads.read`; by default this process.
+
+        Raises:
+            DataError: a range must be estimated, and all sampled voxels are air or equal.
+        """
+        conditions = () if config.condition_classes else self.conditions
+        read = read or self.read
+        return GreyRanges(
+            self._ranges("data.normalize", config.normalize, self.volumes, partial(read, "volume")),
+            self._ranges(
+                "data.condition_normalize", config.condition_normalize, conditions, partial(read, "condition")
+            ),
+        )
+
+    def _ranges(
+        self,
+        key: str,
+        normalize: NormalizeConfig,
+        volumes: tuple[Volume, ...],
+        read: Callable[[int, Box], NDArray[Any]],
+    ) -> tuple[GreyRange, ...]:
+        if normalize.low is not None and normalize.high is not None:
+            return (GreyRange(normalize.low, normalize.high),) * len(volumes)
+        plan = replace(self.plan, seed=_SEED)
+        return tuple(
+            estimate_grey_range(volume, plan, number, key, partial(read, number))
+            for number, volume in enumerate(volumes)
+        )
+
+    def describe(self, config: DataConfig, greys: GreyRanges) -> dict[str, Any]:
+        """The content of `split.json`."""
+        return {
+            "plan_hash": self.plan.hash,
+            "plan": self.plan.describe(),
+            "volumes": [
+                {
+                    "path": spec.path,
+                    "level": spec.level,
+                    "shape": list(volume.shape_zyx),
+                    "dtype": volume.dtype.name,
+                    "chunk": list(volume.chunk_zyx),
+                    "voxel_size_um": volume.voxel_size_um,
+                    "codec_pipeline": volume.codec_pipeline,
+                    "train": split.train,
+                    "validation": split.validation,
+                    "grey_low": grey.low,
+                    "grey_high": grey.high,
+                }
+                for spec, volume, split, grey in zip(
+                    config.volumes, self.volumes, self.splits, greys.volumes, strict=True
+                )
+            ],
+        }
+
+
+def prepare_data(
+    seed: int, config: DataConfig, rank: int = 0, world: int = 1, foreground: MakeForeground = foreground_map
+) -> PreparedData:
+    """Open and check all volumes and make the plan.
+
+    Reads metadata; with `data.min_foreground` also what the foreground map is made of.
+
+    Args:
+        foreground: what makes those maps, e.g. `StartReads.foreground_map`; by default this process.
+
+    Raises:
+        DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not go together.
+    """
+    volumes = tuple(open_volume(spec, config.store, config.missing_chunk) for spec in config.volumes)
+    conditions = tuple(
+        open_volume(spec.condition, config.store, config.missing_chunk) for spec in config.volumes if spec.condition
+    )
+    dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
+    for volume, condition in zip(volumes, conditions, strict=False):
+        if condition.shape_zyx != volume.shape_zyx:
+            raise DataError(
+                f"a condition must have the shape of its volume; got {condition.shape_zyx} of {condition.name} for "
+                f"{volume.shape_zyx} of {volume.name}; choose the level that fits"
+            )
+    assert dtype is not None
+    voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
+    splits = tuple(split_volume(v.name, v.shape_zyx, config.patch_size, config.validation) for v in volumes)
+    planned = [
+        plan_volume(
+            volume.name,
+            split,
+            volume.shape_zyx,
+            volume.chunk_zyx,
+            volume.dtype.name,
+            spec.weight,
+            config,
+            voxel_bytes=voxel_bytes,
+            foreground=foreground(volume, spec, config),
+        )
+        for spec, volume, split in zip(config.volumes, volumes, splits, strict=True)
+    ]
+    plan = make_plan(seed, config, planned)
+    job = ReaderJob(
+        plan=plan,
+        volumes=config.volumes,
+        dtype=dtype,
+        condition_dtype=condition_dtype,
+        store=config.store,
+        missing_chunk=config.missing_chunk,
+        max_quarantined=config.max_quarantined,
+        stored=tuple(volume.stored for volume in volumes),
+        max_reader_deaths=config.max_reader_deaths,
+        rank=rank,
+        world=world,
+    )
+    return PreparedData(volumes, conditions, splits, plan, job)
+
+
+def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:
+    """The one dtype of several volumes; None where there are no volumes."""
+    dtypes = {volume.dtype.name for volume in volumes}
+    if len(dtypes) > 1:
+        got = ", ".join(f"{volume.dtype.name} in {volume.name}" for volume in volumes)
+        raise DataError(f"{what} of one run must share a dtype; got {got}; convert them to one")
+    return next(iter(dtypes), None)
+
+
+def estimate_grey_range(
+    volume: Volume, plan: Plan, number: int, key: str, read: Callable[[Box], NDArray[Any]]
+) -> GreyRange:
+    """0.5th and 99.5th percentile of the material in some patches of the plan: the same for the same plan.
+
+    Voxels equal to the fill value are masked air and left out, as their share differs between volumes.  The range of
+    bool is always 0 to 1.
+
+    Raises:
+        DataError: nothing but air, or one grey value only.
+    """
+    if volume.dtype == np.bool_:
+        return GreyRange(0.0, 1.0)
+    material: list[NDArray[Any]] = []
+    for draw in range(4 * _PATCHES_PER_ESTIMATE):
+        try:
+            voxels = read(plan.uniform_patch(number, draw))
+        except UnreadableChunkError:
+            continue  # the readers will find, report and quarantine it
+        material.append(voxels[voxels != volume.fill_value])
+        if len(material) == _PATCHES_PER_ESTIMATE:
+            break
+    if material and not any(map(len, material)):
+        raise DataError(
+            f"a volume must hold more than its fill value; got nothing else in {len(material)} patches of "
+            f"{volume.name}; look at it with `vesuvius volume info`, and correct its path, level or select in "
+            "data.volumes, or draw patches where something is with data.min_foreground"
+        )
+    low, high = percentiles(np.concatenate(material), _PERCENTILES) if material else (0.0, 0.0)
+    if not low < high:
+        raise DataError(
+            f"grey values must differ for their range to be estimated; got {low:g} to {high:g} in {len(material)} "
+            f"patches of {volume.name}; set {key}.low and {key}.high"
+        )
+    return GreyRange(low, high)

@@ -1,0 +1,77 @@
+"""What a run knows of its data.  A checkpoint and a kept step hold it: sampling and replay need no volumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.stream.start.prepare import GreyRange, GreyRanges, PreparedData
+from vesuvius.volumes.geometry import FloatTriple
+
+
+@dataclass(frozen=True)
+class VolumeFacts:
+    """A volume that a model is trained on.
+
+    Attributes:
+        name: path and level.
+        dtype: stored dtype of its voxels.
+        voxel_size_um: edge lengths (z, y, x), or None where unknown.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    voxel_size_um: FloatTriple | None
+
+
+@dataclass(frozen=True, eq=False)
+class DataFacts:
+    """The data that a model is trained on, one entry per `data.volumes` where plural.
+
+    Attributes:
+        greys: their grey ranges.
+        spectrum: of their voxels; None in checkpoints of versions that knew no edm.
+        scalars: what the network is told of each volume, float32 [volumes, n].
+    """
+
+    volumes: tuple[VolumeFacts, ...]
+    greys: GreyRanges
+    spectrum: Spectrum | None
+    scalars: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, data: PreparedData, greys: GreyRanges, spectrum: Spectrum | None, scalars: NDArray[np.float32]) -> Self:
+        """The facts of prepared data."""
+        volumes = tuple(VolumeFacts(volume.name, volume.dtype, volume.voxel_size_um) for volume in data.volumes)
+        return cls(volumes, greys, spectrum, scalars)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As tensors and plain data."""
+        volumes = [
+            vars(volume) | {"dtype": volume.dtype.name, "scalars": row.tolist()}
+            for volume, row in zip(self.volumes, self.scalars, strict=True)
+        ]
+        greys = {"greys": self.greys.volumes, "condition_greys": self.greys.conditions}
+        return {
+            "volumes": volumes,
+            **{key: [[grey.low, grey.high] for grey in ranges] for key, ranges in greys.items()},
+            **({} if self.spectrum is None else {"spectrum": self.spectrum.state_dict()}),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Self:
+        """What `state_dict` returned.  Raises KeyError, TypeError and ValueError where `state` lacks it."""
+        volumes = state["volumes"]
+        greys, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys"))
+        return cls(
+            tuple(
+                VolumeFacts(volume["name"], np.dtype(volume["dtype"]), volume["voxel_size_um"]) for volume in volumes
+            ),
+            GreyRanges(greys, conditions),
+            Spectrum.from_state(state["spectrum"]) if "spectrum" in state else None,
+            np.array([volume["scalars"] for volume in volumes], np.float32).reshape(len(volumes), -1),
+        )

@@ -1,0 +1,254 @@
+"""Checkpoints: `checkpoints/step_00000500/`, whole or not there.  What they hold, and how they are found and read.
+
+    state.pt           all of the state but the averaged weights
+    model.safetensors  weights of the average "ema"; `model_ema_0.999.safetensors` those of a further one
+    config.yaml        config of the run, so that the weights can be used by themselves
+    manifest.json      SHA-256 sums of the others
+
+`checkpoints/best` is a link to the best one.  `save.py` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from vesuvius.errors import ConfigError, StorageError, one_line
+from vesuvius.runlog.find_run import runs_root
+from vesuvius.runlog.run_dir import RunDir
+from vesuvius.training.checkpoint.files import digest, read_state
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE = "state.pt"
+CONFIG = "config.yaml"
+BEST = "best"
+REPLACED = ".replaced-"
+"""Before the name of a checkpoint while another of the same step takes its place."""
+FORMAT = 2
+_MOST_LOOKS = 10
+
+
+def load_checkpoint(path: Path, *, verified: bool = False) -> dict[str, Any]:
+    """The state of a whole checkpoint, on the CPU.  `verified`: `newest_checkpoint` has just read and found it whole.
+
+    Raises:
+        StorageError: a file is missing, or is not the one that was written.
+    """
+    if not verified and (damage := find_damage(path)):
+        raise unreadable(path, damage)
+    state = _read(path / STATE)
+    for name, average in state["averages"].items():
+        average["weights"] = load_file(path / weights_file(name))
+    return state
+
+
+def map_state(checkpoint: Path) -> dict[str, Any]:
+    """What `state.pt` holds, with its tensors left on the disk until they are used.  Raises StorageError."""
+    return _read(checkpoint / STATE, mmap=True)
+
+
+def _read(path: Path, mmap: bool = False) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = read_state(path, mmap)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    return state
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest whole checkpoint, or None where there is none.  Warns of damaged ones that it passes over.
+
+    Raises:
+        StorageError: one may not be read, or was written by another version; or they change faster than they are read.
+    """
+    for _ in range(_MOST_LOOKS):
+        for path in reversed(list_with_replaced(directory)):
+            looked_at = _inode(path)
+            damage = find_damage(path)
+            if damage is None:
+                return path
+            if looked_at is None or _inode(path) != looked_at:  # a run has deleted or replaced it meanwhile: look again
+                break
+            log.warning("checkpoint %s is damaged (%s) and is passed over", path, damage)
+        else:
+            return None
+    raise StorageError(
+        f"a checkpoint must stay while it is read; got {_MOST_LOOKS} in {directory} that were deleted or replaced "
+        "meanwhile; raise training.keep_last of the run that writes there, or copy one elsewhere"
+    )
+
+
+def newest_or_refuse(directory: Path, or_else: str = "") -> Path | None:
+    """As `newest_checkpoint`, but raises StorageError where there are checkpoints and all are damaged.
+
+    Args:
+        or_else: what else the user may do then, for the message.
+    """
+    newest = newest_checkpoint(directory)
+    if newest is None and (damaged := list_with_replaced(directory)):
+        names = ", ".join(path.name for path in damaged)
+        raise StorageError(
+            f"one checkpoint of a run must be whole; got {names} in {directory}, all damaged; restore one from a "
+            f"backup{or_else}"
+        )
+    return newest
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """All finished checkpoints, oldest first.  What else lies there (a copy that somebody made) is left alone.
+
+    Raises:
+        StorageError: they may not be read.
+    """
+    with readable():
+        try:
+            found = [path for path in directory.iterdir() if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir()]
+        except FileNotFoundError:
+            return []
+    return sorted(found, key=step_of)
+
+
+def list_with_replaced(directory: Path) -> list[Path]:
+    """As `list_checkpoints`, and those that were about to be replaced when the process was killed.
+
+    They are only looked at: `vesuvius sample` comes by here beside a run.  The run's next save gives them their name.
+    """
+    listed = list_checkpoints(directory)
+    names = {path.name for path in listed}
+    replaced = [path for path in directory.glob(f"{REPLACED}step_*") if path.name.removeprefix(REPLACED) not in names]
+    return sorted([*listed, *replaced], key=step_of)
+
+
+def _inode(path: Path) -> int | None:
+    """What tells a directory from another one of this name; None where there is none."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint was saved behind, from its name."""
+    return int(path.name.rpartition("step_")[2])
+
+
+def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:
+    """What is wrong with a checkpoint, or with its files of these names; None where nothing is.  Reads them.
+
+    Raises:
+        StorageError: it may not be read, or was written by another version.
+    """
+    try:
+        with readable():
+            digests = _read_digests(path)
+            for name in digests if names is None else names:
+                if digest(path / name) != digests[name]:
+                    return f"{name} has another checksum"
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def stored_averages(path: Path) -> list[str]:
+    """Names of the averages in a checkpoint whose manifest was found whole."""
+    files = (re.fullmatch(r"model(?:_(.+))?\.safetensors", name) for name in _read_digests(path))
+    return [found[1] or "ema" for found in files if found]
+
+
+def weights_file(average: str) -> str:
+    """The file with the weights of an average."""
+    return "model.safetensors" if average == "ema" else f"model_{average}.safetensors"
+
+
+def check_files(checkpoint: Path, *names: str) -> None:
+    """Raises StorageError where the manifest, or a file of these names, is not as it was written.  Reads them."""
+    if damage := find_damage(checkpoint, names):
+        raise unreadable(checkpoint.joinpath(*names), damage)
+
+
+def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
+    """The checkpoint of a trained model: a run's newest whole one, or the one that is named, whose manifest is whole.
+
+    Args:
+        given: a run directory, the name of one in `runs/`, a checkpoint directory (also by the link `best`), or a file
+            with weights in one.
+        asked: the option that it is given to, for messages.
+
+    Raises:
+        ConfigError: it is none of these, or the run has no checkpoint yet.
+        StorageError: the run has checkpoints and none is whole, its manifest is damaged, or it may not be read.
+    """
+    named = [runs_root() / given] if given.name == str(given) else []
+    with readable():
+        for path in (given, *named):
+            directory = path.parent if _holds_weights(path.name) and path.is_file() else path
+            if _is_checkpoint(directory):
+                # What the link `best` points to now: it may point elsewhere before all is read.
+                linked = directory.parent / directory.readlink() if directory.is_symlink() else directory
+                check_files(linked)
+                return linked
+            if RunDir(path).checkpoints.is_dir():
+                newest = newest_or_refuse(RunDir(path).checkpoints)
+                if newest is None:
+                    raise ConfigError(
+                        f"a run must have a checkpoint by now; got {path}, which has none yet; wait for its first "
+                        "(training.save_every)"
+                    )
+                return newest
+        what = "which holds none of these" if given.exists() else "which is not there"
+    raise ConfigError(
+        f"{asked} must be a run directory, the name of one in runs/, a checkpoint directory, or the model.safetensors "
+        f"or state.pt in one; got {given}, {what}; try runs/NAME or runs/NAME/checkpoints/{BEST}"
+    )
+
+
+def unreadable(path: Path, error: Exception | str) -> StorageError:
+    """The error for a checkpoint, or a file of one, that cannot be used."""
+    got = error if isinstance(error, str) else f"{type(error).__name__}: {one_line(error)}"
+    return StorageError(f"a checkpoint must be as it was written; got {got} for {path}; use another checkpoint")
+
+
+def _holds_weights(name: str) -> bool:
+    """Whether a file of this name in a checkpoint holds weights."""
+    return name == STATE or (name.startswith("model") and name.endswith(".safetensors"))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a directory holds any part of a checkpoint: a damaged one is reported as such."""
+    return any((path / name).is_file() for name in (MANIFEST, STATE, weights_file("ema")))
+
+
+@contextmanager
+def readable() -> Iterator[None]:
+    """What may not be read is not damaged: an error with a remedy."""
+    try:
+        yield
+    except PermissionError as error:
+        raise StorageError(
+            f"a checkpoint must be readable; got {error}; change the permissions or run as its owner"
+        ) from error
+
+
+def _read_digests(path: Path) -> dict[str, str]:
+    """The manifest's sums by file.  Raises StorageError for another version's, many kinds for a damaged one."""
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    digests: dict[str, str] = manifest["files"]
+    written_by = manifest.get("format", 1 if "ema.safetensors" in digests else None)
+    if isinstance(written_by, int) and written_by != FORMAT:
+        age = "an earlier" if written_by < FORMAT else "a later"
+        raise StorageError(
+            f"a checkpoint must be of format {FORMAT}; got {path}, written by {age} version of vesuvius; use that "
+            "version, or start a new run"
+        )
+    if missing := {STATE, CONFIG, weights_file("ema")} - digests.keys():
+        raise ValueError(f"{MANIFEST} does not name {', '.join(sorted(missing))}")
+    return digests

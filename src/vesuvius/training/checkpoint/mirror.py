@@ -1,0 +1,294 @@
+"""A copy of the run directory in an object store (`cluster.storage_path`), made beside the training by rank 0.
+
+    s3://bucket/runs/NAME/...   the files of runs/NAME, under the same names
+
+An object appears as a whole.  Of a checkpoint the manifest is written last and deleted first: where there is none, the
+checkpoint is not chosen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+
+from vesuvius.config import Config, StoreConfig
+from vesuvius.errors import ConfigError, DataError, StorageError
+from vesuvius.runlog.run_dir import RunDir
+from vesuvius.training.checkpoint.format import MANIFEST, find_damage, list_checkpoints, step_of
+from vesuvius.volumes.errors import reason
+from vesuvius.volumes.store.object_store import open_store
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_EVERY_S = 30.0
+_SHARE = 0.05  # of the time at most, for uploads of a file that grows
+_SAY_AFTER_S = 1.0
+_END_S = 600.0  # for what is not uploaded when the run ends
+_PAUSES_S = (1.0, 5.0, 20.0)  # between tries of a download
+_WARN_EVERY_S = 600.0
+_PART_BYTES = 2**24
+_Failure = (BaseError, OSError)
+
+
+class RunStore:
+    """The objects of one run, by the paths of its files below the run directory.
+
+    Raises:
+        ConfigError: the address is none.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.address = f"{str(config.cluster.storage_path).rstrip('/')}/{config.name}"
+        try:
+            self._store = open_store(self.address, StoreConfig(anonymous=False))
+        except DataError as error:
+            raise ConfigError(f"cluster.storage_path must be an address that can be opened; {error}") from error
+
+    def put(self, key: str, file: Path) -> None:
+        """Raises BaseError or OSError."""
+        obstore.put(self._store, key, file, use_multipart=file.stat().st_size > _PART_BYTES, chunk_size=_PART_BYTES)
+
+    def get(self, key: str, file: Path) -> None:
+        """Raises BaseError or OSError."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("wb") as out:
+            for part in obstore.get(self._store, key).stream(min_chunk_size=_PART_BYTES):
+                out.write(part)
+
+    def list_keys(self, prefix: str | None = None) -> list[str]:
+        """Raises BaseError."""
+        return [entry["path"] for batch in obstore.list(self._store, prefix) for entry in batch]
+
+    def delete_checkpoint(self, name: str) -> None:
+        """Raises BaseError."""
+        keys = self.list_keys(f"checkpoints/{name}")
+        for key in sorted(keys, key=lambda key: not key.endswith(MANIFEST)):
+            obstore.delete(self._store, key)
+
+
+class Mirror:
+    """Copies finished checkpoints, logs and records on a thread.  A context manager that ends with a last look.
+
+    A store that does not answer is told in the log and tried again; the training does not wait for it.
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: RunDir, store: RunStore) -> None:
+        self._directory, self._store = directory, store
+        self._uploaded: dict[str, tuple[int, int]] = {}  # modification time and size by key
+        self._not_before: dict[str, float] = {}
+        self._checkpoints: set[str] = set()
+        self._ended = threading.Event()
+        self._failing_since: float | None = None
+        self._warned = 0.0
+        self._waiting: list[str] = []
+        self._thread = threading.Thread(target=self._run, name="run-mirror", daemon=True)
+
+    def __enter__(self) -> Mirror:
+        log.info("checkpoints, logs and records are copied to %s", self._store.address)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._ended.set()
+        self._thread.join(_SAY_AFTER_S)
+        if self._thread.is_alive():
+            log.info("the last files are copied to %s; this may take up to %g s", self._store.address, _END_S)
+            self._thread.join(_END_S)
+        if not self._thread.is_alive() and not self._waiting:
+            return
+        missing = self._waiting or ["an upload that hangs"]
+        log.warning(
+            "all of a run must be in cluster.storage_path when it ends; got %d files not uploaded to %s within %g s: "
+            "%s; copy %s there, or go on with --resume on this machine",
+            len(missing),
+            self._store.address,
+            _END_S,
+            ", ".join(missing[:5]) + ("..." if len(missing) > 5 else ""),
+            self._directory.path,
+        )
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(_EVERY_S):
+                self._copy(at_once=False)
+            deadline = time.monotonic() + _END_S
+            while self._copy(at_once=True) and time.monotonic() < deadline:
+                time.sleep(min(_EVERY_S, 5.0))
+        except Exception:
+            log.exception("copies to %s end here: a defect of vesuvius, please report it", self._store.address)
+            self._waiting = self._waiting or ["not known"]
+
+    def _copy(self, at_once: bool) -> list[str]:
+        """One look at the run directory; returns what could not be uploaded.
+
+        Args:
+            at_once: also files that grow and were uploaded a moment ago.
+        """
+        waiting = []
+        try:
+            jobs = [*self._checkpoint_jobs(), *self._record_jobs(at_once)]
+        except (OSError, StorageError) as error:
+            self._warn(error)
+            self._waiting = [str(self._directory.path)]
+            return self._waiting
+        for key, job in jobs:
+            try:
+                job()
+            except FileNotFoundError:  # pruned or rotated meanwhile
+                continue
+            except _Failure as error:
+                waiting.append(key)
+                self._warn(error)
+                if self._ended.is_set():
+                    continue
+                break  # an outage: the others would only wait for their timeouts
+        if not waiting and self._failing_since is not None:
+            log.info("%s answers again after %.0f s", self._store.address, time.monotonic() - self._failing_since)
+            self._failing_since = None
+        self._waiting = waiting
+        return waiting
+
+    def _checkpoint_jobs(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Uploads of checkpoints, the newest first, then deletions of those that are gone here."""
+        there = {path.name: path for path in list_checkpoints(self._directory.checkpoints)}
+        for name in sorted(there.keys() - self._checkpoints, reverse=True):
+            yield f"checkpoints/{name}", lambda path=there[name]: self._upload_checkpoint(path)  # type: ignore[misc]
+        for name in sorted(self._checkpoints - there.keys()):
+            yield f"checkpoints/{name}", lambda name=name: self._delete_checkpoint(name)  # type: ignore[misc]
+
+    def _upload_checkpoint(self, path: Path) -> None:
+        for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):
+            self._store.put(f"checkpoints/{path.name}/{file.name}", file)
+        self._checkpoints.add(path.name)
+
+    def _delete_checkpoint(self, name: str) -> None:
+        self._store.delete_checkpoint(name)
+        self._checkpoints.discard(name)
+
+    def _record_jobs(self, at_once: bool) -> Iterator[tuple[str, Callable[[], None]]]:
+        top = self._directory.path
+        for folder, folders, files in os.walk(top):  # which passes over what disappears meanwhile
+            apart = (self._directory.checkpoints.name,) if Path(folder) == top else ()
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in apart)
+            for file in (Path(folder, name) for name in sorted(files) if not name.startswith(".")):
+                key = file.relative_to(top).as_posix()
+                if at_once or time.monotonic() >= self._not_before.get(key, 0.0):
+                    yield key, lambda key=key, file=file: self._upload_record(key, file)  # type: ignore[misc]
+
+    def _upload_record(self, key: str, file: Path) -> None:
+        if not file.is_file():
+            return
+        status, began = file.stat(), time.monotonic()
+        if (state := (status.st_mtime_ns, status.st_size)) != self._uploaded.get(key):
+            self._store.put(key, file)
+            self._uploaded[key] = state
+            took_s = time.monotonic() - began
+            self._not_before[key] = began + max(_EVERY_S, took_s / _SHARE)
+
+    def _warn(self, error: BaseException) -> None:
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        if now - self._warned > _WARN_EVERY_S or not self._warned:
+            self._warned = now
+            log.warning(
+                "cluster.storage_path must be writable; got %s for %s; the run goes on, and it is tried again every "
+                "%g s",
+                reason(error),
+                self._store.address,
+                _EVERY_S,
+            )
+
+
+def open_run_store(config: Config, directory: RunDir, resume: bool) -> RunStore | None:
+    """Where a run is copied to, None = nowhere.  What is to go on from there is brought down.
+
+    Raises:
+        ConfigError: a new run would overwrite another one's objects, or another process is at work on this one.
+        StorageError: as `fetch_run`.
+    """
+    if config.cluster.storage_path is None:
+        return None
+    store = RunStore(config)
+    if not resume:
+        refuse_stored(store)
+    elif directory.exists():
+        with directory.locked(new=False):
+            fetch_run(store, directory)
+    else:
+        fetch_run(store, directory)
+    return store
+
+
+def fetch_run(store: RunStore, directory: RunDir) -> None:
+    """Bring the newest whole checkpoint and the records of a run down, unless this machine has them.
+
+    Raises:
+        StorageError: the store does not answer, or all checkpoints there are damaged.
+    """
+    here = reversed(list_checkpoints(directory.checkpoints))
+    local = next((step_of(path) for path in here if find_damage(path) is None), 0)
+    keys = _tried(store.list_keys, store.address)
+    whole = [key for key in keys if re.fullmatch(rf"checkpoints/step_\d{{8,}}/{re.escape(MANIFEST)}", key)]
+    newer = sorted((key.split("/")[1] for key in whole if step_of(Path(key).parent) > local), reverse=True)
+    if not newer:
+        return
+    for name in newer:
+        path = directory.checkpoints / name
+        partial = path.with_name(f".partial-{name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        for key in (key for key in keys if key.startswith(f"checkpoints/{name}/")):
+            _tried(lambda key=key, to=partial: store.get(key, to / Path(key).name), store.address)  # type: ignore[misc]
+        if (damage := find_damage(partial)) is None:
+            break
+        log.warning("checkpoint %s in %s is damaged (%s) and is passed over", name, store.address, damage)
+        shutil.rmtree(partial)
+    else:
+        raise StorageError(
+            f"one checkpoint of a run must be whole; got {', '.join(newer)} in {store.address}, all damaged; restore "
+            "one from a backup, or set cluster.storage_path=null"
+        )
+    for key in (key for key in keys if not key.startswith("checkpoints/")):
+        _tried(lambda key=key: store.get(key, directory.path / key), store.address)  # type: ignore[misc]
+    shutil.rmtree(path, ignore_errors=True)  # one of this step is damaged, or it would have counted as local
+    partial.rename(path)
+    log.info("%s and the records of the run come from %s", name, store.address)
+
+
+def refuse_stored(store: RunStore) -> None:
+    """Raises ConfigError where a new run would overwrite another one's objects, StorageError without an answer."""
+    if _tried(lambda: store.list_keys("checkpoints"), store.address):
+        raise ConfigError(
+            f"a new run needs a place of its own; got {store.address}, where there are checkpoints; go on with them by "
+            "--resume, or choose another name"
+        )
+
+
+def _tried(act: Callable[[], T], address: str) -> T:
+    """What `act` returns, tried a few times.  Raises StorageError."""
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return act()
+        except _Failure as error:
+            if pause_s is None:
+                raise StorageError(
+                    f"cluster.storage_path must be readable at the start; got {reason(error)} for {address}; try "
+                    "again, correct the address or the AWS_* and GOOGLE_* environment, or set it to null"
+                ) from error
+            time.sleep(pause_s)
+    raise AssertionError

@@ -1,0 +1,223 @@
+"""Going on with a run: which checkpoint, and whether the config still means the same experiment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.config.load import parse_stored
+from vesuvius.errors import ConfigError
+from vesuvius.plan.plan import differences
+from vesuvius.stream.start.prepare import PreparedData
+from vesuvius.training.checkpoint.data_facts import DataFacts
+from vesuvius.training.checkpoint.format import (
+    STATE,
+    load_checkpoint,
+    map_state,
+    newest_checkpoint,
+    newest_or_refuse,
+    step_of,
+)
+from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.step.network import lay_out_network
+from vesuvius.training.step.step import TrainStep, weight_problems
+
+# A change here makes it another experiment: the weights would not fit or would not mean the same.
+_FIXED = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
+_PLAN_VERSION = "plan.version: "
+_FIXED_BUT_FOR = ("diffusion.sampler",)  # how pictures and samples are drawn
+
+
+@dataclass
+class ResumePoint:
+    """A checkpoint that a run goes on from.
+
+    Attributes:
+        checkpoint: its directory.
+        step: optimizer steps it has behind it.
+        state: what it holds; empty once `restore` has taken it over.
+        drift: config keys that have changed since and may, a line each.
+        accepted: differences that make it another experiment, let through by --allow-drift.
+    """
+
+    checkpoint: Path
+    step: int
+    state: dict[str, Any]
+    drift: list[str]
+    accepted: list[str]
+
+    @property
+    def other_data(self) -> bool:
+        """Whether the grey ranges are those of other data."""
+        other = [line for line in self.accepted if not line.startswith(_PLAN_VERSION)]
+        return any(line.startswith(("plan.", "data.", "dtype ")) for line in other)
+
+    @property
+    def other_plan(self) -> bool:
+        """Whether the list of unreadable regions is that of another plan."""
+        return self.other_data or any(line.startswith(_PLAN_VERSION) for line in self.accepted)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether validation losses from before and behind the resume compare."""
+        return not self.accepted and not any(line.startswith("training.validate_patches") for line in self.drift)
+
+
+def run_state(
+    config: Config,
+    data: PreparedData,
+    facts: DataFacts,
+    step: TrainStep,
+    progress: Progress,
+) -> dict[str, Any]:
+    """All that a resume needs, and what sampling needs to know of the volumes, as tensors and plain data."""
+    return {
+        **step.state_dict(),
+        **progress.state_dict(),
+        **facts.state_dict(),
+        "plan_hash": data.plan.hash,
+        "plan": data.plan.describe(),
+        "condition_dtype": data.job.condition_dtype,
+        "config": config.model_dump(mode="json"),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def checkpoint_to_resume(directory: Path, restart_damaged: bool = False) -> Path | None:
+    """The newest whole checkpoint; None where the run is to begin at step 0.
+
+    Args:
+        directory: `runs/<name>/checkpoints`.
+        restart_damaged: begin there also where all checkpoints are damaged; `set_aside` keeps them.
+
+    Raises:
+        StorageError: all are damaged and not `restart_damaged`, or one may not be read.
+    """
+    if restart_damaged:
+        return newest_checkpoint(directory)
+    return newest_or_refuse(
+        directory, ", or train anew from step 0 with --resume --restart-damaged, which moves them aside"
+    )
+
+
+def is_finished(checkpoint: Path, config: Config) -> bool:
+    """Whether a whole checkpoint is that of the last step, with nothing left to make up for."""
+    if step_of(checkpoint) < config.stop_step:
+        return False
+    progress = Progress.from_state(map_state(checkpoint))
+    return not (progress.validation_due(config) or progress.preview_due(config))
+
+
+def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drift: bool = False) -> ResumePoint:
+    """Read a checkpoint that was found whole and compare its experiment with the one asked for.
+
+    Raises:
+        ConfigError: the order of samples, the model or what the weights mean has changed, and not `allow_drift`; or
+            the weights do not fit the network.  Shows the differences.
+    """
+    state = load_checkpoint(path, verified=True)
+    stored = parse_stored(state["config"], source=str(path / STATE))
+    before, now = stored.model_dump(mode="json"), config.model_dump(mode="json")
+    if stored.training.optimizer != config.training.optimizer:
+        raise ConfigError(
+            "a resumed run must keep its optimizer, whose moments are of no use to another; got training.optimizer="
+            f"{config.training.optimizer}, was {stored.training.optimizer} in {path}; undo it, or start a new run "
+            "under another name with training.init_from"
+        )
+    drift = differences(flatten(before), flatten(now))
+    refused = [line for line in drift if line.startswith(_FIXED) and not line.startswith(_FIXED_BUT_FOR)]
+    if _without_paths(before["data"]["volumes"]) != _without_paths(now["data"]["volumes"]):
+        refused += [line for line in drift if line.startswith("data.volumes")]
+    dtypes = [volume["dtype"] for volume in state["volumes"]], [volume.dtype.name for volume in data.volumes]
+    if dtypes[0] != dtypes[1]:
+        refused.append(f"dtype of the volumes: was {', '.join(dtypes[0])}, is {', '.join(dtypes[1])}")
+    if state["condition_dtype"] != data.job.condition_dtype:
+        refused.append(f"dtype of the conditions: was {state['condition_dtype']}, is {data.job.condition_dtype}")
+    if state["plan_hash"] != data.plan.hash:
+        refused = _plan_changes(state["plan"], data.plan.describe()) + refused
+    if refused and not allow_drift:
+        if refused[0].startswith(_PLAN_VERSION):
+            raise ConfigError(_other_version(path, refused))
+        raise ConfigError(
+            f"a resumed run must keep its data and its model; got differences to {path}:\n  "
+            + "\n  ".join(refused)
+            + "\nundo them, start a new run under another name (training.init_from takes the weights along), or go on "
+            "nevertheless with --allow-drift"
+        )
+    if refused and (problems := weight_problems(lay_out_network(config).state_dict(), state["model"])):
+        raise ConfigError(
+            f"even with --allow-drift the weights must fit the network; got {problems} in {path}; undo the change of "
+            "model.* or data.volumes[].condition"
+        )
+    drift = [line for line in drift if line not in refused]
+    return ResumePoint(path, state["step"], state, drift, refused)
+
+
+def check_same_config(config: Config, of_rank_0: dict[str, Any], rank: int) -> None:
+    """Raises ConfigError where a rank was started with another config than rank 0.  Pure.
+
+    Args:
+        of_rank_0: its `model_dump(mode="json")`.
+    """
+    if lines := differences(flatten(of_rank_0), flatten(config.model_dump(mode="json"))):
+        raise ConfigError(
+            f"all ranks must be started with the same config; got another one on rank {rank} than on rank 0: "
+            f"{'; '.join(lines[:5])}; give all of them the same file, VESUVIUS_* variables and overrides"
+        )
+
+
+def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What of the plan has changed, a line each.  Pure.
+
+    Plans of two versions draw other samples, and what they say of themselves does not compare key by key.
+    """
+    versions = [plan.get("version", 1) for plan in (before, now)]
+    if versions[0] != versions[1]:
+        return [f"{_PLAN_VERSION}was {versions[0]}, is {versions[1]}"]
+    return [f"plan.{line}" for line in differences(before, now)]
+
+
+def _other_version(path: Path, refused: list[str]) -> str:
+    """Why a checkpoint of another version of the plan is refused, in one line."""
+    versions, *beside = (line.removeprefix(_PLAN_VERSION) for line in refused)
+    more = f", and beside {'; '.join(beside)}" if beside else ""
+    return (
+        f"a resumed run must keep its plan, which says which voxels sample i is; got another version of it in {path} "
+        f"({versions}){more}; go on with --allow-drift (weights, optimizer and step are kept, the order of samples "
+        "begins anew), or use the version of vesuvius that the run began with"
+    )
+
+
+def restore(found: ResumePoint, step: TrainStep, device: torch.device) -> Progress:
+    """Put the state back into the training step and let go of it.  Returns how far the run was."""
+    state = found.state
+    step.load_state_dict(state)
+    if device.type == "cpu":
+        # The order in which threads add up is part of a CPU result.
+        torch.set_num_threads(state["torch_threads"])
+    progress = Progress.from_state(state)
+    if found.other_plan:
+        progress.quarantined = []
+    if not found.comparable:
+        progress.best = None
+    state.clear()  # gigabytes that would stay in memory for the whole session
+    return progress
+
+
+def _without_paths(tree: Any) -> Any:
+    """A config but for where its volumes lie: they may move."""
+    if isinstance(tree, dict):
+        return {key: _without_paths(value) for key, value in tree.items() if key != "path"}
+    return [_without_paths(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

@@ -1,0 +1,49 @@
+"""What every part of a training session works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.monitor.alerts.watchdog import Watchdog
+from vesuvius.monitor.session import SessionRecord
+from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.run_dir import RunDir
+from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.ranks.part import Part
+from vesuvius.training.ranks.ranks import SINGLE, Ranks
+from vesuvius.training.stop import StopRequest
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One session of a run.
+
+    Attributes:
+        config: the experiment.
+        directory: where everything is written.
+        device: where the network is.
+        session: what `session.json` says of it, with the memory limits.
+        metrics: writes `metrics.jsonl`.
+        progress: how far the run is; changed by the loop and by validations.
+        stop: the request to stop.
+        watchdog: is told what the loop waits for.
+        part: what this rank computes of each step.
+        ranks: the trainer processes of the run.
+        on_step: called with the number of each step once it is logged.
+    """
+
+    config: Config
+    directory: RunDir
+    device: torch.device
+    session: SessionRecord
+    metrics: Metrics
+    progress: Progress
+    stop: StopRequest
+    watchdog: Watchdog
+    part: Part
+    ranks: Ranks = SINGLE
+    on_step: Callable[[int], None] = lambda step: None

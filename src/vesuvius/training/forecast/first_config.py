@@ -1,0 +1,152 @@
+"""The first config of a volume on this machine: look at both, choose, and check the choice.  Does I/O."""
+
+from __future__ import annotations
+
+import logging
+
+from vesuvius.config import ArrayConfig, Config, StoreConfig
+from vesuvius.config.describe import to_yaml
+from vesuvius.config.load import dump_set_keys
+from vesuvius.errors import DataError, one_line
+from vesuvius.runlog.units import format_percent, gib
+from vesuvius.stream.options import StreamOptions, store_bytes
+from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.stream.start.start_reads import StartReads
+from vesuvius.training.forecast.machine import Machine, look_at_machine
+from vesuvius.training.forecast.memory_plan import plan_memory
+from vesuvius.training.forecast.ram_plan import plan_ram
+from vesuvius.training.forecast.suggest import (
+    PATCH,
+    SPARSE,
+    Suggestion,
+    shape_zyx,
+    suggest,
+)
+from vesuvius.volume_tools.info import VolumeFacts, describe_volume
+from vesuvius.volumes.store.object_store import is_remote
+
+log = logging.getLogger(__name__)
+
+_PLACES = 8  # boxes whose grey values are read
+_RAM_SHARE = 0.8  # of what is there, for the whole run
+_OUTAGE_MINUTES = 0.5  # an address with a typing error is to be told at once
+
+
+def first_config(name: str, spec: ArrayConfig) -> tuple[str, list[str]]:
+    """The text of a config, and what was found and chosen, a line each.
+
+    Raises:
+        ConfigError: the volume is too small.
+        DataError: it cannot be opened.
+    """
+    remote = is_remote(spec.path)
+    volume = describe_volume(spec, PATCH, StoreConfig(outage_minutes=_OUTAGE_MINUTES), places=_PLACES)
+    machine = look_at_machine()
+
+    def step_bytes(config: Config) -> int:
+        plan = plan_memory(config, amp=machine.amp)
+        return plan.vram_bytes if machine.gpu else plan.ram_bytes
+
+    chosen = suggest(name, volume, remote, machine, step_bytes)
+    try:
+        data = _prepare(chosen.config)
+    except DataError as error:
+        if not chosen.config.data.min_foreground:
+            raise
+        log.warning("data.min_foreground is left at 0: %s", one_line(error))
+        chosen = chosen.without_foreground()
+        data = _prepare(chosen.config)
+    chosen = chosen.with_workers(_fitting_workers(chosen, data, machine))
+    return suggestion_text(volume, machine, chosen), _words(spec, volume, machine, chosen)
+
+
+def _prepare(config: Config) -> PreparedData:
+    bare = config.data.model_copy(update={"store": config.data.store.model_copy(update={"cache_dir": None})})
+    with StartReads(bare) as reads:
+        return prepare_data(config.seed, bare, foreground=reads.foreground_map)
+
+
+def _fitting_workers(chosen: Suggestion, data: PreparedData, machine: Machine) -> int:
+    """The most readers, at most those chosen, whose memory fits; 0, reading without Ray, where no reader fits."""
+
+    def fits(workers: int) -> bool:
+        config = chosen.with_workers(workers).config
+        shm_bytes = store_bytes(data.job, StreamOptions.from_config(config.training, config.cluster))
+        ram_bytes = plan_ram(config, data, machine.gpu is not None).total_bytes
+        in_shm = machine.shm_bytes is None or shm_bytes <= machine.shm_bytes
+        return in_shm and ram_bytes <= _RAM_SHARE * machine.ram_bytes
+
+    return next(filter(fits, range(chosen.config.training.workers, 0, -1)), 0)
+
+
+def _words(spec: ArrayConfig, volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> list[str]:
+    level, grey = volume.chosen, volume.grey
+    config = chosen.config
+    stored = "" if chosen.stored_share is None else f", {chosen.stored_share:.0%} of chunks stored"
+    greys = f", grey values {grey.percentiles[0]:g} to {grey.percentiles[-1]:g}" if grey and grey.percentiles else ""
+    shm = "" if machine.shm_bytes is None else f", {gib(machine.shm_bytes)} GiB free in /dev/shm"
+    return [
+        f"volume     {spec.path}, level {level.level} of {len(volume.levels)}: {'x'.join(map(str, level.shape))} "
+        f"{level.dtype}{stored}{greys}",
+        f"machine    {machine.words()}{shm}",
+        f"patch      {'x'.join(map(str, config.data.patch_size))}; {config.global_batch} a step, "
+        f"{config.training.train_batch_size} at once",
+        f"model      {chosen.network.parameters / 1e6:.1f} M parameters, about {chosen.step_s:.2g} s a step",
+        f"run        {config.horizon_steps} steps, about {chosen.minutes} minutes",
+    ]
+
+
+def suggestion_text(volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> str:
+    """The config as commented YAML."""
+    head = [
+        f"# Written by vesuvius init for {to_yaml(volume.spec.path)} on {machine.words()}.",
+        "# All keys and their meanings: docs/config.md, or vesuvius train --config FILE --print-config",
+    ]
+    return "\n".join([*head, dump_set_keys(chosen.config, _reasons(volume, machine, chosen))])
+
+
+def _reasons(volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> dict[str, str]:
+    """Why keys have their values."""
+    config, training, level = chosen.config, chosen.config.training, volume.chosen
+    others = len(volume.levels) - 1
+    model = f"{chosen.network.parameters / 1e6:.1f} M parameters: about {chosen.step_s:.2g} s a step on"
+    reasons = {
+        "name": f"the run directory is runs/{config.name}",
+        "data.volumes[].level": f"{'x'.join(map(str, level.shape))} {level.dtype}, chunks "
+        f"{'x'.join(map(str, level.chunk_zyx))}; {others} other level{'s' * (others != 1)}",
+        "data.patch_size": f"voxels z, y, x: {_patch_reason(volume, chosen)}",
+        "data.min_foreground": "half of each patch at least lies in stored chunks",
+        "data.foreground": "a coarse level says where material is",
+        "data.validation": "the volume is too small to hold a part out",
+        "data.store.requests": "in flight per reader",
+        "data.store.cache_dir": "chunks that were fetched stay on this disk",
+        "data.store.cache_gib": f"hard limit; {gib(machine.disk_bytes)} GiB were free",
+        "training.train_batch_size": "what memory holds at once",
+        "training.accumulate_steps": f"{config.global_batch} patches a step; only the product of both matters",
+        "training.workers": f"reader processes, of {machine.cores:g} cores",
+        "training.epochs": f"{config.horizon_steps} steps of about {chosen.step_s:.2g} s: about {chosen.minutes} "
+        "minutes here; to go on, raise epochs and add --resume",
+        "training.amp": "bf16 or fp16 on a GPU, float32 on a CPU",
+        "training.lr_schedule": "needs no horizon: a longer run goes on as if it had been planned",
+        "training.preview_every": f"pictures in runs/{config.name}/samples",
+        "model": f"{model} {machine.gpu or 'a CPU'} at {machine.flops_s / 1e12:.2g} TFLOP/s",
+        "model.stem_stride": "too few slices to downsample z",
+    }
+    if training.workers == 0:
+        reasons["training.workers"] = "the trainer reads itself: memory or /dev/shm is too small for Ray"
+    if chosen.stored_share is not None and chosen.stored_share < SPARSE:
+        share = f"{format_percent(chosen.stored_share)} of the chunks are stored"
+        reasons["data.min_foreground"] = f"{share}; {reasons['data.min_foreground']}"
+        if not config.data.min_foreground:
+            reasons["data"] = (
+                f"{share}, but which is not known: run vesuvius volume occupancy, then set min_foreground: 0.5"
+            )
+    return reasons
+
+
+def _patch_reason(volume: VolumeFacts, chosen: Suggestion) -> str:
+    if chosen.config.data.patch_size == PATCH:
+        return "the size that the defaults are made for"
+    if chosen.config.data.patch_size == chosen.largest_patch_zyx:
+        return f"what a volume of {list(shape_zyx(volume))} has room for"
+    return f"what this machine computes in about {chosen.step_s:.2g} s; {list(chosen.largest_patch_zyx)} would fit"

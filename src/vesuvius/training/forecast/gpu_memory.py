@@ -1,0 +1,145 @@
+"""When the GPU's memory runs out: what held it, and the overrides with which the run goes on.
+
+The largest micro-batch that would fit is the memory plan's (`memory_plan.py`); `accumulate_steps` makes up for it, so
+that the effective batch, and with it the training, stays the same.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.errors import GpuMemoryError, one_line
+from vesuvius.monitor.probes.vram import Vram, VramUse
+from vesuvius.runlog.units import size_text
+from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, largest_batch, plan_memory
+from vesuvius.training.step.step import resolve_amp
+
+# cuBLAS and cuDNN, and torch for pinned memory, report the same without torch's own class.
+_OTHER_NAMES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def is_gpu_memory_error(error: BaseException) -> bool:
+    """Whether an error says that a GPU has no memory left, whichever library found out.  Pure."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in _OTHER_NAMES)
+
+
+def gpu_memory_error(
+    config: Config, device: torch.device, error: BaseException, saved_step: int | None, vram: Vram | None = None
+) -> GpuMemoryError:
+    """The error to end a run with: rule, value and remedy in its first line, the memory table below.
+
+    Takes seconds, because the memory plan is asked.  Raises nothing.
+
+    Args:
+        config: of the run.
+        device: where it ran.
+        error: what torch raised.
+        saved_step: of the checkpoint that holds all finished steps; None where none could be saved.
+        vram: reads the GPU's memory; None = that of `device`.
+    """
+    use = (vram or Vram(device)).read(new_window=False)
+    what_to_do = remedy(config, device, use)
+    first = (
+        f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
+        f"({_said(error)}); {what_to_do}"
+    )
+    return GpuMemoryError("\n".join([first, *memory_table(use), _checkpoint_line(saved_step)]), what_to_do)
+
+
+def smaller_batch(config: Config, fitting: int | None) -> tuple[int, int] | None:
+    """The largest micro-batch below the present one that fits and divides the global batch, and its accumulation.
+
+    None where there is none.  Pure.
+
+    Args:
+        fitting: patches that fit at once; None = not known: then the next smaller one.
+    """
+    present, total = config.training.train_batch_size, config.global_batch
+    most = present - 1 if fitting is None else min(fitting, present - 1)
+    batch = next((size for size in range(most, 0, -1) if total % size == 0), None)
+    return None if batch is None else (batch, total // batch)
+
+
+def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
+    """What to change, with the overrides, by what the memory plan says would fit beside the other processes on the GPU.
+
+    Raises nothing.
+    """
+    if use is None:
+        return _unknown(config, "the GPU's memory cannot be read")
+    # The plan's reserve holds CUDA's own share of what is not torch's.
+    usable_bytes = use.total_bytes - max(use.foreign_bytes - CONTEXT_BYTES, 0)
+    # A smaller batch accumulates: earlier gradients then live beside the activations.
+    training = config.training.model_copy(update={"accumulate_steps": max(config.training.accumulate_steps, 2)})
+    try:
+        amp = resolve_amp(config.training.amp, device)
+        need_bytes = plan_memory(config, amp=amp).vram_bytes
+        fitting = largest_batch(config.model_copy(update={"training": training}), usable_bytes, amp)
+    except Exception as problem:  # the error on its way out must not be hidden by that of its explanation
+        return _unknown(config, f"the memory plan has no answer: {one_line(problem)}")
+    planned = f"by the memory plan it needs {size_text(need_bytes)}"
+    if need_bytes <= usable_bytes:
+        return (
+            f"{planned} and should fit the {size_text(usable_bytes)} that other processes leave: fragments "
+            f"({_unused_text(use)} reserved without tensors), validation, or another process "
+            f"({size_text(use.foreign_bytes)} are not torch's) took the rest; go on with --resume and {_EXPANDABLE} in "
+            f"the environment, or {_go_on(config, fitting)}"
+        )
+    fit = f"{fitting} fit" if fitting else "not even one patch fits"
+    return f"{planned} of {size_text(usable_bytes)}, and {fit}: {_go_on(config, fitting)}"
+
+
+def memory_table(use: VramUse | None) -> list[str]:
+    """Who held the GPU's memory, a line each.  Pure."""
+    if use is None:
+        return ["memory: not known, there is no GPU that tells"]
+    rows = {
+        "allocated": f"{size_text(use.allocated_bytes)} in tensors",
+        "reserved": f"{size_text(use.reserved_bytes)} held by torch, of which {_unused_text(use)} without tensors",
+        "peak": f"{size_text(use.peak_bytes)} allocated at once since the monitor's last look",
+        "others": f"{size_text(use.foreign_bytes)} held by CUDA itself and by other processes",
+        "free": f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)}",
+        "retries": f"{use.retries} allocations had to wait for memory to be given back, {use.failures} failed",
+    }
+    return [f"  {name:9}  {text}" for name, text in rows.items()]
+
+
+def _said(error: BaseException) -> str:
+    """What torch wanted; the rest of its text is in the table."""
+    text = str(error)
+    wanted = re.search(r"Tried to allocate [\d.]+ \w+", text)
+    return wanted[0] if wanted else one_line(text)
+
+
+def _unknown(config: Config, reason: str) -> str:
+    return f"what would fit is not known ({reason}); {_go_on(config, None)}"
+
+
+def _go_on(config: Config, fitting: int | None) -> str:
+    smaller = smaller_batch(config, fitting)
+    if smaller is None:
+        return leaner(config)
+    overrides = f"training.train_batch_size={smaller[0]} training.accumulate_steps={smaller[1]}"
+    return f"go on with --resume {overrides}, which keeps the effective batch"
+
+
+def leaner(config: Config) -> str:
+    """How one patch takes less memory.  Pure."""
+    lean = "" if config.training.lean_norm else "set training.lean_norm=true, "
+    return f"{lean}name more training.checkpoint_levels, or lower model.channels"
+
+
+def _unused_text(use: VramUse) -> str:
+    return size_text(max(use.reserved_bytes - use.allocated_bytes, 0))
+
+
+def _checkpoint_line(saved_step: int | None) -> str:
+    if saved_step is None:
+        return "checkpoint: none could be saved now; --resume goes on from the last one"
+    return f"checkpoint: step {saved_step} is saved, and nothing is lost"

@@ -1,0 +1,99 @@
+"""What of a machine decides how large a run may be: cores, memory, shared memory, GPU, speed.  Does I/O."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from vesuvius.monitor.memory.limits import Limits, tightest
+from vesuvius.monitor.probes.cores import usable_cores
+from vesuvius.monitor.probes.system_sample import sample_system
+from vesuvius.runlog.units import gib
+from vesuvius.training.step.step import AmpMode, autocast, choose_device, resolve_amp
+
+_MEASURED_S = 0.5
+_CHANNELS = {"cpu": 32, "cuda": 128}
+_SIZE = 32  # voxels along each axis of the measured convolution
+# What a whole training step reaches of it: norms, attention, the optimizer and memory traffic take the rest.
+_SHARE_OF_CONVOLUTION = 0.5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine.
+
+    Attributes:
+        cores: that this process may use, by affinity and cgroup quota.
+        ram_bytes, ram_whose: the smallest memory limit, and whose it is.
+        shm_bytes: free in /dev/shm; None where there is none, and then Ray takes a disk.
+        disk_bytes: free in the working directory.
+        gpu: its name; None = no GPU.
+        vram_bytes: free on the GPU.
+        amp: what `training.amp: auto` means here.
+        flops_s: floating-point operations a second that a training step is expected to reach.
+    """
+
+    cores: float
+    ram_bytes: int
+    ram_whose: str
+    shm_bytes: int | None
+    disk_bytes: int
+    gpu: str | None
+    vram_bytes: int | None
+    amp: AmpMode
+    flops_s: float
+
+    def words(self) -> str:
+        """`12 cores, 170 GiB of memory, NVIDIA A100 with 79.1 GiB free`."""
+        gpu = f"{self.gpu} with {gib(self.vram_bytes)} GiB free" if self.gpu else "no GPU"
+        return f"{self.cores:g} cores, {gib(self.ram_bytes)} GiB of memory, {gpu}"
+
+
+def look_at_machine() -> Machine:
+    """Describe this machine; takes a second, in which convolutions are timed."""
+    device = choose_device()
+    limit = tightest(sample_system(os.getpid()), Limits())
+    shared = Path("/dev/shm")
+    on_gpu = device.type == "cuda"
+    amp = resolve_amp("auto", device)
+    return Machine(
+        cores=usable_cores(os.getpid()),
+        ram_bytes=limit.limit_bytes,
+        ram_whose=limit.name,
+        shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
+        disk_bytes=shutil.disk_usage(Path.cwd()).free,
+        gpu=torch.cuda.get_device_name(device) if on_gpu else None,
+        vram_bytes=torch.cuda.mem_get_info(device)[0] if on_gpu else None,
+        amp=amp,
+        flops_s=reachable_flops_s(device, amp),
+    )
+
+
+def reachable_flops_s(device: torch.device, amp: AmpMode) -> float:
+    """Floating-point operations a second that a training step is expected to reach; times convolutions for 0.5 s."""
+    return _SHARE_OF_CONVOLUTION * _convolution_flops_s(device, amp)
+
+
+def _convolution_flops_s(device: torch.device, amp: AmpMode) -> float:
+    """The best rate of forward and backward passes of a 3x3x3 convolution; a multiply-add is 2 operations."""
+    channels = _CHANNELS[device.type]
+    x = torch.zeros(1, channels, _SIZE, _SIZE, _SIZE, device=device, requires_grad=True)
+    weight = torch.zeros(channels, channels, 3, 3, 3, device=device, requires_grad=True)
+    flops = 3 * 2 * 27 * channels**2 * _SIZE**3
+    best_s, until = float("inf"), time.perf_counter() + _MEASURED_S
+    rounds = 0
+    while rounds < 3 or time.perf_counter() < until:
+        began = time.perf_counter()
+        with autocast(device, amp):
+            y = functional.conv3d(x, weight, padding=1)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best_s, rounds = min(best_s, time.perf_counter() - began), rounds + 1
+    return flops / best_s

@@ -1,0 +1,313 @@
+"""How much GPU memory and how many floating-point operations a training step takes, before there is a GPU.
+
+One real step (`TrainStep`: noising, network, loss, backward pass, clipping, AdamW, EMA) runs on fake tensors, which
+have a shape, a dtype and no memory, and `Footprint` watches it.  So the plan follows the code, not a table.
+
+The fake tensors are those of a CPU: torch without CUDA refuses to compute with fake CUDA tensors, and on meta tensors
+attention would form the whole matrix of scores.  Convolutions, linear maps and attention have the same autocast dtype
+on both.  What differs on CUDA: autocast computes the norm in front of the attention in float32, which here counts in
+bf16, some MiB a patch at the lowest level; Triton's kernels of norm and SiLU (`norm_kernels.py`) do not write the
+norm's result, which `lean_norm: false` keeps on a CPU: there the plan is too high, by a third of what is kept.
+Beside the step, `DeviceFeed` holds 5 bytes a voxel more than the plan has.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, VolumeConfig
+from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activation_elements
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.runlog.units import GIB
+from vesuvius.training.forecast.footprint import Footprint
+from vesuvius.training.step.network import execution, lay_out_network
+from vesuvius.training.step.shards import gathered_bytes
+from vesuvius.training.step.step import AmpMode, TrainStep, choose_device, resolve_amp
+
+CONTEXT_BYTES = int(0.6 * GIB)  # what CUDA itself, cuDNN's and cuBLAS's handles and kernels take of a GPU
+# A CPU's allocator keeps holes between tensors of a step: 1.3 to 1.6 times the plan's bytes were seen in use.
+_CPU_HOLES = 0.5
+# The caching allocator takes segments of 2 MiB and more, and holes in them stay unused.  Assumed, not measured.
+FRAGMENTATION = 0.05
+LARGEST_PLANNED_BATCH = 1024  # a larger answer is of no use
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one rank's training step takes.
+
+    Attributes:
+        batch: patches per micro-batch.
+        amp: autocast dtype that was planned for.
+        flops_per_step: floating-point operations of an optimizer step, forward and backward, over all its
+            micro-batches; a multiply-add is 2; blocks that are computed again count again.
+        weight_bytes, optimizer_bytes, ema_bytes: held through the whole run; float32.
+        gradient_bytes: of the weights' gradients, which come up in the backward pass.
+        activation_bytes: kept from the forward pass of a micro-batch for its backward pass.
+        weight_copy_bytes: kept there in autocast copies of weights, whatever the batch.
+        live_bytes: what is alive after each allocation of a step, in their order, all of the above included.
+        convolution_bytes: input and output of each convolution.
+        gathered_bytes: with sharded weights, the most that whole ones take at a time; in `live_bytes` too, where
+            gradients count as if they were not sharded, the most that they can take.
+    """
+
+    batch: int
+    amp: AmpMode
+    flops_per_step: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    ema_bytes: int
+    activation_bytes: int
+    weight_copy_bytes: int
+    live_bytes: tuple[int, ...]
+    convolution_bytes: tuple[int, ...]
+    gathered_bytes: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What a step takes however small the batch: weights, gradients, optimizer and EMA."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.ema_bytes
+
+    @property
+    def activation_bytes_per_patch(self) -> float:
+        """`activation_bytes` of one patch."""
+        return self.activation_bytes / self.batch
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated at once in a step."""
+        return max(self.live_bytes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Allowance for kernels that copy a convolution's input and output into an order of their own: both of the
+        largest one.  On a CPU oneDNN does just that (with it, float32 peaks were met to 0.1 %); of cuDNN, whose kernels
+        for bf16 and fp16 want channels last, it is assumed."""
+        return max(self.convolution_bytes, default=0)
+
+    @property
+    def vram_bytes(self) -> int:
+        """The memory a GPU must have: the peak and a reserve for what allocated bytes do not show."""
+        return CONTEXT_BYTES + int((1 + FRAGMENTATION) * (self.peak_bytes + self.workspace_bytes))
+
+    @property
+    def ram_bytes(self) -> int:
+        """The same for a step on a CPU."""
+        return int((1 + _CPU_HOLES) * (self.peak_bytes + self.workspace_bytes))
+
+
+def planned_amp(config: Config) -> AmpMode:
+    """The autocast dtype on this machine's GPU; where it has none, `auto` is bf16, which a large GPU takes."""
+    device = choose_device()
+    return (
+        "bf16" if config.training.amp == "auto" and device.type == "cpu" else resolve_amp(config.training.amp, device)
+    )
+
+
+def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = None) -> MemoryPlan:
+    """Trace one training step of `config`.
+
+    Takes a few seconds for a network that was not planned before and no memory, needs no GPU and touches no global
+    generator.  `training.compile` keeps as much as the eager step with `lean_norm`, whose norms are opaque to it, and
+    the plan is the eager step's.
+
+    Beyond three patches nothing is traced: the same operations follow each other, and each figure, as well as what is
+    alive at each of them, lies on a straight line through those of two and of three patches.
+
+    Args:
+        config: the experiment; no volume is opened.
+        batch: patches per micro-batch; None = `training.train_batch_size`.
+        amp: autocast dtype; None = `planned_amp`.
+
+    Raises:
+        ConfigError: a tensor would reach 2^31 elements.
+    """
+    batch = batch or config.training.train_batch_size
+    lay_out_network(config).check_size(batch, config.data.patch_size)
+    plan = _sharded(_plan(_TracedStep(_what_matters(config), amp or planned_amp(config)), batch), config)
+    return replace(plan, flops_per_step=plan.flops_per_step * config.training.accumulate_steps)
+
+
+def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -> int:
+    """Return how many patches per micro-batch a GPU of `vram_bytes` holds, the reserve included; 0 = not even one.
+
+    One more does not fit, or reaches the limit of 2^31 elements a tensor or `LARGEST_PLANNED_BATCH`.
+    `accumulate_steps` stays.
+    """
+    step = _TracedStep(_what_matters(config), amp or planned_amp(config))
+    batches = range(1, min(indexable_batch(config), LARGEST_PLANNED_BATCH) + 1)
+    return bisect_right(batches, vram_bytes, key=lambda batch: _sharded(_plan(step, batch), config).vram_bytes)
+
+
+def _sharded(plan: MemoryPlan, config: Config) -> MemoryPlan:
+    """The plan of a rank that holds its part of weights, moments and averages, if `training.sharding` asks for that.
+
+    Gradients of accumulated micro-batches stay whole until the last one.
+    """
+    training, ranks = config.training, config.training.ranks
+    if training.sharding == "none" or ranks == "auto" or ranks == 1:
+        return plan
+    gathered = gathered_bytes(lay_out_network(config))
+    held = plan.weight_bytes + plan.optimizer_bytes + plan.ema_bytes
+    spared = held - -(-held // ranks) - gathered
+    return replace(
+        plan,
+        weight_bytes=-(-plan.weight_bytes // ranks),
+        gradient_bytes=plan.gradient_bytes if training.accumulate_steps > 1 else -(-plan.gradient_bytes // ranks),
+        optimizer_bytes=-(-plan.optimizer_bytes // ranks),
+        ema_bytes=-(-plan.ema_bytes // ranks),
+        live_bytes=tuple(live - spared for live in plan.live_bytes),
+        gathered_bytes=gathered,
+    )
+
+
+def _plan(step: _TracedStep, batch: int) -> MemoryPlan:
+    if batch <= 3:
+        return step.trace(batch)
+    two, three = step.trace(2), step.trace(3)
+    sizes = [(len(plan.live_bytes), len(plan.convolution_bytes)) for plan in (two, three)]
+    if sizes[0] != sizes[1]:  # other operations
+        return step.trace(batch)
+
+    def at(of_two: int, of_three: int) -> int:
+        return of_two + (batch - 2) * (of_three - of_two)
+
+    return replace(
+        two,
+        batch=batch,
+        flops_per_step=at(two.flops_per_step, three.flops_per_step),
+        activation_bytes=at(two.activation_bytes, three.activation_bytes),
+        live_bytes=tuple(map(at, two.live_bytes, three.live_bytes)),
+        convolution_bytes=tuple(map(at, two.convolution_bytes, three.convolution_bytes)),
+    )
+
+
+def _what_matters(config: Config) -> Config:
+    """The keys that a step's memory and operations follow from, so that equal steps are traced once."""
+    training, data = config.training, config.data
+    condition = ArrayConfig(path="any") if config.has_condition else None
+    return Config(
+        name="any",
+        data=DataConfig(
+            volumes=(VolumeConfig(path="any", condition=condition),),
+            patch_size=data.patch_size,
+            condition_classes=data.condition_classes,
+            augment=data.augment,
+        ),
+        training=TrainingConfig(
+            accumulate_steps=min(training.accumulate_steps, 2),
+            channels_last=training.channels_last,
+            lean_norm=training.lean_norm,
+            checkpoint_levels=training.checkpoint_levels,
+            deterministic=training.deterministic,
+            optimizer=training.optimizer,
+            ema_decay=training.ema_decay,
+            extra_ema_decays=training.extra_ema_decays,
+        ),
+        diffusion=config.diffusion,
+        model=config.model,
+    )
+
+
+@lru_cache(maxsize=8)  # a dry run, a tune or a first config asks for the same step again and again
+class _TracedStep:
+    """A step on fake tensors that takes micro-batches of any size.
+
+    Args:
+        config: from `_what_matters`.
+    """
+
+    def __init__(self, config: Config, amp: AmpMode) -> None:
+        self._config = config.model_copy(update={"training": config.training.model_copy(update={"amp": amp})})
+        # Schedule tables and timesteps are real tensors among fake ones.
+        self._fake, self._footprint = FakeTensorMode(allow_non_fake_inputs=True), Footprint()
+        self._plans: dict[int, MemoryPlan] = {}
+        with self._fake, self._footprint:
+            self._step = _step_with_state(self._config)
+
+    def trace(self, batch: int) -> MemoryPlan:
+        """Of one micro-batch of so many patches, with the operations of this one alone."""
+        if batch not in self._plans:
+            with self._fake, self._footprint:
+                self._plans[batch] = self._traced(batch)
+        return self._plans[batch]
+
+    def _traced(self, batch: int) -> MemoryPlan:
+        step, training, footprint = self._step, self._config.training, self._footprint
+        weights = list(step.network.parameters())
+        state = [value for values in step.optimizer.state.values() for value in values.values()]
+        averages = [weight for average in step.averages.values() for weight in average.weights.values()]
+        if training.accumulate_steps > 1:  # the gradient of earlier micro-batches lives through the forward pass
+            _give_gradients(step)
+        footprint.restart()
+        with footprint.saving(weights):
+            _one_micro_batch(step, self._config, batch)
+        # Before the update: Muon's products, below 3 % for a large model, come once a step, not once a micro-batch.
+        flops = footprint.flops
+        step.apply(training.lr)
+        return MemoryPlan(
+            batch=batch,
+            amp=step.amp,
+            flops_per_step=flops,
+            weight_bytes=sum(weight.nbytes for weight in weights),
+            gradient_bytes=sum(weight.nbytes for weight in weights),
+            optimizer_bytes=sum(value.nbytes for value in state),
+            ema_bytes=sum(weight.nbytes for weight in averages),
+            activation_bytes=footprint.saved_bytes,
+            weight_copy_bytes=footprint.saved_cast_bytes,
+            live_bytes=tuple(footprint.history),
+            convolution_bytes=tuple(footprint.convolution_bytes),
+        )
+
+
+def indexable_batch(config: Config) -> int:
+    """The largest micro-batch without a tensor of 2^31 elements."""
+    elements = largest_activation_elements(config.model, 1, config.data.patch_size, config.input_channels, 1)
+    return (INT32_LIMIT - 1) // elements
+
+
+class _FakeUNet(UNet):
+    """A network of fake weights, which is where it belongs and cannot be moved."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:  # torch moves fake weights by swapping, which their memo forbids
+        return self
+
+
+def _step_with_state(config: Config) -> TrainStep:
+    """A step as it is after the first update: with moments and without gradients.  Call it under FakeTensorMode."""
+    network = _FakeUNet(config.model, config.input_channels, 1, execution=execution(config.training))
+    if config.training.channels_last:
+        for weight in network.parameters():
+            if weight.ndim == 5:
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last_3d)
+    step = TrainStep(config, network, Schedule.from_config(config.diffusion), torch.device("cpu"))
+    step.scaler.scale(torch.zeros(()))  # the scaler makes its state when it first sees a loss
+    _give_gradients(step)
+    step.apply(config.training.lr)
+    return step
+
+
+def _give_gradients(step: TrainStep) -> None:
+    for weight in step.network.parameters():
+        weight.grad = torch.zeros_like(weight)
+
+
+def _one_micro_batch(step: TrainStep, config: Config, batch: int) -> None:
+    """Noising, forward and backward pass of a batch as `DeviceFeed` delivers it."""
+    patch_size = config.data.patch_size
+    channels, scalars = config.condition_channels, len(config.model.scalars)
+    condition = Condition(
+        torch.empty(batch, channels, *patch_size) if channels else None,
+        torch.empty(batch, scalars + 1) if scalars else None,
+    )
+    x_0 = torch.empty(batch, 1, *patch_size)
+    step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64), condition)

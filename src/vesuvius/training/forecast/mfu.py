@@ -1,0 +1,96 @@
+"""Model FLOPs utilisation: the operations that a step's mathematics needs, against what the GPU could do at most."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.errors import one_line
+from vesuvius.training.forecast.memory_plan import plan_memory
+from vesuvius.training.ranks.part import Part
+from vesuvius.training.step.step import AmpMode, resolve_amp
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Dense peaks of a GPU at its boost clock, TFLOP/s; None = it has no such units.
+
+    Attributes:
+        half: fp16 on tensor cores with float32 sums, as torch asks for.
+        bf16, tf32: likewise.
+        fp32: without tensor cores.
+    """
+
+    half: float
+    bf16: float | None
+    tf32: float | None
+    fp32: float
+
+
+# From NVIDIA's data sheets and architecture white papers, those "with sparsity" halved.  Whole names, as CUDA has them:
+# a laptop's, a MIG slice of one or the A10G have other peaks.
+_PEAKS = {
+    r"(NVIDIA )?A100-(SXM4|PCIE|PCIe)-[48]0GB|NVIDIA A100 80GB PCIe": Peaks(312, 312, 156, 19.5),
+    r"NVIDIA H100 80GB HBM3|NVIDIA H200": Peaks(989.5, 989.5, 494.7, 66.9),
+    r"NVIDIA H100 PCIe": Peaks(756, 756, 378, 51),
+    r"NVIDIA H(100|200) NVL": Peaks(835.5, 835.5, 417.5, 60),
+    r"NVIDIA L40S": Peaks(362, 362, 183, 91.6),
+    r"NVIDIA L4": Peaks(121, 121, 60, 30.3),
+    r"(NVIDIA )?A10": Peaks(125, 125, 62.5, 31.2),
+    r"(NVIDIA )?A40": Peaks(149.7, 149.7, 74.8, 37.4),
+    r"(NVIDIA )?A30": Peaks(165, 165, 82, 10.3),
+    r"(NVIDIA )?RTX A6000": Peaks(154.8, 154.8, 77.4, 38.7),
+    r"(NVIDIA )?GeForce RTX 4090": Peaks(165.2, 165.2, 82.6, 82.6),
+    r"(NVIDIA )?GeForce RTX 3090": Peaks(71, 71, 35.6, 35.6),
+    r"Tesla V100-SXM2-(16|32)GB": Peaks(125, None, None, 15.7),
+    r"Tesla V100-PCIE-(16|32)GB": Peaks(112, None, None, 14),
+    r"Tesla T4": Peaks(65, None, None, 8.1),
+}
+
+
+def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
+    """Dense peak of a GPU, by the name that CUDA has for it; None where it is not in the table.  Pure.
+
+    Args:
+        amp: autocast dtype.
+        tf32: whether float32 convolutions may use tensor cores.
+    """
+    peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), None)
+    if peaks is None:
+        return None
+    full = (peaks.tf32 if tf32 else None) or peaks.fp32
+    peak = {"fp16": peaks.half, "bf16": peaks.bf16, "off": full}[amp]
+    return None if peak is None else 1e12 * peak
+
+
+def model_flops(config: Config, amp: AmpMode) -> int:
+    """Operations of the forward and backward passes of a step; a multiply-add is 2.
+
+    What memory is saved with is no work of the model: blocks that are computed again count once, an optimizer's matrix
+    products not at all.  Takes seconds where the step has not been traced before.
+    """
+    plain = config.training.model_copy(update={"checkpoint_levels": (), "optimizer": "adamw"})
+    return plan_memory(config.model_copy(update={"training": plain}), amp=amp).flops_per_step
+
+
+def seconds_at_peak(config: Config, device: torch.device, part: Part) -> float | None:
+    """How long a rank's part of a step would take at the device's peak; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    name, amp = torch.cuda.get_device_name(device), resolve_amp(config.training.amp, device)
+    peak = peak_flops_s(name, amp, torch.backends.cudnn.allow_tf32)
+    if peak is None:
+        log.info("no mfu_pct: the peak of %s in amp %s is not known here", name, amp)
+        return None
+    try:
+        one_rank = config.training.train_batch_size * config.training.accumulate_steps  # samples that the flops are of
+        return model_flops(config, amp) * part.global_batch / (part.world * one_rank) / peak
+    except Exception as error:  # a figure must not end a run
+        log.warning("no mfu_pct: a step could not be traced: %s", one_line(error))
+        return None

@@ -1,0 +1,229 @@
+"""What is checked before a run writes anything: `train` goes on from here, `--dry-run` prints it and stops."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vesuvius.config import Config, DataConfig, TrainingConfig
+from vesuvius.diffusion.network.unet import check_torch_version
+from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.errors import StorageError
+from vesuvius.runlog.listeners.trackers import check_trackers
+from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
+from vesuvius.runlog.units import GIB
+from vesuvius.stream.options import StreamOptions, check_cluster, check_store, check_store_need
+from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
+from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.stream.start.start_reads import StartReads
+from vesuvius.training.checkpoint.data_facts import DataFacts
+from vesuvius.training.checkpoint.format import load_checkpoint
+from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
+from vesuvius.training.checkpoint.trained import InitialWeights, read_initial_weights
+from vesuvius.training.step.conditioning import volume_scalars
+from vesuvius.training.step.network import lay_out_network
+from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
+from vesuvius.training.validation.data_spectrum import measure_spectrum
+from vesuvius.volumes.store.object_store import check_cache
+
+READERS_PER_CORE = 4
+"""Readers of a remote store mostly wait, so more of them than processors are useful, but not more than these."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A run that may start.
+
+    Attributes:
+        directory: where it will write; exists only when it is resumed.
+        resumed: the checkpoint it goes on from, or None to start at step 0.
+        initial: the weights it starts from, for `training.init_from` at step 0.
+        fixed: patches for validation and previews, or None where the config wants neither.
+        facts: what the run knows of its data; of a resumed one, what it began with.
+        parameters: trainable weights of the network.
+        checkpoint_bytes: size of one checkpoint on disk, estimated.
+        free_bytes: free space where the run directory is or will be.
+    """
+
+    directory: RunDir
+    data: PreparedData
+    facts: DataFacts
+    resumed: ResumePoint | None
+    initial: InitialWeights | None
+    fixed: FixedPatches | None
+    parameters: int
+    checkpoint_bytes: int
+    free_bytes: int
+
+    @property
+    def spectrum(self) -> Spectrum:
+        """Of the data: measured where a checkpoint does not hold it."""
+        assert self.facts.spectrum is not None
+        return self.facts.spectrum
+
+
+def for_other_ranks(checked: Preflight) -> Preflight:
+    """Return what other ranks need: no open volumes, and no tensors, which `of_rank` reads again."""
+    resumed = replace(checked.resumed, state={}) if checked.resumed else None
+    initial = replace(checked.initial, weights={}) if checked.initial else None
+    data = replace(checked.data, volumes=(), conditions=())
+    return replace(checked, data=data, resumed=resumed, initial=initial, fixed=None)
+
+
+def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
+    """Return the same for one rank: its directory, its samples, and the state that it goes on from."""
+    resumed = checked.resumed
+    if resumed is not None and not resumed.state:
+        resumed = replace(resumed, state=load_checkpoint(resumed.checkpoint, verified=True))
+    initial = checked.initial
+    if initial is not None and not initial.weights:
+        initial = read_initial_weights(initial.source)
+    job = replace(checked.data.job, rank=rank, world=world)
+    return replace(
+        checked,
+        directory=checked.directory.of_rank(rank),
+        data=replace(checked.data, job=job),
+        resumed=resumed,
+        initial=initial,
+    )
+
+
+def preflight(
+    config: Config, resume: bool, checkpoint: Path | None, allow_drift: bool = False, caches: bool = True
+) -> Preflight:
+    """Check config, torch, volumes, split, plan, grey values, memory sizes and disk space.
+
+    Writes nothing, but for chunks that it reads into the disk cache.
+
+    Args:
+        resume: the run may exist.
+        checkpoint: the whole one to go on from, if there is one.
+        allow_drift: go on though the data or what the weights mean have changed.
+        caches: read by way of the disk cache, where one is configured, and leave notes of what is read with the run
+            that is resumed; a dry run does neither.
+
+    Raises:
+        ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do
+            not fit, `training.init_from` names weights of another network, or the package of a tracker is missing.
+        DataError: a volume cannot be used.
+        StorageError: the place is not writable or too small, or weights to start from are damaged.
+    """
+    check_torch_version()
+    check_trackers(config.monitor.trackers)
+    directory = run_dir(config)
+    if not resume:
+        refuse_existing(directory)
+    network = lay_out_network(config)
+    network.check_size(config.training.train_batch_size, config.data.patch_size)
+    if config.training.workers and config.cluster.address is not None:
+        check_cluster(config.cluster.address)
+    data_config = config.data if caches else without_cache(config.data)
+    notes = directory.reading if caches and resume and directory.exists() else None
+    with StartReads(data_config, notes) as reads:
+        data = prepare_data(config.seed, data_config, foreground=reads.foreground_map)
+        options = StreamOptions.from_config(config.training, config.cluster)
+        check_store_need(data.job, options)
+        check_store(data.job, options)
+        check_cache(config.data.store)
+        resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
+        facts = DataFacts.from_state(resumed.state) if resumed and not resumed.other_data else None
+        greys = facts.greys if facts else data.grey_ranges(config.data, reads.read)
+        spectrum = facts.spectrum if facts else None
+        if spectrum is None:
+            spectrum = measure_spectrum(data, config.data, greys, reads.read)
+        fixed = _fixed_patches(config, data, reads)
+    scalars = facts.scalars if facts else volume_scalars(config, data)
+    initial = None if resumed else _initial_weights(config)
+    checkpoint_bytes = sum(checkpoint_sizes(config))
+    free_bytes = _check_disk(directory.path, checkpoint_bytes)
+    return Preflight(
+        directory,
+        data,
+        DataFacts.of(data, greys, spectrum, scalars),
+        resumed,
+        initial,
+        fixed,
+        parameter_count(network),
+        checkpoint_bytes,
+        free_bytes,
+    )
+
+
+def without_cache(config: DataConfig) -> DataConfig:
+    """The same, reading past the disk cache."""
+    return config.model_copy(update={"store": config.store.model_copy(update={"cache_dir": None})})
+
+
+def _initial_weights(config: Config) -> InitialWeights | None:
+    """The weights that `training.init_from` names; None where it names none."""
+    if config.training.init_from is None:
+        return None
+    initial = read_initial_weights(Path(config.training.init_from))
+    check_initial_weights(lay_out_network(config), initial.weights)
+    return initial
+
+
+def checkpoint_sizes(config: Config) -> list[int]:
+    """Bytes of each tensor of a checkpoint: weights, moments and averages, float32."""
+    weights = lay_out_network(config).parameters()
+    return [weight.numel() * 4 for weight in weights for _ in range(saved_copies(weight, config.training))]
+
+
+def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
+    """How many patches validations and previews use.  Pure."""
+    validates = training.validate_every > 0 and any(split.validation for split in data.splits)
+    return max(training.validate_patches if validates else 0, training.preview_count if training.preview_every else 0)
+
+
+def _fixed_patches(config: Config, data: PreparedData, reads: StartReads) -> FixedPatches | None:
+    """Those patches: read once, before a run starts, so that nothing fails weeks later."""
+    count = fixed_count(config.training, data)
+    return read_fixed_patches(data, config.data, count, reads.read) if count else None
+
+
+def doubts(config: Config, cores: float) -> list[str]:
+    """Settings that are allowed and seldom meant, a line each.  Pure.
+
+    Args:
+        cores: processors that the readers may use, if they run on this machine.
+    """
+    diffusion, training, found = config.diffusion, config.training, []
+    if config.cluster.address is None and training.workers > READERS_PER_CORE * cores:
+        found.append(
+            f"training.workers {training.workers} readers share {cores:g} processors: each takes memory, and together "
+            f"they read no faster than a few; set training.workers={math.ceil(cores)}, or at most "
+            f"{math.floor(READERS_PER_CORE * cores)} for a store that is far away"
+        )
+    if training.keep_every and training.keep_every % training.save_every:
+        found.append(
+            f"training.keep_every {training.keep_every} is no multiple of save_every {training.save_every}: only "
+            "checkpoints at multiples of both are sure to be kept"
+        )
+    if diffusion.prediction == "eps" and diffusion.sampler_clip is None:
+        found.append(
+            "diffusion.prediction eps without diffusion.sampler_clip: near pure noise x_0 is what eps leaves over, "
+            "divided by almost 0, and samples may be useless; set diffusion.sampler_clip=1.5"
+        )
+    if diffusion.zero_terminal_snr and diffusion.min_snr_gamma is not None:
+        found.append(
+            "diffusion.zero_terminal_snr with diffusion.min_snr_gamma: the last timestep has weight 0 and is learned "
+            "from its neighbours only; set diffusion.min_snr_gamma=null to train it"
+        )
+    return found
+
+
+def _check_disk(path: Path, checkpoint_bytes: int) -> int:
+    """Free bytes where the run directory is or will be."""
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise StorageError(f"the run directory must be writable; got {path}, but {there} is not; choose another place")
+    free = shutil.disk_usage(there).free
+    if checkpoint_bytes > free:
+        raise StorageError(
+            f"one checkpoint must fit on the disk; got {checkpoint_bytes / GIB:.2f} GiB needed and {free / GIB:.2f} "
+            f"GiB free for {path}; free some space, lower model.channels or link runs/ to a larger disk"
+        )
+    return free

@@ -1,0 +1,224 @@
+"""How much of the host's memory a run will take, before it starts: readers, object store, Ray, trainer.
+
+What follows from the config is computed.  What processes take that hold no data yet was measured once
+(`tools/bench/ram_plan.py` compares the sum with real runs).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.system_sample import sample_system
+from vesuvius.runlog.units import GIB, size_text
+from vesuvius.stream.feeder import HELD
+from vesuvius.stream.options import (
+    READER_RING,
+    TASKS_PER_SEGMENT,
+    StreamOptions,
+    batches_ahead,
+    store_ahead_bytes,
+    store_need_bytes,
+)
+from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
+from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.training.forecast.memory_plan import plan_memory
+from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
+from vesuvius.training.step.step import choose_device, resolve_amp
+
+_MIB = 2**20
+_TERMS = ("readers", "store", "Ray", "trainer")
+
+# Private memory of processes that hold no data yet: RssAnon on Linux 6.18, Python 3.11, ray 2.60, torch 2.13, 2 cores.
+_READER_BYTES = 122 * _MIB
+_TRAINER_BYTES = 280 * _MIB
+_RAY_BYTES = 606 * _MIB  # its daemons, Ray Data's three actors, and its threads in the trainer
+_RAY_IDLE_BYTES = 40 * _MIB  # a process that Ray starts ahead, one a core
+_CUDA_HOST_BYTES = 2 * GIB  # CUDA's context, cuDNN and cuBLAS; assumed
+# Freed blocks leave holes in the object store's file, and Ray's limit is soft: 1.1 to 1.25 times the need was seen.
+_STORE_HOLES = 0.125
+# On a GPU the batches of a step are kept until its figures are read, and the host launches steps ahead.
+_STEPS_AHEAD = 3
+
+_WARN_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class RamPart:
+    """Some of the memory.
+
+    Attributes:
+        term: who holds it: readers, store, Ray or trainer.
+        name: what it is.
+        size_bytes: at its peak.
+        lower: what to change to have less of it.
+        once: whatever the number of ranks on the machine.
+    """
+
+    term: str
+    name: str
+    size_bytes: int
+    lower: str = "training.workers"
+    once: bool = False
+
+
+@dataclass(frozen=True)
+class RamPlan:
+    """The host memory that a run takes at its peak, on a GPU or on the CPU, with so many ranks on the machine."""
+
+    gpu: bool
+    parts: tuple[RamPart, ...]
+    ranks: int = 1
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all terms."""
+        return sum(part.size_bytes for part in self.parts)
+
+    def term_bytes(self, term: str) -> int:
+        """Of readers, store, Ray or trainer."""
+        return sum(part.size_bytes for part in self.parts if part.term == term)
+
+    def lines(self) -> list[str]:
+        """For people: the total, then each term with its parts."""
+        place = "a GPU" if self.gpu else "this CPU"
+        ranks = f", for {self.ranks} ranks on one machine" if self.ranks > 1 else ""
+        lines = [f"host RAM   {size_text(self.total_bytes)} at the peak, planned on {place}{ranks}"]
+        for term in _TERMS:
+            parts = [f"{part.name} {size_text(part.size_bytes)}" for part in self.parts if part.term == term]
+            if parts:
+                lines.append(f"  {term:8} {size_text(self.term_bytes(term))}: {', '.join(parts)}")
+        return lines
+
+
+def plan_ram(config: Config, data: PreparedData | None = None, gpu: bool | None = None) -> RamPlan:
+    """Predict the memory of a run of `config` on this machine: of all ranks, or of one in a cluster of any size.
+
+    Takes a few seconds for a network that was not planned before.
+
+    Args:
+        config: the experiment.
+        data: what `prepare_data` gave; None opens the volumes, which reads metadata.
+        gpu: whether it will run on a GPU; None = as this machine has one.
+
+    Raises:
+        DataError: a volume cannot be used.
+        ConfigError: a tensor would reach 2^31 elements.
+    """
+    data = data or prepare_data(config.seed, config.data)
+    gpu = choose_device().type == "cuda" if gpu is None else gpu
+    ranks = local_ranks(config)
+    parts = [*_readers(config, data), *_ray(config), *_trainer(config, data, gpu), *_network(config, gpu)]
+    times = [1 if part.once else ranks for part in parts]
+    parts = [replace(part, size_bytes=part.size_bytes * count) for part, count in zip(parts, times, strict=True)]
+    return RamPlan(gpu, tuple(part for part in parts if part.size_bytes), ranks)
+
+
+def local_ranks(config: Config) -> int:
+    """Ranks that share this machine; 1 where a cluster places them."""
+    ranks = config.training.ranks
+    if config.cluster.address is not None:
+        return 1
+    return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
+
+
+def ram_limit(config: Config, roots: Roots = Roots()) -> MemoryLimit:
+    """The smallest of the machine's memory, the limits of this process's cgroups, and `monitor.ram_limit_gib`."""
+    gib = config.monitor.ram_limit_gib
+    limits = Limits(configured_bytes=None if gib is None else int(gib * GIB))
+    return tightest(sample_system(os.getpid(), roots), limits)
+
+
+def ram_warning(config: Config, data: PreparedData, plan: RamPlan, limit: MemoryLimit) -> str | None:
+    """A line where a plan takes more than 80 % of a limit: its largest part, and what to change."""
+    allowed = _WARN_SHARE * limit.limit_bytes
+    if plan.total_bytes <= allowed:
+        return None
+    largest = max(plan.parts, key=lambda part: part.size_bytes)
+    remedy = f"lower {largest.lower}"
+    for workers in range(config.training.workers - 1, -1, -1):
+        training = config.training.model_copy(update={"workers": workers})
+        if plan_ram(config.model_copy(update={"training": training}), data, plan.gpu).total_bytes <= allowed:
+            remedy = f"start with training.workers={workers}"
+            break
+    return (
+        f"memory should stay below {_WARN_SHARE:.0%} of {size_text(limit.limit_bytes)} ({limit.name}); got "
+        f"{size_text(plan.total_bytes)} predicted, most of it for {largest.term}: {largest.name} "
+        f"({size_text(largest.size_bytes)}); {remedy}"
+    )
+
+
+def _readers(config: Config, data: PreparedData) -> list[RamPart]:
+    """What readers hold, in processes of their own or with `workers: 0` in the trainer, and the object store."""
+    job, workers = data.job, config.training.workers
+    arrays = (*data.volumes, *data.conditions)
+    chunk_bytes = max(math.prod(array.chunk_zyx) * array.dtype.itemsize for array in arrays)
+    scratch = 2 * chunk_bytes * (os.cpu_count() or 1)  # chunks in work, each with its compressed bytes, one a core
+    # At least one region is staged whatever its size; bytes that compression saves are not counted on.
+    staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
+    region = "data.reader_mib or data.region_size"
+    if workers == 0:
+        blocks = (job.plan.regions_in_flight + 1) * job.block_bytes
+        return [RamPart("trainer", "its reader", blocks + scratch + staged, f"data.regions_in_flight, {region}")]
+    # In a longer run, the readers of two executions of Ray Data live while one hands over to the next.
+    all_tasks = job.tasks(0, config.stop_step * config.global_batch)
+    tasks = sum(1 for _ in itertools.islice(all_tasks, TASKS_PER_SEGMENT + 1))
+    executions = 2 if tasks > TASKS_PER_SEGMENT else 1
+    readers = min(executions * workers, tasks)
+    options = StreamOptions.from_config(config.training, config.cluster)
+    need = store_need_bytes(job, options) + (executions - 1) * store_ahead_bytes(job, options)
+    run_bytes = tasks * job.blocks_per_task * job.block_bytes
+    store = min(int((1 + _STORE_HOLES) * need), run_bytes) + job.plan.map_bytes
+    return [
+        RamPart("readers", f"{readers} processes", readers * _READER_BYTES),
+        RamPart("readers", "blocks", readers * READER_RING * job.block_bytes, region),
+        RamPart("readers", "decoding", readers * scratch),
+        RamPart("readers", "fetched ahead", readers * staged),
+        RamPart("store", "regions in flight and ahead", store, f"data.regions_in_flight, {region}"),
+    ]
+
+
+def _ray(config: Config) -> list[RamPart]:
+    """A private Ray's own processes; those of a cluster are there anyway."""
+    if config.training.workers == 0 or config.cluster.address is not None:
+        return []
+    idle = max((os.cpu_count() or 1) - config.training.workers - 3, 0)
+    return [RamPart("Ray", "its own processes", _RAY_BYTES + idle * _RAY_IDLE_BYTES, once=True)]
+
+
+def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamPart]:
+    """All but the network."""
+    options, job = StreamOptions.from_config(config.training, config.cluster), data.job
+    batch = options.batch_size * job.patch_bytes
+    ring = (HELD + batches_ahead(job.patch_bytes, options)) * _host_bytes(batch, gpu)
+    in_hand = (_STEPS_AHEAD if gpu else 1) * config.training.accumulate_steps * batch
+    fixed = fixed_count(config.training, data) * job.patch_bytes + job.plan.map_bytes
+    return [
+        RamPart("trainer", "process", _TRAINER_BYTES),
+        RamPart("trainer", "CUDA (assumed)", gpu * _CUDA_HOST_BYTES),
+        RamPart("trainer", "batches", ring + in_hand, "training.prefetch_factor or training.train_batch_size"),
+        RamPart("trainer", "fixed patches", fixed, "training.validate_patches or training.preview_count"),
+    ]
+
+
+def _network(config: Config, gpu: bool) -> list[RamPart]:
+    """The step on a CPU, and the copy of a checkpoint that waits for the disk."""
+    step = 0 if gpu else plan_memory(config, amp=resolve_amp(config.training.amp, torch.device("cpu"))).ram_bytes
+    snapshot = sum(_host_bytes(size, gpu) for size in checkpoint_sizes(config))
+    batch = "training.train_batch_size and raise training.accumulate_steps, or lower model.channels"
+    return [
+        RamPart("trainer", "training step", step, batch),
+        RamPart("trainer", "copy of a checkpoint", snapshot, "model.channels", once=True),  # on rank 0
+    ]
+
+
+def _host_bytes(size: int, gpu: bool) -> int:
+    """Of a buffer: torch rounds a pinned one, which a GPU copies from, up to a power of two."""
+    return 1 << (size - 1).bit_length() if gpu and size else size

@@ -1,0 +1,153 @@
+"""What the log says before the first step: where the run goes on from, on which volumes, and how far it is."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+
+import torch
+from torch import nn
+
+from vesuvius.config import Config, DiffusionConfig
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.monitor.probes.cores import usable_cores
+from vesuvius.runlog.units import format_duration, size_text
+from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.forecast.preflight import Preflight, doubts
+from vesuvius.training.ranks.part import Part
+from vesuvius.training.step.step import AmpMode, parameter_count
+
+log = logging.getLogger(__name__)
+
+# Allowed on a resume, yet what is learned from each step is no longer the same.
+_CHANGES_TRAINING = ("data.", "training.train_batch_size", "training.accumulate_steps")
+
+
+def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
+    """The checkpoint, what has changed since, and the volumes.  `lost`: the run existed, so there should be one."""
+    if preflight.resumed is not None:
+        log.info("going on from %s", preflight.resumed.checkpoint)
+    elif lost:
+        log.warning("no whole checkpoint in %s: starting at step 0", preflight.directory.checkpoints)
+    if preflight.initial is not None:
+        log.info("starting from the weights of %s", preflight.initial.source)
+    for doubt in doubts(config, usable_cores(os.getpid())):
+        log.warning("%s", doubt)
+    if preflight.resumed is not None:
+        _log_drift(preflight)
+    data = preflight.data
+    for number, (volume, planned) in enumerate(zip(data.volumes, data.plan.volumes, strict=True)):
+        amplification = data.plan.read_amplification(number)
+        log.info(
+            "volume %s: %s %s, %d regions a pass, %.2f bytes decoded per byte of patch, decoded by %s",
+            volume.name,
+            "x".join(map(str, volume.shape_zyx)),
+            volume.dtype,
+            planned.visits_per_pass,
+            amplification,
+            volume.codec_pipeline,
+        )
+        # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
+        small = planned.visits_per_pass < 4 * data.plan.regions_in_flight
+        if amplification > 1 and not small and not data.plan.independent:
+            log.warning(
+                "at most 1 byte should be decoded per byte of patch; got %.2f for %s in chunks of %s; raise "
+                "data.patches_per_region (now %d), or copy the volume into smaller chunks (vesuvius volume copy)",
+                amplification,
+                volume.name,
+                "x".join(map(str, volume.chunk_zyx)),
+                data.plan.patches_per_region,
+            )
+    log.info("plan %s: %s", data.plan.hash, mixing_text(data.job))
+    if data.plan.repeats:
+        log.warning(
+            "the volumes hold fewer patch positions than data.regions_in_flight=%d: batches repeat patches; use larger "
+            "volumes, a smaller data.patch_size or a smaller data.validation.guard",
+            data.plan.regions_in_flight,
+        )
+    log.info("%s", noise_text(config.diffusion, preflight.spectrum))
+    if config.training.validate_every and not any(split.validation for split in data.splits):
+        log.info("no validation: data.validation.fraction is 0")
+
+
+def mixing_text(job: ReaderJob) -> str:
+    """What a batch is drawn from.  Pure."""
+    plan = job.plan
+    if plan.independent:
+        return "every patch is drawn independently and read for itself (data.order=independent)"
+    return (
+        f"a batch is drawn from {plan.regions_in_flight} regions in flight "
+        f"({size_text(plan.regions_in_flight * job.block_bytes)}), {plan.patches_per_region} patches from each"
+    )
+
+
+def noise_text(config: DiffusionConfig, spectrum: Spectrum) -> str:
+    """Which noise levels are trained, and what of the data they follow from.  Pure."""
+    schedule = Schedule.from_config(config, spectrum)
+    least, most = (math.sqrt(1 / ab - 1) if ab else math.inf for ab in schedule.alpha_bar_64[[0, -1]])
+    return (
+        f"noise {config.noise}: sigma {least:.3g} to {most:.3g} times the signal; the data: mean {spectrum.mean:.3g}, "
+        f"standard deviation {spectrum.std:.3g}, largest amplitude of a frequency {math.sqrt(spectrum.peak):.3g}"
+    )
+
+
+def _log_drift(preflight: Preflight) -> None:
+    assert preflight.resumed is not None
+    for line in preflight.resumed.drift:
+        level = logging.WARNING if line.startswith(_CHANGES_TRAINING) else logging.INFO
+        log.log(level, "changed since the checkpoint: %s", line)
+    for line in preflight.resumed.accepted:
+        log.warning("accepted by --allow-drift, the run is no longer one experiment: %s", line)
+
+
+def log_network(config: Config, network: nn.Module, device: torch.device, amp: AmpMode) -> None:
+    """Size of the network and how it is computed."""
+    log.info(
+        "model %.1f M parameters, device %s, amp %s, global batch %d",
+        parameter_count(network) / 1e6,
+        device,
+        amp,
+        config.global_batch,
+    )
+
+
+def log_ranks(config: Config, part: Part) -> None:
+    """How the ranks share a step; nothing where there is one."""
+    if part.world > 1:
+        log.info(
+            "rank %d of %d: %d of the %d samples of a step, in micro-batches of %d",
+            part.rank,
+            part.world,
+            len(part.places),
+            part.global_batch,
+            part.micro_batch,
+        )
+    if part.world != config.training.ranks:
+        log.warning(
+            "training.ranks is %s and %d are at work: the effective batch stays %d, each accumulates %d micro-batches",
+            config.training.ranks,
+            part.world,
+            part.global_batch,
+            part.accumulate_steps,
+        )
+
+
+def log_progress(config: Config, progress: Progress) -> None:
+    """How far a resumed run is and how long it will take, before its first step."""
+    if progress.step == 0:
+        return
+    left = progress.time_left(config)
+    log.info(
+        "step %d of %d, %d samples, epoch %d of %d; %s of training before session %d, about %s left",
+        progress.step,
+        config.stop_step,
+        progress.sample_index,
+        min(progress.step // config.training.steps_per_epoch + 1, config.training.epochs),
+        config.training.epochs,
+        format_duration(progress.trained_s),
+        progress.sessions,
+        "unknown time" if left is None else format_duration(left.seconds),
+    )

@@ -1,0 +1,109 @@
+"""What the run does when memory gets short: reduce prefetch, stop readers, then save and exit with code 4."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from vesuvius.errors import EXIT_GUARD
+from vesuvius.monitor.memory.guard import Order, Rung
+from vesuvius.monitor.memory.limits import CONFIGURED_NAME
+from vesuvius.monitor.monitor import LoopStatus, Monitor
+from vesuvius.stream.options import StreamChanges, StreamOptions, batches_ahead, with_less_prefetch
+from vesuvius.stream.stream import PatchStream
+from vesuvius.training.context import RunContext
+
+log = logging.getLogger(__name__)
+
+
+class GuardActions:
+    """Carries out the orders of the memory guard, between two steps.
+
+    Batches do not change: the stream is closed and reopened at the next sample.  Its present options are read from the
+    stream, as `autotune.py` changes them too.
+
+    Args:
+        patch_bytes: of one sample.
+
+    Attributes:
+        workers: readers that there were when the stream was last seen.
+        reason: why the run was ended; None while it was not.
+    """
+
+    def __init__(self, run: RunContext, patch_bytes: int) -> None:
+        self._run = run
+        self._options = StreamOptions.from_config(run.config.training, run.config.cluster)
+        self._patch_bytes = patch_bytes
+        # On a GPU the batches ahead lie in pinned buffers, which torch may keep: fewer of them may free nothing.
+        self._pinned = run.device.type == "cuda"
+        self.reason: str | None = None
+
+    @property
+    def workers(self) -> int:
+        return self._options.workers
+
+    def exit(self, order: Order) -> None:
+        """Request a stop; called in the monitor's thread, so that it also cuts a validation short."""
+        self.reason = order.reason
+        self._run.stop.ask(EXIT_GUARD, f"memory guard: {order.reason}")
+
+    def obey(self, stream: PatchStream, monitor: Monitor, longest_step_s: float) -> None:
+        """Carry out the guard's present order, and tell the monitor how far the run is.
+
+        Args:
+            longest_step_s: of the recent steps, without their pauses.
+        """
+        self._options = stream.options
+        if (order := monitor.order) is not None and order.rung != "exit":
+            self._make_smaller(order, stream)
+            monitor.carried_out()
+        monitor.told = LoopStatus(
+            step=self._run.progress.step,
+            step_s=longest_step_s,
+            readers=stream.reader_memory() if self.workers else {},
+            workers=self.workers,
+            prefetch_left=not self._pinned and self._ahead(self._with_less("prefetch")) < self._ahead(self._options),
+            workers_left=self.workers > 1,
+        )
+
+    def record_exit(self) -> None:
+        """Record that the guard ended the run."""
+        self._record("exit", self.reason or "", {})
+
+    def remedy(self, killer: str) -> str:
+        """How to continue with less memory, or with a limit that fits the run."""
+        if killer == CONFIGURED_NAME:
+            return f"{self._less()}, or raise monitor.ram_limit_gib where the machine has more"
+        return self._less()
+
+    def _less(self) -> str:
+        if self.workers == 0 and self._options.prefetch_factor == 1:
+            return (
+                "go on with --resume where more memory is free; with training.workers=0 and training.prefetch_factor=1 "
+                "the readers need no less"
+            )
+        return f"go on with --resume training.workers={max(self.workers - 1, 0)} training.prefetch_factor=1"
+
+    def _make_smaller(self, order: Order, stream: PatchStream) -> None:
+        less = self._with_less(order.rung)
+        prefetch: StreamChanges = {"prefetch_factor": less.prefetch_factor}
+        changed: StreamChanges = prefetch if order.rung == "prefetch" else {"workers": less.workers}
+        text = ", ".join(f"training.{key}={value}" for key, value in changed.items())
+        log.warning("memory guard: before the run is out of memory: %s: %s", text, order.reason)
+        self._record(order.rung, order.reason, changed)
+        began = time.monotonic()
+        stream.reconfigure(**changed)
+        self._options = stream.options
+        log.info("memory guard: readers started anew in %.1f s", time.monotonic() - began)
+
+    def _with_less(self, rung: Rung) -> StreamOptions:
+        if rung == "prefetch":
+            return with_less_prefetch(self._patch_bytes, self._options)
+        return replace(self._options, workers=max(self.workers - 1, 1))
+
+    def _ahead(self, options: StreamOptions) -> int:
+        return batches_ahead(self._patch_bytes, options)
+
+    def _record(self, rung: Rung, reason: str, changed: StreamChanges) -> None:
+        self._run.metrics.write("event", event="guard", step=self._run.progress.step, text=reason, rung=rung, **changed)

@@ -1,0 +1,210 @@
+"""The training loop: from the first batch to the last step or a request to stop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from vesuvius.diffusion.randomness import stratified_timesteps
+from vesuvius.errors import NonFiniteError
+from vesuvius.monitor.clock import StepClock, make_clock
+from vesuvius.monitor.monitor import Monitor
+from vesuvius.monitor.verdict import Verdict
+from vesuvius.runlog.records import JsonLines
+from vesuvius.stream.feeder import StreamInterrupted
+from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.stream import PatchStream
+from vesuvius.training.autotune import Autotuner
+from vesuvius.training.context import RunContext
+from vesuvius.training.deaths import Deaths
+from vesuvius.training.guard_actions import GuardActions
+from vesuvius.training.milestones import Milestones, NoMilestones
+from vesuvius.training.rank_news import RankNews
+from vesuvius.training.ranks.ranks import RankError
+from vesuvius.training.replay.file import MicroBatch, ReplayWriter
+from vesuvius.training.report import StepReporter
+from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.step import TrainStep, learning_rate
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 60.0
+
+
+class Tuner(Protocol):
+    """Changes the readers between two steps."""
+
+    def take(self, verdict: Verdict) -> None:
+        """Take note of a verdict."""
+
+    def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
+        """Change what is to be changed now."""
+
+
+MakeTuner = Callable[["TrainingLoop", StepReporter], Tuner]
+
+
+def make_autotuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
+    """The tuner of a run: `training.autotune`."""
+    return Autotuner(loop.run, loop.job)
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
+
+    Attributes:
+        job: of the stream.
+        feed: delivers its batches to the device.
+        replays: keeps the batches of steps that were not finite.
+        make_tuner: makes what tunes the readers.
+    """
+
+    run: RunContext
+    job: ReaderJob
+    feed: DeviceFeed
+    train_step: TrainStep
+    replays: ReplayWriter
+    milestones: Milestones | NoMilestones
+    monitor: Monitor
+    guard_actions: GuardActions
+    deaths: Deaths
+    make_tuner: MakeTuner = make_autotuner
+
+    def run_steps(self) -> None:
+        """Train until the last step or a request to stop.
+
+        Raises:
+            NonFiniteError: too many steps in a row were not finite.
+            DataError, ConfigError: as `PatchStream`.
+        """
+        config, progress, stop, watchdog = self.run.config, self.run.progress, self.run.stop, self.run.watchdog
+        self.milestones.do_what_is_due()  # what the stop of the previous session cut short
+        if progress.step >= config.stop_step:
+            return
+        watchdog.expects("batch", "the readers to start")
+        with (
+            self.feed.open(
+                first=progress.sample_index,
+                stop=progress.sample_index + (config.stop_step - progress.step) * config.global_batch,
+                quarantined=progress.quarantined,
+                interrupted=self._gives_up,
+            ) as stream,
+            watchdog.with_readers(stream.dump_reader_stacks),
+        ):
+            clock, news = make_clock(self.run.device), RankNews(self.run)
+            reporter = StepReporter(
+                self.run, clock, stream, self.monitor, self.replays, lambda verdict: tuner.take(verdict), news
+            )
+            tuner = self.make_tuner(self, reporter)
+            try:
+                while progress.step < config.stop_step and not self._stops(clock, news):
+                    try:
+                        self._one_step(clock, reporter)
+                    except StreamInterrupted:
+                        log.info("step %d was waiting for data and is given up; --resume does it", progress.step + 1)
+                        self.run.ranks.give_up(*stop.asked())  # the others are in the middle of the step
+                        break
+                    self._record_events(stream)
+                    with clock.pausing():
+                        if not stop.wanted():
+                            self.guard_actions.obey(stream, self.monitor, reporter.longest_step_s)
+                            tuner.act(stream, self.feed, self.monitor)
+                    self.milestones.record_saves()
+                    self.milestones.prepare()
+                    if self.milestones.due():
+                        reporter.report(wait=True)
+                        with clock.pausing():
+                            self.milestones.do_what_is_due()
+                reporter.finish()
+                self.milestones.save()  # written while the readers end: a scheduler may not allow time for both in turn
+            except Exception as error:
+                self._settle(reporter, error)
+                raise
+            finally:
+                self._record_events(stream)
+                watchdog.expects("end of the readers", "them to end")
+
+    def _one_step(self, clock: StepClock, reporter: StepReporter) -> None:
+        """Run one optimizer step over all micro-batches of its global batch, and report the steps that are finished.
+
+        Raises:
+            StreamInterrupted: a stop was requested while a micro-batch was awaited; the step counts as not begun.
+        """
+        config, progress, watchdog = self.run.config, self.run.progress, self.run.watchdog
+        lr = learning_rate(progress.step, config.training)
+        part = self.run.part
+        timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
+        batches: list[MicroBatch] = []
+        for t in np.split(timesteps[part.places], part.accumulate_steps):
+            watchdog.expects("batch", self.feed.stream.waiting_for)
+            batch = self.feed.next(clock)
+            watchdog.expects("step", "the network to compute it")
+            last = len(batches) == part.accumulate_steps - 1
+            self.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition, clock.computing, last)
+            batches.append((batch.stored, t))
+        result = self.train_step.apply(lr, clock.computing)
+        clock.step_done()
+        reporter.launched(progress.step + 1, progress.sample_index, lr, result, batches)
+        progress.advance(config.global_batch)
+        watchdog.expects("step", "what is done between two steps")
+        reporter.report()
+
+    def _gives_up(self) -> bool:
+        """Whether to wait no longer for data; where other ranks are in the same step, data gets some time to come."""
+        stop = self.run.stop
+        return stop.wanted() and (self.run.ranks.world == 1 or stop.wanted_for_s() > _GRACE_S)
+
+    def _stops(self, clock: StepClock, news: RankNews) -> bool:
+        """Whether the run is to end before the next step: all ranks come to the same answer.
+
+        Raises:
+            RankError: another rank has failed.
+        """
+        ranks, stop = self.run.ranks, self.run.stop
+        wanted = stop.asked() if stop.wanted() else None
+        if ranks.world > 1:
+            self.run.watchdog.expects("ranks", "another rank to begin the step")
+            with clock.computing("comm"):
+                agreement = ranks.agree(wanted, news.tell())
+            news.take(agreement.told)
+            if agreement.stop and wanted is None:
+                stop.adopt(*agreement.stop)
+            wanted = agreement.stop
+        return wanted is not None
+
+    def _settle(self, reporter: StepReporter, error: Exception) -> None:
+        """After an error, log the steps that a GPU still has in hand, and take back those that were not applied.
+
+        Raises:
+            NonFiniteError: one of those steps was not finite; that is then what ends the run.
+        """
+        nonfinite = error if isinstance(error, NonFiniteError) else None
+        hangs = isinstance(error, RankError) and self.run.device.type == "cuda"  # behind a sum that never completes
+        if nonfinite is None and not hangs:
+            try:
+                reporter.report(wait=True)
+            except NonFiniteError as late:
+                nonfinite = late
+        if nonfinite is not None:
+            # Steps launched before this one was noticed have not been applied.
+            self.run.progress.go_back_to(nonfinite.step, self.run.config.global_batch)
+            raise nonfinite
+
+    def _record_events(self, stream: PatchStream) -> None:
+        """Write down the events of the stream, which has logged them."""
+        while stream.events:
+            event = stream.events.popleft()
+            step = self.run.progress.step  # whose checkpoint knows of it
+            self.run.metrics.write("event", event=event.kind, step=step, text=event.text, **event.fields)
+            if event.kind == "quarantine":
+                with closing(JsonLines(self.run.directory.quarantine)) as quarantine:
+                    quarantine.write("region", step=step, **event.fields)
+                self.run.progress.quarantined.append(event.fields)
+            elif event.kind == "reader_died":
+                self.deaths.of_reader(event)

@@ -1,0 +1,134 @@
+"""What records and watches a run, opened and closed with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from vesuvius.config import Config
+from vesuvius.errors import EXIT_ERROR
+from vesuvius.monitor.alerts.disk import DiskWatch, Retention
+from vesuvius.monitor.memory.guard import Order
+from vesuvius.monitor.memory.limits import Limits, ray_share_from_environment
+from vesuvius.monitor.monitor import Monitor, MonitorPaths
+from vesuvius.monitor.probes.gpus import Gpus
+from vesuvius.monitor.probes.machine import read_machine
+from vesuvius.monitor.probes.system_sample import Watcher
+from vesuvius.monitor.probes.vram import Vram, gpu_uuid
+from vesuvius.monitor.session import SessionRecord, begin_session, end_session
+from vesuvius.runlog.listeners.prometheus import Exporter
+from vesuvius.runlog.listeners.tensorboard import TensorBoard
+from vesuvius.runlog.listeners.trackers import Tracker
+from vesuvius.runlog.listeners.webhook import Webhook
+from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.run_dir import RunDir
+from vesuvius.runlog.units import GIB
+from vesuvius.training.checkpoint.resume import flatten
+from vesuvius.training.context import RunContext
+
+log = logging.getLogger(__name__)
+
+
+def memory_limits(config: Config) -> Limits:
+    """What the memory of a run is held against."""
+    monitor = config.monitor
+    return Limits(
+        ray_share=ray_share_from_environment(os.environ, read_machine().total_bytes)
+        if config.training.workers
+        else None,
+        configured_bytes=None if monitor.ram_limit_gib is None else int(monitor.ram_limit_gib * GIB),
+        warn_at=monitor.warn_at,
+        prefetch_at=monitor.prefetch_at,
+        worker_at=monitor.worker_at,
+        exit_at=monitor.exit_at,
+    )
+
+
+@dataclass
+class OpenSession:
+    """A session in progress.
+
+    Attributes:
+        record: what `session.json` says of it.
+        exit_code: that it will have ended with.
+    """
+
+    record: SessionRecord
+    exit_code: int = EXIT_ERROR
+
+
+@contextmanager
+def open_session(config: Config, directory: RunDir) -> Iterator[OpenSession]:
+    """`session.json`: that this process is at work here, and at the end that it was no more."""
+    limits = memory_limits(config)
+    session = OpenSession(begin_session(directory.session, config.name, config.training.workers, limits))
+    try:
+        yield session
+    finally:
+        try:
+            end_session(directory.session, session.record, session.exit_code)
+        except OSError as error:
+            log.warning(
+                "%s must be writable; got %s; the next start takes this session for killed", directory.session, error
+            )
+
+
+@contextmanager
+def open_metrics(config: Config, directory: RunDir) -> Iterator[Metrics]:
+    """`metrics.jsonl`, and whoever else wants its records: TensorBoard, Prometheus, the webhook, trackers."""
+    monitor = config.monitor
+    listeners: list[Callable[[dict[str, object]], None]] = []
+    with ExitStack() as opened:
+        if monitor.tensorboard:
+            tensorboard = TensorBoard(directory.tensorboard, directory.path)
+            opened.callback(tensorboard.close)
+            listeners.append(tensorboard.write)
+        if monitor.prometheus_port is not None:
+            exporter = opened.enter_context(Exporter(monitor.prometheus_port, config.name, monitor.prometheus_address))
+            listeners.append(exporter.take)
+        if monitor.webhook is not None:
+            listeners.append(opened.enter_context(Webhook(monitor.webhook, config.name)).take)
+        for name in dict.fromkeys(monitor.trackers):
+            messages = directory.log.with_name(f"{name}.log")
+            tracker = Tracker(name, config.name, directory.path, messages, _settings(config))
+            listeners.append(opened.enter_context(tracker).take)
+        metrics = Metrics(directory.metrics, listeners)
+        opened.callback(metrics.close)
+        yield metrics
+
+
+def _settings(config: Config) -> dict[str, object]:
+    """For people who compare runs; the webhook's address may be a secret."""
+    return {key: value for key, value in flatten(config.model_dump(mode="json")).items() if key != "monitor.webhook"}
+
+
+@contextmanager
+def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[Monitor]:
+    """The monitor of this process, its readers and its GPUs; `on_exit` is called when the guard ends the run."""
+    monitor, training, directory, device = run.config.monitor, run.config.training, run.directory, run.device
+    with (
+        Gpus(with_xids=True) as gpus,
+        Monitor(
+            MonitorPaths(directory.system, directory.monitor_log, directory.recent),
+            run.session.limits,
+            Watcher(os.getpid(), gpus=gpus),
+            Vram(device) if device.type == "cuda" else None,
+            gpu_uuid=gpu_uuid(device),
+            sample_every_s=monitor.sample_every_s,
+            write_every_s=monitor.write_every_s,
+            guard=monitor.guard,
+            on_exit=on_exit,
+            on_record=run.metrics.share,
+            on_event=run.metrics.write,
+            disk=DiskWatch(
+                directory.path,
+                directory.checkpoints,
+                Retention(training.save_every, training.keep_last, training.keep_every),
+            ),
+            silence=run.watchdog.silence,
+        ) as opened,
+    ):
+        yield opened

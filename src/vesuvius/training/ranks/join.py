@@ -1,0 +1,83 @@
+"""A process joins the ranks of its run, as torchrun or Ray Train has placed it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from vesuvius.errors import ConfigError, one_line
+from vesuvius.training.ranks.part import most_at_work
+from vesuvius.training.ranks.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+_START_S = 600.0  # for all ranks to come
+_tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # which torch does not declare
+
+
+def launched_ranks() -> int | None:
+    """Number of ranks that torchrun or Ray Train has started; None where neither has."""
+    world = os.environ.get("WORLD_SIZE")
+    return int(world) if world and "RANK" in os.environ and "MASTER_ADDR" in os.environ else None
+
+
+@contextmanager
+def open_ranks(device_type: str, timeout_s: float, global_batch: int) -> Iterator[Ranks]:
+    """Join the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT), or be a single one.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        timeout_s: longest wait for another rank.
+        global_batch: samples of a step; ranks by whose number it does not divide stay idle.
+
+    Raises:
+        ConfigError: not all ranks came.
+    """
+    world = launched_ranks()
+    if world is None or world == 1:
+        yield Ranks()
+        return
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    backend = "cuda:nccl,cpu:gloo" if device_type == "cuda" else "gloo"
+    try:
+        if not dist.is_initialized():  # Ray Train has done it
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        store = _open_store(rank, world)
+        at_work = most_at_work(global_batch, world)
+        group = None if at_work == world else dist.new_group(list(range(at_work)))
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"all {world} ranks must come within {_START_S:g} s; got {one_line(error)} on rank {rank}; start them with "
+            "torchrun or training.ranks, and let MASTER_ADDR and MASTER_PORT be reachable"
+        ) from error
+    if at_work < world and rank == 0:
+        log.warning("%d of %d ranks stay idle: %d samples a step do not divide", world - at_work, world, global_batch)
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ranks = Ranks(rank, at_work, local_rank, local_world, timeout_s, group, rank >= at_work, _store=store)
+    ranks.watch()
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _open_store(rank: int, world: int) -> Any:
+    """A store on rank 0, apart from torch's own, whose address travels through that one."""
+    host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=_START_S)
+    if rank == 0:
+        server = _tcp_store(host, 0, world, is_master=True, timeout=wait, wait_for_workers=False)
+        dist.broadcast_object_list([server.port])
+        return server
+    port: list[Any] = [None]
+    dist.broadcast_object_list(port)
+    return _tcp_store(host, port[0], world, is_master=False, timeout=wait, wait_for_workers=False)

@@ -1,0 +1,70 @@
+"""What one rank computes of a global batch.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import Config
+from vesuvius.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Part:
+    """The samples of one rank: those of the global batch at the places that are `rank` modulo `world`.
+
+    Attributes:
+        global_batch: samples of a step, over all ranks; it follows from the config and not from `world`.
+        micro_batch: samples that this rank computes at once.
+        accumulate_steps: micro-batches of this rank in a step.
+    """
+
+    rank: int
+    world: int
+    global_batch: int
+    micro_batch: int
+    accumulate_steps: int
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Places in the global batch, int64 [global_batch / world]."""
+        return np.arange(self.rank, self.global_batch, self.world)
+
+
+def part_of(config: Config, rank: int, world: int) -> Part:
+    """Return the part of a rank.
+
+    The effective batch is the config's, whatever the number of ranks that are there: where it is not
+    `training.ranks`, each of them accumulates more or fewer micro-batches, of at most `train_batch_size` samples.
+
+    Raises:
+        ConfigError: the effective batch does not divide by the number of ranks.
+    """
+    total = config.global_batch
+    if total % world:
+        fitting = [count for count in range(1, min(total, 2 * world) + 1) if total % count == 0]
+        raise ConfigError(
+            f"the effective batch must divide by the number of ranks; got {total} samples for {world} ranks; use "
+            f"{' or '.join(map(str, fitting[-2:]))} ranks, or change training.train_batch_size or accumulate_steps"
+        )
+    each = total // world
+    micro = next(size for size in range(min(config.training.train_batch_size, each), 0, -1) if each % size == 0)
+    return Part(rank, world, total, micro, each // micro)
+
+
+def config_of(config: Config, part: Part) -> Config:
+    """Return a config of one rank whose steps consume what this part does."""
+    changes = {"ranks": 1, "train_batch_size": part.micro_batch, "accumulate_steps": part.accumulate_steps}
+    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+
+
+def one_rank(config: Config) -> Config:
+    """Return a config of one rank that does what each of its ranks would."""
+    return config.model_copy(update={"training": config.training.model_copy(update={"ranks": 1})})
+
+
+def most_at_work(global_batch: int, world: int) -> int:
+    """The largest number of ranks, of those that there are, by which a global batch divides.  Pure."""
+    return next(count for count in range(world, 0, -1) if global_batch % count == 0)

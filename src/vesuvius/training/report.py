@@ -1,0 +1,221 @@
+"""The log line and the record of each step, with figures from the loop, the clock and the monitor."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from vesuvius.diffusion.randomness import stratified_timesteps
+from vesuvius.errors import NonFiniteError
+from vesuvius.monitor.clock import StepClock
+from vesuvius.monitor.quantile import quantile
+from vesuvius.monitor.verdict import Verdict
+from vesuvius.runlog.logfile import StepFigures, step_line
+from vesuvius.runlog.step_times import StepTimes
+from vesuvius.training.context import RunContext
+from vesuvius.training.forecast.mfu import seconds_at_peak
+from vesuvius.training.rank_news import RankNews
+from vesuvius.training.replay.file import MicroBatch, ReplayWriter
+from vesuvius.training.step.outcome import StepOutcome, StepResult
+from vesuvius.training.verdicts import Machine, StreamFigures, Verdicts, telemetry
+
+log = logging.getLogger(__name__)
+
+# Behind the first of a session, which holds the start of the readers.
+_ROLLING_STEPS = 100
+_RECENT_STEPS = 10
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step whose figures may still be on the device, and its batches, which are kept if it was not finite."""
+
+    step: int
+    first_sample: int
+    lr: float
+    result: StepResult
+    batches: Sequence[MicroBatch]
+
+
+def _name_samples(offending: list[tuple[int, int]], limit: int = 4) -> str:
+    """Which samples have no finite loss, the first few with their timesteps.  Pure."""
+    if not offending:
+        return "each with a finite loss"
+    more = f" and {len(offending) - limit} more" if len(offending) > limit else ""
+    return "not finite in " + ", ".join(f"{i} (t {t})" for i, t in offending[:limit]) + more
+
+
+class StepReporter:
+    """Logs steps once the device has finished them, judges what limits them, and keeps those that were not finite.
+
+    Args:
+        stream: that feeds the steps.
+        replays: keeps the batches of steps that were not finite.
+        on_verdict: called with each verdict on what limits the run.
+        news: is told the times of each step.
+
+    Attributes:
+        verdicts: on the steps reported so far.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        clock: StepClock,
+        stream: StreamFigures,
+        machine: Machine,
+        replays: ReplayWriter,
+        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
+        news: RankNews | None = None,
+    ) -> None:
+        self._run = run
+        self._news = news or RankNews(run)
+        self._config = run.config
+        self._progress = run.progress
+        self._metrics = run.metrics
+        self._clock = clock
+        self._stream = stream
+        self._machine = machine
+        self.verdicts = Verdicts(run, stream, machine, on_verdict)
+        self._launched: deque[_Launched] = deque()
+        self._reported = 0
+        self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)
+        self._replays = replays
+        self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.part)
+
+    def launched(
+        self, step: int, first_sample: int, lr: float, result: StepResult, batches: Sequence[MicroBatch]
+    ) -> None:
+        """Note a step (counted from 1) given to the device, and hold its batches until it is reported."""
+        self._launched.append(_Launched(step, first_sample, lr, result, batches))
+
+    def report(self, wait: bool = False) -> None:
+        """Log the steps finished since the last call; with `wait`, all of them.
+
+        Raises:
+            NonFiniteError: `max_nonfinite` steps in a row had no finite loss and gradient.
+        """
+        for times in self._clock.finished(wait):
+            self._report(self._launched.popleft(), times)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Seconds of the longest recent step without its pause; 0 until the second one, as the first starts readers."""
+        return max(list(self._work_s)[-_RECENT_STEPS:], default=0.0)
+
+    def _rolling(self, share: float) -> float | None:
+        """Quantile of the last hundred steps without their pauses; None before the second."""
+        return quantile(list(self._work_s), share) if self._work_s else None
+
+    def finish(self) -> None:
+        """After the last step of a session, log the remaining steps and a last verdict.  Raises as `report`."""
+        self.report(wait=True)
+        self.verdicts.finish()
+
+    def _report(self, launched: _Launched, times: StepTimes) -> None:
+        outcome = launched.result.read()
+        self._reported += 1
+        if self._reported > 1:
+            self._work_s.append(times.step_s - times.pause_s)
+            self._progress.pace.append(times.step_s - times.pause_s)
+        figures = self._gather(launched, outcome, times)
+        log.info(step_line(figures))
+        record = asdict(figures) | asdict(times) | {"gpu_s": times.gpu_s, "other_s": times.other_s}
+        record |= {"sample_index": launched.first_sample}
+        record |= {"samples_total": launched.first_sample + figures.samples}
+        record |= {"session_s": self._progress.session_s, "total_s": self._progress.total_s}
+        for pair in ("ram_bytes", "vram_bytes"):
+            record[pair.replace("_", "_used_")], record[pair.replace("_", "_limit_")] = record.pop(pair) or (None, None)
+        del record["times"]
+        record |= {"step_p50_s": self._rolling(0.5), "step_p95_s": self._rolling(0.95)}
+        record |= telemetry(self._stream)
+        self._metrics.write("step", **record, finite=outcome.finite, scaler_overflow=outcome.overflowed)
+        self.verdicts.add(launched.step, times, figures.vram_bytes)
+        self._news.times = launched.step, times
+        self._run.on_step(launched.step)
+        if not (outcome.finite or outcome.overflowed):
+            self._nonfinite(launched, outcome)
+
+    def _nonfinite(self, launched: _Launched, outcome: StepOutcome) -> None:
+        indices, timesteps = self._samples_of(launched)
+        offending = [place for place, loss in enumerate(outcome.losses) if not math.isfinite(loss)]
+        last = outcome.nonfinite_in_a_row >= self._config.training.max_nonfinite
+        # After the last one nothing is applied; after others the steps launched by now may have been.
+        later_steps = 0 if last else len(self._launched)
+        replay = self._replays.write(launched.step, launched.lr, outcome.scale, launched.batches, later_steps)
+        self._metrics.write(
+            "event",
+            event="nonfinite",
+            step=launched.step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            samples=(launched.first_sample, launched.first_sample + self._config.global_batch),
+            cause="gradient" if math.isfinite(outcome.loss) else "loss",
+            offending=[indices[place] for place in offending],
+            indices=indices,
+            timesteps=timesteps,
+            losses=outcome.losses,
+            replay=None if replay is None else f"{replay.parent.name}/{replay.name}",
+        )
+        where = _name_samples([(indices[place], timesteps[place]) for place in offending])
+        text = (
+            f"step {launched.step} was not applied: loss {outcome.loss}, gradient norm {outcome.grad_norm}, samples "
+            f"{indices[0]} to {indices[-1]}, {where}"
+        )
+        log.error("%s; %s", text, f"kept in {replay}" if replay else "not kept for replay")
+        if last:
+            raise NonFiniteError(
+                f"loss and gradient must be finite; {text} ({outcome.nonfinite_in_a_row} in a row); "
+                + (f"see `vesuvius train --replay {replay}`, " if replay else "")
+                + "lower training.lr or training.clip_norm, look at these samples, or allow more by "
+                "training.max_nonfinite",
+                launched.step,
+            )
+
+    def _samples_of(self, launched: _Launched) -> tuple[list[int], list[int]]:
+        """Indices and timesteps of the global batch, in its order; this rank holds some of the samples."""
+        indices = [int(index) for batch, _ in launched.batches for index in batch.indices]
+        timesteps = [int(t) for _, part in launched.batches for t in part]
+        if self._run.part.world > 1:
+            config, total = self._config, self._config.global_batch
+            indices = list(range(launched.first_sample, launched.first_sample + total))
+            t = stratified_timesteps(config.seed, launched.step - 1, total, config.diffusion.timesteps)
+            timesteps = t.tolist()
+        return indices, timesteps
+
+    def _gather(self, launched: _Launched, outcome: StepOutcome, times: StepTimes) -> StepFigures:
+        config, workers = self._config, self._stream.options.workers
+        left = self._progress.time_left(config, launched.step)
+        peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
+        return StepFigures(
+            step=launched.step,
+            steps=config.stop_step,
+            epoch=(launched.step - 1) // config.training.steps_per_epoch + 1,
+            epochs=config.training.epochs,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            lr=launched.lr,
+            times=times,
+            samples=config.global_batch,
+            vram_bytes=self._vram(),
+            ram_bytes=self._machine.ram(),
+            workers=workers,
+            worker_max_bytes=max(peaks) if workers and peaks else None,
+            eta_s=left.seconds if left else None,
+            eta_at_least=left is not None and left.at_least,
+            ranks=self._run.part.world,
+            slowest_rank=self._news.slowest,
+            mfu=self._seconds_at_peak / (times.step_s - times.pause_s) if self._seconds_at_peak else None,
+        )
+
+    def _vram(self) -> tuple[int, int] | None:
+        if self._run.device.type != "cuda":
+            return None
+        return torch.cuda.memory_reserved(self._run.device), torch.cuda.get_device_properties(
+            self._run.device
+        ).total_memory

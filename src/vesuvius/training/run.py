@@ -1,0 +1,397 @@
+"""A training run from its directory to its last checkpoint, in the order of time.  `loop.py` holds the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import EXIT_OK, GpuMemoryError, StorageError, VesuviusError, one_line
+from vesuvius.monitor.alerts.watchdog import Watchdog
+from vesuvius.monitor.monitor import Monitor
+from vesuvius.runlog.logfile import close_terminal, open_log
+from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.run_dir import RunDir, run_dir
+from vesuvius.stream.options import StreamOptions
+from vesuvius.training.checkpoint.format import list_with_replaced
+from vesuvius.training.checkpoint.mirror import Mirror, open_run_store
+from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.checkpoint.resume import (
+    ResumePoint,
+    check_same_config,
+    checkpoint_to_resume,
+    is_finished,
+    restore,
+    run_state,
+)
+from vesuvius.training.checkpoint.save import RetentionPolicy, set_aside
+from vesuvius.training.checkpoint.snapshot import take_part
+from vesuvius.training.checkpoint.writer import CheckpointWriter
+from vesuvius.training.context import RunContext
+from vesuvius.training.deaths import Deaths, log_killed_session, log_last_session
+from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
+from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
+from vesuvius.training.forecast.start_log import log_network, log_progress, log_ranks, log_start
+from vesuvius.training.guard_actions import GuardActions
+from vesuvius.training.loop import MakeTuner, TrainingLoop, make_autotuner
+from vesuvius.training.milestones import Milestones, NoMilestones
+from vesuvius.training.monitoring import open_metrics, open_monitor, open_session
+from vesuvius.training.quarantine import log_replaced, still_quarantined
+from vesuvius.training.ranks.part import Part, config_of, part_of
+from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks
+from vesuvius.training.replay.file import ReplayWriter
+from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.network import build_network
+from vesuvius.training.step.self_test import check_convolution, check_cudnn, check_norm
+from vesuvius.training.step.step import TrainStep, choose_device, choose_kernels
+from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
+from vesuvius.training.validation.reference import Reference
+from vesuvius.volumes.store.object_store import prepare_cache
+
+log = logging.getLogger(__name__)
+
+
+def train(
+    config: Config,
+    source: Path,
+    resume: bool,
+    allow_drift: bool = False,
+    on_step: Callable[[int], None] = lambda step: None,
+    *,
+    restart_damaged: bool = False,
+    make_tuner: MakeTuner = make_autotuner,
+    ranks: Ranks = SINGLE,
+    stop: StopRequest | None = None,
+) -> int:
+    """Train, or go on training, until the last step or a request to stop.
+
+    Args:
+        config: the experiment.
+        source: the YAML file it came from, kept with the run.
+        resume: go on from the newest whole checkpoint of `runs/<name>`, if there is one.
+        allow_drift: go on though the data or what the weights mean have changed.
+        on_step: called with the number of each step once it is logged.
+        restart_damaged: where `resume` finds checkpoints and none is whole, move them aside and start at step 0.
+        make_tuner: makes what acts between two steps; by default `training.autotune`.
+        ranks: the trainer processes of the run, of which this is one.
+        stop: a request that the caller may make; by default one that listens to signals and `training.max_hours`.
+
+    Returns:
+        EXIT_OK, or the exit code of what stopped it (75 for SIGTERM and time, 130 for Ctrl-C).
+
+    Raises:
+        ConfigError: the run exists and `resume` is false, or it was another experiment.
+        DataError: a volume cannot be read.
+        NonFiniteError, GpuMemoryError, StorageError: as they say.  The last checkpoint is whole.
+    """
+    if ranks.rank:
+        return _train_other_rank(config, ranks, stop or StopRequest(None))
+    directory, shared = run_dir(config), config.model_dump(mode="json")
+    storage = open_run_store(config, directory, resume)
+    existed = directory.exists()
+    with stop or StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
+        if resume and existed:  # first of all: another process may be writing the checkpoint to go on from
+            held.enter_context(directory.locked(new=False))
+        try:
+            checked = unless_stopped(
+                lambda: _before_the_run(config, directory, resume, allow_drift, restart_damaged), stop.wanted
+            )
+        except StoppedError:
+            log.info("stopped before the run began")
+            ranks.publish((shared, NothingToDo(*stop.asked())))
+            return stop.asked()[0]
+        if checked is None:
+            log_killed_session(directory)
+            ranks.publish((shared, NothingToDo(EXIT_OK, "")))
+            return EXIT_OK
+        if not (resume and existed):
+            held.enter_context(directory.locked(new=not resume))
+        held.enter_context(_storage_errors(directory))
+        directory.begin(config, source, checked.data.describe(config.data, checked.facts.greys))
+        open_log(directory.log)
+        if storage is not None:
+            held.enter_context(Mirror(directory, storage))
+        if checked.resumed is None and list_with_replaced(directory.checkpoints):
+            log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
+        log_start(config, checked, lost=resume and existed)
+        log_last_session(directory, ranks)
+        ranks.publish((shared, for_other_ranks(checked)))
+        return _train_and_record(config, of_rank(checked, 0, ranks.world), stop, on_step, make_tuner, ranks)
+
+
+@dataclass(frozen=True)
+class NothingToDo:
+    """What rank 0 tells the others where there is nothing to train: the exit code, and why."""
+
+    exit_code: int
+    reason: str
+
+
+def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
+    """The same as rank 0 does, but for what that does for all: checks, checkpoints, validations and pictures."""
+    if ranks.idle:
+        with stop:  # a signal must not end it: a launcher would end the others
+            return ranks.await_end()
+    with stop, contextlib.ExitStack() as held:
+        shared, checked = ranks.await_main()
+        check_same_config(config, shared, ranks.rank)
+        if isinstance(checked, NothingToDo):
+            return checked.exit_code
+        checked = of_rank(checked, ranks.rank, ranks.world)
+        held.enter_context(_storage_errors(checked.directory))
+        checked.directory.make_folders()
+        open_log(checked.directory.log)
+        close_terminal()  # rank 0 says what there is to say
+        log_last_session(checked.directory, ranks)
+        if ranks.local_rank == 0:
+            prepare_cache(config.data.store)
+        monitor = config.monitor.model_copy(
+            update={"tensorboard": False, "prometheus_port": None, "webhook": None, "trackers": ()}
+        )
+        return _train_and_record(
+            config.model_copy(update={"monitor": monitor}), checked, stop, lambda step: None, make_autotuner, ranks
+        )
+
+
+def _before_the_run(
+    config: Config, directory: RunDir, resume: bool, allow_drift: bool, restart_damaged: bool
+) -> Preflight | None:
+    """What the run goes on from and needs; None where it is finished.  Raises as `train`."""
+    checkpoint = checkpoint_to_resume(directory.checkpoints, restart_damaged) if resume else None
+    if checkpoint is not None and is_finished(checkpoint, config):
+        log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
+        return None
+    checked = preflight(config, resume, checkpoint, allow_drift)
+    prepare_cache(config.data.store)
+    return checked
+
+
+def _train_and_record(
+    config: Config,
+    preflight: Preflight,
+    stop: StopRequest,
+    on_step: Callable[[int], None],
+    make_tuner: MakeTuner,
+    ranks: Ranks,
+) -> int:
+    """Run one session, and record how it began and how it ended, however it ends."""
+    directory, device = preflight.directory, choose_device(ranks.local_rank)
+    part = part_of(config, ranks.rank, ranks.world)
+    log_ranks(config, part)
+    with open_session(config, directory) as session, open_metrics(config, directory) as metrics:
+        progress: Progress | None = None
+        try:
+            train_step = _build_step(config, preflight, device, part, ranks)
+            if train_step.sharded:
+                ranks.on_call = lambda what: take_part(  # "state", or the name of a set of weights
+                    train_step.state_dict() if what == "state" else train_step.weights(what)
+                )
+            progress = _load_weights(config, preflight, train_step, device)
+            progress.begin_at_multiple(ranks.world, config.global_batch)
+            watchdog = _watchdog(config, directory, metrics, progress)
+            ranks.on_sign = lambda: watchdog.alive("ranks")
+            run = RunContext(
+                config, directory, device, session.record, metrics, progress, stop, watchdog, part, ranks, on_step
+            )
+            _record_start(run, preflight.resumed)
+            session.exit_code = _train(run, preflight, train_step, make_tuner)
+        except (ConnectionError, TimeoutError):  # of the network, not of a file
+            raise
+        except OSError:
+            session.exit_code = StorageError.exit_code
+            raise
+        except VesuviusError as error:
+            session.exit_code = error.exit_code
+            raise
+        except RuntimeError as error:
+            if not is_gpu_memory_error(error):  # while the network was built
+                raise
+            session.exit_code = GpuMemoryError.exit_code
+            raise gpu_memory_error(config, device, error, None) from error
+        finally:
+            reached = {"step": progress.step, "total_s": progress.total_s} if progress else {}
+            cause = _cause(sys.exception(), stop, session.exit_code)
+            metrics.write("run_end", exit_code=session.exit_code, cause=cause, **reached)
+    return session.exit_code
+
+
+def _cause(error: BaseException | None, stop: StopRequest, exit_code: int) -> str:
+    """Why a session ends, in one line."""
+    if error is not None:
+        return one_line(error)
+    return "done" if exit_code == EXIT_OK else stop.reason or ""
+
+
+@contextlib.contextmanager
+def _storage_errors(directory: RunDir) -> Iterator[None]:
+    """What the system says of a file of the run that cannot be written, as an error with a remedy."""
+    try:
+        yield
+    except OSError as error:
+        told = _told(error, directory)
+        if told is error:
+            raise
+        raise told from error
+
+
+def _told(error: Exception, directory: RunDir) -> Exception:
+    """The error that a user is told of: that of a file of the run names its remedy."""
+    if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):  # of the network
+        return error
+    return StorageError(
+        f"the run directory must be writable; got {error} in {directory.path}; free some space and go on with --resume"
+    )
+
+
+def _build_step(config: Config, preflight: Preflight, device: torch.device, part: Part, ranks: Ranks) -> TrainStep:
+    """The network and its optimizer on the device, whose kernels have been checked."""
+    choose_kernels(device, config.training)
+    network = build_network(config, device)
+    schedule = Schedule.from_config(config.diffusion, preflight.spectrum)
+    train_step = TrainStep(config, network, schedule, device, part, ranks)
+    check_cudnn(device, train_step.amp, config.training.channels_last)
+    check_convolution(device, train_step.amp)
+    check_norm(device, train_step.amp, config.training.channels_last)
+    log_network(config, network, device, train_step.amp)
+    return train_step
+
+
+def _load_weights(config: Config, preflight: Preflight, train_step: TrainStep, device: torch.device) -> Progress:
+    """Load the weights of the checkpoint or of another run, or keep the initial ones; returns how far the run is."""
+    if preflight.resumed:
+        progress = restore(preflight.resumed, train_step, device)
+        progress.quarantined = still_quarantined(progress.quarantined, run_dir(config).quarantine)
+        return progress
+    if preflight.initial:
+        train_step.set_weights(preflight.initial.weights)
+    return Progress()
+
+
+def _record_start(run: RunContext, resumed: ResumePoint | None) -> None:
+    """Log and record where this session begins: what was recorded beyond that is void."""
+    progress = run.progress
+    log_progress(run.config, progress)
+    run.metrics.write(
+        "run_start",
+        name=run.config.name,
+        session=progress.sessions,
+        step=progress.step,
+        validated_step=progress.validated_step,
+        previewed_step=progress.previewed_step,
+        drift=resumed.drift if resumed else [],
+        accepted=resumed.accepted if resumed else [],
+    )
+
+
+def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tuner: MakeTuner) -> int:
+    """Run steps until the last one or a request to stop, save, and return the exit code."""
+    config, progress, stop = run.config, run.progress, run.stop
+    guard_actions = GuardActions(run, preflight.data.job.patch_bytes)
+    with run.watchdog, open_monitor(run, guard_actions.exit) as monitor, _open_writer(run, train_step) as writer:
+        deaths = Deaths(run, monitor, guard_actions)
+        loop = _build_loop(run, preflight, train_step, writer, monitor, guard_actions, deaths, make_tuner)
+        milestones = loop.milestones
+        try:
+            if not stop.wanted() or run.ranks.world > 1:  # several stop together, which they do in the loop
+                loop.run_steps()
+        except Exception as error:
+            cause = run.ranks.explain(error)
+            run.ranks.fail(
+                gpu_memory_error(config, run.device, error, None)
+                if is_gpu_memory_error(error)
+                else _told(cause, run.directory)
+            )
+            # Also after steps that were not finite: they were not applied, and a resume continues after them.
+            # On a GPU not where another rank failed: a step may be queued behind a sum that is not complete.
+            # Nor of sharded weights, as not all ranks may come to gather them.
+            behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
+            intact = not (train_step.updating or behind_sum or train_step.sharded)
+            saved = milestones.save_after_error() if intact else None
+            if is_gpu_memory_error(error):
+                short = gpu_memory_error(config, run.device, error, saved)
+                deaths.of_gpu(short)
+                raise short from error
+            if cause is not error:
+                raise cause from error
+            raise
+        failure = milestones.save_last()
+        # A stop requested in the last step, or while the last checkpoint is written, has nothing left to stop.
+        finished = progress.step >= config.stop_step and not milestones.due()
+        if guard_actions.reason is not None and not finished:
+            guard_actions.record_exit()
+            deaths.of_guard()
+    if failure is not None:
+        raise failure
+    if stop.exit_code is None or finished:
+        log.info("done: step %d", progress.step)
+        log_replaced(preflight.data.job.plan, progress.quarantined, progress.sample_index, config.name)
+        return EXIT_OK
+    if stop.exit_code == EXIT_OK:  # a profile, which is over
+        log.info("ended behind step %d: %s", progress.step, stop.reason)
+    else:
+        log.info("stopped at step %d of %d; go on with --resume", progress.step, config.stop_step)
+    return stop.exit_code
+
+
+def _watchdog(config: Config, directory: RunDir, metrics: Metrics, progress: Progress) -> Watchdog:
+    stall_s = 60 * (config.monitor.stall_minutes or 0.0)
+    return Watchdog(stall_s, directory.stacks, metrics.write, lambda: (progress.step, config.stop_step))
+
+
+def _open_writer(run: RunContext, train_step: TrainStep) -> CheckpointWriter:
+    training = run.config.training
+    return CheckpointWriter(
+        run.directory.checkpoints,
+        RetentionPolicy(training.keep_last, training.keep_every),
+        dump_config(run.config),
+        on_progress=lambda: run.watchdog.alive("checkpoint"),
+        before_copy=(lambda: run.ranks.call("state")) if train_step.sharded else lambda: None,
+    )
+
+
+def _build_loop(
+    run: RunContext,
+    preflight: Preflight,
+    train_step: TrainStep,
+    writer: CheckpointWriter,
+    monitor: Monitor,
+    guard_actions: GuardActions,
+    deaths: Deaths,
+    make_tuner: MakeTuner,
+) -> TrainingLoop:
+    """Join what feeds the steps, what is due between them, and what watches them."""
+    config, data, facts = run.config, preflight.data, preflight.facts
+    conditioner = Conditioner(config.data.condition_classes, facts.greys.conditions, facts.scalars, run.device)
+    fixed = preflight.fixed
+    reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
+
+    def state() -> dict[str, Any]:
+        return run_state(config, data, facts, train_step, run.progress)
+
+    job = replace(data.job, notes_dir=str(run.directory.reading.absolute()))
+    options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
+    milestones: Milestones | NoMilestones = NoMilestones(run.ranks)
+    if run.ranks.is_main:
+        milestones = Milestones(run, train_step, reference, preflight.spectrum, writer, state)
+    return TrainingLoop(
+        run,
+        job=job,
+        feed=DeviceFeed(run.device, options, job, facts.greys.volumes, conditioner),
+        train_step=train_step,
+        replays=ReplayWriter(run.directory.nonfinite, config_of(config, run.part), facts, train_step),
+        milestones=milestones,
+        monitor=monitor,
+        guard_actions=guard_actions,
+        deaths=deaths,
+        make_tuner=make_tuner,
+    )

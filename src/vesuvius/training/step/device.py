@@ -1,0 +1,217 @@
+"""Last stop of a patch: from a batch in its stored dtype to model values on the device.
+
+On a GPU batches are put together in a small ring of pinned buffers (`batch_ring.py`) and copied from there on a stream
+of their own; on a CPU the same calls only cast.  Casting, normalising and mirroring happen on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vesuvius.diffusion.condition import Condition
+from vesuvius.monitor.clock import StepClock
+from vesuvius.plan.plan import Augmentation
+from vesuvius.stream.feeder import HELD, Batch
+from vesuvius.stream.options import StreamChanges, StreamOptions, batches_ahead
+from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.stream import PatchStream
+from vesuvius.training.step.batch_ring import BatchRing, exchange
+from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.step.grey_values import grey_scales, normalised, signed_view
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """A batch where the model is.
+
+    Attributes:
+        indices: int64 [B], on the host.
+        x_0: float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1.
+        condition: what the network is shown beside, mirrored and turned with its patch.
+        stored: the batch as it was read, in memory of its own on the host: what a replay needs.
+    """
+
+    indices: NDArray[np.int64]
+    x_0: Tensor
+    condition: Condition
+    stored: Batch
+
+
+class DeviceFeed:
+    """Opens a stream, takes batches from it and delivers model values.
+
+    Args:
+        device: where the model is.
+        options, job: of the stream.
+        greys: grey range of each volume of the plan.
+        conditioner: makes the condition of a batch.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        options: StreamOptions,
+        job: ReaderJob,
+        greys: Sequence[GreyRange],
+        conditioner: Conditioner,
+    ) -> None:
+        self._job, self._options = job, options
+        self._stream: PatchStream | None = None
+        self._device = device
+        self._patch_bytes = job.patch_bytes
+        self._batch_bytes = options.batch_size * job.patch_bytes
+        self._scales = grey_scales(greys)
+        self._conditioner = conditioner
+        self._ring: BatchRing | None = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            allocate = partial(_pinned_slot, job.batch_layout(options.batch_size))
+            self._ring = BatchRing(allocate, HELD + batches_ahead(job.patch_bytes, options))
+
+    @contextmanager
+    def open(
+        self,
+        *,
+        first: int = 0,
+        stop: int | None = None,
+        quarantined: Sequence[dict[str, Any]] = (),
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Iterator[PatchStream]:
+        """The stream that `next` draws from, closed at the end; arguments and errors as of `PatchStream`."""
+        with PatchStream(
+            self._job,
+            self._options,
+            first=first,
+            stop=stop,
+            buffers=self._ring.buffers if self._ring else (),
+            condition_buffers=self._ring.condition_buffers if self._ring else (),
+            quarantined=quarantined,
+            interrupted=interrupted,
+        ) as self._stream:
+            try:
+                yield self._stream
+            finally:
+                self._stream = None  # it holds the batches that it delivered last
+
+    @property
+    def stream(self) -> PatchStream:
+        """The stream that is open."""
+        assert self._stream is not None, "open the feed first"
+        return self._stream
+
+    @property
+    def memory_of_batch(self) -> int:
+        """Bytes that one more batch ahead takes; torch rounds pinned buffers up to a power of two."""
+        return self._ring.slot_bytes if self._ring else self._batch_bytes
+
+    def reconfigure(self, **changes: Unpack[StreamChanges]) -> None:
+        """Change the stream as `PatchStream.reconfigure` does, and the ring with it; between two batches.
+
+        Raises:
+            ConfigError: it cannot be done; stream and ring go on as they were.
+        """
+        if self._ring is None:
+            self.stream.reconfigure(**changes)
+            return
+        options = replace(self.stream.options, **changes)
+        before, count = len(self._ring), HELD + batches_ahead(self._patch_bytes, options)
+        self._ring = exchange(self.stream, self._ring, count, **changes)
+        if count < before:
+            self._copies.synchronize()
+            _release_pinned()
+
+    def next(self, clock: StepClock) -> DeviceBatch:
+        """The next batch, on the device."""
+        with clock.waiting():
+            if self._ring:
+                self._ring.wait()
+            batch = next(self.stream)
+        if self._ring:
+            raw = self._copy_to_device(self._ring, batch, clock)
+            batch = _copy_of(batch)  # its buffers are filled again two batches on; the device computes meanwhile
+        else:
+            with clock.copying():
+                raw = [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
+        with clock.computing("forward"):
+            return self._augmented(batch, *raw)
+
+    def _copy_to_device(self, ring: BatchRing, batch: Batch, clock: StepClock) -> list[Tensor]:
+        slot, count = ring.take(batch.patches), len(batch.indices)
+        main = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._copies):
+            with clock.copying():
+                raw = [part[:count].to(self._device, non_blocking=True) for part in slot]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        ring.copying(event)
+        main.wait_event(event)
+        for part in raw:
+            part.record_stream(main)  # or the allocator could hand its memory out while the main stream still reads it
+        return raw
+
+    def _augmented(self, batch: Batch, raw: Tensor, raw_condition: Tensor | None = None) -> DeviceBatch:
+        augmentations = [sample.augmentation for sample in batch.samples]
+        volumes = [sample.volume for sample in batch.samples]
+        x_0 = model_values(raw, augmentations, self._scales[volumes])
+        return DeviceBatch(
+            batch.indices, x_0, make_condition(raw_condition, augmentations, volumes, self._conditioner), batch
+        )
+
+
+def _pinned_slot(layout: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Tensor]:
+    dtypes = [torch.from_numpy(np.empty(0, dtype)).dtype for _, dtype in layout]
+    return [torch.empty(shape, dtype=dtype, pin_memory=True) for (shape, _), dtype in zip(layout, dtypes, strict=True)]
+
+
+def _release_pinned() -> None:
+    """Give the system what torch keeps of freed pinned memory.  Older versions keep it for the next buffers."""
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+
+
+def _copy_of(batch: Batch) -> Batch:
+    return Batch(batch.patches.copy(), batch.samples, None if batch.condition is None else batch.condition.copy())
+
+
+def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDArray[np.float64]) -> Tensor:
+    """From stored voxels to what the network learns.
+
+    Args:
+        raw: [B, Z, Y, X] in the stored dtype.
+        augmentations: of each sample.
+        scales: `grey_scales` of each sample's volume, float64 [B, 2].
+
+    Returns:
+        float32 [B, 1, Z, Y, X] on the device of `raw`.
+    """
+    gains, shifts = [a.gain for a in augmentations], [a.offset for a in augmentations]
+    return normalised(apply_symmetries(raw, augmentations).unsqueeze(1), scales, gains, shifts)
+
+
+def make_condition(
+    raw: Tensor | None, augmentations: Sequence[Augmentation], volumes: Sequence[int], conditioner: Conditioner
+) -> Condition:
+    """The condition of a batch, mirrored and turned with its patches; `raw` as for `model_values`, None without one."""
+    return conditioner(None if raw is None else apply_symmetries(raw, augmentations).unsqueeze(1), volumes)
+
+
+def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> Tensor:
+    """Mirror and turn each patch [B, Z, Y, X] as its own augmentation says.
+
+    Moves voxels, changes none: any dtype, any device.
+    """
+    out = torch.empty_like(patches)
+    for target, patch, augmentation in zip(signed_view(out), signed_view(patches), augmentations, strict=True):
+        axes = [axis for axis, flip in enumerate(augmentation.flip_zyx) if flip]
+        target.copy_(torch.rot90(torch.flip(patch, axes), augmentation.turns, (1, 2)))
+    return out

@@ -1,0 +1,83 @@
+"""From voxels of any stored dtype to model values, where the model is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.training.step.transfer import to_device
+
+# float32 holds all of their values.
+_EXACT = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.float16, torch.float32)
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""torch moves and adds no unsigned integers but uint8; their bits can be looked at as these."""
+
+
+def grey_scales(greys: Sequence[GreyRange]) -> NDArray[np.float64]:
+    """Low grey, which becomes -1, and half of the range up to high, which becomes +1: float64 [volumes, 2]."""
+    return np.array([(grey.low, grey.high / 2 - grey.low / 2) for grey in greys], np.float64).reshape(-1, 2)
+
+
+def normalised(
+    raw: Tensor, scales: NDArray[np.float64], gains: Sequence[float] = (1.0,), shifts: Sequence[float] = (0.0,)
+) -> Tensor:
+    """((raw - low) / half - 1) * gain + shift, each sample with its own figures.
+
+    Low is subtracted before anything is rounded, so a small range far from 0 keeps its steps.  Dtypes that float32 does
+    not hold are computed in float64, and integers of 8 bytes, which float64 does not hold, in two halves.
+
+    Args:
+        raw: [B, ...] in any stored dtype.
+        scales: `grey_scales` of each sample's volume, float64 [B, 2].
+        gains, shifts: of each sample, or one of all.
+
+    Returns:
+        float32 of the shape of `raw`, on its device; within a few roundings of float32.
+    """
+    low, half = scales.T
+    if raw.dtype in _EXACT:
+        origin = low.astype(np.float32).astype(np.float64)
+        values = raw.float() - _per_sample(origin, torch.float32, raw)
+    elif raw.dtype in (torch.int64, torch.uint64):
+        origin = np.array([math.floor(value) for value in low], object)
+        values = _difference(raw, origin)
+    else:
+        origin = low
+        values = _double(raw) - _per_sample(low, torch.float64, raw)
+    summand = ((origin - low).astype(np.float64) / half - 1) * np.asarray(gains) + np.asarray(shifts)
+    summands, divisors = (_per_sample(f, values.dtype, raw) for f in (summand, half / np.asarray(gains)))
+    # In place: first touch of fresh memory takes longer than the sums.
+    return values.div_(divisors).add_(summands).float()
+
+
+def signed_view(voxels: Tensor) -> Tensor:
+    """The same bits in a dtype that torch can move about."""
+    return voxels.view(_SIGNED[voxels.dtype]) if voxels.dtype in _SIGNED else voxels
+
+
+def _double(raw: Tensor) -> Tensor:
+    """float64 of int32, uint32 or float64."""
+    return (signed_view(raw).long() & 0xFFFFFFFF).double() if raw.dtype == torch.uint32 else raw.double()
+
+
+def _difference(raw: Tensor, origin: NDArray[np.object_]) -> Tensor:
+    """raw - origin of 8-byte integers in float64, rounded once: high and low halves apart are exact."""
+    bits = signed_view(raw)
+    high = bits >> 32
+    if raw.dtype == torch.uint64:
+        high &= 0xFFFFFFFF
+    highs, lows = (np.array([float(part) for part in parts]) for parts in (origin >> 32, origin & 0xFFFFFFFF))
+    low = (bits & 0xFFFFFFFF).double().sub_(_per_sample(lows, torch.float64, raw))
+    return low.add_(high.double().sub_(_per_sample(highs, torch.float64, raw)), alpha=2**32)
+
+
+def _per_sample(figures: NDArray[np.float64], dtype: torch.dtype, raw: Tensor) -> Tensor:
+    """[B, 1, 1, ...] or, of one figure for all, [1, 1, 1, ...] on the device of `raw`."""
+    column = torch.from_numpy(np.ascontiguousarray(figures)).to(dtype).view(-1, *[1] * (raw.ndim - 1))
+    return to_device(column, raw.device)

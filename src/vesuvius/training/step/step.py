@@ -1,0 +1,399 @@
+"""One optimizer step: micro-batches accumulate a gradient, it is checked, clipped and applied, the averages follow.
+
+The accumulated gradient, its norm, the logged loss, the learning rate and the averages equal those of one large batch.
+Nothing here makes the host wait for a GPU: whether a step is applied is a flag on the device that the optimizer and the
+averages obey, and its figures are read later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from vesuvius.config import Config, TrainingConfig
+from vesuvius.diffusion.condition import NO_CONDITION, Condition
+from vesuvius.diffusion.estimate import Denoise
+from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.randomness import condition_kept, sample_noise
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import ConfigError
+from vesuvius.monitor.clock import Timed, untimed
+from vesuvius.training.ranks.part import Part, part_of
+from vesuvius.training.ranks.ranks import SINGLE, Ranks
+from vesuvius.training.step.averages import MovingAverage, average_decays, load_averages
+from vesuvius.training.step.gradient_sync import GradientSync
+from vesuvius.training.step.muon import Muon
+from vesuvius.training.step.network import lay_out_network
+from vesuvius.training.step.outcome import StepResult
+from vesuvius.training.step.shards import own_part, sharded_like, sharded_moments, whole
+from vesuvius.training.step.transfer import to_device
+
+AmpMode = Literal["off", "bf16", "fp16"]
+
+_BETAS, _KERNEL_AXES = (0.9, 0.999), 5
+
+
+class TrainStep:
+    """Owns the network, its optimizer, its gradient scaler and the averages of its weights.
+
+    Attributes:
+        schedule: noise levels, on the device.
+        averages: by name; the first is "ema".
+        updating: weights, moments and averages are being changed; where an error ended that, they are of no use.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        network: nn.Module,
+        schedule: Schedule,
+        device: torch.device,
+        part: Part | None = None,
+        ranks: Ranks = SINGLE,
+    ) -> None:
+        self._config = config
+        self.schedule = schedule.to(device)
+        self._device = device
+        self.amp = resolve_amp(config.training.amp, device)
+        self.network = network.to(device)
+        sharded = config.training.sharding == "fsdp"
+        self._sync = GradientSync(self.network, part or part_of(config, 0, 1), ranks, sharded)
+        self._ranks = ranks
+        forward = self._sync.forward
+        self._forward: Any = torch.compile(forward, dynamic=False) if config.training.compile else forward
+        self.optimizer = make_optimizer(self.network, config.training)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == "fp16")
+        decays = average_decays(config.training)
+        self.averages = {name: MovingAverage(self.network, decay) for name, decay in decays.items()}
+        self.updating = False
+        self._holds_trials = holds_trials(device, config.training)
+        self._loss = torch.zeros((), device=device)
+        self._losses: list[Tensor] = []
+        self._nonfinite_in_a_row = torch.zeros((), device=device)
+
+    @property
+    def ema(self) -> MovingAverage:
+        """The first average: what a run is sampled and published with."""
+        return self.averages["ema"]
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """What `denoiser` takes: "raw" for the weights of the last step, and each average."""
+        return ("raw", *self.averages)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds a part of weights, moments and averages."""
+        return self._sync.sharded
+
+    def accumulate(
+        self,
+        x_0: Tensor,
+        indices: NDArray[np.int64],
+        t: NDArray[np.int64],
+        condition: Condition = NO_CONDITION,
+        timed: Timed = untimed,
+        last: bool = True,
+    ) -> None:
+        """Add the gradient of one micro-batch.
+
+        Args:
+            x_0: model values, float32 [B, 1, Z, Y, X] on the device.
+            indices: sample indices [B]; the noise, and whether the condition is shown, follow from them.
+            t: timesteps [B].
+            condition: of the same samples, on the device.
+            timed: `computing` of a clock.
+            last: it is the last one of the step: only then do the ranks exchange gradients.
+        """
+        with self._sync.micro_batch(last):
+            self._accumulate(x_0, indices, t, condition, timed)
+
+    def _accumulate(
+        self, x_0: Tensor, indices: NDArray[np.int64], t: NDArray[np.int64], condition: Condition, timed: Timed
+    ) -> None:
+        seed = self._config.seed
+        with timed("forward"):
+            eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
+            t_device = to_device(torch.from_numpy(t), self._device)
+            x_t = self.schedule.q_sample(x_0, eps, t_device)
+            if not condition.empty:
+                keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
+                condition = condition.kept(to_device(torch.from_numpy(keep), self._device))
+            with autocast(self._device, self.amp):
+                prediction = predict(self._forward, self.schedule, x_t, t_device, condition)
+            per_sample = loss_per_sample(prediction, x_0, eps, t_device, self.schedule, self._config.diffusion)
+            loss = per_sample.sum() / self._config.global_batch
+        with timed("backward"):
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self._loss += loss.detach()
+            self._losses.append(per_sample.detach())
+
+    def apply(self, lr: float, timed: Timed = untimed) -> StepResult:
+        """Update the weights with the accumulated gradient, if it is finite, and start the next one.
+
+        Args:
+            lr: learning rate.
+            timed: `computing` of a clock.
+        """
+        if self._sync.parallel:
+            with timed("comm"):
+                self._sync.wait()
+                self._losses = [self._sync.gather(self._losses)]
+                self._loss = self._losses[0].sum() / self._config.global_batch
+        with timed("optimizer"):
+            result = self._apply(lr)
+        if self._holds_trials:
+            torch.cuda.empty_cache()  # waits for the step: once
+            self._holds_trials = False
+        return result
+
+    def _apply(self, lr: float) -> StepResult:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        scale = torch.ones((), device=self._device)
+        if self.amp == "fp16":
+            assert self.scaler._scale is not None
+            scale = self.scaler._scale.clone()  # `get_scale()` would wait for the device
+        self.scaler.unscale_(self.optimizer)
+        parameters = list(self.network.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        grad_norm = whole(nn.utils.get_total_norm(gradients)).detach()
+        nn.utils.clip_grads_with_norm_(parameters, self._config.training.clip_norm, grad_norm)
+        if self.sharded and self.amp == "fp16":  # a rank has looked at its part of the gradients alone
+            for found in self.scaler._found_inf_per_device(self.optimizer).values():
+                found.copy_(~torch.isfinite(grad_norm))
+        finite, overflowed, applied = self._judge(grad_norm, scale)
+        # The fused AdamW leaves weights, moments and step counts alone where this flag is set: the contract that
+        # torch's own GradScaler uses (`_step_supports_amp_scaling`), without its sync.
+        self.optimizer.found_inf = (~applied).float()  # type: ignore[attr-defined]
+        self.updating = True
+        self.optimizer.step()
+        del self.optimizer.found_inf  # type: ignore[attr-defined]
+        if self.amp == "fp16":
+            self.scaler.update()
+        for average in self.averages.values():
+            average.update(applied)
+        scalars = [self._loss, grad_norm, finite, applied, overflowed, self._nonfinite_in_a_row, scale]
+        result = StepResult(scalars, self._losses)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._loss, self._losses = torch.zeros((), device=self._device), []
+        self.updating = False  # not before: what is allocated here may fail, and the step is not counted yet
+        return result
+
+    def _judge(self, grad_norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether the step is finite, whether it overflowed fp16, and whether to apply it: flags on the device.
+
+        The host reads them a step or more late.  Steps that it has launched by then must not train on behind
+        `max_nonfinite` bad ones, where the run ends: so the count of bad steps lives here, and nothing lowers it again
+        once it is full.  The weights at the end are those before the last bad step, on a GPU as on a CPU.
+        """
+        loss_finite = torch.isfinite(self._loss)
+        finite = torch.isfinite(grad_norm) & loss_finite
+        # Down at scale 1 there is nothing left to halve: then an overflow is a gradient that is not finite.
+        overflowed = ~finite & loss_finite & (scale > 1)
+        applied = finite & (self._nonfinite_in_a_row < self._config.training.max_nonfinite)
+        self._nonfinite_in_a_row = (self._nonfinite_in_a_row + ~(finite | overflowed)) * ~applied
+        return finite, overflowed, applied
+
+    def denoiser(self, weights: str) -> Denoise:
+        """The prediction with one of `weight_names`, without a gradient; where sharded, rank 0 gathers them once."""
+        module = lay_out_network(self._config) if self.sharded else self.network
+        parameters: dict[str, Tensor] = {}
+
+        @torch.no_grad()
+        def denoise(x_t: Tensor, t: Tensor, condition: Condition = NO_CONDITION) -> Tensor:
+            if not parameters:
+                if self.sharded:
+                    self._ranks.call(weights)
+                parameters.update({name: whole(weight) for name, weight in self.weights(weights).items()})
+
+            def network(*arguments: Tensor | None) -> Tensor:
+                output: Tensor = functional_call(module, parameters, arguments)
+                return output
+
+            with autocast(self._device, self.amp):
+                return predict(network, self.schedule, x_t, t, condition)
+
+        return denoise
+
+    def weights(self, weights: str) -> dict[str, Tensor]:
+        """Those of one of `weight_names`, which may be sharded, by the names of the network's parameters."""
+        return dict(self.network.named_parameters()) if weights == "raw" else self.averages[weights].weights
+
+    @torch.no_grad()
+    def set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Start the network and every average from these weights, by the names of the network's parameters.
+
+        Raises:
+            ConfigError: they are of another network.
+        """
+        check_initial_weights(self.network, weights)
+        for name, parameter in self.network.named_parameters():
+            own_part(parameter).copy_(own_part(sharded_like(parameter, weights[name])))
+        for average in self.averages.values():
+            average.restart(weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resume needs of this object: tensors, which may be sharded, and plain data."""
+        return {
+            "model": self.network.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "averages": {name: average.state_dict() for name, average in self.averages.items()},
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, of any number of ranks, with whole tensors."""
+        weights = self.weights("raw")
+        self.network.load_state_dict(
+            {name: sharded_like(weights.get(name, value), value) for name, value in state["model"].items()}
+        )
+        self.optimizer.load_state_dict(sharded_moments(self.optimizer, state["optimizer"]))
+        self._lay_out_moments()
+        if self.amp == "fp16" and state["scaler"]:  # empty where the run has not used fp16 so far
+            self.scaler.load_state_dict(state["scaler"])
+        load_averages(self.averages, state["averages"], state["model"])
+        in_a_row = int(state["nonfinite_in_a_row"])
+        # Full, it has ended the session before; this one is to train on behind the bad steps.
+        self._nonfinite_in_a_row.fill_(in_a_row if in_a_row < self._config.training.max_nonfinite else 0)
+
+    def _lay_out_moments(self) -> None:
+        """Bring the moments into the memory order of their weights, in which the fused AdamW walks both.
+
+        They come in that of the run that saved them, with or without `training.channels_last`.
+        """
+        for parameter, state in self.optimizer.state.items():
+            for name, value in state.items():
+                if value.shape == parameter.shape:
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def resolve_amp(amp: Literal["auto", "off", "bf16", "fp16"], device: torch.device) -> AmpMode:
+    """The autocast dtype for a device: auto = bf16 on Ampere and newer, fp16 on older GPUs, off on a CPU."""
+    if amp != "auto":
+        return amp
+    if device.type != "cuda":
+        return "off"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+def autocast(device: torch.device, amp: AmpMode) -> AbstractContextManager[Any]:
+    """The context in which the network, and nothing else, is computed."""
+    if amp == "off":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16 if amp == "bf16" else torch.float16)
+
+
+def make_optimizer(network: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """Fused AdamW, or Muon with it; weight decay on matrices and kernels only, not on biases and norms."""
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    spared = {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}
+    decayed = [p for p in parameters if p.ndim > 1]
+    if config.optimizer == "adamw":
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, spared]
+        return torch.optim.AdamW(groups, lr=config.lr, betas=_BETAS, fused=True)
+    kernels = [p for p in decayed if _is_kernel(p)]
+    others = [p for p in decayed if not _is_kernel(p)]
+    groups = [
+        {"params": kernels, "weight_decay": config.weight_decay, "orthogonal": True},
+        {"params": others, "weight_decay": config.weight_decay, "orthogonal": False},
+        spared | {"orthogonal": False},
+    ]
+    return Muon(groups, lr=config.lr, betas=_BETAS, fused=True)
+
+
+def saved_copies(weight: Tensor, config: TrainingConfig) -> int:
+    """How often a checkpoint holds a tensor of the size of this weight: itself, its moments, its averages.  Pure."""
+    moments = 1 if config.optimizer == "muon" and _is_kernel(weight) else 2
+    return 1 + moments + len(average_decays(config))
+
+
+def _is_kernel(weight: Tensor) -> bool:
+    """Whether Muon takes this weight: a kernel of several output channels.
+
+    Of one output channel the matrix is a row, and to make it orthogonal only scales it.
+    """
+    return weight.ndim == _KERNEL_AXES and len(weight) > 1
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then as `lr_schedule` says.  Pure.
+
+    cosine ends at 0 with the last epoch; inverse_sqrt is lr sqrt(w / (step + 1)) with w = max(warmup_steps, 1) (Vaswani
+    et al. 2017, section 5.3), which meets the warm-up's end and does not know how long the run will be.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    match config.lr_schedule:
+        case "constant":
+            return config.lr
+        case "inverse_sqrt":
+            return config.lr * math.sqrt(max(config.warmup_steps, 1) / (step + 1))
+        case "cosine":
+            horizon = config.epochs * config.steps_per_epoch
+            done = min((step - config.warmup_steps) / (horizon - config.warmup_steps), 1.0)
+            return config.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def weight_problems(own: Mapping[str, Tensor], given: Mapping[str, Tensor], limit: int = 3) -> str:
+    """How given weights differ from a network's own in names and shapes, the first few; '' where they fit.  Pure."""
+    problems = [f"{name} missing" for name in own if name not in given]
+    problems += [f"{name} unexpected" for name in given if name not in own]
+    problems += [
+        f"{name} {tuple(given[name].shape)} instead of {tuple(weight.shape)}"
+        for name, weight in own.items()
+        if name in given and given[name].shape != weight.shape
+    ]
+    more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
+    return ", ".join(problems[:limit] + more)
+
+
+def check_initial_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError where a network, which may have no memory yet, cannot start from these weights."""
+    if problems := weight_problems(dict(network.named_parameters()), weights):
+        raise ConfigError(
+            f"training.init_from needs weights of the same network; got {problems}; set model.* as in the run that "
+            "they come from, or leave training.init_from out"
+        )
+
+
+def choose_device(local_rank: int = 0) -> torch.device:
+    """The GPU of this rank where there is one, otherwise the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if local_rank else torch.device("cuda")
+
+
+def choose_kernels(device: torch.device, config: TrainingConfig) -> None:
+    """Which kernels torch may take on a GPU.  To be called before anything runs there."""
+    if device.type != "cuda":
+        return
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not
+        torch.use_deterministic_algorithms(True)
+
+
+def holds_trials(device: torch.device, config: TrainingConfig) -> bool:
+    """Whether the first step leaves memory behind that no later one takes.  Pure.
+
+    cuDNN's benchmark tries kernels with whatever workspace is free; torch's allocator keeps the largest of them
+    reserved, where no other process, and with segments of fixed size often no tensor, can use it.
+    """
+    return device.type == "cuda" and config.cudnn_benchmark and not config.deterministic
+
+
+def parameter_count(network: nn.Module) -> int:
+    """Number of trainable weights."""
+    return sum(p.numel() for p in network.parameters() if p.requires_grad)

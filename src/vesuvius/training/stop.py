@@ -1,0 +1,122 @@
+"""Why a run ends before its last step: a signal, its time is up, or memory is short.
+
+The step in hand is always finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from types import FrameType
+from typing import TypeVar
+
+from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_POLL_S = 0.1
+
+
+class StoppedError(Exception):
+    """A stop was requested before there was anything to save."""
+
+
+class StopRequest:
+    """Turns SIGTERM, Ctrl-C and a time limit into a request that the loop checks after each step.
+
+    A second signal ends the process at once; the last checkpoint stays whole.  A context manager, which restores the
+    signal handlers.
+    """
+
+    def __init__(self, max_hours: float | None) -> None:
+        self._deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
+        self._max_hours = max_hours
+        self.exit_code: int | None = None
+        self.reason: str | None = None
+        self._signalled = False
+        self._since_s: float | None = None
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():  # not in a worker of Ray Train
+            for number in self._before:
+                signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def wanted(self) -> bool:
+        """Whether the run should save and end now; `exit_code` then says how."""
+        if self.exit_code is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            self.exit_code = EXIT_STOPPED
+            self.reason = f"training.max_hours={self._max_hours:g} are over"
+            log.info("%s", self.reason)
+        return self.exit_code is not None
+
+    def ask(self, exit_code: int, reason: str) -> None:
+        """Request a stop from within; any thread may.  The first request sets the exit code."""
+        if self.exit_code is None:
+            self.exit_code, self.reason = exit_code, reason
+            log.error("%s: stopping after the step in hand", reason)
+
+    def wanted_for_s(self) -> float:
+        """Seconds since a stop was first seen to be wanted; 0 where it is not."""
+        if not self.wanted():
+            return 0.0
+        self._since_s = self._since_s or time.monotonic()
+        return time.monotonic() - self._since_s
+
+    def asked(self) -> tuple[int, str]:
+        """Exit code and reason of a stop that is wanted."""
+        assert self.exit_code is not None
+        return self.exit_code, self.reason or ""
+
+    def adopt(self, exit_code: int, reason: str) -> None:
+        """Stop as another rank was asked to."""
+        if self.exit_code is None:
+            self.exit_code, self.reason = exit_code, reason
+            log.info("%s: stopping", reason)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._signalled = True
+        if self.exit_code is None:
+            self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
+            self.reason = signal.Signals(number).name
+        log.info("%s: stopping after the step in hand; a second one ends at once", signal.Signals(number).name)
+
+
+def unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:
+    """Return or raise what `work` does, unless a stop is requested first.
+
+    It runs on a thread of its own: Python handles signals in the main thread, and not while that reads from a store
+    which does not answer.  After a stop the thread is left to its read; `command.end_soon` does not wait for it.
+
+    Raises:
+        StoppedError: `stopping()` came true first.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="before-the-run").start()
+    while not stopping():
+        if wait([done], timeout=_POLL_S).done:
+            return done.result()
+    raise StoppedError

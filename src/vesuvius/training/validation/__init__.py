@@ -1,0 +1,1 @@
+"""Held-out patches.  In: a network and fixed patches.  Out: the error per noise level, previews, texture statistics."""

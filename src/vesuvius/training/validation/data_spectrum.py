@@ -1,0 +1,33 @@
+"""The spectrum of the data, measured once at the start of a run: noise levels and validation are made from it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from vesuvius.config import DataConfig
+from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.plan.plan import Augmentation
+from vesuvius.stream.start.fixed_patches import read_training_patches
+from vesuvius.stream.start.prepare import GreyRanges, PreparedData, ReadBox
+from vesuvius.training.step.device import model_values
+from vesuvius.training.step.grey_values import grey_scales
+
+_LEAST, _MOST, _VOXELS = 16, 64, 2**25
+
+
+def measure_spectrum(data: PreparedData, config: DataConfig, greys: GreyRanges, read: ReadBox) -> Spectrum:
+    """The spectrum of 16 to 64 patches of training, not augmented: always the same for the same data.
+
+    Args:
+        read: what reads them, e.g. `StartReads.read`.
+
+    Raises:
+        DataError: hardly any patch can be read.
+    """
+    count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
+    found = read_training_patches(data, config, count, read)
+    scales = grey_scales(greys.volumes)[list(found.volumes)]
+    values = model_values(torch.from_numpy(found.patches), [Augmentation()] * len(found.patches), scales)
+    return Spectrum.of(values[:, 0])

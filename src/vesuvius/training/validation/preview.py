@@ -1,0 +1,180 @@
+"""Previews: generated patches beside real ones and the curves of both, as a picture and as a record."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from vesuvius.config import Config
+from vesuvius.diffusion.estimate import Denoise
+from vesuvius.diffusion.generate import generate
+from vesuvius.diffusion.randomness import Purpose
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.training.validation.charts import draw_charts
+from vesuvius.training.validation.montage import PAPER, Cell, draw_grid, magnification, orthogonal_slices
+from vesuvius.training.validation.reference import Reference
+from vesuvius.training.validation.texture import (
+    HISTOGRAM_EDGES,
+    Texture,
+    correlation_distance,
+    histogram_distance,
+    measure_texture,
+    spectrum_distance_db,
+)
+
+log = logging.getLogger(__name__)
+
+Patch = NDArray[np.float32]  # [Z, Y, X], model values
+
+_LEAST_CHART_WIDTH = 540
+
+
+class _StopWantedError(Exception):
+    """The way out of the sampler."""
+
+
+def make_preview(
+    config: Config,
+    run: Path,
+    step: int,
+    denoise: Denoise,
+    schedule: Schedule,
+    reference: Reference,
+    stop: Callable[[], bool],
+) -> dict[str, Any] | None:
+    """Draw patches, write `samples/step_<step>.png` whole or not at all, and return what there is to record.
+
+    Row n of the picture shows a generated patch beside patch n of the reference, whose condition it was drawn under.
+    It follows from (seed, n) and that condition: the pictures of one run show the same patches growing.  The curves
+    are means over the generated patches and over the whole reference.
+
+    Args:
+        run: the run directory.
+        step: optimizer steps done, for name and title.
+        denoise: the network to draw from, usually with the averaged weights.
+        schedule: on the device to draw on, as are the reference's conditions.
+        reference: `preview_count` patches or more.
+        stop: asked after each sampling step.
+
+    Returns:
+        None where `stop` said so; nothing is written then.  Else the fields of the record: picture (relative to the
+        run), histogram, air, spectrum, correlation, means_std and planarity of both, and their distances:
+        histogram_distance (model values), spectrum_distance_db, correlation_distance.
+        The distances are NaN where generated values are not finite; the log then has a warning.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    rows = range(config.training.preview_count)
+    sight = "held out" if reference.held_out else "of training"
+    columns = [(f"real, {sight}", [_real(reference, row) for row in rows])]
+    shown = [greys for row in rows if (greys := reference.condition_greys(row)) is not None]
+    unconditional = None
+    try:
+        generated = _generate(config, denoise, schedule, reference, stop)
+        columns += [("its condition", shown), ("drawn under it", generated)] if shown else [("generated", generated)]
+        if shown and config.diffusion.condition_dropout > 0:
+            unconditional = _generate(config, denoise, schedule, reference, stop, left_out=True)
+            columns.append(("drawn without", unconditional))
+    except _StopWantedError:
+        return None
+    texture = measure_texture(generated)
+    real_texture = measure_texture(_real(reference, row) for row in range(len(reference)))
+    if texture.nonfinite:
+        log.warning(
+            "generated patches must be finite; got %d of %d voxels that are not, at step %d; look at loss and "
+            "grad_norm of the steps before",
+            texture.nonfinite,
+            sum(patch.size for patch in generated),
+            step,
+        )
+    scale = magnification(config.data.patch_size)
+    cells = [Cell(name, np.vstack([orthogonal_slices(patch, scale) for patch in patches])) for name, patches in columns]
+    montage = draw_grid(cells, f"{config.name} step {step}", len(cells))
+    picture = Path("samples") / f"step_{step:08d}.png"
+    charts = draw_charts(max(montage.width, _LEAST_CHART_WIDTH), texture, real_texture)
+    _write_png(run / picture, _stacked(montage, charts))
+    figures = _figures(texture, real_texture)
+    if unconditional:
+        without = measure_texture(unconditional)
+        figures["unconditional"] = {name: getattr(without, name) for name in ("air", "means_std", "planarity")}
+    return {"picture": picture.as_posix()} | figures
+
+
+def _generate(
+    config: Config,
+    denoise: Denoise,
+    schedule: Schedule,
+    reference: Reference,
+    stop: Callable[[], bool],
+    *,
+    left_out: bool = False,
+) -> list[Patch]:
+    """`preview_count` patches, under the conditions of the reference or with these left out.
+
+    One after another: a batch of them could need more memory than a training step.  Raises _StopWantedError.
+    """
+    assert len(reference) >= config.training.preview_count, (len(reference), config.training.preview_count)
+    diffusion = config.diffusion.model_copy(update={"sampler_guidance": 1.0}) if left_out else config.diffusion
+
+    def stop_if_wanted(step: int, x: Tensor) -> None:
+        if stop():
+            raise _StopWantedError
+
+    patches = []
+    for number in range(config.training.preview_count):
+        condition = reference.condition([number])
+        generated = generate(
+            denoise,
+            schedule,
+            diffusion,
+            config.seed,
+            [number],
+            (1, *config.data.patch_size),
+            schedule.device,
+            condition=condition.left_out() if left_out else condition,
+            purpose=Purpose.PREVIEW,
+            on_step=stop_if_wanted,
+        )
+        patches.append(generated.x_0[0, 0].cpu().numpy())
+    return patches
+
+
+def _real(reference: Reference, row: int) -> Patch:
+    patch: Patch = reference.x_0([row])[0, 0].cpu().numpy()
+    return patch
+
+
+def _stacked(montage: Image.Image, charts: NDArray[np.uint8]) -> Image.Image:
+    image = Image.new("RGB", (charts.shape[1], montage.height + charts.shape[0]), (PAPER, PAPER, PAPER))
+    image.paste(montage, (0, 0))
+    image.paste(Image.fromarray(charts), (0, montage.height))
+    return image
+
+
+def _write_png(path: Path, image: Image.Image) -> None:
+    partial = path.with_suffix(".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(partial, format="PNG")  # Pillow removes what it could not finish
+    partial.replace(path)
+
+
+def _figures(generated: Texture, real: Texture) -> dict[str, Any]:
+    both = {"generated": generated, "real": real}
+    distances = (histogram_distance, correlation_distance, spectrum_distance_db)
+    return {
+        "histogram": {"edges": HISTOGRAM_EDGES.tolist()} | {name: t.histogram.tolist() for name, t in both.items()},
+        "spectrum": {"frequency": real.frequency.tolist()} | {name: t.power.tolist() for name, t in both.items()},
+        "correlation": {name: [along.tolist() for along in t.correlation] for name, t in both.items()},
+        "air": {name: t.air for name, t in both.items()},
+        "means_std": {name: t.means_std for name, t in both.items()},
+        "planarity": {name: t.planarity for name, t in both.items()},
+    } | {far.__name__: math.nan if generated.nonfinite else far(generated, real) for far in distances}

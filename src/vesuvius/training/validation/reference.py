@@ -1,0 +1,72 @@
+"""The fixed patches as model values, with their conditions: what validation measures on and previews stand beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vesuvius.diffusion.condition import Condition
+from vesuvius.plan.plan import Augmentation
+from vesuvius.stream.start.fixed_patches import FixedPatches
+from vesuvius.stream.start.prepare import GreyRanges
+from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.step.device import model_values
+from vesuvius.training.step.grey_values import grey_scales
+from vesuvius.training.step.transfer import to_device
+
+
+class Reference:
+    """Real patches that stay the same for a whole run; host memory holds them in their stored dtype.
+
+    Rows are patch numbers 0 ... len - 1, in any order, repeated or not.
+
+    Args:
+        fixed: the patches.
+        greys: grey ranges of the run.
+        conditioner: makes their conditions.
+        device: where model values are delivered: that of the conditioner.
+
+    Attributes:
+        held_out: whether training never sees them.
+    """
+
+    def __init__(self, fixed: FixedPatches, greys: GreyRanges, conditioner: Conditioner, device: torch.device) -> None:
+        self.held_out = fixed.held_out
+        self._fixed = fixed
+        self._scales = grey_scales(greys.volumes)
+        self._conditioner = conditioner
+        self._device = device
+
+    def __len__(self) -> int:
+        return len(self._fixed.patches)
+
+    def x_0(self, rows: Sequence[int]) -> Tensor:
+        """Model values of these patches: float32 [len(rows), 1, Z, Y, X] on the device.  Not clipped."""
+        patches = self._raw(self._fixed.patches, rows)
+        return model_values(patches, [Augmentation()] * len(rows), self._scales[self._volumes(rows)])
+
+    def condition(self, rows: Sequence[int]) -> Condition:
+        """What the network is shown beside these patches, on the device."""
+        stored = self._fixed.conditions
+        raw = None if stored is None else self._raw(stored, rows).unsqueeze(1)
+        return self._conditioner(raw, self._volumes(rows))
+
+    def condition_greys(self, row: int) -> NDArray[np.float32] | None:
+        """The condition of a patch as a picture, [Z, Y, X] from -1 to 1: its greys, or its labels; None without one."""
+        channels = self.condition([row]).channels
+        if channels is None:
+            return None
+        shown = channels[0, :-1]  # the last says that it is there
+        greys = shown[0] if len(shown) == 1 else shown.argmax(0) * (2 / (len(shown) - 1)) - 1
+        return greys.float().cpu().numpy()
+
+    def _volumes(self, rows: Sequence[int]) -> list[int]:
+        return [self._fixed.volumes[row] for row in rows]
+
+    def _raw(self, stored: NDArray[np.generic], rows: Sequence[int]) -> Tensor:
+        """[len(rows), Z, Y, X] in the stored dtype, on the device."""
+        return to_device(torch.from_numpy(stored[list(rows)]), self._device)

@@ -1,0 +1,256 @@
+"""Gathers the figures of a window of steps for a verdict on what limits the run (`monitor/verdict.py`)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from statistics import fmean
+from typing import Any, Protocol
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.monitor.probes.cores import bound_cores, quota_periods, usable_cores
+from vesuvius.monitor.probes.rates import Rates
+from vesuvius.monitor.quantile import quantile
+from vesuvius.monitor.verdict import Verdict, judge
+from vesuvius.monitor.window import THROTTLED, Knobs, Thresholds, Window
+from vesuvius.runlog.step_times import StepTimes
+from vesuvius.runlog.units import format_percent
+from vesuvius.stream.feeder import FeederFigures
+from vesuvius.stream.options import StreamOptions, batches_ahead
+from vesuvius.stream.reading.reader_figures import ReaderFigures, ReaderTotals
+from vesuvius.training.context import RunContext
+
+log = logging.getLogger(__name__)
+
+# Fewer steps are too noisy for a verdict.
+_STEPS_LEAST = 5
+# Steps left out: the first holds the start of the readers, and kernels are chosen in it.  Where readers die or start
+# anew, the steps reported next may be from before: a GPU's come late.
+_AT_START, _AFTER_RECONFIGURE = 1, 3
+_RATES_EVERY_S = 5.0
+
+
+class StreamFigures(Protocol):
+    """The figures of a `PatchStream`."""
+
+    @property
+    def readers(self) -> Mapping[int, ReaderFigures]: ...
+
+    @property
+    def reader_deaths(self) -> int: ...
+
+    @property
+    def options(self) -> StreamOptions: ...
+
+    @property
+    def reader_totals(self) -> ReaderTotals: ...
+
+    @property
+    def feeder_figures(self) -> FeederFigures: ...
+
+
+class Machine(Protocol):
+    """The figures of a `Monitor`."""
+
+    def ram(self) -> tuple[int, int]:
+        """Bytes of memory that the run uses, and the limit."""
+        ...
+
+    def rates(self) -> Rates | None:
+        """How busy processors, disks and network are; None = not known."""
+        ...
+
+    def gpu_busy(self) -> float | None:
+        """Share of the time in which a kernel ran; None = not known."""
+        ...
+
+    def stopped_readers(self) -> int:
+        """Readers that a signal held in the last ten seconds."""
+        ...
+
+    def memory_is_short(self) -> bool:
+        """Whether more readers or batches ahead are out of the question."""
+        ...
+
+
+class Verdicts:
+    """Logs and records a verdict every `monitor.verdict_every` steps, and one at the end.
+
+    Args:
+        machine: the monitor.
+        on_verdict: called with each.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        stream: StreamFigures,
+        machine: Machine,
+        on_verdict: Callable[[Verdict], None] = lambda verdict: None,
+    ) -> None:
+        self._config = run.config
+        self._device = run.device
+        self._metrics = run.metrics
+        self._stream = stream
+        self._machine = machine
+        self._on_verdict = on_verdict
+        self._options = stream.options
+        self._left_out = _AT_START
+        self._reader_deaths = 0
+        self._throttled = False
+        self._vram_bytes: tuple[int, int] | None = None
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        """A new window, behind this step."""
+        self._step = step
+        self._times: list[StepTimes] = []
+        self._seen_rates: list[Rates] = []
+        self._seen_gpu_busy: list[float] = []
+        self._stopped_readers = 0
+        self._quota_before = quota_periods(os.getpid())
+        self._rates_due = -math.inf
+        self._before = self._stream.reader_totals, self._stream.feeder_figures
+
+    def add(self, step: int, times: StepTimes, vram_bytes: tuple[int, int] | None) -> None:
+        """Take in a step, counted from 1; `vram_bytes` is reserved and total."""
+        every = self._config.monitor.verdict_every
+        if every == 0:
+            return
+        if self._stream.options is not self._options or self._stream.reader_deaths > self._reader_deaths:
+            self._options, self._reader_deaths = self._stream.options, self._stream.reader_deaths
+            self._left_out = _AFTER_RECONFIGURE
+        if self._left_out:
+            self._left_out -= 1
+            self._begin(step)
+            return
+        self._step = step
+        self._times.append(times)
+        self._vram_bytes = vram_bytes
+        self._look_at_rates()
+        if step % every == 0 and len(self._times) >= min(every, _STEPS_LEAST):
+            self._judge()
+
+    def finish(self, least: int = _STEPS_LEAST) -> None:
+        """A verdict on the steps since the last one, if there are enough of them."""
+        if len(self._times) >= least:
+            self._judge()
+
+    def restart(self, step: int) -> None:
+        """Judge from the step behind this one on."""
+        self._options, self._reader_deaths, self._left_out = self._stream.options, self._stream.reader_deaths, 0
+        self._begin(step)
+
+    def _judge(self) -> None:
+        monitor = self._config.monitor
+        thresholds = Thresholds(monitor.data_share_good, monitor.gpu_share_good)
+        window = self._window()
+        knobs = knobs_of(self._config, self._device, self._options, window, self._machine.memory_is_short())
+        verdict = judge(window, knobs, thresholds)
+        log.info("%s", verdict.line(self._step, self._config.stop_step))
+        self._metrics.write("verdict", step=self._step, **verdict.record())
+        self._say_throttled(window)
+        self._begin(self._step)
+        self._on_verdict(verdict)
+
+    def _say_throttled(self, window: Window) -> None:
+        """An event when the quota of processors begins to hold the run up, not with each verdict while it does."""
+        share, before = window.throttled_share or 0.0, self._throttled
+        self._throttled = share > THROTTLED
+        if self._throttled and not before:
+            text = (
+                f"the cgroup's quota of {window.cores:.3g} processors was used up in {format_percent(share)} of its "
+                f"periods (good: below {format_percent(THROTTLED)}); raise the quota, or lower training.workers"
+            )
+            log.warning("%s", text)
+            fields = {"cores": window.cores, "throttled_share": share, "text": text}
+            self._metrics.write("event", event="cpu_throttled", step=self._step, **fields)
+
+    def _look_at_rates(self) -> None:
+        now = time.monotonic()
+        if now < self._rates_due or (rates := self._machine.rates()) is None:
+            return
+        self._rates_due = now + _RATES_EVERY_S
+        self._stopped_readers = max(self._stopped_readers, self._machine.stopped_readers())
+        self._seen_rates.append(rates)
+        if (busy := self._machine.gpu_busy()) is not None:
+            self._seen_gpu_busy.append(busy)
+
+    def _window(self) -> Window:
+        readers, feeder = self._stream.reader_totals, self._stream.feeder_figures
+        sums: dict[str, Any] = {name: math.fsum(getattr(times, name) for times in self._times) for name in _TIMES}
+        sums |= {name: getattr(readers, name) - getattr(self._before[0], name) for name in _READERS}
+        sums |= {f.name: getattr(feeder, f.name) - getattr(self._before[1], f.name) for f in fields(feeder)}
+        work_s = [times.step_s - times.pause_s for times in self._times]
+        periods, throttled = (
+            now - then for now, then in zip(quota_periods(os.getpid()), self._quota_before, strict=True)
+        )
+        return Window(
+            steps=len(self._times),
+            **sums,
+            step_p50_s=quantile(work_s, 0.5),
+            step_p95_s=quantile(work_s, 0.95),
+            read_s=None if readers.read_s is None else readers.read_s - (self._before[0].read_s or 0.0),
+            cores=usable_cores(os.getpid()),
+            idle_cores=fmean(r.idle_cores(bound_cores()) for r in self._seen_rates) if self._seen_rates else None,
+            own_cores=fmean(math.fsum(r.process_cores.values()) for r in self._seen_rates)
+            if self._seen_rates
+            else None,
+            throttled_share=throttled / periods if periods > 0 else None,
+            stopped_readers=max(self._stopped_readers, self._machine.stopped_readers()),
+            reader_cores=_cores_of_readers(self._seen_rates, self._stream) if self._options.workers else None,
+            gpu_busy=fmean(self._seen_gpu_busy) if self._seen_gpu_busy else None,
+            vram_share=None if self._vram_bytes is None else self._vram_bytes[0] / self._vram_bytes[1],
+        )
+
+
+_TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s", "pause_s")
+_READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
+
+
+def telemetry(stream: StreamFigures) -> dict[str, Any]:
+    """Totals of the readers and the feeder for the record of a step; they only grow within a session."""
+    return {"readers": asdict(stream.reader_totals), "feeder": asdict(stream.feeder_figures)}
+
+
+def knobs_of(
+    config: Config, device: torch.device, options: StreamOptions, window: Window, memory_is_short: bool
+) -> Knobs:
+    """The present settings; the readers' come from the stream, as the memory guard or autotune may change them."""
+    training, store = config.training, config.data.store
+    patch_bytes = window.delivered_bytes // max(window.batches * options.batch_size, 1)
+    limit_mib = None
+    if options.prefetch_bytes is not None and patch_bytes:
+        limited = batches_ahead(patch_bytes, options) < max(options.workers, 1) * options.prefetch_factor
+        limit_mib = max(options.prefetch_bytes // 2**20, 1) if limited else None
+    return Knobs(
+        on_gpu=device.type == "cuda",
+        amp=training.amp,
+        compile=training.compile,
+        channels_last=training.channels_last,
+        cudnn_benchmark=training.cudnn_benchmark,
+        deterministic=training.deterministic,
+        train_batch_size=training.train_batch_size,
+        accumulate_steps=training.accumulate_steps,
+        workers=options.workers,
+        prefetch_factor=options.prefetch_factor,
+        prefetch_limit_mib=limit_mib,
+        requests=options.requests or store.requests,
+        cached=store.cache_dir is not None,
+        memory_is_short=memory_is_short,
+    )
+
+
+def _cores_of_readers(seen: Sequence[Rates], stream: StreamFigures) -> float | None:
+    """Processors that readers on this machine used, on average; None where none of them was seen."""
+    pids = list(stream.readers)
+    used = [
+        sum(found) for rates in seen if (found := [rates.process_cores[p] for p in pids if p in rates.process_cores])
+    ]
+    return fmean(used) if used else None

@@ -1,0 +1,70 @@
+"""One session at a time in a directory, which signals end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.runlog.file_lock import take_lock
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def locked(directory: Path, what: str) -> Iterator[int]:
+    """Lock out another session (a tune, a bench) and the trainer of a killed one; yields the lock's file descriptor."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise StorageError(f"the run directory must be writable; got {error}; set VESUVIUS_RUNS") from error
+    try:
+        if not take_lock(descriptor, directory / ".lock"):
+            raise ConfigError(
+                f"only one {what} per run may be active; got {directory}, where another {what}, or the trainer of one "
+                "that was killed, is active; wait for it or stop it"
+            )
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def storage_errors(directory: Path) -> Iterator[None]:
+    """Turn OSErrors of its files into StorageErrors with a remedy."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError, BlockingIOError):  # network, or a process that cannot start
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"the run directory must be writable; got {error} in {directory}; free some space and continue with "
+            "--resume"
+        ) from error
+
+
+@contextmanager
+def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
+    """Let SIGINT, SIGTERM and SIGHUP call `stop`; yields the list of received signals."""
+    came: list[signal.Signals] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        came.append(signal.Signals(number))
+        stop()
+        log.info("%s: ending the trainer", came[-1].name)
+
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, on_signal) for number in heard}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,223 @@
+"""`ledger.jsonl`: a line for each begin and end of a block; `--resume` continues from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from vesuvius import __version__
+from vesuvius.config import Config
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.runlog.records import JsonLines, read_records
+from vesuvius.tuning.block import Block, Kind
+from vesuvius.tuning.lab import Lab, TuneInterrupted
+from vesuvius.tuning.setting import Setting, in_words
+from vesuvius.tuning.space import Space
+
+_KILLED_TWICE = "the tune was killed twice during this block, so it is not measured again"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The machine of a tune; its figures are valid there only.  A restarted container has another host name."""
+
+    host: str
+    cores: float
+    ram_gib: float
+    gpu: str | None
+    gpu_gib: float | None
+
+    def words(self) -> str:
+        """Describe the machine in one line."""
+        gpu = "no GPU" if self.gpu is None else f"{self.gpu} ({self.gpu_gib:.0f} GiB)"
+        return f"{self.host}: {self.cores:g} cores, {self.ram_gib:.0f} GiB of RAM, {gpu}"
+
+
+class Ledger:
+    """The blocks of a tune, on disk.  A context manager.
+
+    Attributes:
+        config: the config to tune, as plain data.
+        space: caps and limits.
+        machine: where the tune runs.
+        blocks: finished ones, in order.
+    """
+
+    def __init__(self, path: Path, config: dict[str, Any], space: Space, machine: Machine) -> None:
+        self.config = config
+        self.space = space
+        self.machine = machine
+        self.blocks: list[Block] = []
+        self._path = path
+        self._begun: list[tuple[Setting, Kind]] = []
+        self._file: JsonLines | None = None
+
+    @classmethod
+    def new(cls, path: Path, config: Config, space: Space, machine: Machine) -> Self:
+        """Start a ledger; an existing one is renamed to a numbered file.
+
+        Raises:
+            OSError: the ledger cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _put_aside(path, path.with_name("trials"))
+        ledger = cls.sketch(path, config, space, machine)
+        ledger._write("tune", version=__version__, config=ledger.config, space=space.record(), machine=asdict(machine))
+        return ledger
+
+    @classmethod
+    def sketch(cls, path: Path, config: Config, space: Space, machine: Machine) -> Self:
+        """Return a ledger that is not on disk, for a dry run."""
+        return cls(path, config.model_dump(mode="json"), space, machine)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a ledger from disk.
+
+        Raises:
+            ConfigError: the ledger is missing or incomplete.
+        """
+        try:
+            records = read_records(path)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"--resume needs the ledger of an earlier tune; got none in {path.parent}; drop --resume"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"the ledger must be readable; got {error}; drop --resume to start over") from error
+        try:
+            header = next(record for record in records if record["kind"] == "tune")
+            ledger = cls(path, header["config"], Space.from_record(header["space"]), Machine(**header["machine"]))
+            for record in records:
+                ledger._take(record)
+        except (StopIteration, KeyError, TypeError, IndexError) as error:
+            raise ConfigError(
+                f"the ledger must be from this version of vesuvius; got {path}, which lacks {error}; drop --resume to "
+                "start over"
+            ) from error
+        return ledger
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "begin":
+            self._begun.append((Setting.from_record(record["setting"]), record["what"]))
+        elif record["kind"] == "block":
+            self.blocks.append(Block.from_record(record["block"]))
+            self._begun.clear()
+        elif record["kind"] == "interrupted":
+            self._begun.clear()
+
+    def begin(self, setting: Setting, kind: Kind) -> Block | None:
+        """Record the begin of a block.
+
+        Returns:
+            A block that takes its place if the tune itself was killed in this one twice; else None.
+        """
+        killed = self._begun.count((setting, kind))
+        self._begun.append((setting, kind))
+        self._write("begin", setting=setting.record(), what=kind)
+        return Block(setting, kind, "killed", _KILLED_TWICE, 0.0) if killed >= 2 else None
+
+    def end(self, block: Block) -> None:
+        """Record a finished block."""
+        self.blocks.append(block)
+        self._begun.clear()
+        self._write("block", block=block.record())
+
+    def interrupted(self) -> None:
+        """Record that the operator or a full disk ended the current block; it will be repeated."""
+        self._begun.clear()
+        self._write("interrupted")
+
+    def _write(self, kind: str, **figures: Any) -> None:
+        self._file = self._file or JsonLines(self._path)
+        self._file.write(kind, **figures)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class RecordingLab:
+    """A lab that records its blocks, and that returns those of an earlier session before it measures.
+
+    The policy is a function of the blocks alone, so it asks for the same ones again.
+
+    Attributes:
+        replaying: whether blocks of an earlier session are left.
+    """
+
+    def __init__(self, ledger: Ledger, lab: Lab) -> None:
+        self._ledger = ledger
+        self._lab = lab
+        self._earlier = list(ledger.blocks)
+
+    @property
+    def replaying(self) -> bool:
+        return bool(self._earlier)
+
+    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        """As `Lab`.  Raises ConfigError where the earlier session measured something else."""
+        if self._earlier:
+            return self._replayed(setting, kind)
+        block = self._ledger.begin(setting, kind)
+        try:
+            block = block or self._lab.measure(setting, kind, seconds, limit_s)
+        except (TuneInterrupted, StorageError, OSError):
+            self._ledger.interrupted()
+            raise
+        self._ledger.end(block)
+        return block
+
+    def _replayed(self, setting: Setting, kind: Kind) -> Block:
+        block = self._earlier.pop(0)
+        if (block.setting, block.kind) != (setting, kind):
+            raise ConfigError(
+                f"a ledger must have the same config, limits and options; got one with a {block.kind} block of "
+                f"{in_words(block.setting, setting)} where this tune has a {kind} block; drop --resume to start over"
+            )
+        return block
+
+
+def check_same(ledger: Ledger, config: Config, machine: Machine, asked: Sequence[tuple[str, Any, Any]] = ()) -> None:
+    """Raise ConfigError if a resumed tune has another config, machine or options.
+
+    Args:
+        asked: name, value in the ledger and current value of each command-line option.
+    """
+    now = _flat(config.model_dump(mode="json"))
+    before = _flat(ledger.config)
+    differing = [(key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
+    machines = [(key, value, getattr(machine, key)) for key, value in asdict(ledger.machine).items() if key != "host"]
+    for name, was, becomes in (*asked, *differing, *machines):
+        if was != becomes:
+            raise ConfigError(
+                f"a resumed tune must keep its config, machine and options; got {name} {becomes!r}, which was {was!r}; "
+                "drop --resume to start over"
+            )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _put_aside(*paths: Path) -> None:
+    """Rename the files of an earlier tune: `ledger.jsonl` to `ledger-1.jsonl`, `trials` to `trials-1`."""
+    number = 1
+    while any(_numbered(path, number).exists() for path in paths):
+        number += 1
+    for path in paths:
+        if path.exists():
+            path.rename(_numbered(path, number))
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")

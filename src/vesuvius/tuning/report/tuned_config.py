@@ -1,0 +1,177 @@
+"""The config that a tune writes: `extends` the source, and sets the keys that differ, each with its reason.
+
+# Written by vesuvius tune from x.yaml; the next tune of it replaces this file.
+
+extends: x.yaml
+training:
+  # was 2; 1.9 times the samples/s
+  workers: 6
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vesuvius.config import Config
+from vesuvius.config.describe import to_yaml
+from vesuvius.errors import ConfigError, StorageError, one_line
+from vesuvius.runlog.whole_file import write_whole
+from vesuvius.tuning.setting import Setting, key_of
+
+MARK = "Written by vesuvius tune"
+"""Begins the header: a file that does not begin so belongs to the user and is never replaced."""
+
+_LONGEST_VALUE = 60  # characters of the value before, in a comment
+_WIDTH = 120
+
+
+def tuned_path(source: Path) -> Path:
+    """`configs/exp001_full.yaml` -> `configs/exp001_full.tuned.yaml`."""
+    return source.with_name(f"{source.stem}.tuned{source.suffix or '.yaml'}")
+
+
+def setting_reasons(setting: Setting, source: Setting, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Why each knob that differs has its value, by full key; `reasons` by knob, as `Stop.reasons`.  Pure."""
+    return {key_of(knob): reasons.get(knob, "measured") for knob in setting.changes(source)}
+
+
+def tuned_yaml(
+    source_name: str, source: Config, wanted: Config, reasons: Mapping[str, str], header: Sequence[str]
+) -> str:
+    """The text of a config that extends the source and reads as `wanted`.  Pure.
+
+    Args:
+        source_name: file name of the source, in whose folder the text will stand.
+        source, wanted: as read without and with what the tune changes.
+        reasons: by full key as in overrides (`training.workers`, `data.volumes.0.level`), of which the first that is
+            about a key, its section or a part of it counts; others are "as tuned".
+        header: lines for the top, without `#`; one that begins with `MARK` comes before them.
+    """
+    before, given = source.model_dump(mode="json"), source.model_dump(mode="json", exclude_unset=True)
+    steps = {tuple(step.strip() for step in key.split(".")): reason for key, reason in reasons.items()}
+    first = f"{MARK} from {source_name}; the next tune of it replaces this file."
+    lines = [*(f"# {_clean(line)}".rstrip() for line in (first, *header)), "", f"extends: {to_yaml(source_name)}"]
+    section: tuple[str, ...] = ()
+    for path, value in _changed(before, wanted.model_dump(mode="json")):
+        shared = next((n for n, (a, b) in enumerate(zip(section, path, strict=False)) if a != b), len(section))
+        lines += [f"{'  ' * depth}{path[depth]}:" for depth in range(shared, len(path) - 1)]
+        section, indent = path[:-1], "  " * (len(path) - 1)
+        was = one_line(to_yaml(_value_at(before, path)), _LONGEST_VALUE)
+        was += "" if _is_given(given, path) else " by default"
+        why = next((reason for key, reason in steps.items() if key[: len(path)] == path[: len(key)]), "as tuned")
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        lines += textwrap.wrap(
+            f"was {was}; {_clean(why)}",
+            _WIDTH,
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}# ",
+            **options,
+        )
+        lines.append(f"{indent}{path[-1]}: {to_yaml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _changed(before: Any, wanted: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Paths and values of all keys that differ; a list is one value, as files that extend others have it."""
+    for key, value in wanted.items():
+        if isinstance(value, dict) and isinstance(before[key], dict):
+            yield from _changed(before[key], value, (*path, key))
+        elif value != before[key]:
+            yield (*path, key), value
+
+
+def _value_at(dump: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        dump = dump[key]
+    return dump
+
+
+def _is_given(dump: Any, path: Sequence[str]) -> bool:
+    try:
+        _value_at(dump, path)
+    except KeyError:
+        return False
+    return True
+
+
+def check_tunable(source: Path) -> None:
+    """Check before the first trial that the tuned config of a source can be written.  Does I/O.
+
+    Raises:
+        ConfigError: the source was itself written by a tune, or no YAML can hold its name; as `check_replaceable`.
+        StorageError: as `check_replaceable`.
+    """
+    if _is_ours(_target(source)):
+        raise ConfigError(
+            f"a tune starts from a config of your own; got {source}, which a tune has written; tune the config that it "
+            "extends, or remove its first line to make it yours"
+        )
+    if not source.name.isprintable():
+        raise ConfigError(f"the name of a config must be printable to be extended; got {source.name!r}; rename it")
+    check_replaceable(tuned_path(source))
+
+
+def check_replaceable(path: Path) -> None:
+    """Check that a tuned config can be written there.  Does I/O.
+
+    Raises:
+        ConfigError: a file lies there that no tune has written.
+        StorageError: it cannot be read, or nothing can be written beside it.
+    """
+    target = _target(path)
+    try:
+        is_ours = _is_ours(target)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if not is_ours and os.path.lexists(target):
+        raise ConfigError(
+            f"a tuned config replaces only one that a tune has written; got {path}, which is not a file that begins "
+            f"with '# {MARK}'; rename it"
+        )
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        missing = None if target.parent.is_dir() else errno.ENOENT
+        raise _unwritable(path, OSError(missing or errno.EACCES, os.strerror(missing or errno.EACCES)))
+
+
+def write_tuned(path: Path, text: str) -> None:
+    """Writes the tuned config, whole or not at all; a symbolic link stays one, and its target is written.  Does I/O.
+
+    Raises:
+        ConfigError, StorageError: as `check_replaceable`; StorageError too where the write fails.
+    """
+    check_replaceable(path)
+    try:
+        write_whole(_target(path), text.encode("utf-8"))
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _target(path: Path) -> Path:
+    """What a symbolic link stands for, whether it is there or not."""
+    return Path(os.path.realpath(path))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it is a file that a tune has written.  Raises OSError where it cannot be read."""
+    if not path.is_file():
+        return False
+    begin = f"# {MARK}".encode()
+    with path.open("rb") as file:
+        return file.read(len(codecs.BOM_UTF8) + len(begin)).removeprefix(codecs.BOM_UTF8).startswith(begin)
+
+
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"{path}: the tuned config must be writable; got {error.strerror}; make room, or change its permissions"
+    )
+
+
+def _clean(words: str) -> str:
+    """One line that a YAML comment may hold."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(words.split()))

@@ -1,0 +1,1 @@
+"""The search policy.  In: the ledger.  Out: the next trial, or the recommendation.  Pure."""

@@ -1,0 +1,144 @@
+"""Measures settings in one living trainer, which is started anew only where the network's side of a setting changes.
+
+The trainer is a process of `vesuvius train` that takes commands (`conductor.py`) and writes its results into its run
+directory.  One that dies does not end the tune: what is left of it is killed, and the cause goes into the `Block`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import ValidationError
+
+from vesuvius.config import Config
+from vesuvius.errors import one_line
+from vesuvius.tuning.block import Block, Command, Kind
+from vesuvius.tuning.lab import TuneInterrupted
+from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.trainer import Trainer, next_number, trainer_config
+
+Change = Literal["compiled start", "start", "readers", "none"]
+"""What a setting costs: a new trainer, other readers in the present one, or nothing."""
+
+_READER_KNOBS = ("workers", "prefetch_factor", "requests")
+# Most seconds that a block takes besides measuring.
+_MOST_S: dict[Change, float] = {"compiled start": 1200.0, "start": 600.0, "readers": 300.0, "none": 120.0}
+# A measurement may take longer than was asked for, until a whole cycle of the readers is over.
+_LONGER = 5.0
+_POLL_S = 0.05
+
+
+class TrainerLab:
+    """A `Lab` with at most one trainer process.  A context manager, which ends it.
+
+    Args:
+        config: of the tune.
+        directory: of the trainers: `NNN` is the run directory of one, with its config and its log beside it.
+        lock_fd: descriptor that a trainer keeps open; None = none.
+    """
+
+    def __init__(self, config: Config, directory: Path, *, lock_fd: int | None = None) -> None:
+        self._config, self._directory, self._lock_fd = config, directory, lock_fd
+        self._trainer: Trainer | None = None
+        self._in_force = Setting.of(config)
+        self._commands = 0
+        self._stopped = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def stop(self) -> None:
+        """Give up the block in hand: `measure` kills the trainer and raises TuneInterrupted, now and from now on.
+
+        May be called from a signal handler or another thread.  Does not wait.
+        """
+        self._stopped = True
+
+    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        """As `Lab` says.  A trainer that gives no result in time is killed.
+
+        Raises:
+            TuneInterrupted: `stop` was called.
+            StorageError: the trainer could not write to the disk.
+            OSError: the lab could not.
+        """
+        began, force = time.monotonic(), self._in_force_for(setting, kind)
+        limit_s = min(_MOST_S[self._change_to(force)] + _LONGER * seconds, limit_s)
+        try:
+            trainer = self._trainer_for(force)
+        except ValidationError as error:
+            found = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            return Block(setting, kind, "failed", one_line(f"the config is invalid: {found}"), 0.0)
+        self._commands += 1
+        readers = {knob: getattr(force, knob) for knob in _READER_KNOBS}
+        trainer.process.tell(Command(self._commands, kind, seconds, **readers).line())
+        block = self._result(trainer, Block(setting, kind, "ok", "", 0.0), began, limit_s)
+        if block.ended == "ok":  # what it refused is not in force
+            self._in_force = force
+        return block if force == setting else replace(block, ram_bytes=None)
+
+    def _in_force_for(self, setting: Setting, kind: Kind) -> Setting:
+        """The setting to bring into force: steps alone need no readers: these stay as they are, or are not started."""
+        if kind != "step":
+            return setting
+        if self._change_to(setting) in ("start", "compiled start") or self._trainer is None:
+            return replace(setting, workers=0)
+        return replace(setting, **{knob: getattr(self._in_force, knob) for knob in _READER_KNOBS})
+
+    def _result(self, trainer: Trainer, block: Block, began: float, limit_s: float) -> Block:
+        """Wait for the result of a block, which is given without figures; the trainer ends unless it has one."""
+        try:
+            while True:
+                if self._stopped:
+                    raise TuneInterrupted("the tune was interrupted while it measured; continue with --resume")
+                has_ended = trainer.process.wait(_POLL_S)  # first: what it wrote before its end is read then
+                blocks = [record for record in trainer.new_records() if record["kind"] == "block"]
+                record = next((record for record in blocks if record["number"] == self._commands), None)
+                elapsed_s = time.monotonic() - began
+                if record is not None and record["refused"]:
+                    return replace(block, ended="failed", cause=record["refused"], seconds=elapsed_s)
+                if record is not None:
+                    return replace(block, seconds=elapsed_s, **record["figures"])
+                if trainer.guard_text or has_ended or elapsed_s >= limit_s:
+                    break
+        except BaseException:
+            self._end()
+            raise
+        self._trainer = None
+        ended, cause, ram_bytes = trainer.fail(elapsed_s)
+        return replace(block, ended=ended, cause=cause, seconds=time.monotonic() - began, ram_bytes=ram_bytes)
+
+    def _change_to(self, setting: Setting) -> Change:
+        trainer = self._trainer
+        if trainer is None or trainer.process.wait(0) or _trainer_side(setting) != _trainer_side(self._in_force):
+            return "compiled start" if setting.compile else "start"
+        return "none" if setting == self._in_force else "readers"
+
+    def _trainer_for(self, setting: Setting) -> Trainer:
+        """The present trainer, or a new one.
+
+        Raises:
+            ValidationError: the setting does not fit the config.
+        """
+        if self._trainer is None or self._change_to(setting) in ("start", "compiled start"):
+            config = trainer_config(self._config, setting, next_number(self._directory))
+            self._end()
+            self._trainer = Trainer.start(config, self._directory, self._lock_fd, conducted=True)
+            self._in_force = setting
+        return self._trainer
+
+    def _end(self) -> None:
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.close()
+
+
+def _trainer_side(setting: Setting) -> dict[str, Any]:
+    """The knobs whose change needs a new trainer."""
+    return {name: value for name, value in asdict(setting).items() if name not in _READER_KNOBS}

@@ -1,0 +1,158 @@
+"""Grey values of a volume, from a fixed random sample of boxes where something is stored."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import Triple
+from vesuvius.errors import DataError, one_line
+from vesuvius.volumes.box import Box
+from vesuvius.volumes.errors import FetchError, UnreadableChunkError
+from vesuvius.volumes.listing import Bools
+from vesuvius.volumes.volume import Volume
+from vesuvius.volumes.voxels import percentiles
+
+log = logging.getLogger(__name__)
+
+PERCENTILES = (0.5, 50.0, 99.5)
+_DRAWS_PER_BOX = 16
+_BOXES_AHEAD = 4
+
+
+@dataclass(frozen=True)
+class GreyStatistics:
+    """Grey values of a sample of stored boxes; None where all of it is air.
+
+    Attributes:
+        places: boxes that were read (the name is that of `vesuvius volume info --json`).
+        unreadable: boxes that could not be read.
+        tried, found: chunks that were looked up at random, and those of them that are stored; None where a listing says
+            which are stored.
+        voxels: voxels read.
+        air_share: share of them that equal the fill value; the other figures are of the rest.
+        percentiles: at `PERCENTILES`.
+    """
+
+    places: int
+    unreadable: int
+    tried: int | None
+    found: int | None
+    voxels: int
+    air_share: float | None
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    percentiles: tuple[float, ...] | None
+
+
+def grey_statistics(volume: Volume, stored: Bools | None, patch_zyx: Triple, boxes: int) -> GreyStatistics:
+    """Read a few boxes of about the size of a patch, and compute statistics of their voxels.
+
+    Args:
+        stored: which chunks (or shards) are stored; None where unknown: then random chunks are looked up.
+        boxes: how many.
+
+    Raises:
+        DataError: the store does not say whether a chunk is there.
+    """
+    chunks, tried = _sample_chunks(volume, stored, boxes)
+    rng = np.random.default_rng((0, 1))
+    sample = [_box_in(volume, chunk, patch_zyx, rng) for chunk in chunks]
+    material: list[NDArray[Any]] = []
+    voxels = unreadable = 0
+    for number, box in enumerate(sample):
+        for ahead in sample[number : number + _BOXES_AHEAD]:
+            volume.stage(ahead)
+        try:
+            read = volume.read(box)
+        except UnreadableChunkError as error:
+            log.warning("%s", error)
+            unreadable += 1
+            continue
+        voxels += read.size
+        material.append(read[read != volume.fill_value])
+    values: NDArray[Any] = np.concatenate(material) if material else np.empty(0, volume.dtype)
+    some = len(values) > 0
+    return GreyStatistics(
+        places=len(sample) - unreadable,
+        unreadable=unreadable,
+        tried=tried,
+        found=None if tried is None else len(chunks),
+        voxels=voxels,
+        air_share=1 - len(values) / voxels if voxels else None,
+        minimum=float(values.min()) if some else None,
+        maximum=float(values.max()) if some else None,
+        mean=float(values.mean(dtype=np.float64)) if some else None,
+        std=float(values.std(dtype=np.float64)) if some else None,
+        percentiles=percentiles(values, PERCENTILES) if some else None,
+    )
+
+
+def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[list[Triple], int | None]:
+    """Up to `count` random chunks that are stored; and how many were looked up, where `stored` is None."""
+    grid, rng = volume.grid, np.random.default_rng((0, 0))
+    if stored is not None:
+        numbers = np.flatnonzero(stored)
+        drawn = rng.choice(numbers, min(count, len(numbers)), replace=False)
+        per_cell = [-(-n // m) for n, m in zip(grid.counts_zyx, stored.shape, strict=True)]  # chunks in a shard
+        cells = np.stack(np.unravel_index(drawn, stored.shape), 1) * per_cell
+        return [(z, y, x) for z, y, x in cells.tolist()], None
+    total = math.prod(grid.counts_zyx)
+    tried, found = 0, []
+    for number in _distinct(rng, total, min(count * _DRAWS_PER_BOX, total)):
+        z, y, x = (int(i) for i in np.unravel_index(number, grid.counts_zyx))
+        tried += 1
+        try:
+            if _is_stored(volume, (z, y, x)):
+                found.append((z, y, x))
+        except FetchError as error:
+            raise DataError(
+                f"a volume's store must say whether a chunk is there; got {one_line(error)} for chunk {[z, y, x]} of "
+                f"{volume.name}; check the address, the network and the credentials"
+            ) from error
+        except ValueError as error:
+            log.warning("chunk %s of %s is passed over: %s; restore the shard", [z, y, x], volume.name, error)
+        if len(found) == count:
+            break
+    return found, tried
+
+
+def _is_stored(volume: Volume, chunk: Triple) -> bool:
+    """Whether a chunk is stored; where the index of its shard cannot be read, whether the shard is."""
+    grid = volume.grid
+    if grid.shard_zyx is not None and not grid.indexed:
+        return volume.source.exists(grid.key_of(chunk))
+    return not grid.absent(grid.box_of(chunk))
+
+
+def _distinct(rng: np.random.Generator, total: int, count: int) -> Iterator[int]:
+    """Distinct random numbers below `total`, without a table of all."""
+    seen: set[int] = set()
+    while len(seen) < count:
+        number = int(rng.integers(total))
+        if number not in seen:
+            seen.add(number)
+            yield number
+
+
+def _box_in(volume: Volume, chunk: Triple, patch_zyx: Triple, rng: np.random.Generator) -> Box:
+    """A box of about the size of a patch that costs little else to decode: part of a chunk, or whole chunks."""
+    starts, stops = [], []
+    for i, edge, size, patch in zip(chunk, volume.chunk_zyx, volume.shape_zyx, patch_zyx, strict=True):
+        lo, hi = i * edge, min((i + 1) * edge, size)
+        if patch < hi - lo:
+            lo = int(rng.integers(lo, hi - patch + 1))
+            hi = lo + patch
+        else:
+            hi = min(lo + max(patch // edge, 1) * edge, size)
+        starts.append(lo)
+        stops.append(hi)
+    return (starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2])

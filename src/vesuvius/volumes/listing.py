@@ -1,0 +1,267 @@
+"""Lists which chunks of a volume are stored: from the sidecar beside it, a cached listing, or the store."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import time
+import zipfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import Triple
+from vesuvius.errors import DataError, one_line
+from vesuvius.volumes.errors import FetchError, RefusedError
+from vesuvius.volumes.volume import Volume, metadata_hash
+
+log = logging.getLogger(__name__)
+
+SIDECAR = ".chunk_occupancy.npz"
+_PROGRESS_S = 5.0
+
+Bools = NDArray[np.bool_]
+
+
+def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
+    """Which chunks are stored: bool over the chunk grid (of a sharded array: of inner chunks, or of shards).
+
+    From the sidecar beside the array, else from a cached listing, else from a new listing, which is cached.
+
+    Args:
+        max_damaged: so many shards may have a damaged index.  Their chunks cannot be read and count as missing, and the
+            listing is not cached.
+
+    Raises:
+        DataError: the store cannot list, more shards are damaged, or the sidecar is not of this volume.
+    """
+    sidecar = read_sidecar(volume)
+    if sidecar is not None:
+        return sidecar
+    path, signature = kept_file(volume, "occupancy", ".npz"), _signature(volume)
+    if path.exists():
+        try:
+            kept = _parse_sidecar(path.read_bytes())
+            if kept[1] == signature:
+                return kept[0]
+        except (OSError, ValueError) as error:
+            log.warning("a kept listing is damaged and made anew: %s (%s)", path, one_line(error))
+    occupancy, damaged = _listed(volume)
+    if damaged:
+        if len(damaged) > max_damaged:
+            raise _damaged_shards(volume, damaged)
+        log.warning(
+            "%s: the index of %d of its shards cannot be read, the first: %s; no patch comes from there; restore them "
+            "(`vesuvius volume verify` lists what is broken) and start anew: behind that the plan is another one, and "
+            "--resume needs --allow-drift",
+            *(volume.name, len(damaged), damaged[0]),
+        )
+        return occupancy
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_sidecar(path, occupancy, signature)
+    except OSError as error:
+        log.warning("the listing of chunks could not be kept and is made again next time: %s", error)
+    return occupancy
+
+
+def read_sidecar(volume: Volume) -> Bools | None:
+    """The occupancy beside the array, if there is one.
+
+    Raises:
+        DataError: it is damaged, or its shape is not that of the chunk grid.
+    """
+    key = f"{volume.array.path}/{SIDECAR}".lstrip("/")
+    try:
+        data = volume.source.get(key, cached=False)
+    except (FetchError, RefusedError) as error:
+        log.warning("the sidecar %s of %s cannot be read and is left out: %s", key, volume.name, one_line(error))
+        return None
+    if data is None:
+        return None
+    try:
+        occupancy, signature = _parse_sidecar(data)
+    except ValueError as error:
+        raise DataError(
+            f"a sidecar must be an npz with `occupancy` and `signature`; got {one_line(error)} in {key} of "
+            f"{volume.name}; make it anew with `vesuvius volume occupancy`, or remove it"
+        ) from error
+    if signature.startswith("vesuvius:") and not signature.startswith(sidecar_signature(volume)):
+        raise DataError(
+            f"a sidecar must belong to its array; got the signature {signature} for {sidecar_signature(volume)} in "
+            f"{key} of {volume.name}; make it anew with `vesuvius volume occupancy`, or remove it"
+        )
+    wanted = [volume.grid.counts_zyx, volume.grid.object_counts_zyx]
+    if occupancy.shape not in wanted:
+        raise DataError(
+            f"a sidecar's occupancy must have the shape of the chunk grid; got {occupancy.shape} for {wanted[0]} in "
+            f"{key} of {volume.name}; make it anew with `vesuvius volume occupancy`, or remove it"
+        )
+    return occupancy
+
+
+def write_sidecar(path: Path, occupancy: Bools, signature: str) -> None:
+    """Write an occupancy under another name, then rename it.  Raises OSError."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as out:
+        np.savez_compressed(out, occupancy=occupancy, signature=np.array(signature))
+    partial.replace(path)
+
+
+def sidecar_signature(volume: Volume) -> str:
+    """The signature in sidecars made here: it identifies their array."""
+    return f"vesuvius:{metadata_hash(volume.array)}"
+
+
+def list_chunks(volume: Volume) -> Bools:
+    """List the chunks in the store.  Streams the listing, with a line of progress every few seconds.
+
+    Reads the index of every shard of a sharded array.
+
+    Raises:
+        DataError: the store cannot list, or a shard's index is damaged.
+    """
+    occupancy, damaged = _listed(volume)
+    if damaged:
+        raise _damaged_shards(volume, damaged)
+    return occupancy
+
+
+def _listed(volume: Volume) -> tuple[Bools, list[str]]:
+    """As `list_chunks`, and a line on each shard with a damaged index, whose chunks count as missing."""
+    objects = list_objects(volume)
+    return _inner_occupancy(volume, objects) if volume.grid.shard_zyx and volume.grid.indexed else (objects, [])
+
+
+def _damaged_shards(volume: Volume, damaged: list[str]) -> DataError:
+    more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+    return DataError(
+        f"every shard's index must be readable; got {damaged[0]}{more} in {volume.name}; restore them (`vesuvius "
+        "volume verify` lists what is broken)"
+    )
+
+
+def list_objects(volume: Volume) -> Bools:
+    """Which chunks, or of a sharded array which shards, the store lists; as `list_chunks` but reads no shard.
+
+    Raises:
+        DataError: the store cannot list, or on a disk a folder of chunks is a dangling link or a file.
+    """
+    grid = volume.grid
+    occupancy = np.zeros(grid.object_counts_zyx, bool)
+    places = (place for keys in _listed_keys(volume) for key in keys if (place := _place_of(volume, key)))
+    for place in with_progress(places, f"listing the chunks of {volume.name}"):
+        if all(i < n for i, n in zip(place, occupancy.shape, strict=True)):
+            occupancy[place] = True
+    return occupancy
+
+
+def _place_of(volume: Volume, key: str) -> Triple | None:
+    """The place of a chunk's key; None for other keys, once it is checked that a folder of chunks is a folder."""
+    place = volume.grid.place_of(key)
+    if place is None and not volume.source.remote and volume.grid.leads_to_chunks(key):
+        volume.source.check_folder(key)
+    return place
+
+
+def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
+    """Keys below the array; from a remote store, where chunks lie in folders, several folders at once."""
+    source = volume.source
+    if not source.remote:
+        yield source.list_keys(volume.array.path, folders_too=True)
+        return
+    folders = [volume.array.path]
+    while len(folders) == 1:  # go down to where there are several folders to list at once
+        keys, folders = source.list_one_level(folders[0])
+        yield keys
+    with ThreadPoolExecutor(source.config.requests) as pool:
+        yield from pool.map(lambda folder: list(source.list_keys(folder)), folders)
+
+
+def _inner_occupancy(volume: Volume, shards: Bools) -> tuple[Bools, list[str]]:
+    """Which inner chunks are stored, from the index of each stored shard; the rest as `_listed`."""
+    grid = volume.grid
+    assert grid.shard_zyx is not None
+    per_shard = [s // c for s, c in zip(grid.shard_zyx, grid.chunk_zyx, strict=True)]
+    occupancy = np.zeros(grid.counts_zyx, bool)
+    stored = np.argwhere(shards).tolist()
+    firsts: list[Triple] = [(z * per_shard[0], y * per_shard[1], x * per_shard[2]) for z, y, x in stored]
+
+    def present_in(first: Triple) -> Bools | str:
+        try:
+            return grid.present_in_shard(first)
+        except (FetchError, ValueError) as error:
+            return f"{grid.key_of(first)}: {one_line(error)}"
+
+    damaged: list[str] = []
+    with ThreadPoolExecutor(volume.source.config.requests) as pool:
+        found = with_progress(pool.map(present_in, firsts), f"reading the shards of {volume.name}")
+        for first, present in zip(firsts, found, strict=True):
+            if isinstance(present, str):
+                damaged.append(present)
+                continue
+            part = tuple(slice(i, i + n) for i, n in zip(first, per_shard, strict=True))
+            view = occupancy[part]
+            view[...] = present[tuple(slice(n) for n in view.shape)]
+    return occupancy, damaged
+
+
+def with_progress(items: Iterable[Any], what: str, total: int | None = None) -> Iterator[Any]:
+    """The items, with a line in the log every few seconds."""
+    started = said = time.monotonic()
+    count = 0
+    for count, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - said >= _PROGRESS_S:
+            log.info("%s: %d%s", what, count, f" of {total}" if total else "")
+            said = now
+    if said != started:
+        log.info("%s: done, %d in %.0f s", what, count, time.monotonic() - started)
+
+
+def _parse_sidecar(data: bytes) -> tuple[Bools, str]:
+    """Occupancy and signature.  Raises ValueError where it is something else."""
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            occupancy, signature = found["occupancy"], str(found["signature"]) if "signature" in found else ""
+    except (KeyError, OSError, zipfile.BadZipFile, EOFError) as error:
+        raise ValueError(one_line(error)) from error
+    if occupancy.dtype != bool or occupancy.ndim != 3:
+        raise ValueError(f"occupancy of {occupancy.dtype} and {occupancy.ndim} axes")
+    return occupancy, signature
+
+
+def kept_file(volume: Volume, kind: str, ending: str) -> Path:
+    """The file that caches something about a volume, such as its listing, between runs.  Its folder may be missing."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
+    name = hashlib.sha256(f"{address}#{volume.array.path}#{volume.axes}".encode()).hexdigest()[:24]
+    return root / "vesuvius" / kind / f"{name}{ending}"
+
+
+def _signature(volume: Volume) -> str:
+    """Changes when a cached listing may be stale: with the metadata, on disk also with any folder of chunks."""
+    signature = sidecar_signature(volume)
+    if volume.source.remote:
+        return signature
+    folder = Path(volume.source.address) / volume.array.path
+    depth = volume.grid.key_of((0, 0, 0)).removeprefix(volume.array.path).strip("/").count("/")
+    stamps = hashlib.sha256(repr(sorted(_folder_stamps(folder, depth))).encode()).hexdigest()
+    return f"{signature}:{stamps[:16]}"
+
+
+def _folder_stamps(folder: Path, depth: int) -> Iterator[tuple[str, int]]:
+    """Path and modification time of a folder and of those below it, `depth` levels down."""
+    yield str(folder), folder.stat().st_mtime_ns
+    if depth:
+        with os.scandir(folder) as entries:
+            below = [entry.path for entry in entries if entry.is_dir()]
+        for path in below:
+            yield from _folder_stamps(Path(path), depth - 1)

@@ -1,0 +1,255 @@
+"""Reads of a store are tried again for as long as an outage may last, and the log says since when and why.
+
+What the network, the server or the mount fails to give is an outage.  What a store refuses, or what is damaged, is not
+tried again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from obstore.exceptions import BaseError, GenericError
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
+from tenacity.nap import sleep_using_event
+
+from vesuvius.config import StoreConfig
+from vesuvius.volumes.errors import ClosedError, OutageError, reason
+from vesuvius.volumes.store.object_store import is_remote
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Of the statuses below 500, those that pass; 501 and 505 do not.
+_TRANSIENT_STATUSES = {408, 425, 429}
+_LASTING_STATUSES = {501, 505}
+# What a network file system says while its server is away, and a process that is short of something for a while.
+_TRANSIENT_ERRNOS = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ECONNRESET,
+    errno.ECONNREFUSED,
+    errno.EAGAIN,
+    errno.ENFILE,
+    errno.EMFILE,
+}
+_FIRST_PAUSE_S = 0.1
+# A store that has never answered is more likely a wrong address than an outage.
+_FIRST_ANSWER_S = 60.0
+_SAID_AFTER_S = 10.0
+_SAID_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A store does not answer.
+
+    Attributes:
+        since: when the first read that is still being tried failed, seconds since 1970.
+        cause: why the last try of that read failed.
+        address: of the store.
+    """
+
+    since: float
+    cause: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.address} has not answered since {_clock(self.since)}: {self.cause}"
+
+
+class Retrier:
+    """Runs the reads of one store, each again while its error may pass.  Any thread may call it.
+
+    Args:
+        known: whether the store has answered before.  One that has not is given up after a minute.
+        may_pass: whether an error may pass by itself; `is_transient`, but for what its owner knows better.
+        count: told of requests, retries and bytes fetched.
+
+    Attributes:
+        outage: set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        config: StoreConfig,
+        known: bool,
+        may_pass: Callable[[BaseException], bool],
+        count: Callable[..., None],
+    ) -> None:
+        self.outage: Outage | None = None
+        self._address = address
+        self._config = config
+        self._known = known
+        self._may_pass = may_pass
+        self._count = count
+        self._remote = is_remote(address)
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._failing: dict[int, Outage] = {}
+        self._said: float | None = None
+
+    def run(self, key: str, read: Callable[[], T]) -> T:
+        """What `read` returns.
+
+        Args:
+            key: the object that is read, for messages.
+
+        Raises:
+            OutageError: it has failed for as long as an outage may last.
+            ClosedError: another thread has called `close`.
+            Exception: whatever else `read` raises.
+        """
+        began: float | None = None
+
+        def given_up(state: RetryCallState) -> bool:
+            nonlocal began
+            began = began or time.monotonic()
+            return time.monotonic() - began >= self._patience_s
+
+        retrying = Retrying(
+            stop=given_up,
+            wait=wait_random_exponential(_FIRST_PAUSE_S, max=self._config.max_pause_s),
+            sleep=sleep_using_event(self._closed),
+            retry=retry_if_exception(self._may_pass),
+            before_sleep=self._note_failure,
+            reraise=True,
+        )
+
+        def once() -> T:
+            self.check_open()
+            self._count(requests=1)
+            data = read()
+            self._count(bytes_fetched=len(data) if isinstance(data, bytes) else 0)
+            return data
+
+        answered = True
+        try:
+            return retrying(once)
+        except ClosedError:
+            answered = False
+            raise
+        except (BaseError, OSError) as error:
+            if not self._may_pass(error):
+                raise
+            answered = False
+            raise self._outage_error(key, error, retrying) from error
+        finally:
+            self._end_failing(id(retrying), answered)
+
+    def close(self) -> None:
+        """End all pauses; what is being read is not tried again."""
+        self._closed.set()
+
+    def check_open(self) -> None:
+        """Raises ClosedError after `close`."""
+        if self._closed.is_set():
+            raise ClosedError(self._address)
+
+    @property
+    def _patience_s(self) -> float:
+        """Seconds for which a read is tried again."""
+        outage_s = 60 * self._config.outage_minutes
+        return outage_s if self._known or not self._remote else min(outage_s, _FIRST_ANSWER_S)
+
+    @property
+    def _patience_words(self) -> str:
+        if self._patience_s < 60 * self._config.outage_minutes:
+            return f"{self._patience_s:g} s, as it has never answered: check the address"
+        return f"{self._config.outage_minutes:g} minutes (data.store.outage_minutes)"
+
+    def _note_failure(self, state: RetryCallState) -> None:
+        self._count(retries=1)
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        assert error is not None
+        number, now = id(state.retry_object), time.time()
+        with self._lock:
+            first = self._failing.get(number)
+            since = first.since if first else now
+            self._failing[number] = Outage(since, reason(error), self._address)
+            self.outage = outage = min(self._failing.values(), key=lambda failing: failing.since)
+            say = now - outage.since >= _SAID_AFTER_S and now - (self._said or 0) >= _SAID_EVERY_S
+            if say:
+                self._said = now
+        if say:
+            log.warning(
+                "%s (for %s); trying again for up to %s",
+                outage,
+                _duration(now - outage.since),
+                self._patience_words,
+            )
+
+    def _end_failing(self, number: int, answered: bool) -> None:
+        """A read has ended: with an answer of the store, or without."""
+        if answered:
+            self._known = True
+        with self._lock:
+            outage = self.outage
+            if self._failing.pop(number, None) is None:
+                return
+            self.outage = min(self._failing.values(), key=lambda failing: failing.since, default=None)
+            over = self.outage is None and self._said is not None
+            if self.outage is None:
+                self._said = None
+        if over and answered and outage is not None:
+            log.info("%s answers again after %s", self._address, _duration(time.time() - outage.since))
+
+    def _outage_error(self, key: str, error: BaseException, retrying: Retrying) -> OutageError:
+        with self._lock:
+            failing = self._failing.get(id(retrying))
+        since = failing.since if failing else time.time()
+        tries = retrying.statistics.get("attempt_number", 1)
+        if not self._known and self._remote:
+            return OutageError(
+                f"a store must answer; got {reason(error)} ({_tries(tries)} of {key} in {self._address}); check the "
+                "address and the network"
+            )
+        return OutageError(
+            f"a store must answer within data.store.outage_minutes={self._config.outage_minutes:g}; got "
+            f"{reason(error)} since {_clock(since)} ({_tries(tries)} of {key} in {self._address}); check the network "
+            "and the server, then go on: a run with --resume, another command by giving it again"
+        )
+
+
+def is_transient(error: BaseException, remote: bool) -> bool:
+    """Whether an error of a read may pass by itself.  Pure.
+
+    Args:
+        remote: whether the store has a URL; what is wrong with a file on disk passes only where its mount was away.
+    """
+    if isinstance(error, GenericError):
+        match = re.search(r"status code: (\d{3})", str(error))
+        if match is None:
+            return "redirect" not in str(error)
+        status = int(match[1])
+        return (status >= 500 and status not in _LASTING_STATUSES) or status in _TRANSIENT_STATUSES
+    if not isinstance(error, OSError) or isinstance(error, (FileNotFoundError, PermissionError)):
+        return False
+    return remote or error.errno in _TRANSIENT_ERRNOS
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _tries(count: int) -> str:
+    return "1 try" if count == 1 else f"{count} tries"

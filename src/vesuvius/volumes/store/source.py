@@ -1,0 +1,287 @@
+"""Where the bytes of a volume come from: a folder, a web server or an object store.
+
+Every read is counted, tried again while its store is away (`retry.py`), and on remote stores answered from a disk cache
+where one is configured.  `Source` knows keys and byte ranges; that they are chunks is known to `volume.py` and
+`chunks.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError
+from obstore.store import HTTPStore
+
+from vesuvius.config import StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.volumes.errors import FetchError, RefusedError, reason, refusal
+from vesuvius.volumes.store.byte_range import ByteRange, checked, cut
+from vesuvius.volumes.store.local_files import check_file, check_path, list_files, read_file
+from vesuvius.volumes.store.object_store import is_remote, open_cache, open_store
+from vesuvius.volumes.store.retry import Outage, Retrier, is_transient
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Objects up to this size are fetched whole where a server does not know byte ranges.
+_WHOLE_BYTES_MAX = 64 * 2**20
+
+
+@dataclass
+class SourceFigures:
+    """What a source has done so far.
+
+    Attributes:
+        requests: reads that reached the store, tries included.
+        retries: tries after a failed one.
+        bytes_fetched: bytes that came from the store.
+        cache_hits, cache_misses: reads answered by the disk cache, and not.
+    """
+
+    requests: int = 0
+    retries: int = 0
+    bytes_fetched: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+
+
+class Source:
+    """Reads objects below one address.  Its methods may be called from several threads.
+
+    Args:
+        address: folder or URL.
+        known: whether the store has answered before.  One that has not is given up after a minute.
+
+    Attributes:
+        cache_scope: what names in the cache start with; another volume has another one.  While it is empty, as when
+            metadata are looked for, nothing is cached, and what is forbidden (403) counts as absent: S3 answers so for
+            absent keys where one may not list.
+        remote: whether the address is a URL.
+        forbidden: what the store said of the last read that it forbade while the volume was opened; else None.
+        metadata_key: the object with the array's metadata, once whoever opens the volume has found it.
+    """
+
+    def __init__(self, address: str, config: StoreConfig, cache_scope: str = "", known: bool = False) -> None:
+        self.address = address
+        self.config = config
+        self.cache_scope = cache_scope
+        self.remote = is_remote(address)
+        self.figures = SourceFigures()
+        self.forbidden: str | None = None
+        self.metadata_key: str | None = None
+        self._store = open_store(address, config)
+        self._root = Path(address).absolute()  # where it is a folder
+        self._cache = open_cache(config) if self.remote else None
+        self._retrier = Retrier(address, config, known, self._may_pass, self.count)
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._whole: tuple[str, bytes] | None = None
+        self._whole_lock = threading.Lock()
+
+    @property
+    def outage(self) -> Outage | None:
+        """Set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time."""
+        return self._retrier.outage
+
+    def get(self, key: str, byte_range: ByteRange | None = None, cached: bool = True) -> bytes | None:
+        """The object, or a range of it; None where there is none.
+
+        Args:
+            cached: False for what may change at its address, which the disk cache would hold for ever.
+
+        Raises:
+            FetchError: it is damaged.
+            OutageError: the store has not answered for `data.store.outage_minutes`.
+            RefusedError: the store refuses access, or cannot deliver byte ranges.
+        """
+        cache = self._cache if self.cache_scope and cached else None
+        name = self._cache_name(key, byte_range)
+        if cache is not None:
+            kept = cache.get(name)
+            self.count(cache_hits=kept is not None, cache_misses=kept is None)
+            if kept is not None:
+                return kept
+        data = self._tried(key, lambda: self._read(key, byte_range))
+        if data is not None and cache is not None:
+            cache.put(name, data)
+        return data
+
+    def submit(self, key: str, byte_range: ByteRange | None = None) -> Future[bytes | None]:
+        """`get` on one of `config.requests` threads."""
+        return self._start(self.get, key, byte_range)
+
+    def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
+        """Remove from the cache what turned out to be damaged."""
+        if self._cache is not None:
+            self._cache.drop(self._cache_name(key, byte_range))
+
+    def exists(self, key: str) -> bool:
+        """Whether there is such an object.  Raises FetchError as `get`."""
+        return self._tried(key, lambda: self._look(key)) is not None
+
+    def absent(self, keys: list[str]) -> list[str]:
+        """Those for which there is no object; asks for many at once.  Raises FetchError as `get`."""
+        found = [self._start(self.exists, key) for key in keys]
+        return [key for key, there in zip(keys, found, strict=True) if not there.result()]
+
+    def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
+        """Keys below a prefix (whole path segments), in any order.  On a disk links to folders are followed.
+
+        Args:
+            folders_too: on a disk also the folders, which may lie where a file should.
+
+        Raises:
+            DataError: the store cannot list (plain web servers cannot), or access is refused, if only to one folder.
+        """
+        with self._listing_errors():
+            if not self.remote:  # obstore would look at the size of each file
+                yield from list_files(self._root, prefix, folders_too)
+                return
+            for batch in obstore.list(self._store, prefix, chunk_size=1000):
+                for entry in batch:
+                    yield entry["path"]
+
+    def check_folder(self, key: str) -> None:
+        """Raises DataError where on a disk something else lies in place of a folder of chunks."""
+        try:
+            check_path(self._root, self._root / key)
+        except FetchError as error:
+            raise DataError(
+                f"a folder of chunks must be a folder; got {error}; mount the disk that holds it, or restore it from "
+                "its source"
+            ) from None
+
+    def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
+        """Keys and prefixes one segment below `prefix`, of a remote store; errors as `list_keys`."""
+        with self._listing_errors():
+            found = obstore.list_with_delimiter(self._store, prefix)
+            return [entry["path"] for entry in found["objects"]], sorted(found["common_prefixes"])
+
+    def close(self) -> None:
+        """End the threads; what they are reading is abandoned, and not tried again."""
+        with self._lock:
+            self._retrier.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        with self._lock:
+            self._retrier.check_open()
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self.config.requests, thread_name_prefix="fetch")
+            return self._pool.submit(function, *arguments)
+
+    @contextmanager
+    def _listing_errors(self) -> Iterator[None]:
+        if isinstance(self._store, HTTPStore):
+            raise DataError(
+                f"a listing of chunks needs a store that can list; got {self.address}, a web server; put a "
+                "`.chunk_occupancy.npz` beside level 0, or set data.foreground.source=level"
+            )
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            raise DataError(
+                f"the chunks of a volume must be listable; got {reason(error)} from {self.address}; allow listing, "
+                "or set data.foreground.source=level"
+            ) from error
+
+    def _cache_name(self, key: str, byte_range: ByteRange | None) -> str:
+        part = f"?{byte_range.start}:{byte_range.stop}" if byte_range else ""
+        return f"{self.cache_scope}/{key}{part}"
+
+    def _read(self, key: str, byte_range: ByteRange | None) -> bytes:
+        if not self.remote:
+            return read_file(self._root, key, byte_range)
+        wanted: Any = None
+        match byte_range:
+            case ByteRange(start, int(stop)):
+                wanted = (start, stop)
+            case ByteRange(start):
+                wanted = {"suffix": -start} if start < 0 else {"offset": start}
+        try:
+            found = obstore.get(self._store, key, options={"range": wanted} if wanted else None)
+        except NotSupportedError:
+            if byte_range is None:
+                raise
+            return cut(self._read_whole(key), byte_range)
+        data, (start, stop) = bytes(found.bytes()), found.range
+        if len(data) != stop - start:
+            raise ConnectionError(f"the body has {len(data)} bytes of {stop - start}")
+        return data if byte_range is None else checked(data, byte_range, found.meta["size"])
+
+    def _read_whole(self, key: str) -> bytes:
+        """An object of a server that does not know byte ranges; the last one is kept, as more parts of it will be
+        asked for."""
+        with self._whole_lock:
+            if self._whole is not None and self._whole[0] == key:
+                return self._whole[1]
+            found = obstore.get(self._store, key)
+            size = found.meta["size"]
+            if size > _WHOLE_BYTES_MAX:
+                raise RefusedError(
+                    "a volume with large shards is read in byte ranges; got a server that ignores the Range header and "
+                    f"sends all {size / 2**20:.0f} MiB of {key} in {self.address}; serve the volume with a server that "
+                    "supports Range, such as nginx, or copy it to a disk"
+                )
+            if self._whole is None:
+                log.warning(
+                    "%s ignores the Range header: whole shards are fetched for a few of their chunks; a server that "
+                    "supports Range, such as nginx, is faster",
+                    self.address,
+                )
+            data = bytes(found.bytes())
+            self._whole = (key, data)
+            return data
+
+    def _look(self, key: str) -> bool:
+        if self.remote:
+            obstore.head(self._store, key)
+        else:
+            check_file(self._root, key)
+        return True
+
+    def _tried(self, key: str, read: Callable[[], T]) -> T | None:
+        """What `read` returns, tried again for as long as an outage may last; None where there is no such object."""
+        try:
+            return self._retrier.run(key, read)
+        except FileNotFoundError:
+            return None
+        except (BaseError, OSError) as error:
+            if isinstance(error, PermissionDeniedError) and self._absent_if_forbidden:
+                self.forbidden = reason(error)
+                return None
+            raise refusal(error, key, self.address, self.remote) from error
+
+    @property
+    def _absent_if_forbidden(self) -> bool:
+        return self.remote and (not self.cache_scope or self.config.forbidden_is_absent)
+
+    def _may_pass(self, error: BaseException) -> bool:
+        """Whether an error may pass by itself; an I/O error of the disk under one chunk does not."""
+        if not self.remote and isinstance(error, OSError) and error.errno == errno.EIO and self._metadata_readable():
+            return False
+        return is_transient(error, self.remote)
+
+    def _metadata_readable(self) -> bool:
+        """Whether the file system as such is there: an I/O error is then one of the disk, under that chunk alone."""
+        try:
+            return self.metadata_key is not None and (self._root / self.metadata_key).read_bytes() != b""
+        except OSError:
+            return False
+
+    def count(self, **figures: int) -> None:
+        """Add to the figures."""
+        with self._lock:
+            for name, value in figures.items():
+                setattr(self.figures, name, getattr(self.figures, name) + value)

@@ -1,0 +1,13 @@
+"""Trainers without the seconds that it takes to import torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.runs import fork_trials
+
+
+@pytest.fixture(autouse=True)
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers of cells are forked."""
+    fork_trials(monkeypatch)

@@ -1,0 +1,26 @@
+"""How a command's process ends."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.support import fork_server
+
+STUCK = """
+import sys, threading
+from vesuvius.commands import command
+def main(argv):
+    threading.Thread(target=threading.Event().wait).start()  # as a read of a store that does not answer
+    print("printed")
+    return int(sys.argv[1])
+command.run_command(main, None)
+"""
+
+
+@pytest.mark.parametrize("exit_code", [75])
+def test_a_thread_that_never_ends_holds_no_command_and_its_exit_code_stays(exit_code: int) -> None:
+    command = [sys.executable, "-c", STUCK, str(exit_code)]
+    done = fork_server.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (exit_code, "printed\n", "")

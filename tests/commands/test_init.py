@@ -1,0 +1,174 @@
+"""`vesuvius init` as a user types it: the config that it writes passes the dry run and trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from tests.support.chunk_server import ChunkServer
+from tests.support.runs import steps_of, vesuvius_train
+from vesuvius.commands import init, sample
+from vesuvius.config import Config
+from vesuvius.config.load import read_config
+from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
+from vesuvius.training.forecast import first_config, machine
+from vesuvius.training.forecast.preflight import preflight
+from vesuvius.volume_tools.phantom_zarr import write_phantom
+
+
+@pytest.fixture(autouse=True)
+def _slow_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So slow that it gets the smallest patches and network, whatever machine the tests run on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "_convolution_flops_s", lambda device, amp: 2e9)
+
+
+def written(volume: object, *arguments: str) -> Config:
+    assert init.main([str(volume), "--name", "first", *arguments]) == EXIT_OK
+    return read_config(Path("configs/first.yaml"))
+
+
+@pytest.fixture
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the memory plans, which take seconds; other tests here have them."""
+    nothing = SimpleNamespace(ram_bytes=0, vram_bytes=0)
+    monkeypatch.setattr(first_config, "plan_memory", lambda config, amp: nothing)
+    monkeypatch.setattr(first_config, "_fitting_workers", lambda chosen, data, machine: 0)
+
+
+def trains() -> bool:
+    """Whether two real steps end well."""
+    short = ["training.max_steps=2", "training.workers=0", "monitor.tensorboard=false"]
+    return vesuvius_train(Path("configs/first.yaml"), *short) == EXIT_OK and len(steps_of("first")) == 2
+
+
+def passes_checks(config: Config) -> bool:
+    """What a dry run checks, without its plans of memory; raises where it does not."""
+    return preflight(config, resume=False, checkpoint=None, caches=False).free_bytes > 0
+
+
+def test_a_bare_array_is_trained_as_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With readers, and no override but the number of steps."""
+    write_array(tmp_path / "scroll.zarr", textured((96, 128, 128)))
+    assert init.main(["scroll.zarr"]) == EXIT_OK
+    text = capsys.readouterr().out
+    for words in ("volume     scroll.zarr", "machine ", "M parameters", "written    configs/scroll.yaml"):
+        assert words in text
+    for command in (
+        "vesuvius train --config configs/scroll.yaml",
+        "vesuvius memcheck scroll",
+        "vesuvius sample --checkpoint scroll",
+    ):
+        assert command in text
+    config = read_config(Path("configs/scroll.yaml"))
+    assert (config.name, config.data.volumes[0].path, config.training.workers) == ("scroll", "scroll.zarr", 1)
+    assert passes_checks(config)
+    assert vesuvius_train(Path("configs/scroll.yaml"), "training.max_steps=2") == EXIT_OK
+    assert len(steps_of("scroll")) == 2
+    assert sample.main(["--checkpoint", "scroll", "--count", "1", "--steps", "2"]) == EXIT_OK, "as it was printed"
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_a_level_of_a_pyramid(tmp_path: Path) -> None:
+    write_phantom(tmp_path / "scroll.zarr", (64, 128, 128), 0, chunk=32)
+    config = written("scroll.zarr", "--level", "1")
+    assert config.data.volumes[0].level == 1
+    assert "32x64x64 uint8, chunks 32x32x32; 2 other levels" in Path("configs/first.yaml").read_text()
+    assert passes_checks(config)
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_a_volume_smaller_than_the_smallest_usual_patch(tmp_path: Path) -> None:
+    write_array(tmp_path / "small.zarr", textured((12, 20, 17)), chunk=8)
+    config = written("small.zarr")
+    assert config.data.patch_size == (8, 16, 16)
+    assert config.data.validation.fraction == 0
+    assert passes_checks(config)
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_floats_in_a_few_thin_slices(tmp_path: Path) -> None:
+    slices = np.random.default_rng(0).normal(size=(3, 96, 96)).astype("float32")
+    write_array(tmp_path / "thin.zarr", slices, zarr_format=3)
+    assert written("thin.zarr").data.patch_size == (3, 32, 32)
+    assert trains()
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_a_sparse_volume_is_drawn_from_its_stored_chunks(tmp_path: Path) -> None:
+    voxels = textured((96, 128, 128))
+    voxels[:, 64:], voxels[:, :, 96:] = 0, 0
+    config = written(write_array(tmp_path / "sparse.zarr", voxels))
+    assert config.data.min_foreground == 0.5
+    assert passes_checks(config)
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_a_volume_without_a_place_of_foreground_is_left_to_be_drawn_from_anywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    voxels = np.zeros((96, 128, 128), "uint8")
+    voxels[90:] = 7  # in the validation slab alone
+    write_array(tmp_path / "empty.zarr", voxels, chunk=8)
+    config = written("empty.zarr")
+    assert config.data.min_foreground == 0
+    assert "data.min_foreground is left at 0" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_plans")
+def test_a_remote_volume_is_cached(tmp_path: Path, server: ChunkServer) -> None:
+    write_array(tmp_path / "far.zarr", textured((96, 128, 128)))
+    assert init.main([f"{server.url_of(tmp_path)}/far.zarr/"]) == EXIT_OK
+    config = read_config(Path("configs/far.yaml"))
+    assert (config.name, config.data.store.cache_dir) == ("far", "volumes/cache")
+    assert not Path("volumes").exists(), "nothing is cached before the run"
+    assert preflight(config, resume=False, checkpoint=None).free_bytes > 0
+    assert list(Path("volumes/cache").rglob("*"))
+
+
+@needs_scroll_data
+@pytest.mark.usefixtures("no_plans")
+@pytest.mark.parametrize("store", ["scroll_v2_blosc", "scroll_v2_sparse_ragged", "scroll_v3_sharded"])
+def test_real_scrolls(store: str) -> None:
+    config = written(SCROLL_DATA / f"{store}.zarr")
+    assert config.data.validation.fraction > 0
+    assert trains() if store == "scroll_v2_sparse_ragged" else passes_checks(config)
+
+
+def test_nothing_is_overwritten(tmp_path: Path, volume: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text("name: mine\n")
+    assert init.main([str(volume), "--out", "mine.yaml"]) == EXIT_CONFIG
+    assert Path("mine.yaml").read_text() == "name: mine\n"
+    Path("runs/old").mkdir(parents=True)
+    assert init.main([str(volume), "--name", "old"]) == EXIT_CONFIG
+    assert init.main([str(volume), "--name", "a/b"]) == EXIT_CONFIG
+    message = capsys.readouterr().err
+    for words in ("init replaces no file; got mine.yaml", "got old, whose run exists", "because it names the run"):
+        assert words in message
+    assert not Path("configs").exists()
+
+
+def test_what_is_no_volume_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init.main(["nowhere.zarr"]) == EXIT_DATA
+    assert "nowhere.zarr" in capsys.readouterr().err
+    write_array(tmp_path / "line.zarr", textured((64, 4, 64)))
+    assert init.main(["line.zarr"]) == EXIT_CONFIG
+    assert not Path("configs").exists()
+
+
+@pytest.mark.parametrize(
+    ("volume", "name"),
+    [
+        ("a/scroll.zarr", "scroll"),
+        ("s3://bucket/PHerc Paris 4.ome.zarr/", "PHerc-Paris-4"),
+        ("https://host/x/y.zarr?token=1", "y"),
+        ("volumes/ü.zarr", "first"),
+        ("plain", "plain"),
+    ],
+)
+def test_a_run_is_named_after_its_volume(volume: str, name: str) -> None:
+    assert init.default_name(volume) == name

@@ -1,0 +1,308 @@
+"""The door `vesuvius volume`: what it prints and where, its exit codes, and what is on disk after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.conftest import run_vesuvius, textured, write_array
+from tests.support import fork_server
+from tests.support.chunk_server import ChunkServer
+from tests.volumes.test_axes import axis, ome_06, sequence
+from vesuvius.commands import cli, volume
+from vesuvius.config.load import read_config
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.volume_tools.phantom import Phantom
+
+
+def test_the_command_writes_both_volumes_and_says_so_in_one_line(tmp_path, capsys):
+    out = tmp_path / "made" / "v.zarr"
+    assert volume.main(["synth", str(out), "--shape", "16,32,48", "--seed", "2", "--chunk", "16"]) == 0
+    captured = capsys.readouterr()
+    (line,) = captured.out.splitlines()
+    assert line.startswith(f"{out} (sheets: v.labels.zarr) shape 16,32,48 levels 3 stored_mib ")
+    assert " ratio " in line
+    assert " seconds " in line
+    assert captured.err == ""  # no progress bar where stderr is not a terminal
+    np.testing.assert_array_equal(
+        zarr.open_group(out, mode="r")["0"][:], Phantom(2, (16, 32, 48)).box((0, 0, 0), (16, 32, 48))[0]
+    )
+
+
+def test_the_command_refuses_an_existing_volume_until_told_to_overwrite(tmp_path, capsys):
+    command = ["synth", str(tmp_path / "v.zarr"), "--shape", "16,16,16", "--chunk", "16"]
+    assert volume.main(command) == 0
+    assert volume.main(command) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert volume.main([*command, "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize("shape", ["256,512", "0,64,64", "64,64,-64", "64,64,15", "a,b,c", "64.5,64,64", "1,2,3,4", ""])
+def test_a_wrong_shape_is_a_usage_error(tmp_path, capsys, shape):
+    with pytest.raises(SystemExit) as exit_info:
+        volume.main(["synth", str(tmp_path / "v.zarr"), f"--shape={shape}"])
+    assert exit_info.value.code == 2
+    assert "three whole numbers z,y,x of at least 16" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing_behind(tmp_path):
+    # Python's own handler is set by hand: a shell that runs the tests in the background has SIGINT ignored.
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from vesuvius.commands.volume import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "synth", str(tmp_path / "v.zarr"), "--shape", "256,2048,2048"]
+    with fork_server.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not any(written_chunks(tmp_path)):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert err.endswith(" ERROR interrupted\n")
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def written_chunks(directory: Path) -> list[Path]:
+    return [path for path in directory.glob(".v.zarr.*.partial/v.zarr/0/*/*/*") if path.is_file()]
+
+
+def test_the_door_does_not_import_torch():
+    code = "import sys, vesuvius.commands.volume; print(*{'torch', 'ray'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+USAGES = [
+    (["info", "v.zarr", "--patch", "8,16"], "a size is three whole numbers z,y,x of at least 1; got '8,16'"),
+    (["info", "v.zarr", "--patch", "0,16,16"], "at least 1"),
+    (["info", "v.zarr", "--places", "many"], "a whole number of at least 0"),
+    (["info", "v.zarr", "--select", "0,x"], "a whole number of at least 0 is needed; got 'x'"),
+    (["copy", "v.zarr"], "OUT.zarr"),
+    (["copy", "v.zarr", "c.zarr", "--start=-1,0,0"], "a start is three whole numbers z,y,x of at least 0"),
+    (["copy", "v.zarr", "c.zarr", "--requests", "0"], "at least 1 is needed; got '0'; try 16"),
+    (["occupancy"], "PATH"),
+    (["measure"], "invalid choice: 'measure'"),
+    ([], "COMMAND"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGES)
+def test_a_wrong_command_line_exits_2_and_says_why(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit_info:
+        volume.main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["synth", "info", "copy", "occupancy", "verify"])
+def test_help_shows_each_option_with_its_meaning(capsys, command):
+    with pytest.raises(SystemExit) as exit_info:
+        volume.main([command, "--help"])
+    assert exit_info.value.code == 0
+    _, _, options = capsys.readouterr().out.partition("positional arguments:")
+    entries = re.split(r"\n  (?=\S)", options)[1:]
+    assert len(entries) > 3
+    assert all(re.search(r"  +\w", entry.partition(" ")[2]) for entry in entries), entries
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["info", "nothing.zarr"], 6, "a volume must exist; got nothing.zarr"),
+        (["info", "v.zarr", "--level", "3"], 6, "a bare array has level 0 only"),
+        (["occupancy", "nothing.zarr"], 6, "a volume must exist"),
+        (["copy", "nothing.zarr", "c.zarr"], 6, "a volume must exist"),
+        (["copy", "v.zarr", "c.zarr", "--size", "1,1,999"], 2, "a box must lie inside the level"),
+        (["copy", "v.zarr", "c.tif"], 2, "must end in .zarr"),
+    ],
+)
+def test_errors_have_their_exit_codes_and_print_no_result(tmp_path, monkeypatch, capsys, arguments, code, message):
+    monkeypatch.chdir(tmp_path)
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    assert volume.main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_info_says_what_the_volume_is(tmp_path, capsys):
+    volume.main(["synth", str(tmp_path / "v.zarr"), "--shape", "48,64,64", "--chunk", "16"])
+    capsys.readouterr()
+    assert volume.main(["info", str(tmp_path / "v.zarr"), "--patch", "8,16,16"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    assert lines[0] == f"{tmp_path / 'v.zarr'}: OME-Zarr 0.4 'v', zarr v2, axes z, y, x"
+    header, finest = lines[2], lines[3]
+    assert " ".join(finest.split()) == "* 0 0 48x64x64 16x16x16 - uint8 192.0 KiB 7.91 micrometer zarr-python"
+    assert header.index("shape") == finest.index("48x64x64"), "columns are aligned"
+    assert "  codec        blosc zstd level 3, no shuffle" in lines
+    stored = len([path for path in (tmp_path / "v.zarr" / "0").glob("*/*/*") if path.is_file()])
+    assert f"  stored       {stored} of 48 chunks" in captured.out
+
+
+TURNED = [[1.0, 0.0, 0.0], [0.0, 0.8, -0.6], [0.0, 0.6, 0.8]]
+
+
+@pytest.mark.parametrize(
+    ("transform", "dtype", "message"),
+    [
+        ({"type": "rotation", "rotation": TURNED}, "int16", "got rotation with the row [0.0, 0.8, -0.6]"),
+        ({"type": "affine", "affine": [[*row, 0] for row in TURNED]}, "int16", "got affine with the row"),
+        ({"type": "scale", "scale": [1, 1, 1]}, "complex64", "got complex64"),
+        ({"type": "scale", "scale": [1, 1, 1]}, str, "voxels must be bool, or integers or floats"),
+    ],
+    ids=["rotation", "affine", "complex", "text"],
+)
+def test_info_of_what_cannot_be_read_ends_with_one_line(tmp_path, capsys, transform, dtype, message):
+    attributes = ome_06(transform, systems={"physical": [axis(name) for name in "zyx"]})
+    zarr.create_group(str(tmp_path / "v.zarr"), zarr_format=3, attributes=attributes)
+    zarr.create_array(str(tmp_path / "v.zarr/0"), shape=(32, 32, 32), dtype=dtype, zarr_format=3)
+    assert volume.main(["info", str(tmp_path / "v.zarr")]) == 6
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert message in line
+
+
+def test_info_shows_size_and_unit_of_0_6(tmp_path, capsys):
+    scale = {"type": "scale", "scale": [4, 2, 2]}
+    steps = sequence(scale, {"type": "translation", "translation": [1, 0, 0]})
+    attributes = ome_06(steps, systems={"physical": [axis(name, "nanometer") for name in "xyz"]})
+    zarr.create_group(str(tmp_path / "v.zarr"), zarr_format=3, attributes=attributes)
+    write_array(tmp_path / "v.zarr/0", textured((32, 48, 64), dtype="int16"), zarr_format=3)
+    assert volume.main(["info", str(tmp_path / "v.zarr"), "--patch", "8,16,16"]) == 0
+    out = capsys.readouterr().out
+    assert "OME-Zarr 0.6 'image', zarr v3, axes x, y, z" in out
+    assert "2x2x4 nanometer" in out
+    assert "  corner       z 0, y 0, x 1 nanometer" in out
+    assert "int16" in out
+
+
+def test_the_snippet_of_info_is_a_config_with_the_figures_that_it_tells(tmp_path, capsys):
+    # A name that YAML would take for something else, were it not quoted.
+    path = write_array(tmp_path / "v: {1}.zarr", textured((2, 96, 128, 128)), chunk=16)
+    command = ["info", str(path), "--select", "1", "--patch", "8,16,24"]
+    assert volume.main([*command, "--json"]) == 0
+    region = json.loads(capsys.readouterr().out)["region"]
+    assert volume.main(command) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "pasted.yaml").write_text("name: pasted\n" + text[text.index("data:") :])
+    config = read_config(tmp_path / "pasted.yaml")
+    assert config.data.volumes[0].path == str(path)
+    assert config.data.volumes[0].select == (1,)
+    plan = prepare_data(0, config.data).plan
+    assert plan.patch_zyx == (8, 16, 24)
+    assert plan.patches_per_region == region["patches_per_region"]
+    assert plan.read_amplification(0) == region["amplification"]
+
+
+def test_json_is_alone_on_the_output_and_null_is_unknown(tmp_path, capsys):
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    with ChunkServer(tmp_path) as server:
+        assert volume.main(["info", f"{server.url}/v.zarr", "--json", "--places", "0"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["occupancy"]["present"] is None
+    assert facts["occupancy"]["unknown"] == "a web server cannot list"
+    assert facts["grey"] is None
+    assert facts["region"] is None
+
+
+def test_occupancy_writes_the_sidecar_that_info_then_finds(tmp_path, capsys):
+    voxels = textured((64, 64, 64))
+    voxels[:32, :32, :32] = 0
+    path = write_array(tmp_path / "v.zarr", voxels)
+    assert volume.main(["occupancy", str(path)]) == 0
+    sidecar = path / ".chunk_occupancy.npz"
+    assert capsys.readouterr().out == f"{sidecar}: grid 2x2x2, 7 of 8 chunks (87.5 %), from a listing\n"
+    assert volume.main(["info", str(path)]) == 0
+    assert "7 of 8 chunks (87.5 %), from a sidecar" in capsys.readouterr().out
+    assert volume.main(["occupancy", str(path), "--out", str(tmp_path / "o.npz")]) == 0
+    assert (tmp_path / "o.npz").exists()
+
+
+def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(volume, "SECONDS_PER_LINE", 0.0)
+    voxels = textured((64, 64, 64))
+    voxels[:32, :32, :32] = 0
+    write_array(tmp_path / "served" / "v.zarr", voxels)
+    command = ["copy", "", str(tmp_path / "c.zarr"), "--levels", "2", "--requests", "2"]
+    with ChunkServer(tmp_path / "served") as server:
+        command[1] = f"{server.url}/v.zarr"
+        assert volume.main(command) == 0
+        captured = capsys.readouterr()
+        assert volume.main(command) == 0
+    head, chunks, sizes, seconds = captured.out.splitlines()
+    assert head == f"{tmp_path / 'c.zarr'}: box z 0:64, y 0:64, x 0:64 of {command[1]} level 0"
+    assert chunks == "  chunks  8 written, 1 air, 0 failed"
+    assert re.fullmatch(r"  bytes   256.0 KiB of voxels, \d+\.\d KiB fetched, \d+\.\d KiB stored", sizes)
+    assert re.fullmatch(r"  time    \d+\.\d s, \d+\.\d MB/s of voxels, \d+\.\d MB/s fetched", seconds)
+    assert re.search(r" INFO copying: 3 of 9 chunks, .* MB/s fetched\n", captured.err)
+    assert captured.err.count("\n") == 10, "one a chunk, and the end"
+    assert "is there already, whole: nothing was done" in capsys.readouterr().out
+
+
+def test_a_copy_with_an_unreadable_chunk_exits_6_and_says_what_was_copied(tmp_path, capsys):
+    path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
+    (path / "1" / "0" / "1").write_bytes(b"damaged")
+    assert volume.main(["copy", str(path), str(tmp_path / "c.zarr")]) == 6
+    captured = capsys.readouterr()
+    assert "  chunks  7 written, 0 air, 1 failed" in captured.out
+    assert "WARNING chunk [1, 0, 1] cannot be read" in captured.err
+    assert "the first chunk [1, 0, 1] of " in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["info", "v.zarr", "--json"], ["info", "--help"], ["occupancy", "v.zarr"]])
+def test_a_reader_of_the_output_that_leaves_is_no_error(tmp_path, arguments):
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    reading, writing = os.pipe()
+    os.close(reading)  # as `| head` does, sooner or later
+    done = fork_server.run(
+        [sys.executable, "-m", "vesuvius", "volume", *arguments],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which stands for a full disk")
+@pytest.mark.parametrize("option", ["--json", "--help"])
+def test_an_output_that_cannot_be_written_exits_6(tmp_path, option):
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    command = [sys.executable, "-m", "vesuvius", "volume", "info", "v.zarr", option]
+    with open("/dev/full", "w") as full:
+        done = fork_server.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == 6
+    assert "the output must be writable; got [Errno 28]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_command_is_found_by_its_names(tmp_path):
+    write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    assert run_vesuvius("volume", "info", "v.zarr", cwd=tmp_path).stdout.startswith("v.zarr: bare array, zarr v2")
+
+
+def test_help_names_what_verifies_and_says_where_its_list_of_chunks_comes_from(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert {"list", "verify"} <= set(re.findall(r"\w+", cli.COMMANDS["volume"]))
+    with pytest.raises(SystemExit):
+        volume.main(["verify", "--help"])
+    assert "the list of stored chunks" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,156 @@
+"""The config's models: frozen, strict, described, and the rules that keys must keep among each other."""
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from tests.support.config_text import MINIMAL, problems, read, sections
+from vesuvius.config import ArrayConfig, NormalizeConfig
+
+
+@pytest.mark.parametrize("section", list(dict.fromkeys(sections())), ids=lambda section: section.__name__)
+def test_every_section_is_frozen_strict_and_described(section: type[BaseModel]) -> None:
+    assert {
+        "frozen": True,
+        "extra": "forbid",
+        "strict": True,
+        "allow_inf_nan": False,
+    }.items() <= section.model_config.items()
+    for name, info in section.model_fields.items():
+        assert info.description, f"{section.__name__}.{name} has no description"
+        assert info.description == " ".join(info.description.split())
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = read(MINIMAL)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.training.lr = 1.0  # type: ignore[misc]
+    assert hash(config) == hash(read(MINIMAL))
+
+
+# ---- rules across keys
+
+
+def test_a_patch_must_suit_the_model_and_the_nearest_sizes_are_named() -> None:
+    assert problems(f"{MINIMAL}  patch_size: [70, 136, 136]\n") == [
+        "x.yaml: data.patch_size must be a multiple of [8, 8, 8] (model.stem_stride times model.strides); "
+        "got [70, 136, 136]; nearest that fit: [64, 136, 136] and [72, 136, 136]"
+    ]
+    assert "[8, 136, 136] and [8, 136, 136]" in problems(f"{MINIMAL}  patch_size: [3, 136, 136]\n")[0]
+    model = "model: {channels: [8, 16], stem_stride: [1, 2, 4]}"
+    assert read(f"{MINIMAL}  patch_size: [2, 8, 8]\n{model}").model.divisor_zyx == (2, 4, 8)
+
+
+def test_turning_needs_a_square_patch() -> None:
+    text = f"{MINIMAL}  patch_size: [72, 136, 128]\n"
+    assert problems(text) == [
+        "x.yaml:2: data: augment.turn needs a patch that is square in y and x; got [72, 136, 128]; "
+        "set data.augment.turn=false or make patch_size square"
+    ]
+    assert read(text, "data.augment.turn=false").data.patch_size == (72, 136, 128)
+
+
+def test_low_and_high_go_together_and_in_order() -> None:
+    assert problems(f"{MINIMAL}  normalize: {{low: 3}}\n") == [
+        "x.yaml:5: data.normalize: low and high go together: set both, or neither to have them estimated; got {low: 3}"
+    ]
+    assert problems(f"{MINIMAL}  normalize: {{low: 3, high: 3}}\n") == [
+        "x.yaml:5: data.normalize: low must be below high; got low=3.0, high=3.0"
+    ]
+    assert read(f"{MINIMAL}  normalize: {{low: 0, high: 255}}\n").data.normalize == NormalizeConfig(low=0, high=255)
+
+
+def test_warmup_must_end_before_the_run() -> None:
+    assert problems(f"{MINIMAL}training: {{warmup_steps: 20, steps_per_epoch: 5, epochs: 4}}") == [
+        "x.yaml: training.warmup_steps must be below epochs x steps_per_epoch; got 20 of 20; lower warmup_steps or "
+        "lengthen the run"
+    ]
+    assert read(f"{MINIMAL}training: {{warmup_steps: 19, steps_per_epoch: 5, epochs: 4}}").horizon_steps == 20
+
+
+def test_heads_must_divide_the_lowest_channels() -> None:
+    assert problems(f"{MINIMAL}model: {{channels: [8, 12]}}") == [
+        "x.yaml:5: model: the last of channels must be a multiple of attention_heads; got 12 and 8; "
+        "change model.attention_heads"
+    ]
+    assert read(f"{MINIMAL}model: {{channels: [8, 12], attention_heads: 0}}").model.attention_heads == 0
+
+
+def test_the_sampler_takes_no_more_steps_than_there_are() -> None:
+    assert problems(MINIMAL, "diffusion.timesteps=39") == [
+        "override diffusion.timesteps=39: diffusion: sampler_steps must not exceed timesteps; got 40 of 39; "
+        "lower diffusion.sampler_steps"
+    ]
+
+
+def test_derived_numbers_follow_from_the_keys() -> None:
+    training = "training: {train_batch_size: 3, accumulate_steps: 4, epochs: 2, steps_per_epoch: 600, max_steps: 7}"
+    config = read(MINIMAL + training)
+    assert (config.global_batch, config.horizon_steps, config.stop_step) == (12, 1200, 7)
+    assert read(MINIMAL + training, "training.max_steps=null").stop_step == 1200
+    assert read(MINIMAL + training, "training.max_steps=5000").stop_step == 1200
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["diffusion.noise=cosine", "diffusion.zero_terminal_snr=true", "diffusion.prediction=eps"],
+            "zero_terminal_snr needs a prediction that says something at pure noise; got prediction eps; set",
+        ),
+        (["diffusion.sampler_quantile=0.995"], "sampler_quantile needs sampler_clip, the least limit; got 0.995"),
+        (
+            ["diffusion.sampler=heun", "diffusion.sampler_eta=0.5"],
+            "sampler_eta belongs to ddim; got 0.5 with heun; remove diffusion.sampler_eta",
+        ),
+        (["model.strides=[[1, 2, 2]]"], "strides must have one entry fewer than channels; got 1 for 3 levels"),
+        (["data.condition_classes=3"], "condition_classes says what the volumes' conditions hold; got 3 and no"),
+        (["training.checkpoint_levels=[4]"], "go from 0, full resolution, to 3, the last of model.channels; got [4]"),
+        (["diffusion.huber_delta=0.1"], "huber_delta belongs to the Huber loss; got 0.1 with l2; set diffusion.loss"),
+        (
+            ["training.checkpoint_levels=[0]", "model.full_res_channels=0"],
+            "checkpoint_levels 0 is the full-resolution blocks; got it with model.full_res_channels 0",
+        ),
+        (
+            ["data.condition_normalize={low: 0.0, high: 2.0}"],
+            "condition_normalize is for conditions of grey values; got 0 to 2 and no condition; remove",
+        ),
+        (["diffusion.sampler_guidance=2.0"], "needs a model trained both with and without a condition; got 2.0"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused_with_the_remedy(overrides: list[str], message: str) -> None:
+    (problem,) = problems(MINIMAL, *overrides)
+    assert message in problem
+
+
+def test_strides_say_what_a_patch_must_be_a_multiple_of() -> None:
+    config = read(MINIMAL, "model.strides=[[1, 2, 2], [3, 1, 2]]", "data.patch_size=[72, 136, 136]")
+    assert config.model.divisor_zyx == (6, 4, 8)
+    assert config.model.size_problem((72, 136, 136)) is None
+    assert "nearest that fit: [66, 136, 136] and [72, 136, 136]" in str(config.model.size_problem((70, 136, 136)))
+
+
+def test_a_home_directory_and_a_file_address_are_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for path, folder in {
+        "~/v.zarr": "/home/somebody/v.zarr",
+        "file:///data/my%20scroll.zarr": "/data/my scroll.zarr",
+        "data/~v.zarr": "data/~v.zarr",
+        "s3://bucket/~/v.zarr": "s3://bucket/~/v.zarr",
+    }.items():
+        assert ArrayConfig(path=path).path == folder
+
+
+def test_a_name_fits_a_file_name() -> None:
+    assert read(MINIMAL, f"name={'n' * 200}").name == "n" * 200
+    for name in ("n" * 300, "é" * 101):
+        (problem,) = problems(MINIMAL, f"name={name}")
+        assert "a name must take at most 200 bytes" in problem
+        assert problem.endswith(f"got {len(name.encode())}; choose a shorter one")
+
+
+def test_noise_levels_fit_memory() -> None:
+    assert read(MINIMAL, "diffusion.timesteps=100000").diffusion.timesteps == 100_000
+    assert problems(MINIMAL, "diffusion.timesteps=1000000000") == [
+        "override diffusion.timesteps=1000000000: diffusion.timesteps: must be an integer of at least 2 and at most "
+        "100000; got 1000000000"
+    ]

@@ -1,0 +1,155 @@
+"""`VESUVIUS_*` variables set config keys, over files and under the command line, once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.config_text import MINIMAL
+from vesuvius.commands import train
+from vesuvius.commands.config import take_config
+from vesuvius.config import Config, VolumeConfig
+from vesuvius.config.describe import iter_keys
+from vesuvius.config.environment import key_of_variable
+from vesuvius.config.load import explain_config, parse_config, read_config
+from vesuvius.errors import EXIT_OK, ConfigError
+
+BASE = f"{MINIMAL}training: {{lr: 1e-3, workers: 4, epochs: 5, warmup_steps: 6}}\n"
+TOP = "extends: base.yaml\ntraining: {workers: 5, epochs: 6, warmup_steps: 7}\n"
+PATH = Path("x.yaml")
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(BASE)
+    PATH.write_text(TOP)
+
+
+def read(*overrides: str, **variables: str) -> Config:
+    return read_config(PATH, overrides, {f"VESUVIUS_{name}": value for name, value in variables.items()})
+
+
+def problems(**variables: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(**variables)
+    return str(caught.value).split("\n")
+
+
+def test_defaults_file_environment_and_command_line_rank_in_that_order() -> None:
+    training = read("training.warmup_steps=9", TRAINING__EPOCHS="8", TRAINING__WARMUP_STEPS="8").training
+    assert (training.accumulate_steps, training.lr) == (1, 1e-3), "by default, from the file below"
+    assert (training.workers, training.epochs, training.warmup_steps) == (5, 8, 9)
+
+
+def test_values_are_yaml_and_items_of_lists_are_counted_from_0() -> None:
+    config = read(
+        DATA__VOLUMES="[{path: a.zarr}, {path: b.zarr}]",
+        DATA__VOLUMES__1__WEIGHT="3",
+        TRAINING__AMP="off",
+        TRAINING__COMPILE="true",
+        TRAINING__MAX_HOURS="null",
+        DATA__PATCH_SIZE__0="64",
+        DATA__PATCH_SIZE="[8, 16, 16]",
+    )
+    assert config.data.volumes == (VolumeConfig(path="a.zarr"), VolumeConfig(path="b.zarr", weight=3.0))
+    assert (config.training.amp, config.training.compile, config.training.max_hours) == ("off", True, None)
+    assert config.data.patch_size == (64, 16, 16), "a list before its items"
+
+
+def test_other_variables_are_left_alone() -> None:
+    others = {"HOME": "/root", "VESUVIUS_RUNS": "/scratch", "vesuvius_seed": "x", "MY_VESUVIUS_SEED": "x"}
+    services = {
+        "VESUVIUS_SERVICE_HOST": "10.0.0.1",
+        "VESUVIUS_SERVICE_PORT_HTTP": "80",
+        "VESUVIUS_PORT": "tcp://10.0.0.1",
+    }
+    assert read_config(PATH, (), others | services) == read_config(PATH)
+    with pytest.raises(ConfigError, match="VESUVIUS_PORT"):
+        read_config(PATH, (), {"VESUVIUS_PORT": "80"})  # of no Service
+
+
+def test_every_key_has_a_variable() -> None:
+    for key, _ in iter_keys():
+        name = "VESUVIUS_" + key.replace("[]", ".3").replace(".", "__").upper()
+        assert key_of_variable(name) == key.replace("[]", ".3")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("TRAINING_WORKERS", "TRAINING__WORKERS"),
+        ("TRAINING__WORKRS", "TRAINING__WORKERS"),
+        ("training__workers", "TRAINING__WORKERS"),
+        ("WORKERS", "TRAINING__WORKERS"),
+        ("LR", "TRAINING__LR"),
+        ("DATA__VOLUMES__PATH", "DATA__VOLUMES__0__PATH"),
+        ("DATA__PATCH_SIZE__Z", "DATA__PATCH_SIZE"),
+    ],
+)
+def test_a_name_of_no_key_is_refused_with_the_nearest_one(name: str, meant: str) -> None:
+    (line,) = problems(**{name: "1"})
+    assert line == (
+        f"environment variable VESUVIUS_{name}: names no config key; did you mean VESUVIUS_{meant}? "
+        "unset it if it is not meant for vesuvius"
+    )
+
+
+def test_each_problem_names_the_variable_it_comes_from() -> None:
+    found = problems(TRAINING__WORKERS="two", SEED="", DATA__VOLUMES__1__LEVEL="2")
+    assert [line.removeprefix("environment variable VESUVIUS_") for line in found] == [
+        "DATA__VOLUMES__1__LEVEL: data.volumes has 1 entries, counted from 0; got index 1",
+        "SEED: the value is missing; write null for none, or '' for empty text",
+        "TRAINING__WORKERS: training.workers: must be an integer of at least 0; got 'two'",
+    ]
+
+
+def test_print_config_says_where_each_value_comes_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VESUVIUS_TRAINING__WORKERS", "3")
+    monkeypatch.setenv("VESUVIUS_MODEL", "{channels: [8, 16]}")
+    monkeypatch.setenv("VESUVIUS_DATA__VOLUMES__0__WEIGHT", "2")
+    overrides = ("training.epochs=2", "data.volumes[0].level=1")
+    assert train.main(["--config", "x.yaml", "--print-config", *overrides]) == EXIT_OK
+    text = capsys.readouterr().out
+    assert parse_config(text) == read_config(PATH, overrides, os.environ)
+    origins = {}
+    for line in text.splitlines():
+        key, _, comment = line.partition("  # ")
+        origins.setdefault(key.strip(" -").partition(":")[0], comment)
+    assert origins["name"].startswith("base.yaml:1: the run directory")
+    assert origins["lr"].startswith("base.yaml:5: ")
+    assert origins["warmup_steps"].startswith("x.yaml:2: ")
+    assert origins["accumulate_steps"].startswith("default: ")
+    assert origins["workers"].startswith("environment variable VESUVIUS_TRAINING__WORKERS: ")
+    assert origins["channels"].startswith("environment variable VESUVIUS_MODEL: ")
+    assert origins["weight"].startswith("environment variable VESUVIUS_DATA__VOLUMES__0__WEIGHT: ")
+    assert origins["level"].startswith("command line: ")
+    assert origins["epochs"].startswith("command line: ")
+    assert origins["model"] == "the network", "a section has no value of its own"
+
+
+def test_the_printed_config_has_every_key_once_with_its_meaning() -> None:
+    config = yaml.safe_load(explain_config(PATH))
+    assert config == read_config(PATH).model_dump(mode="json")
+    absent = ("data.volumes[].mask.", "data.volumes[].condition.")  # these sections are null by default
+    keys = [(key, schema) for key, schema in iter_keys() if not key.startswith(absent)]
+    for line, (key, schema) in zip(explain_config(PATH).splitlines(), keys, strict=True):
+        assert line.strip(" -").startswith(f"{key.rpartition('.')[2]}:")
+        assert line.endswith(schema["description"])
+
+
+def test_a_process_takes_its_variables_out_of_the_environment_of_those_it_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VESUVIUS_TRAINING__WORKERS", "3")
+    monkeypatch.setenv("VESUVIUS_RUNS", "elsewhere")
+    caplog.set_level("INFO")
+    assert take_config(PATH, ["training.lr=1"]).training.workers == 3
+    assert caplog.messages == ["keys are set by the environment: VESUVIUS_TRAINING__WORKERS"]
+    assert "VESUVIUS_TRAINING__WORKERS" not in os.environ
+    assert os.environ["VESUVIUS_RUNS"] == "elsewhere"

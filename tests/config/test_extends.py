@@ -1,0 +1,177 @@
+"""A config may extend another: its keys over those of the other, each mistake reported where it stands."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from vesuvius.commands import train
+from vesuvius.config import Config, VolumeConfig
+from vesuvius.config.load import parse_config, read_config, read_source
+from vesuvius.errors import EXIT_OK, ConfigError
+
+BASE = """\
+name: base
+data:
+  volumes:
+    - path: a.zarr
+      level: 2
+training:
+  lr: 1e-3
+  workers: 4
+model: {channels: [8, 16, 32]}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(BASE)
+
+
+def read(text: str, *overrides: str, path: str = "x.yaml") -> Config:
+    Path(path).write_text(text)
+    return read_config(Path(path), overrides)
+
+
+def problems(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(text, *overrides)
+    return str(caught.value).split("\n")
+
+
+def test_sections_are_merged_key_by_key_and_lists_are_replaced() -> None:
+    config = read(
+        "extends: base.yaml\nname: x\ntraining: {workers: 8}\ndata: {volumes: [{path: b.zarr}]}\nmodel: {channels: [8]}"
+    )
+    assert (config.name, config.training.lr, config.training.workers) == ("x", 1e-3, 8)
+    assert config.data.volumes == (VolumeConfig(path="b.zarr"),), "level 2 of the other list is gone"
+    assert config.model.channels == (8,)
+    assert read("extends: base.yaml") == read_config(Path("base.yaml"))
+    assert read("extends: base.yaml\ntraining: {}") == read_config(Path("base.yaml"))
+
+
+def test_overrides_reach_what_the_other_file_sets() -> None:
+    config = read("extends: base.yaml", "data.volumes.0.weight=2", "training.workers=1", "model={channels: [16]}")
+    assert config.data.volumes == (VolumeConfig(path="a.zarr", level=2, weight=2.0),)
+    assert (config.training.workers, config.training.lr, config.model.channels) == (1, 1e-3, (16,))
+
+
+def test_a_chain_is_read_from_the_folder_of_each_file(tmp_path: Path) -> None:
+    for folder in ("deep/er", "other"):
+        Path(folder).mkdir(parents=True)
+    read("extends: ../base.yaml\nseed: 1\ntraining: {epochs: 2}", path="other/middle.yaml")
+    config = read("extends: ../../other/middle.yaml\nseed: 2\n", path="deep/er/x.yaml")
+    assert (config.seed, config.training.epochs, config.training.workers) == (2, 2, 4)
+    absolute = read(f"extends: {tmp_path / 'base.yaml'}\nname: x")
+    assert absolute.training.workers == 4
+
+
+def test_each_problem_names_the_file_and_line_that_it_stands_in() -> None:
+    Path("base.yaml").write_text(BASE.replace("1e-3", "-1") + "sead: 1\n")
+    assert problems("extends: base.yaml\ntraining:\n  workers: two\n", "seed=a") == [
+        "x.yaml:3: training.workers: must be an integer of at least 0; got 'two'",
+        "base.yaml:7: training.lr: must be a number above 0; got -1",
+        "base.yaml:10: sead: unknown key; got 1; did you mean seed?",
+        "override seed=a: seed: must be an integer of at least 0; got 'a'",
+    ]
+
+
+def test_a_wrong_item_of_a_list_in_the_other_file_is_found_there() -> None:
+    Path("base.yaml").write_text(BASE.replace("level", "levl"))
+    assert problems("extends: base.yaml\ndata: {patch_size: [72, 136, 136]}") == [
+        "base.yaml:5: data.volumes.0.levl: unknown key; got 2; did you mean level?"
+    ]
+
+
+def test_keys_of_two_files_that_contradict_each_other_name_both() -> None:
+    (line,) = problems("extends: base.yaml\ndata: {patch_size: [72, 136, 128]}", "seed=1")
+    assert line.startswith("x.yaml:2 with base.yaml: data: augment.turn needs a patch that is square")
+
+
+def test_a_value_over_a_section_replaces_it() -> None:
+    assert problems("extends: base.yaml\nmodel: 3") == [
+        "x.yaml:2: model: must be a section with keys of its own; got 3"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("extends: none.yaml", "x.yaml:2: extends: none.yaml: there is no such file; give the path of a YAML config"),
+        ("extends: .", "x.yaml:2: extends: .: this is a directory; give the path of a YAML config"),
+        ("extends:", "x.yaml:2: extends: must be the path of a YAML config, from this file's folder; got null"),
+        ("extends: [base.yaml]", "x.yaml:2: extends: must be the path of a YAML config, from this file's folder; got"),
+        ('extends: "a\\0b"', "x.yaml:2: extends: must be the path of a YAML config, from this file's folder; got"),
+        ("training: {extends: base.yaml}", "x.yaml:2: training.extends: unknown key; got 'base.yaml'; it goes at the"),
+        ("extends: x.yaml", "x.yaml:2: extends: files must not extend each other in a circle; got x.yaml -> x.yaml;"),
+    ],
+)
+def test_what_cannot_be_extended_is_refused_at_its_line(line: str, message: str) -> None:
+    assert any(problem.startswith(message) for problem in problems(f"name: x\n{line}\n"))
+
+
+def test_a_circle_of_three_is_refused_also_by_way_of_a_link() -> None:
+    Path("link.yaml").symlink_to("x.yaml")
+    Path("b.yaml").write_text("extends: link.yaml\n")
+    Path("a.yaml").write_text("extends: b.yaml\n")
+    assert problems("extends: a.yaml") == [
+        "b.yaml:1: extends: files must not extend each other in a circle; got x.yaml -> a.yaml -> b.yaml -> link.yaml; "
+        "remove one"
+    ]
+
+
+def test_eight_files_may_extend_one_another_and_nine_may_not() -> None:
+    for number in range(8):
+        Path(f"{number}.yaml").write_text(f"extends: {number - 1 if number else 'base'}.yaml\nname: n{number}\n")
+    assert read_config(Path("6.yaml")).name == "n6"
+    with pytest.raises(ConfigError, match=r"^0\.yaml:1: extends: at most 8 files may extend one another"):
+        read_config(Path("7.yaml"))
+
+
+def test_a_text_without_a_file_extends_nothing() -> None:
+    with pytest.raises(ConfigError, match="x:2: extends: only a file on disk can extend another"):
+        parse_config("name: x\nextends: base.yaml", source="x")
+
+
+def test_the_kept_source_needs_no_other_file_and_says_where_each_key_was_set() -> None:
+    assert read_source(Path("base.yaml")) == BASE.encode(), "as it is"
+    config = read("extends: base.yaml\nseed: 3\ntraining: {workers: 8}")
+    kept = read_source(Path("x.yaml")).decode()
+    assert parse_config(kept) == config
+    assert "  workers: 8  # x.yaml:3\n" in kept
+    assert "  lr: 0.001  # base.yaml:7\n" in kept
+    Path("base.yaml").unlink()
+    Path("kept.yaml").write_text(kept)
+    assert read_config(Path("kept.yaml")) == config
+    assert read_source(Path("kept.yaml")).decode() == kept, "a resume from the kept source leaves it as it is"
+
+
+def test_print_config_shows_the_merged_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("x.yaml").write_text("extends: base.yaml\ntraining: {workers: 8}\n")
+    assert train.main(["--config", "x.yaml", "--print-config"]) == EXIT_OK
+    shown = parse_config(capsys.readouterr().out)
+    assert (shown.training.workers, shown.training.lr) == (8, 1e-3)
+
+
+# ---- aliases
+
+
+def test_ten_lines_of_nested_aliases_are_refused_at_once() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    began = time.monotonic()
+    (line,) = problems("\n".join(lines))
+    assert time.monotonic() - began < 10, "they stand for 10^10 values"
+    assert "aliases must repeat at most 2000 values; got more; write values out" in line
+    assert line.startswith("x.yaml:")
+
+
+def test_an_alias_that_a_hundred_volumes_share_is_fine() -> None:
+    volumes = "".join(f"\n    - {{path: {n}.zarr, mask: *m}}" for n in range(100))
+    config = read(
+        f"name: x\ndata:\n  min_foreground: 0.5\n  volumes:\n    - {{path: a, mask: &m {{path: m}}}}{volumes}"
+    )
+    assert config.data.volumes[100].mask == config.data.volumes[0].mask

@@ -1,0 +1,67 @@
+"""The network's parts against the formulas that they stand for."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import nn
+
+from vesuvius.diffusion.network import layers
+
+
+@pytest.mark.parametrize(("channels", "norm_groups", "groups"), [(32, 32, 8), (128, 32, 32), (24, 5, 4), (3, 32, 1)])
+def test_each_group_holds_at_least_four_channels_or_all_there_are(channels: int, norm_groups: int, groups: int) -> None:
+    assert layers.group_count(channels, norm_groups) == groups
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_adaptive_norm_parity_with_group_norm_then_scale_and_shift(lean: bool) -> None:
+    norm, conv = layers.AdaptiveNormSiLU(8, 5, norm_groups=2), nn.Conv3d(8, 3, 3, padding=1)
+    generator = torch.Generator().manual_seed(6)
+    x, embedding = torch.randn(3, 8, 2, 3, 4, generator=generator), torch.randn(3, 5, generator=generator)
+    scale, shift = norm.project(embedding)[:, :, None, None, None].chunk(2, dim=1)
+    expected = conv(F.silu(nn.GroupNorm(2, 8, affine=False)(x) * (1 + scale) + shift))
+    # 1e-5: the fused form multiplies mean and scale in another order.
+    torch.testing.assert_close(norm(x, embedding, conv, lean), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_parity_with_the_softmax_formula() -> None:
+    attention = layers.Attention(8, 2, norm_groups=2)
+    generator = torch.Generator().manual_seed(7)
+    nn.init.normal_(attention.out.weight, std=0.3, generator=generator)
+    x = torch.randn(2, 8, 2, 3, 2, generator=generator)
+    tokens = attention.norm(x).flatten(2).transpose(1, 2)
+    q, k, v = (part.reshape(2, 12, 2, 4) for part in attention.qkv(tokens).chunk(3, dim=2))
+    weights = torch.softmax(torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(4), dim=-1)
+    attended = torch.einsum("bhnm,bmhd->bhdn", weights, v).reshape(2, 8, 2, 3, 2)
+    # 1e-5: SDPA sums in another order.
+    torch.testing.assert_close(attention(x), x + attention.out(attended), rtol=1e-5, atol=1e-5)
+
+
+def test_space_to_depth_parity_with_pixel_unshuffle_and_inverts() -> None:
+    x = torch.arange(2 * 3 * 4 * 6 * 8).float().reshape(2, 3, 4, 6, 8)
+    flat = x.transpose(1, 2).flatten(0, 1)  # [B Z, C, Y, X]
+    expected = F.pixel_unshuffle(flat, 2).unflatten(0, (2, 4)).transpose(1, 2)
+    assert torch.equal(layers.space_to_depth(x, (1, 2, 2)), expected)
+    for stride in [(1, 1, 1), (2, 2, 2), (4, 3, 2)]:
+        assert torch.equal(layers.depth_to_space(layers.space_to_depth(x, stride), stride), x)
+
+
+def test_timestep_embedding_is_float32_whatever_the_autocast() -> None:
+    embed, t = layers.TimestepEmbedding(16), torch.arange(1000)
+    outside = embed(t)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = embed(t)
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, outside)
+
+
+def test_scalars_start_without_effect_and_are_added_once_learned() -> None:
+    embed, t = layers.TimestepEmbedding(16, scalars=2), torch.arange(3)
+    scalars = torch.tensor([[3.0, 1.0], [2.0, 1.0], [0.0, 0.0]])
+    at_first = embed(t, scalars)
+    embed.scalars_out.reset_parameters()
+    assert torch.equal(embed(t, scalars), at_first)
+    nn.init.eye_(embed.scalars_out.weight)
+    assert (embed(t, scalars) - embed(t, torch.zeros(3, 2))).abs().amax(dim=1)[:2].min() > 1e-3

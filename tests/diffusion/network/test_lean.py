@@ -1,0 +1,162 @@
+"""conv(SiLU(GroupNorm(x))): the lean form against the plain one, against float64, and what each keeps."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor, nn
+
+from vesuvius.diffusion.network.lean import norm_silu_conv
+
+GROUPS = 4
+LAYOUTS = pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=["czyx", "zyxc"])
+ROWS = pytest.mark.parametrize("rows", [None, 2], ids=["shared", "per_sample"])
+
+
+def _parts(rows: int | None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, nn.Conv3d]:
+    """x with a mean well away from 0, scales, shifts, a convolution; all require gradients."""
+    generator = torch.Generator().manual_seed(8)
+    shape = (8,) if rows is None else (rows, 8)
+    x = 1.5 + 0.7 * torch.randn(2, 8, 5, 6, 7, generator=generator)
+    weight = 1 + 0.3 * torch.randn(shape, generator=generator)
+    bias = 0.2 * torch.randn(shape, generator=generator)
+    conv = nn.Conv3d(8, 6, 3, padding=1)
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.normal_(std=0.1, generator=generator)
+    x, weight, bias = (part.to(dtype).requires_grad_() for part in (x, weight, bias))
+    return x, weight, bias, conv.to(dtype)
+
+
+def _forward_and_gradients(
+    form: str, rows: int | None, layout: torch.memory_format, dtype: torch.dtype
+) -> list[Tensor]:
+    """The output and the gradients of x, weight, bias, kernel and kernel bias."""
+    x, weight, bias, conv = _parts(rows)
+    x, weight, bias = (part.detach().to(dtype).requires_grad_() for part in (x, weight, bias))
+    conv = conv.to(dtype)
+    laid_out = x.contiguous(memory_format=layout)
+    if form == "formula":
+        scale, shift = (part.view(-1, 8, 1, 1, 1) for part in (weight, bias))
+        out = conv(F.silu(F.group_norm(laid_out, GROUPS) * scale + shift))
+    else:
+        out = norm_silu_conv(laid_out, weight, bias, GROUPS, conv, lean=form == "lean")
+    # A gradient that differs from voxel to voxel and does not depend on the output's rounding.
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    out.backward(grad)
+    found = [out.detach(), *(part.grad for part in (x, weight, bias, conv.weight, conv.bias))]
+    return [part for part in found if part is not None]
+
+
+@LAYOUTS
+@ROWS
+def test_lean_norm_silu_parity_with_torch_in_fp64(rows: int | None, layout: torch.memory_format) -> None:
+    exact = _forward_and_gradients("formula", rows, layout, torch.float64)
+    eager = _forward_and_gradients("formula", rows, layout, torch.float32)
+    lean = _forward_and_gradients("lean", rows, layout, torch.float32)
+    assert len(exact) == len(lean) == 6
+    for ours, theirs, truth in zip(lean, eager, exact, strict=True):
+        assert ours.dtype == torch.float32
+        # Twice the error of torch's own float32, and the rounding of one number where that error happens to be 0.
+        allowed = 2 * (theirs - truth).abs().max() + 1e-7 * truth.abs().max()
+        assert (ours - truth).abs().max() <= allowed
+
+
+@LAYOUTS
+@ROWS
+def test_lean_and_plain_give_the_same_numbers(rows: int | None, layout: torch.memory_format) -> None:
+    plain = _forward_and_gradients("plain", rows, layout, torch.float32)
+    lean = _forward_and_gradients("lean", rows, layout, torch.float32)
+    for a, b in zip(plain, lean, strict=True):
+        # The same kernels on the same numbers; 1e-6 because a memory order may let a sum take another order.
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@ROWS
+def test_gradcheck_of_the_lean_form_in_fp64(rows: int | None) -> None:
+    x, weight, bias, conv = _parts(rows, torch.float64)
+    x = x.detach()[:, :, :2, :3, :2].contiguous().requires_grad_()
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor, kernel: Tensor, kernel_bias: Tensor) -> Tensor:
+        replaced = torch.func.functional_call(
+            _Held(conv), {"conv.weight": kernel, "conv.bias": kernel_bias}, (x, weight, bias)
+        )
+        assert isinstance(replaced, Tensor)
+        return replaced
+
+    assert torch.autograd.gradcheck(function, (x, weight, bias, conv.weight, conv.bias), fast_mode=True)
+
+
+class _Held(nn.Module):
+    """Lets `functional_call` replace the convolution's weights."""
+
+    def __init__(self, conv: nn.Conv3d) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return norm_silu_conv(x, weight, bias, GROUPS, self.conv, lean=True)
+
+
+@pytest.mark.parametrize(("lean", "kept"), [(False, 3), (True, 1)])
+def test_the_lean_form_keeps_one_tensor_of_the_size_of_x_and_the_plain_one_three(lean: bool, kept: int) -> None:
+    x, weight, bias, conv = _parts(None)
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        norm_silu_conv(x * 1, weight, bias, GROUPS, conv, lean)
+    assert sum(size == x.nbytes for size in sizes.values()) == kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_convolves_in_its_dtype_and_gradients_come_back_in_float32(dtype: torch.dtype) -> None:
+    results = []
+    for lean in (False, True):
+        x, weight, bias, conv = _parts(2)
+        with torch.autocast("cpu", dtype=dtype):
+            out = norm_silu_conv(x, weight, bias, GROUPS, conv, lean)
+        assert out.dtype == dtype
+        out.float().square().mean().backward()
+        gradients = [x.grad, weight.grad, bias.grad, conv.weight.grad]
+        assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in gradients)
+        results.append([out, *gradients])
+    for plain, lean_part in zip(*results, strict=True):
+        # The same kernels in the same dtype; one rounding of bf16 (2^-8) where a sum takes another order.
+        torch.testing.assert_close(plain, lean_part, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_convolution_in_channels_last_order_may_come_before_the_norm(
+    batch: int, lean: bool, dtype: torch.dtype
+) -> None:
+    # oneDNN gives an axis of size 1 a stride of its own, which torch's GroupNorm refuses.
+    x, weight, bias, conv = _parts(None)
+    before = nn.Conv3d(8, 8, 3, padding=1)
+    last = copy.deepcopy(before).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    results = []
+    for first, layout in [(before, torch.contiguous_format), (last, torch.channels_last_3d)]:
+        h = first.to(dtype)(x[:batch].detach().to(dtype).contiguous(memory_format=layout))
+        rows = (weight.expand(batch, -1), bias.expand(batch, -1))
+        results.append(norm_silu_conv(h, *rows, GROUPS, conv.to(dtype), lean).float())
+    # bf16 sums in another order: one rounding, 2^-8, of values near 1.
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_that_nobody_wants_are_not_computed() -> None:
+    x, weight, bias, conv = _parts(None)
+    frozen = copy.deepcopy(conv).requires_grad_(False)
+    norm_silu_conv(x.detach(), weight, bias, GROUPS, frozen, lean=True).sum().backward()
+    assert x.grad is None
+    assert frozen.weight.grad is None
+    assert weight.grad is not None

@@ -1,0 +1,407 @@
+"""The network's shapes, initial weights, precision and refusals."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from vesuvius.config import ModelConfig
+from vesuvius.diffusion.network import unet
+from vesuvius.diffusion.network.layers import ZeroConv3d, ZeroLinear
+from vesuvius.diffusion.network.unet import Execution, UNet, build_unet
+from vesuvius.errors import ConfigError
+
+TINY = ModelConfig(
+    channels=(8, 16), blocks_per_level=1, stem_stride=(1, 1, 1), full_res_channels=0, attention_heads=0, norm_groups=4
+)
+ALL_PARTS = ModelConfig(
+    channels=(8, 16), blocks_per_level=2, stem_stride=(1, 2, 2), full_res_channels=4, attention_heads=2
+)
+ONE_LEVEL = ModelConfig(
+    channels=(8,), blocks_per_level=1, stem_stride=(2, 2, 2), full_res_channels=0, attention_heads=1
+)
+NARROWING = ModelConfig(channels=(24, 8), stem_stride=(1, 1, 1), full_res_channels=0, attention_heads=0)
+ADDED = ALL_PARTS.model_copy(update={"skips": "add"})
+FLAT = ModelConfig(  # as for slices further apart than pixels
+    channels=(8, 12, 16), strides=((1, 2, 2), (3, 1, 2)), stem_stride=(1, 2, 2), full_res_channels=4, attention_heads=2
+)
+IDS = {"tiny": TINY, "all_parts": ALL_PARTS, "one_level": ONE_LEVEL, "added_skips": ADDED, "anisotropic": FLAT}
+CONFIGS = pytest.mark.parametrize("config", IDS.values(), ids=IDS.keys())
+SIZE = (6, 8, 24)
+
+
+def _input(batch: int = 2, channels: int = 1) -> tuple[Tensor, Tensor]:
+    x = torch.randn((batch, channels, *SIZE), generator=torch.Generator().manual_seed(4))
+    return x, torch.arange(batch) * 300
+
+
+def _awake(config: ModelConfig, channels: int = 1, execution: Execution = Execution()) -> UNet:
+    """A network whose zero-initialised maps have been given weights, as a few updates would."""
+    model = build_unet(config, 0, channels, channels, execution=execution)
+    _wake(model)
+    return model
+
+
+@torch.no_grad()
+def _wake(model: UNet) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for module in model.modules():
+        if isinstance(module, (ZeroConv3d, ZeroLinear)):
+            module.weight.normal_(std=math.prod(module.weight.shape[1:]) ** -0.5, generator=generator)
+
+
+@CONFIGS
+def test_output_is_zero_at_first_with_the_shape_of_the_input(config: ModelConfig) -> None:
+    x, t = _input(channels=2)
+    out = build_unet(config, 0, 2, 2)(x, t)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, torch.zeros_like(x))
+
+
+@CONFIGS
+def test_every_parameter_gets_a_gradient_once_the_zero_convolutions_have_moved(config: ModelConfig) -> None:
+    model, (x, t) = build_unet(config, 0), _input()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = torch.roll(x, 1, dims=4)
+    # The output convolution moves in the first step, the branches' last convolutions in the second (behind the
+    # attention's or the trunk's in the third), all that is before them in the next.
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.mse_loss(model(x, t), target).backward()
+        optimizer.step()
+    dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert dead == []
+
+
+def test_a_few_updates_learn_a_fixed_batch() -> None:
+    model, (x, t) = build_unet(ALL_PARTS, 0), _input()
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    target = torch.roll(x, 1, dims=4)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x, t), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    # Predicting 0 leaves 1.0; half of it needs a network that works.
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_same_seed_same_weights_and_the_global_generator_is_untouched() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = build_unet(ALL_PARTS, 7).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    second = build_unet(ALL_PARTS, 7).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    other = build_unet(ALL_PARTS, 8).state_dict()
+    assert not torch.equal(first["stem_in.weight"], other["stem_in.weight"])
+
+
+def test_adding_a_module_leaves_the_others_initial_weights() -> None:
+    without = build_unet(ALL_PARTS.model_copy(update={"attention_heads": 0}), 0).state_dict()
+    with_attention = build_unet(ALL_PARTS, 0).state_dict()
+    assert len(with_attention) > len(without)
+    assert all(torch.equal(without[name], with_attention[name]) for name in without)
+
+
+def test_equal_layers_start_with_different_weights() -> None:
+    model = build_unet(ALL_PARTS, 0)
+    assert not torch.equal(model.trunk.middle_1.conv_1.weight, model.trunk.middle_2.conv_1.weight)
+
+
+def test_initial_weights_have_variance_one_over_fan_in() -> None:
+    weight = build_unet(ALL_PARTS, 0).get_parameter("trunk.middle_1.conv_1.weight")
+    n = weight.numel()
+    # 5 standard deviations of the variance of n independent normals.
+    assert abs(weight.var() * 16 * 27 - 1) < 5 * math.sqrt(2 / n)
+    rows = weight.flatten(1)
+    assert torch.linalg.matrix_rank(rows) == 16
+
+
+@CONFIGS
+def test_t_matters_and_each_sample_sees_only_its_own(config: ModelConfig) -> None:
+    model, (x, t) = _awake(config).eval(), _input(batch=3)
+    together = model(x, t)
+    assert (model(x, t + 1) - together).abs().max() > 1e-4
+    alone = torch.cat([model(x[i : i + 1], t[i : i + 1]) for i in range(3)])
+    # 1e-5: the same float32 sums, blocked differently for another batch size; outputs are of order 1.
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_forward_has_no_randomness_in_training_mode() -> None:
+    model, (x, t) = _awake(ALL_PARTS).train(), _input()
+    assert torch.equal(model(x, t), model(x, t))
+
+
+def test_full_resolution_detail_reaches_the_output_past_the_trunk() -> None:
+    model, (x, t) = _awake(ALL_PARTS).eval(), _input()
+    with torch.no_grad():
+        model.stem_out.weight.zero_()
+    assert (model(x, t) - model(x.roll(1, dims=4), t)).abs().max() > 1e-2
+
+
+def test_brightness_of_the_patch_reaches_the_output() -> None:
+    # One channel per group would be instance normalisation, blind to the mean of each channel.
+    model, (x, t) = _awake(ALL_PARTS).eval(), _input(batch=1)
+    darker, brighter = (model(x + shift, t).mean() for shift in (-0.5, 0.5))
+    assert abs(darker - brighter) > 1e-3
+
+
+@CONFIGS
+def test_bf16_autocast_is_close_to_float32(config: ModelConfig) -> None:
+    model, (x, t) = _awake(config).eval(), _input()
+    exact = model(x, t)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = model(x, t)
+    assert rounded.dtype == torch.float32
+    # bf16 rounds by up to 2^-9 = 0.2 %; some 30 roundings in a row add up to about the square root of 30 of that.
+    assert (rounded - exact).norm() / exact.norm() < 0.02
+    assert not torch.equal(rounded, exact)
+
+
+def _loss_and_gradients(model: UNet) -> tuple[Tensor, dict[str, Tensor]]:
+    x, t = _input()
+    loss = F.mse_loss(model(x, t), torch.roll(x, 1, dims=4))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.sample(4)
+@CONFIGS
+@pytest.mark.parametrize(
+    "execution",
+    [Execution(lean_norm=True), Execution(lean_norm=False, checkpoint_levels=(0, 1)), Execution(True, (0, 1, 2, 3))],
+    ids=["lean", "checkpointed", "both"],
+)
+def test_how_it_is_computed_changes_no_number(config: ModelConfig, execution: Execution) -> None:
+    plain, other = _awake(config, execution=Execution(lean_norm=False)), _awake(config, execution=execution)
+    loss, gradients = _loss_and_gradients(plain)
+    other_loss, other_gradients = _loss_and_gradients(other)
+    assert torch.equal(loss, other_loss)
+    assert gradients.keys() == other_gradients.keys()
+    for name, gradient in gradients.items():
+        # 1e-5: the same kernels, but gradients that meet are added in another order.
+        torch.testing.assert_close(other_gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_channels_last_gives_the_same_numbers() -> None:
+    loss, gradients = _loss_and_gradients(_awake(ALL_PARTS))
+    last = _awake(ALL_PARTS)
+    last.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    last_loss, last_gradients = _loss_and_gradients(last)
+    # 1e-5: the same float32 sums in another order; outputs are of order 1.
+    torch.testing.assert_close(last_loss, loss, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(last_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class _Layouts(TorchDispatchMode):
+    """Which tensors of new memory do not lie channels last, by the operation that made them.
+
+    Views move nothing.  Of one channel, or one voxel, both orders are the same.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[str] = []
+        self.count = 0
+        self.tokens = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        given = {part.untyped_storage().data_ptr() for part in tree_leaves(args) if isinstance(part, Tensor)}
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(tensor, Tensor) or tensor.untyped_storage().data_ptr() in given:
+                continue
+            if tensor.ndim == 5 and tensor.shape[1] > 1 and tensor.shape[2:].numel() > 27:  # no kernel of weights
+                self.count += 1
+                if "aten.stack" in str(func):
+                    self.tokens = tensor.shape[3]
+                if not tensor.is_contiguous(memory_format=torch.channels_last_3d):
+                    self.others.append(f"{func} {tuple(tensor.shape)} {tensor.stride()}")
+        return out
+
+
+@pytest.fixture
+def one_dnn() -> Iterator[None]:
+    """Small convolutions by oneDNN, which keeps the memory order: with one thread torch has its own for them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.sample(7)
+@pytest.mark.usefixtures("one_dnn")
+@CONFIGS
+@pytest.mark.parametrize("lean", [False, True], ids=["plain", "lean"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_in_channels_last_order_no_activation_and_no_gradient_lies_otherwise(
+    config: ModelConfig, lean: bool, channels: int
+) -> None:
+    model = _awake(config, channels, Execution(lean))
+    model.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    x, t = _input(2, channels)  # contiguous, as the loader delivers it
+    with _Layouts() as layouts:
+        model(x, t).square().sum().backward()
+    assert layouts.count > 60
+    # Attention's queries, keys and values have five axes too: of their gradients one tensor is made, and turned.
+    allowed = ("aten.stack.default (3, ", f"aten.clone.default (2, {layouts.tokens}, 3, ")
+    assert [line for line in layouts.others if not line.startswith(allowed)] == []
+    with _Layouts() as layouts:
+        _awake(config, channels, Execution(lean))(x, t).square().sum().backward()
+    assert layouts.others, "contiguous weights are seen"
+
+
+def test_added_skips_need_fewer_weights_and_every_level_still_reaches_the_output() -> None:
+    added, joined = _awake(ADDED), _awake(ALL_PARTS)
+    assert sum(p.numel() for p in added.parameters()) < sum(p.numel() for p in joined.parameters())
+    _, gradients = _loss_and_gradients(added)
+    assert all(gradients[name].abs().max() > 0 for name in gradients if "skip_maps" in name)
+
+
+def test_the_condition_and_the_scalars_reach_the_output() -> None:
+    config = ALL_PARTS.model_copy(update={"scalars": ("voxel_size",)})
+    model = build_unet(config, 0, in_channels=3).eval()
+    _wake(model)
+    x, t = _input()
+    channels, scalars = torch.ones(2, 2, *SIZE), torch.tensor([[3.0, 1.0], [3.0, 1.0]])
+    shown = model(torch.cat([x, channels], dim=1), t, scalars)
+    assert (shown - model(torch.cat([x, 0 * channels], dim=1), t, scalars)).abs().max() > 1e-3
+    assert (shown - model(torch.cat([x, channels], dim=1), t, scalars + torch.tensor([1.0, 0.0]))).abs().max() > 1e-3
+
+
+@pytest.fixture
+def compiler() -> Iterator[None]:
+    """torch.compile remembers shapes by code, across models: the next test's would count as dynamic."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("compiler")
+# Compiled in the lean form: also by the test below.
+@pytest.mark.parametrize("lean", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_forward_and_backward_are_one_graph_for_torch_compile(lean: bool) -> None:
+    execution = Execution(lean_norm=lean)
+    model, compiled = _awake(ALL_PARTS, execution=execution), _awake(ALL_PARTS, execution=execution)
+    # backend="eager" runs the captured graph as it is: a graph break would raise, the numbers stay the same.
+    compiled.forward = torch.compile(compiled.forward, backend="eager", fullgraph=True)  # type: ignore[method-assign]
+    (loss, gradients), (compiled_loss, compiled_gradients) = _loss_and_gradients(model), _loss_and_gradients(compiled)
+    assert torch.equal(compiled_loss, loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def _kept_bytes(model: UNet, forward: Callable[[Tensor, Tensor], Tensor]) -> int:
+    """What autograd keeps of a forward pass, storages once, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward(*_input())
+    assert out.requires_grad
+    return sum(size for pointer, size in sizes.items() if pointer not in parameters)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_compiled_the_lean_form_keeps_no_more_than_eager_and_gives_the_same_numbers() -> None:
+    # aot_eager: torch.compile's own choice of what is kept and what is computed again, without its code generator.
+    model, compiled, plain = _awake(ALL_PARTS), _awake(ALL_PARTS), _awake(ALL_PARTS, execution=Execution(False))
+    compiled.forward = torch.compile(compiled.forward, backend="aot_eager", fullgraph=True)  # type: ignore[method-assign]
+    (loss, gradients), (compiled_loss, compiled_gradients) = _loss_and_gradients(model), _loss_and_gradients(compiled)
+    # 1e-5 in both: the compiler writes linear maps and attention in other operations of float32.
+    torch.testing.assert_close(compiled_loss, loss, rtol=1e-5, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-5, atol=1e-5, msg=name)
+    eager = _kept_bytes(model, model.forward)
+    # 1.05: masks and statistics.  Seeing that forward and backward compute the same norms, it kept 1.8 times as much.
+    assert _kept_bytes(compiled, compiled.forward) <= 1.05 * eager
+    assert _kept_bytes(plain, plain.forward) > 1.8 * eager, "the bytes count"
+
+
+@CONFIGS
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_indivisible_size_is_refused_with_the_sizes(config: ModelConfig, axis: int) -> None:
+    size = list(config.divisor_zyx)
+    size[axis] += 1
+    with torch.device("meta"):
+        model = UNet(config)
+        with pytest.raises(
+            ConfigError, match=r"patch_size must be a multiple of .*; got .*; nearest that fit: .* and "
+        ):
+            model(torch.empty(1, 1, *size), torch.zeros(1, dtype=torch.int64))
+
+
+class _LargestOutput(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("config", [*IDS.values(), NARROWING, ModelConfig()])
+def test_the_guard_counts_the_largest_tensor_that_forward_makes(config: ModelConfig) -> None:
+    size = (72, 136, 136)
+    # Fake and not meta tensors: on meta, attention takes the path that forms the whole matrix of scores, which neither
+    # the CPU nor a GPU does.
+    with FakeTensorMode():
+        model, x, t = UNet(config), torch.empty(2, 1, *size), torch.zeros(2, dtype=torch.int64)
+        with _LargestOutput() as seen:
+            model(x, t)
+    assert seen.elements == unet.largest_activation_elements(config, 2, size)
+
+
+def test_a_batch_beyond_32_bit_indexing_is_refused_with_the_numbers() -> None:
+    config, size = ModelConfig(), (72, 136, 136)
+    per_sample = unet.largest_activation_elements(config, 1, size)
+    batch = -(-(2**31) // per_sample)
+    with torch.device("meta"):
+        model = UNet(config)
+        with pytest.raises(ConfigError, match=rf"2\^31.*got {batch * per_sample} .*train_batch_size"):
+            model(torch.empty(batch, 1, *size), torch.zeros(batch, dtype=torch.int64))
+        model(torch.empty(batch - 1, 1, *size), torch.zeros(batch - 1, dtype=torch.int64))
+
+
+def test_the_default_network_has_the_documented_size_and_cost() -> None:
+    with torch.device("meta"):
+        model, x, t = UNet(ModelConfig()), torch.empty(1, 1, 72, 136, 136), torch.zeros(1, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(x, t)
+    # exact counts of this structure, given to three digits in the documentation
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == 155
+    assert round(counter.get_total_flops() / 1e12, 1) == 5.3
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.9.1+cu128"])
+def test_torch_2_9_is_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=rf"got torch {version.split('+')[0]}"):
+        unet.check_torch_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.13.0+cpu", "3.0.0a0"])
+def test_other_versions_of_torch_are_accepted(version: str) -> None:
+    unet.check_torch_version(version)

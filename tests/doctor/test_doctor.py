@@ -1,0 +1,249 @@
+"""`vesuvius doctor`: the GPU and torch on fakes, volumes and a training step on real ones, and the command."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+
+from tests.conftest import run_vesuvius
+from tests.support import fork_server
+from tests.support.tiny import tiny_sections
+from vesuvius.commands import doctor as command
+from vesuvius.commands.command import _LEFT_BEHIND
+from vesuvius.config.load import parse_stored, read_config
+from vesuvius.doctor import data as doctor_data
+from vesuvius.doctor import device, examination, trial
+from vesuvius.doctor.check import LEFT_BEHIND, Check, Finding, examine
+from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_OK
+from vesuvius.runlog.units import GIB
+
+CUDA = torch.device("cuda")
+WriteConfig = Callable[..., Path]
+
+
+class FakeNvml:
+    """A driver with one GPU."""
+
+    def nvmlInit(self) -> None: ...  # noqa: N802 - NVML's names
+    def nvmlShutdown(self) -> None: ...  # noqa: N802
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
+        return b"NVIDIA A100"
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "550.1"
+
+
+class NoNvml:
+    def nvmlInit(self) -> None:  # noqa: N802
+        raise RuntimeError("Driver Not Loaded")
+
+
+@pytest.fixture
+def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a trial are forked from one that has torch imported."""
+    monkeypatch.setattr(trial, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start}))
+
+
+def config_of(volume: str, **training: Any) -> Any:
+    sections = tiny_sections("tiny", Path("x")) | {}
+    sections["data"] |= {"volumes": [{"path": volume}]}
+    sections["training"] |= training
+    return parse_stored(sections)
+
+
+def looked(look: Callable[[], Finding]) -> Finding:
+    ((_, found),) = examine([Check("it", look, 60.0)], 60.0)
+    return found
+
+
+def test_torch_2_9_is_caught() -> None:
+    found = looked(lambda: device.look_at_torch("2.9.1"))
+    assert (found.level, found.remedy) == ("fail", "install torch 2.10 or newer")
+    assert device.look_at_torch("2.13.0").level == "ok"
+
+
+def test_a_gpu_that_torch_cannot_use_is_caught() -> None:
+    found = device.look_at_gpus(FakeNvml(), cuda_works=False)
+    assert found.level == "fail"
+    assert found.value.startswith("NVIDIA A100, driver 550.1, but a torch ")
+    assert device.look_at_gpus(FakeNvml(), cuda_works=True).value == "NVIDIA A100, driver 550.1"
+    assert device.look_at_gpus(NoNvml(), cuda_works=False).level == "warn"
+
+
+@pytest.mark.parametrize(("version", "level"), [(91002, "fail"), (91500, "ok"), (90701, "ok")])
+def test_a_cudnn_that_torch_convolves_without_is_caught(version: int, level: str) -> None:
+    found = device.look_at_cudnn(config_of("x", amp="bf16"), CUDA, version)
+    assert found.level == level
+    if level == "fail":
+        assert found.remedy == "set training.channels_last=true or install cuDNN 9.15 or newer"
+
+
+@pytest.mark.parametrize("wrong", [1.01, float("nan")])
+def test_a_convolution_that_is_wrong_is_caught(wrong: float) -> None:
+    assert device.look_at_kernels(None).level == "ok"
+    found = device.look_at_kernels(None, lambda x, kernel, bias: wrong * F.conv3d(x, kernel, bias, padding=1))
+    assert found.level == "fail"
+    assert "training.amp=off" in found.remedy
+
+
+@pytest.mark.parametrize(("need", "level"), [(10, "ok"), (30, "warn"), (90, "fail")])
+def test_a_config_that_does_not_fit_the_gpu_is_caught(need: int, level: str) -> None:
+    assert device.look_at_vram(need * GIB, lambda: (20 * GIB, 80 * GIB)).level == level
+
+
+def test_a_store_that_does_not_answer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_data, "_GIVE_UP_MINUTES", 0.2 / 60)
+    with socket.socket() as unanswered:  # bound and not listening: a connection is refused at once
+        unanswered.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unanswered.getsockname()[1]}/scroll.zarr"
+        found = looked(lambda: Finding("ok", str(doctor_data.open_data(config_of(address)))))
+    assert found.level == "fail"
+    assert address in found.value
+
+
+def test_volumes_are_opened_and_read(volume: Path) -> None:
+    config = config_of(str(volume))
+    found = doctor_data.time_reads(doctor_data.open_data(config), config.data)
+    assert found.level == "ok"
+    assert found.value.startswith(f"{volume}")
+    assert "96x128x128 uint8, 16 patches in " in found.value
+    missing = looked(lambda: Finding("ok", str(doctor_data.open_data(config_of("nowhere.zarr")))))
+    assert (missing.level, "a volume must exist" in missing.value) == ("fail", True)
+
+
+def test_a_process_that_takes_too_long_ends_with_all_that_it_has_started() -> None:
+    code, output = trial.run(["sh", "-c", "sleep 600 & echo $!; wait"], 0.5)
+    assert code is None
+    child = int(output)
+    give_up = time.monotonic() + 60
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:  # it is being killed
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def test_the_small_experiment_is_a_config_with_a_volume_that_can_be_read(tmp_path: Path) -> None:
+    config = trial.small_experiment(tmp_path)
+    found = doctor_data.time_reads(doctor_data.open_data(config), config.data)
+    assert "48x64x64 uint8, 16 patches in" in found.value
+
+
+@pytest.mark.parametrize(
+    ("ended", "level", "value"),
+    [
+        ((6, "INFO begin\nERROR no volume\n\n"), "fail", "exit code 6: ERROR no volume"),
+        ((None, "INFO begin\n"), "warn", "not done within 9 s; last line: INFO begin"),
+        ((0, "INFO done\n"), "fail", "its loss was not finite"),  # no step was recorded
+    ],
+)
+def test_a_step_that_fails_or_takes_too_long_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: tuple[int | None, str], level: str, value: str
+) -> None:
+    def run(command: list[str], within_s: float, environment: dict[str, str]) -> tuple[int | None, str]:
+        (Path(environment["VESUVIUS_RUNS"]) / "doctor").mkdir()
+        (Path(environment["VESUVIUS_RUNS"]) / "doctor" / "metrics.jsonl").touch()
+        return ended
+
+    monkeypatch.setattr(trial, "run", run)
+    found = trial.train_one_step(config_of("x"), on_gpu=True, within_s=9)
+    assert (found.level, value in found.value) == (level, True)
+
+
+@pytest.mark.parametrize(("load", "level"), [(0.5, "fail"), (1e6, "warn")])
+def test_a_ray_that_does_not_start_is_caught_unless_the_machine_is_busy(
+    monkeypatch: pytest.MonkeyPatch, load: float, level: str
+) -> None:
+    monkeypatch.setattr(trial, "run", lambda command, within_s: (None, ""))
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    assert trial.start_ray(None, 9).level == level
+
+
+def test_processes_of_checks_that_hang_end_with_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int | None] = []
+
+    def hangs(self: object) -> Finding:
+        ended.append(trial.run(["sleep", "600"], 600)[0])
+        return Finding("ok", "")
+
+    monkeypatch.setattr(examination, "TOTAL_S", 2.0)
+    monkeypatch.setattr(examination._Examination, "checks", lambda self: [Check("hung", lambda: hangs(self))])
+    ((_, found),) = examination.examination(None)
+    assert "no answer within 2 s" in found.value
+    for thread in threading.enumerate():
+        if thread.name.startswith(LEFT_BEHIND):
+            thread.join(60)
+    assert ended == [-signal.SIGKILL]
+    assert LEFT_BEHIND == _LEFT_BEHIND
+
+
+@pytest.mark.usefixtures("forked_trials")
+def test_a_whole_examination_of_a_config_that_is_fine(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_config(training={"workers": 0})
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(examination, "TOTAL_S", 250.0)
+    monkeypatch.setattr(examination, "_TRIAL_S", 250.0)
+    found = dict(examination.examination(read_config(path)))
+    assert [(name, one) for name, one in found.items() if one.level == "fail"] == []
+    assert found["/dev/shm"].value == found["Ray"].value == "not needed with training.workers=0"
+    assert "16 patches in" in found["volumes"].value
+    assert "RAM" in found["memory plan"].value
+    assert "loss" in found["one step"].value
+    assert not (path.parent / "runs").exists()
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, *levels: Any) -> None:
+    findings = [(f"check {level}", Finding(level, "value", "" if level == "ok" else "remedy")) for level in levels]
+    monkeypatch.setattr(examination, "examination", lambda config: iter(findings))
+
+
+@pytest.mark.parametrize(
+    ("levels", "code"), [(("ok",), EXIT_OK), (("ok", "warn"), EXIT_OK), (("fail", "ok"), EXIT_ERROR)]
+)
+def test_the_exit_code_is_1_for_a_failure_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], levels: tuple[str, ...], code: int
+) -> None:
+    examined(monkeypatch, *levels)
+    assert command.main([]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(levels[0])
+    assert lines[-1] == f"{levels.count('ok')} ok, {levels.count('warn')} warn, {levels.count('fail')} fail"
+
+
+def test_a_wrong_config_is_a_failure_and_the_machine_is_still_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examined(monkeypatch, "ok")
+    (tmp_path / "wrong.yaml").write_text("nonsense: 1\n")
+    assert command.main(["--config", str(tmp_path / "wrong.yaml")]) == EXIT_ERROR
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("fail  config")
+    assert second.startswith("ok    check ok")
+    with pytest.raises(SystemExit, match=str(EXIT_CONFIG)):
+        command.main(["seed=1"])
+
+
+@pytest.mark.long
+def test_the_command_takes_less_than_thirty_seconds_and_leaves_nothing(tmp_path: Path) -> None:
+    done = run_vesuvius("doctor", cwd=tmp_path, timeout=30)
+    assert done.returncode == EXIT_OK, done.stdout
+    assert "\nok    Ray" in done.stdout or "processors busy" in done.stdout
+    assert list(tmp_path.iterdir()) == []

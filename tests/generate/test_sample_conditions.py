@@ -1,0 +1,54 @@
+"""Where the conditions of samples come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import textured, write_array
+from vesuvius.config import DataConfig
+from vesuvius.generate.sample_conditions import ConditionPatches, random_start
+from vesuvius.stream.start.prepare import GreyRange
+
+PATCH = (8, 16, 16)
+
+
+def data_config(condition: Path, **data: Any) -> DataConfig:
+    volume = {"path": "gone.zarr", "condition": {"path": str(condition)}}
+    return DataConfig.model_validate({"volumes": (volume,), "patch_size": PATCH} | data)
+
+
+def test_a_place_follows_from_seed_and_number_and_every_one_in_the_box_may_come() -> None:
+    box = ((10, 20, 30), (20, 38, 46))  # 3 x 3 x 1 places
+    places = [random_start(box, PATCH, 5, number) for number in range(300)]
+    assert set(places) == {(z, y, 30) for z in (10, 11, 12) for y in (20, 21, 22)}
+    assert places == [random_start(box, PATCH, 5, number) for number in range(300)]
+    assert places != [random_start(box, PATCH, 6, number) for number in range(300)]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25])
+def test_conditions_come_from_the_held_out_part_and_from_all_where_nothing_is_held_out(
+    tmp_path: Path, fraction: float
+) -> None:
+    voxels = textured((32, 128, 32))
+    config = data_config(write_array(tmp_path / "condition.zarr", voxels), validation={"fraction": fraction})
+    with ConditionPatches(config, 0, 0, [GreyRange(0.0, 200.0)]) as conditions:
+        starts = [conditions.start_zyx(number) for number in range(50)]
+        read = conditions.read(range(50))
+    for (z, y, x), patch in zip(starts, read, strict=True):
+        np.testing.assert_array_equal(patch, voxels[z : z + 8, y : y + 16, x : x + 16])
+    first = min(y for _, y, _ in starts)
+    assert first >= 96 if fraction else first < 96  # a quarter of 128 is held out at the end of y
+
+
+def test_greys_and_labels_are_spread_from_black_to_white_for_the_picture(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "condition.zarr", textured((32, 128, 32)))
+    stored = np.array([0, 1, 2, 100, 200], np.uint8)
+    with ConditionPatches(data_config(path), 0, 0, [GreyRange(100.0, 200.0)]) as greys:
+        np.testing.assert_allclose(greys.to_model_values(stored)[3:], [-1, 1], atol=1e-6)  # rounding near 1
+    for classes, expected in ((3, [-1, 0, 1]), (1, [-1, 1, 3])):
+        with ConditionPatches(data_config(path, condition_classes=classes), 0, 0, []) as labels:
+            assert labels.to_model_values(stored)[:3].tolist() == expected

@@ -1,0 +1,120 @@
+"""Gaussian fields whose exact denoiser is known, and tiles blended in memory, to compare with what is done on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vesuvius.config import Triple
+from vesuvius.diffusion.levels import NoiseLevel, rho_levels
+from vesuvius.diffusion.sampler import Estimate
+from vesuvius.diffusion.schedule import Schedule, edm_betas, x_0_and_eps
+from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.generate.volume.passes import Pass, advanced, corrected
+from vesuvius.generate.volume.run import Sampling
+from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.generate.volume.work import Job, Work
+from vesuvius.volumes.box import Box, slices
+
+Correlation = Callable[[Tensor], Tensor]
+
+
+def falling(length: float) -> Correlation:
+    """exp(-r / length): power that falls as 1 / k^4 in 3D beyond 1 / length."""
+    return lambda r: torch.exp(-r / length)
+
+
+def covariance(correlation: Correlation, shape_zyx: Triple) -> Tensor:
+    """Of all voxels of a box with each other, float64."""
+    axes = [torch.arange(size, dtype=torch.float64) for size in shape_zyx]
+    places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, 3)
+    return correlation(torch.cdist(places, places))
+
+
+def exact_estimate(correlation: Correlation, patch_zyx: Triple) -> Estimate:
+    """E[x_0 | x_t] of a tile of the field that stands alone: [B, 1, *patch] -> the same."""
+    power, modes = torch.linalg.eigh(covariance(correlation, patch_zyx))
+
+    @cache
+    def matrix(level: NoiseLevel, dtype: torch.dtype) -> Tensor:
+        gain = level.alpha * power / (level.alpha**2 * power + level.sigma**2)
+        return ((modes * gain) @ modes.T).to(dtype)
+
+    def estimate(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
+        x_0 = (x.reshape(-1, len(power)) @ matrix(level, x.dtype)).view_as(x)
+        return x_0, x_0_and_eps("x_0", x_0, x, level.alpha, level.sigma)[1]
+
+    return estimate
+
+
+def field_levels(correlation: Correlation, patch_zyx: Triple, steps: int) -> tuple[NoiseLevel, ...]:
+    """Noise levels as `diffusion.noise: edm` has them for this field."""
+    peak = float(torch.linalg.eigvalsh(covariance(correlation, patch_zyx)).max())
+    spectrum = Spectrum(0.0, 1.0, np.full((1, 1, 1), peak, np.float32), 1)
+    return rho_levels(Schedule.from_betas(edm_betas(1000, 0.02, None, spectrum)), steps)
+
+
+def tiled(tiling: Tiling, estimate: Estimate) -> Estimate:
+    """What a volume's passes do, in memory: the weighted mean of the estimates of all tiles, in order."""
+
+    def estimated(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
+        x_0 = torch.zeros_like(x)
+        for tile in range(tiling.tiles):
+            box: Box = tiling.tile_box(tile)
+            cut = (..., *slices(box))
+            x_0[cut] += torch.from_numpy(tiling.weight(tile, box)).to(x.dtype) * estimate(x[cut], level)[0]
+        return x_0, x_0_and_eps("x_0", x_0, x, level.alpha, level.sigma)[1]
+
+    return estimated
+
+
+def filled(passes: Sequence[Pass], estimate: Estimate, noise: Tensor, known: Tensor) -> Tensor:
+    """The gaps of `known`, NaN there, filled in memory; any leading axes."""
+    level = passes[0].level
+    gap, before = known.isnan(), None
+    x = torch.where(gap, noise, level.alpha * known + level.sigma * noise)
+    for step in passes:
+        x_0 = estimate(x, step.level)[0]
+        x = corrected(step.level, x, x_0, known)
+        if step.row is not None:
+            x_0 = torch.where(gap, x_0, known)
+            x, before = advanced(step, x, x_0, before, None), x_0
+    return x
+
+
+def work_of(job: Job, folder: Path, estimate: Estimate) -> Work:
+    return Work(job, folder, lambda condition: estimate, torch.device("cpu"))
+
+
+def drawn(job: Job, folder: Path, estimate: Estimate, workers: int = 1) -> np.ndarray:
+    """The last state of a volume that is begun, or gone on with, in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sampling = Sampling(job, folder, lambda worker: work_of(job, folder, estimate), workers, context="fork")
+    return sampling.run().read(((0, 0, 0), job.tiling.shape_zyx))
+
+
+def expected_periodogram(correlation: Correlation, shape_zyx: Triple) -> Tensor:
+    """E |FFT|^2 / voxels of a box of the field, float64: the transform of its windowed covariance."""
+    total = torch.zeros(shape_zyx, dtype=torch.float64)
+    lags = [torch.arange(-size + 1, size) for size in shape_zyx]
+    distance = sum(
+        lag.double().view(shape).square() for lag, shape in zip(lags, [(-1, 1, 1), (-1, 1), (-1,)], strict=True)
+    )
+    shares = [1 - lag.abs() / size for lag, size in zip(lags, shape_zyx, strict=True)]
+    window = shares[0][:, None, None] * shares[1][:, None] * shares[2]
+    values = correlation(distance.sqrt()) * window  # type: ignore[union-attr]
+    places = torch.meshgrid(*[lag % size for lag, size in zip(lags, shape_zyx, strict=True)], indexing="ij")
+    return torch.fft.fftn(total.index_put(places, values, accumulate=True)).real
+
+
+def by_wavelength(power: Tensor, shape_zyx: Triple) -> dict[float, float]:
+    """Mean power of the shells of 1, 2, 3, ... periods in the longest axis, by wavelength in voxels."""
+    axes = torch.meshgrid(*[torch.fft.fftfreq(size, dtype=torch.float64) for size in shape_zyx], indexing="ij")
+    longest = max(shape_zyx)
+    periods = (sum(axis.square() for axis in axes).sqrt() * longest).round()  # type: ignore[union-attr]
+    return {longest / k: float(power[periods == k].mean()) for k in range(1, longest // 2 + 1)}

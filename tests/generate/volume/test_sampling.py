@@ -1,0 +1,318 @@
+"""A volume on disk equals one in memory, and has the same bits whoever draws it, in which order, and however often that
+was killed.
+
+The estimate is the exact one of a Gaussian field.  Power failures are not tried.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from tests.generate.volume.fields import drawn, exact_estimate, falling, field_levels, filled, tiled, work_of
+from vesuvius.config import SamplerMethod
+from vesuvius.diffusion.levels import NoiseLevel
+from vesuvius.diffusion.randomness import Purpose, torch_generator
+from vesuvius.diffusion.sampler import sample
+from vesuvius.errors import NonFiniteError, StorageError
+from vesuvius.generate.volume.field import Field
+from vesuvius.generate.volume.passes import START, STEP, block_noise, box_noise, passes_of
+from vesuvius.generate.volume.run import Sampling, VolumeStoppedError
+from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.generate.volume.work import Job, State, Work, forget_unflushed
+
+PATCH = (4, 6, 6)
+TILING = Tiling((7, 13, 12), PATCH, 0.5)
+ALL = ((0, 0, 0), TILING.shape_zyx)
+FIELD = falling(1.5)
+LEVELS = field_levels(FIELD, PATCH, 4)
+ESTIMATE = exact_estimate(FIELD, PATCH)
+
+
+def job(method: str = "dpmpp2m", **options: object) -> Job:
+    return Job(TILING, 7, LEVELS, method, **options)  # type: ignore[arg-type]
+
+
+def first_noise() -> torch.Tensor:
+    return box_noise(7, START, 0, TILING, ALL)[None, None]
+
+
+@pytest.mark.parametrize(
+    ("method", "eta"), [("dpmpp2m", 0.0), ("ddim", 0.0), ("ddim", 0.7), ("ddpm", 0.0), ("heun", 0.0)]
+)
+def test_passes_over_files_equal_a_sampler_with_tiles_in_memory(tmp_path: Path, method: str, eta: float) -> None:
+    found = drawn(job(method, eta=eta, batch_size=4), tmp_path, ESTIMATE)
+    expected = sample(
+        tiled(TILING, ESTIMATE),
+        LEVELS,
+        first_noise(),
+        method,  # type: ignore[arg-type]
+        eta=eta,
+        step_noise=lambda k: box_noise(7, STEP, k - 1, TILING, ALL)[None, None],
+    )
+    np.testing.assert_allclose(
+        found, expected[0, 0].numpy(), atol=2e-5
+    )  # matrices of other batch sizes round otherwise
+    last = "00007" if method == "heun" else "00004"  # which takes two passes per step, and one for the last
+    assert sorted(path.name for path in tmp_path.iterdir()) == [last], "older states are deleted"
+    assert not list((tmp_path / last / "tiles").iterdir())
+
+
+def test_noise_is_white_and_follows_from_seed_step_and_block_alone() -> None:
+    wide = Tiling((8, 12, 18), PATCH, 0.25)
+    np.testing.assert_array_equal(block_noise(7, STEP, 3, wide, 0), block_noise(7, STEP, 3, TILING, 0))
+    # block 1, 1, 1 is the 10th of 12 here, and the 8th of 12 there, where it is cut
+    here, there = (block_noise(7, STEP, 3, t, b) for t, b in ((wide, 10), (TILING, 9)))
+    assert wide.block_index(10) == TILING.block_index(9) == (1, 1, 1)
+    np.testing.assert_array_equal(here[:3], there)
+    draws = {block_noise(*key, wide, block).numpy().tobytes() for key in ((7, 1, 3), (7, 1, 4), (7, 2, 3), (8, 1, 3))
+             for block in range(12)}  # fmt: skip
+    assert len(draws) == 4 * 12
+    many = torch.stack([block_noise(1, START, 0, Tiling((4, 6, 6000), PATCH, 0.0), b) for b in range(1000)])
+    assert float(many.mean()) == pytest.approx(0, abs=0.01)
+    assert float(many.std()) == pytest.approx(1, abs=0.01)
+    covariance = torch.cov(many.flatten(1).T)
+    assert float((covariance - torch.eye(len(covariance))).abs().max()) < 0.2, "5 sigma is 0.16"
+
+
+def test_any_order_of_parts_gives_the_same_bits(tmp_path: Path) -> None:
+    expected = drawn(job(batch_size=3), tmp_path / "in order", ESTIMATE)
+    work, rng = work_of(job(batch_size=3), tmp_path / "mixed", ESTIMATE), random.Random(0)
+    blocks, batches = list(range(TILING.blocks)), list(range(-(-TILING.tiles // 3)))
+    State(tmp_path / "mixed", work._job, 0).create()
+    for block in rng.sample(blocks, len(blocks)):
+        work.start(block)
+    for number in range(4):
+        State(tmp_path / "mixed", work._job, number + 1).create()
+        for batch in rng.sample(batches, len(batches)):
+            work.tiles(number, batch)
+        for block in rng.sample(blocks, len(blocks)):
+            work.block(number, block)
+    np.testing.assert_array_equal(State(tmp_path / "mixed", work._job, 4).x.read(ALL), expected)
+
+
+def in_child(act: Callable[[], None]) -> int:
+    """Run in a forked process; its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def killed_after(renames: int, before: bool, act: Callable[[], object]) -> None:
+    """Act until so many files have got, or are about to get, their names; then die of SIGKILL."""
+    replace, left = Path.replace, [renames]
+
+    def counting(self: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] == 0 and before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = replace(self, target)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    Path.replace = counting  # type: ignore[method-assign]
+    act()
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.long)])
+def test_a_volume_whose_process_was_killed_again_and_again_has_the_same_bits(tmp_path: Path, kills: int) -> None:
+    work = job("ddim", eta=0.5, batch_size=2)
+    expected = drawn(work, tmp_path / "once", ESTIMATE)
+    rng, died = random.Random(kills), 0
+    folder = tmp_path / "killed"
+    for _ in range(kills):
+        renames, before = rng.randint(1, 350 // kills), rng.random() < 0.5
+        status = in_child(lambda: killed_after(renames, before, lambda: drawn(work, folder, ESTIMATE)))  # noqa: B023
+        died += os.WIFSIGNALED(status)
+    assert died == kills, "each has died before the end"
+    np.testing.assert_array_equal(drawn(work, folder, ESTIMATE), expected)
+
+
+@dataclass(frozen=True)
+class OpenSpawned:
+    """What a process that imports anew opens; picklable, unlike a closure."""
+
+    folder: Path
+
+    def __call__(self, worker: int) -> Work:
+        torch.set_num_threads(1)
+        return work_of(job(), self.folder, exact_estimate(FIELD, PATCH))
+
+
+def test_workers_that_import_anew_give_the_same_bits(tmp_path: Path) -> None:
+    """Others here are forked, which takes less time: those would also work where nothing could be sent to a process."""
+    expected = drawn(job(), tmp_path / "one", ESTIMATE)
+    folder = tmp_path / "spawned"
+    folder.mkdir()
+    found = Sampling(job(), folder, OpenSpawned(folder), workers=2).run()
+    np.testing.assert_array_equal(found.read(ALL), expected)
+
+
+def test_two_workers_give_the_same_bits_and_one_that_dies_is_replaced(tmp_path: Path) -> None:
+    expected = drawn(job(), tmp_path / "one", ESTIMATE)
+    np.testing.assert_array_equal(drawn(job(), tmp_path / "two", ESTIMATE, workers=2), expected)
+    victim = tmp_path / "victim"
+
+    def dying(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
+        if level is LEVELS[2] or level == LEVELS[2]:
+            try:
+                victim.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+            except FileExistsError:
+                pass
+        return ESTIMATE(x, level)
+
+    np.testing.assert_array_equal(drawn(job(), tmp_path / "killed", dying, workers=2), expected)
+    assert victim.exists()
+
+
+def test_workers_that_die_again_and_again_end_the_drawing(tmp_path: Path) -> None:
+    def dying(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with pytest.raises(Exception, match="workers must live; got 4 deaths without work done"):
+        drawn(job(), tmp_path, dying, workers=2)
+
+
+def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    expected = drawn(job(), tmp_path / "once", ESTIMATE)
+    calls = [0]
+
+    def counting(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
+        calls[0] += 1
+        return ESTIMATE(x, level)
+
+    class Stop:
+        exit_code = 75
+
+        def wanted(self) -> bool:
+            return calls[0] >= 50
+
+    folder = tmp_path / "stopped"
+    folder.mkdir()
+    with pytest.raises(VolumeStoppedError) as stopped:
+        Sampling(job(), folder, lambda worker: work_of(job(), folder, counting), stop=Stop()).run()
+    assert stopped.value.exit_code == 75
+    assert calls[0] == 50
+    np.testing.assert_array_equal(drawn(job(), folder, counting), expected)
+    assert calls[0] == 4 * TILING.tiles, "no tile is computed twice"
+
+
+def test_after_a_crash_of_the_machine_what_may_not_be_on_the_disk_is_made_anew(tmp_path: Path) -> None:
+    expected = drawn(job(), tmp_path / "once", ESTIMATE)
+    folder = tmp_path / "crashed"
+    work = work_of(job(), folder, ESTIMATE)
+    states = [State(folder, job(), number) for number in range(2)]
+    for state in states:
+        state.create()
+    for block in range(TILING.blocks):
+        work.start(block)
+    # written when the machine crashed: their names are there, and not their voxels
+    states[0].predictions.write(3, np.zeros(PATCH, np.float32))
+    states[1].x.write(1, np.zeros(PATCH, np.float32))
+    (folder / "boot").write_text("another")
+    forget_unflushed(job(), folder)
+    np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected)
+
+
+def test_whole_tiles_are_drawn_one_by_one_and_blended_once(tmp_path: Path) -> None:
+    found = drawn(job(whole_tiles=True), tmp_path, ESTIMATE)
+    noise, expected = first_noise(), torch.zeros(TILING.shape_zyx)
+    for tile in range(TILING.tiles):
+        box = TILING.tile_box(tile)
+        cut = tuple(slice(lo, hi) for lo, hi in zip(*box, strict=True))
+        x_0 = sample(ESTIMATE, LEVELS, noise[(..., *cut)], "dpmpp2m")
+        expected[cut] += torch.from_numpy(TILING.weight(tile, box)) * x_0[0, 0]
+    np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
+
+
+def write_known(folder: Path, values: np.ndarray) -> None:
+    field = Field(folder / "known", TILING)
+    field.create()
+    for block in range(TILING.blocks):
+        box = TILING.block_box(block)
+        field.write(block, values[tuple(slice(lo, hi) for lo, hi in zip(*box, strict=True))])
+
+
+def test_known_voxels_follow_their_own_noise_to_the_end_and_shape_the_rest(tmp_path: Path) -> None:
+    known = torch.randn(TILING.shape_zyx, generator=torch_generator(5, Purpose.NOISE)).numpy()
+    known[2:5, 3:9, 4:10] = np.nan
+    drawings = {}
+    for name, values in {"plain": known, "shifted": known + 3}.items():
+        write_known(tmp_path / name, values)
+        drawings[name] = drawn(job(inpaint=True), tmp_path / name, ESTIMATE)
+        there = ~np.isnan(values)
+        np.testing.assert_allclose(drawings[name][there], values[there], atol=1e-5)
+        assert np.isfinite(drawings[name]).all()
+    gap = np.isnan(known)
+    assert (drawings["shifted"] - drawings["plain"])[gap].mean() > 0.5
+
+
+def test_tiles_without_a_gap_are_not_computed(tmp_path: Path) -> None:
+    tiling, tiles = Tiling((4, 6, 48), PATCH, 0.5), []
+    known = np.zeros(tiling.shape_zyx, np.float32)
+    known[0, 0, 20] = np.nan  # in block 3, voxels 18 to 24, and near block 2: tiles from 9, 12, 15, 18 and 21
+    work = Job(tiling, 1, LEVELS, "dpmpp2m", inpaint=True)
+    field = Field(tmp_path / "known", tiling)
+    field.create()
+    for block in range(tiling.blocks):
+        field.write(block, known[..., block * 6 : block * 6 + 6])
+    done = Sampling(work, tmp_path, lambda worker: work_of(work, tmp_path, ESTIMATE),
+                    on_progress=lambda *progress: tiles.append(progress)).run()  # fmt: skip
+    assert tiles == [(i + 1, 20) for i in range(20)]
+    assert np.count_nonzero(np.abs(done.read(((0, 0, 0), tiling.shape_zyx))) > 1e-5) <= 1
+
+
+@pytest.mark.parametrize("method", ["dpmpp2m", "ddim"])
+def test_rounds_of_a_volume_on_disk_equal_those_in_memory(tmp_path: Path, method: SamplerMethod) -> None:
+    known = torch.randn(TILING.shape_zyx, generator=torch_generator(5, Purpose.NOISE))
+    known[2:5, 3:11, 4:10] = torch.nan  # less than half a patch from every block
+    work = job(method, inpaint=True, rounds=3)
+    write_known(tmp_path, known.numpy())
+    passes = passes_of(LEVELS, method, rounds=3)
+    assert len(passes) == 12
+    expected = filled(passes, tiled(TILING, ESTIMATE), first_noise()[0, 0], known)
+    np.testing.assert_allclose(drawn(work, tmp_path, ESTIMATE), expected.numpy(), atol=1e-4)
+
+
+def test_a_state_is_a_zarr_array(tmp_path: Path) -> None:
+    found = drawn(job(), tmp_path, ESTIMATE)
+    np.testing.assert_array_equal(zarr.open_array(str(tmp_path / "00004/x"), mode="r")[...], found)
+
+
+def test_what_is_not_finite_is_refused_by_the_name_of_its_tile(tmp_path: Path) -> None:
+    def broken(x: torch.Tensor, level: NoiseLevel) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full_like(x, torch.nan), x
+
+    with pytest.raises(
+        NonFiniteError, match=r"got NaN or infinity in the tile z 0:4, y 0:6, x \d:\d at sampling pass 0"
+    ):
+        drawn(job(), tmp_path, broken)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Work, number: int, batch: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Work, "tiles", full)
+    with pytest.raises(StorageError, match=r"No space left on device.*free space: what is done stays"):
+        drawn(job(), tmp_path, ESTIMATE)

@@ -1,0 +1,61 @@
+"""What two samples in a row give cause to say: each trouble once, with a record where others act on it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from vesuvius.monitor.alerts.notices import Notices
+from vesuvius.monitor.probes.gpus import GpuUse
+from vesuvius.monitor.probes.machine import read_machine
+from vesuvius.monitor.probes.system_sample import SystemSample
+
+GPU = GpuUse(0, "GPU-A", "NVIDIA H200", 1, 2, 0.5, 300.0, 91.0, slowed_by=(), power_capped=True, ecc_uncorrected=2)
+MACHINE = read_machine()
+
+
+def sample(clock_s: float, *gpus: GpuUse) -> SystemSample:
+    return SystemSample(0.0, (), 0, None, MACHINE, gpus, clock_s)
+
+
+def said(*samples: SystemSample) -> list[tuple[str, dict[str, Any]]]:
+    notices = Notices()
+    pairs = pairwise(samples)
+    return [(notice.event, notice.fields) for before, now in pairs for notice in notices.of(before, now)]
+
+
+def test_a_healthy_gpu_at_its_power_limit_is_no_news() -> None:
+    assert said(*(sample(t, GPU) for t in range(30))) == []
+
+
+def test_a_gpu_that_is_too_hot_is_said_after_ten_seconds_once_and_again_after_it_has_recovered() -> None:
+    hot = replace(GPU, slowed_by=("heat (hardware limit)",))
+    spell = [sample(t, hot) for t in range(30)]
+    event = ("gpu_slowed", {"gpu": 0, "reasons": ["heat (hardware limit)"], "temperature_c": 91.0})
+    assert said(*spell[:11]) == [], "seen since the second sample, for nine seconds"
+    assert said(*spell) == [event]
+    assert said(*spell, sample(30, GPU), *(sample(31 + t, hot) for t in range(12))) == [event] * 2
+    flickering = [sample(t, hot if t % 9 else GPU) for t in range(60)]
+    assert said(*flickering) == []
+
+
+def test_each_xid_is_said_with_what_it_means() -> None:
+    with_two = replace(GPU, xids=(79, 999))
+    notices = Notices().of(sample(0, GPU), sample(1, with_two))
+    assert [(notice.level, notice.event, notice.fields["xid"]) for notice in notices] == [
+        (logging.ERROR, "gpu_xid", 79),
+        (logging.ERROR, "gpu_xid", 999),
+    ]
+    assert "fallen off the bus" in notices[0].text
+    assert "XID 999" in notices[1].text
+
+
+def test_errors_of_memory_are_said_as_they_come_not_those_from_before_the_run() -> None:
+    worse = replace(GPU, ecc_uncorrected=5)
+    silent = replace(GPU, ecc_uncorrected=None)
+    assert said(sample(0, GPU), sample(1, worse), sample(2, worse)) == [("gpu_ecc", {"gpu": 0, "errors": 3})]
+    assert said(sample(0), sample(1, worse), sample(2, silent), sample(3, worse)) == [], "nothing to compare with"
+    other = replace(worse, uuid="GPU-B", index=1)
+    assert said(sample(0, GPU), sample(1, GPU, other)) == [], "another GPU that appears"

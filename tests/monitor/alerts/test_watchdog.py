@@ -1,0 +1,110 @@
+"""The watchdog by a clock of the test's own; with real runs that hang in tests/runs/test_waits.py."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vesuvius.monitor.alerts.watchdog import Watchdog
+
+STALL_S = 300.0
+
+
+class Watched:
+    """A watchdog whose time the test makes pass, and what it recorded."""
+
+    def __init__(self, tmp_path: Path, stall_s: float = STALL_S) -> None:
+        self.seconds = 0.0
+        self.records: list[dict[str, Any]] = []
+        self.stacks = tmp_path / "stacks"
+        self.dog = Watchdog(stall_s, self.stacks, self._record, lambda: (12, 1000), lambda: self.seconds)
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        self.records.append({"kind": kind, **fields})
+
+    def look_for(self, seconds: float) -> None:
+        """Once a second."""
+        for _ in range(int(seconds)):
+            self.seconds += 1
+            self.dog.sample()
+
+
+@pytest.fixture
+def watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Watched:
+    caplog.set_level(logging.INFO, "vesuvius")
+    return Watched(tmp_path)
+
+
+def test_one_error_for_each_stall_and_one_line_when_it_is_over(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        watched.dog.expects("batch", lambda: "regions to be read, for sample 48 on")
+        watched.look_for(STALL_S - 1)
+        assert caplog.records == []
+        watched.look_for(5 * STALL_S)
+        (error,) = caplog.records
+        assert error.levelname == "ERROR"
+        assert error.getMessage().startswith(
+            "Verdict step 12/1000 hung: no batch for 5.0 min: waiting for regions to be read, for sample 48 on; stacks"
+        )
+        caplog.clear()
+        watched.dog.expects("step", "the network to compute it")
+        watched.look_for(2)
+        (info,) = caplog.records
+        assert (info.levelname, "the wait for a batch is over" in info.getMessage()) == ("INFO", True)
+        caplog.clear()
+    kinds = [(record["kind"], record.get("event")) for record in watched.records]
+    assert kinds == 2 * [("verdict", None), ("event", "hung"), ("event", "recovered")]
+
+
+def test_the_stacks_of_all_threads_are_kept_and_those_of_readers_asked_for(watched: Watched) -> None:
+    asked: list[Path] = []
+    with watched.dog.with_readers(asked.append):
+        watched.look_for(STALL_S)
+    (path,) = watched.stacks.iterdir()
+    assert asked == [path]
+    text = path.read_text()
+    assert "MainThread" in text
+    assert "test_the_stacks_of_all_threads" in text, "the frame of this test, from another thread"
+    assert watched.records[0]["stacks"] == f"stacks/{path.name}"
+
+
+def test_progress_counts_towards_what_is_expected_alone(watched: Watched) -> None:
+    """A checkpoint that is written beside the training must not hide that no batch comes."""
+    watched.dog.expects("checkpoint", "the disk")
+    for _ in range(10):
+        watched.dog.alive("checkpoint")
+        watched.look_for(STALL_S - 1)
+    assert watched.records == []
+    watched.dog.expects("batch", "the readers")
+    for _ in range(2):
+        watched.dog.alive("checkpoint")
+        watched.look_for(STALL_S - 1)
+    assert [record.get("what") for record in watched.records] == [None, "batch"]
+
+
+def test_stacks_that_cannot_be_written_do_not_hide_the_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "stacks").write_text("a file in the place of the folder")
+    watched = Watched(tmp_path)
+    watched.look_for(STALL_S)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+    assert len(watched.records) == 2
+
+
+def test_without_a_limit_it_does_not_look(tmp_path: Path) -> None:
+    with Watched(tmp_path, stall_s=0).dog as dog:
+        assert dog._thread.ident is None
+
+
+def test_a_process_that_was_stopped_itself_is_not_taken_for_hung(watched: Watched) -> None:
+    """SIGSTOP and SIGCONT: the clock went on, and neither the loop nor the watchdog did."""
+    watched.dog.expects("batch", "the readers")
+    watched.seconds += 10 * STALL_S
+    watched.look_for(STALL_S - 1)
+    assert watched.records == []
+    watched.look_for(2)
+    assert len(watched.records) == 2

@@ -1,0 +1,135 @@
+"""What memcheck's table says, and that it can be read on a narrow terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tests.monitor.memcheck.test_live_history import NOTHING, history, moment, seen
+from tests.monitor.memory.simulated import cgroup
+from vesuvius.monitor.memcheck.inspection import Inspection, Row, Steps
+from vesuvius.monitor.memcheck.memory_table import memory_table, slope_text
+from vesuvius.monitor.memory.trend import Trend
+from vesuvius.monitor.probes.cgroup import Pressure
+from vesuvius.monitor.probes.gpus import GpuUse
+from vesuvius.runlog.units import GIB
+
+HYGIENE = re.compile("killed|oom|out of memory", re.IGNORECASE)
+
+
+def text(found: Inspection, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(memory_table(found))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def cells(table: str, name: str) -> list[str]:
+    """The cells of the line that begins with `name`."""
+    (line,) = [line for line in table.splitlines() if line.strip().startswith(name)]
+    return re.split(r"\s{2,}", line.strip())
+
+
+def full() -> Inspection:
+    """All that can be shown of a healthy run."""
+    known = replace(
+        NOTHING,
+        name="run exp001_full",
+        state_text="process 100 is at work",
+        steps=Steps(1200, 3.2, 2.914, "data-bound: decoding takes 41 % of the step; try training.workers=6 " * 2),
+        vram=Row("vram", "VRAM", None, 41.2 * GIB, 43.5 * GIB, 0.0),
+        vram_limit_bytes=int(79.3 * GIB),
+        remarks=("a remark " * 15,),
+        pss_bytes=30 * GIB,
+    )
+    gpu = GpuUse(0, "GPU-1", "NVIDIA A100-SXM4-80GB", 42 * GIB, 80 * GIB, 0.97, 391.2, 64.0)
+    moments = [moment(float(t), readers=(5 + 0.001 * t, 6)) for t in range(120)]
+    return history(ray_share=0.95).add(known, replace(seen(120.0), gpus=(gpu,)), moments=moments)
+
+
+def test_parts_peaks_slopes_and_the_limit_stand_in_the_table() -> None:
+    table = text(full())
+    assert cells(table, "trainer") == ["trainer", "10.00", "10.00", "no trend"]
+    assert cells(table, "reader 101") == ["reader 101", "5.00", "5.12", "+3.60"]
+    assert cells(table, "object store") == ["object store", "4.00", "4.00", "no trend"]
+    assert cells(table, "total")[:2] == ["total", "27.00 of 100.00"]
+    assert cells(table, "VRAM of")[1:3] == ["41.20 of 79.30", "43.50"]
+    assert cells(table, "GPU 0") == ["GPU 0", "42.00 of 80.00 GiB, busy 97 %, 391 W, 64 °C, NVIDIA A100-SXM4-80GB"]
+    assert cells(table, "risk")[:2] == ["risk", "LOW"]
+    assert cells(table, "first killer")[1] == "Ray's memory monitor at 95.00 GiB; it counts 30.00, 65.00 are left"
+    assert "1200, 3s ago; 95 % of steps take less than 2.91 s" in table
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_lost(width: int) -> None:
+    table = text(full(), width)
+    assert max(map(len, table.splitlines())) <= width
+    assert "\x1b" not in table
+    assert "".join(table.split()).count("training.workers=6") == 2
+
+
+def test_what_is_not_known_is_a_dash_and_never_zero() -> None:
+    table = text(history().add(replace(NOTHING, steps=Steps(), no_gpus="nvidia-ml-py is not installed"), seen(1.0)))
+    assert cells(table, "trainer") == ["trainer", "10.00", "10.00", "-"]
+    assert cells(table, "last step") == ["last step", "-"]
+    assert cells(table, "GPU") == ["GPU", "- (nvidia-ml-py is not installed)"]
+    assert "VRAM" not in table
+
+
+def test_a_slope_is_a_figure_only_where_there_is_a_trend() -> None:
+    rate = GIB / 3600
+    assert slope_text(Row("store", "x", trend=Trend(2 * rate, rate, 3 * rate), seen_s=60.0)) == "+2.00"
+    assert slope_text(Row("store", "x", trend=Trend(-2 * rate, -3 * rate, -rate), seen_s=60.0)) == "-2.00"
+    assert slope_text(Row("store", "x", seen_s=60.0)) == "no trend"
+    assert slope_text(Row("store", "x")) == "-"
+
+
+def test_who_grows_is_named_with_its_pace_fastest_first() -> None:
+    moments = [moment(float(t), trainer=10 + 0.02 * t, readers=(5 + 0.1 * t, 6)) for t in range(120)]
+    found = history().add(NOTHING, seen(120.0, trainer=12.4, readers=(17, 6)), moments=moments)
+    assert cells(text(found, 200), "growing")[1] == "reader 101 +107.4 MB/s, trainer +21.5 MB/s"
+    assert not re.search("growing ", text(history().add(NOTHING, seen(1.0))))
+
+
+def test_waiting_for_memory_is_shown_of_the_cgroup_and_of_the_machine() -> None:
+    calm = seen(1.0)
+    stalled = replace(
+        calm,
+        cgroup=replace(cgroup(), pressure=Pressure(0.25, 0.1)),
+        machine=replace(calm.machine, pressure=Pressure(0.02, 0.0)),
+    )
+    table = text(history().add(NOTHING, stalled), 200)
+    assert (
+        cells(table, "pressure")[1]
+        == "tasks waited for memory in 25 % (its cgroup), 2 % (the machine) of the last 10 s"
+    )
+    assert "pressure" not in text(history().add(NOTHING, calm))
+
+
+def test_page_cache_is_shown_beside_the_total() -> None:
+    found = replace(full(), page_cache_bytes=60 * GIB)
+    cache = Row("cache", "page cache, not in the total", None, 60 * GIB, 61 * GIB, 0.0)
+    assert cells(text(replace(found, page_cache=cache), 120), "page cache")[1:3] == ["60.00", "61.00"]
+    assert cells(text(found), "total")[1] == "27.00 of 100.00"
+
+
+def test_of_many_readers_the_largest_are_shown_and_the_rest_is_summed() -> None:
+    found = history().add(NOTHING, seen(1.0, readers=[1 + 0.01 * i for i in range(20)]))
+    table = text(found)
+    assert len(re.findall(r"reader \d", table)) == 8
+    assert cells(table, "readers") == ["readers (20)", "21.90", "21.90", "-"]
+    assert cells(table, "12 more")[:2] == ["12 more", f"{sum(1 + 0.01 * i for i in range(12)):.2f}"]
+
+
+def test_a_healthy_runs_table_has_no_word_that_a_search_for_kills_finds_and_a_kill_has() -> None:
+    found = full()
+    assert not HYGIENE.search(text(found))
+    assert HYGIENE.search(text(replace(found, kills=("reader 7 was killed",))))
+    assert "kill seen" in text(replace(found, kills=("reader 7 was killed",)))
+
+
+def test_names_are_no_markup() -> None:
+    assert "run [bold]x" in text(replace(full(), name="run [bold]x"))

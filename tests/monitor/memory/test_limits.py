@@ -1,0 +1,168 @@
+"""Who may kill, at how many bytes.  Ray's part is held against what its raylet logged on this project's machine."""
+
+import pytest
+
+from tests.monitor.memory.simulated import process, sample
+from vesuvius.config import MonitorConfig
+from vesuvius.monitor.memory.limits import (
+    Limits,
+    killers_of,
+    largest_share,
+    left_bytes,
+    limit_of,
+    ray_share_from_environment,
+    used_share,
+)
+from vesuvius.monitor.probes.cgroup import CgroupLevel
+from vesuvius.runlog.units import GIB
+
+
+def _named(killers):
+    return {killer.name: killer for killer in killers}
+
+
+def test_the_machine_is_always_there_and_counts_what_is_not_available():
+    (killer,) = killers_of(sample(0, 24 * GIB, 6 * GIB), Limits())
+    assert (killer.name, killer.used_bytes, killer.limit_bytes, killer.kills_at_bytes) == (
+        "the machine",
+        6 * GIB,
+        24 * GIB,
+        24 * GIB,
+    )
+    assert killer.left_bytes == 18 * GIB
+    assert killer.share == 0.25
+
+
+def test_free_swap_postpones_the_kill_but_not_the_warning():
+    swap = sample(0, 24 * GIB, 20 * GIB, swap_used_bytes=1 * GIB, swap_total_bytes=8 * GIB)
+    (killer,) = killers_of(swap, Limits())
+    assert killer.kills_at_bytes == 31 * GIB
+    assert killer.share == pytest.approx(20 / 24)
+
+
+def test_each_level_of_the_cgroup_counts_its_own_and_the_nearest_comes_first():
+    levels = [
+        CgroupLevel("/a/b", "memory.max", 8 * GIB, 3 * GIB, True),
+        CgroupLevel("/a/b", "memory.high", 7 * GIB, 3 * GIB, False),
+        CgroupLevel("/a", "memory.max", 10 * GIB, 9 * GIB, True),
+    ]
+    killers = killers_of(sample(0, 24 * GIB, 12 * GIB, levels=levels), Limits())
+    assert [killer.name for killer in killers] == [
+        "memory.max of cgroup /a",
+        "memory.high of cgroup /a/b (slows the run to a crawl)",
+        "memory.max of cgroup /a/b",
+        "the machine",
+    ]
+    assert [killer.left_bytes for killer in killers] == [1 * GIB, 4 * GIB, 5 * GIB, 12 * GIB]
+
+
+def test_a_limit_above_the_machines_memory_is_none():
+    level = CgroupLevel("/a", "memory.limit_in_bytes", 2**63 - 4096, 1 * GIB, True)
+    assert len(killers_of(sample(0, 24 * GIB, 1 * GIB, levels=[level]), Limits())) == 1
+
+
+def test_the_limit_is_the_smallest_of_machine_cgroups_and_what_was_configured():
+    levels = [CgroupLevel("/a/b", "memory.max", 8 * GIB, 1 * GIB, True)]
+    assert limit_of(sample(0, 24 * GIB, 1 * GIB), Limits(ray_share=0.5)) == 24 * GIB
+    assert limit_of(sample(0, 24 * GIB, 1 * GIB, levels=levels), Limits()) == 8 * GIB
+    levels.append(CgroupLevel("/a", "memory.high", 6 * GIB, 2 * GIB, False))
+    at = sample(0, 24 * GIB, 1 * GIB, levels=levels)
+    assert limit_of(at, Limits()) == 6 * GIB
+    assert limit_of(at, Limits(configured_bytes=4 * GIB)) == 4 * GIB
+    assert limit_of(at, Limits(configured_bytes=7 * GIB)) == 6 * GIB
+
+
+def test_the_ladder_is_that_of_the_config():
+    """memcheck has no config, and knows runs of older versions."""
+    config, limits = MonitorConfig(), Limits()
+    for share in ("warn_at", "prefetch_at", "worker_at", "exit_at"):
+        assert getattr(limits, share) == getattr(config, share)
+
+
+def test_ray_kills_where_its_raylet_said_on_the_machine_of_this_project():
+    """raylet.out of Ray 2.60: "usage threshold at 24012685312 bytes (95.000008% of system memory), total ...
+
+    25276510208".  Ray computes in float32, hence not to the byte.
+    """
+    killer = _named(killers_of(sample(0, 25276510208, 5 * GIB), Limits(ray_share=0.95)))["Ray's memory monitor"]
+    assert killer.limit_bytes == 25276510208
+    assert killer.kills_at_bytes == pytest.approx(24012685312, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_top", "total_gib"), [("/", True, 8), ("/docker/1f2e", True, 8), ("/user.slice", False, 24)]
+)
+def test_ray_knows_of_a_containers_limit_but_not_of_a_slices(path: str, is_top: bool, total_gib: int):
+    level = CgroupLevel(path, "memory.max", 8 * GIB, 2 * GIB, True, is_top)
+    killers = _named(killers_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), Limits(ray_share=0.95)))
+    ray = killers["Ray's memory monitor"]
+    assert ray.limit_bytes == total_gib * GIB
+    assert ray.used_bytes == (2 * GIB if total_gib == 8 else 9 * GIB)
+
+
+def test_ray_does_not_know_of_memory_high():
+    level = CgroupLevel("/", "memory.high", 8 * GIB, 2 * GIB, False, True)
+    killers = _named(killers_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), Limits(ray_share=0.95)))
+    assert killers["Ray's memory monitor"].limit_bytes == 24 * GIB
+
+
+def test_the_configured_limit_counts_the_run_alone():
+    at = sample(0, 24 * GIB, 20 * GIB, processes={1: 2 * GIB, 2: 1 * GIB})
+    killer = _named(killers_of(at, Limits(configured_bytes=4 * GIB)))["monitor.ram_limit_gib"]
+    assert (killer.used_bytes, killer.kills_at_bytes) == (3 * GIB, 4 * GIB)
+
+
+def test_the_largest_share_counts_not_that_of_the_fewest_bytes_left():
+    at = sample(0, 170 * GIB, 150 * GIB, processes=[process(1, GIB)])
+    killers = killers_of(at, Limits(configured_bytes=4 * GIB))
+    assert killers[0].name == "monitor.ram_limit_gib"
+    assert largest_share(killers, Limits()) == pytest.approx(150 / 170)
+
+
+def test_shares_of_ray_at_its_default_are_plain_ones():
+    ray = _named(killers_of(sample(0, 24 * GIB, 12 * GIB), Limits(ray_share=0.95)))["Ray's memory monitor"]
+    assert used_share(ray, Limits()) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("total_gib", [2, 24, 200, 2048])
+@pytest.mark.parametrize("limits", [Limits(), Limits(ray_share=0.95), Limits(ray_share=0.7)])
+def test_what_is_left_below_the_first_rung_is_left(total_gib: int, limits: Limits):
+    at = sample(0, total_gib * GIB, total_gib * GIB / 2)
+    left = left_bytes(killers_of(at, limits), limits)
+    full = killers_of(sample(0, total_gib * GIB, total_gib * GIB / 2 + left), limits)
+    assert largest_share(full, limits) == pytest.approx(limits.prefetch_at)
+
+
+def test_of_a_large_limit_the_shares_are_of_200_gib():
+    (killer,) = killers_of(sample(0, 2048 * GIB, (2048 - 16) * GIB), Limits())
+    assert used_share(killer, Limits()) == pytest.approx(0.92)
+
+
+@pytest.mark.parametrize("ray_share", [0.7, 0.8, 0.9])
+def test_the_ladder_is_squeezed_below_a_ray_that_kills_early(ray_share: float):
+    limits = Limits(ray_share=ray_share)
+    just_killed = sample(0, 100 * GIB, ray_share * 100 * GIB)
+    ray = _named(killers_of(just_killed, limits))["Ray's memory monitor"]
+    assert used_share(ray, limits) == pytest.approx(limits.exit_at + 0.03)
+
+
+@pytest.mark.parametrize(
+    ("environ", "share"),
+    [
+        ({}, 0.95),
+        ({"RAY_memory_usage_threshold": "0.8"}, 0.8),
+        ({"RAY_memory_usage_threshold": "lots"}, 0.95),
+        ({"RAY_memory_usage_threshold": "1.5"}, 0.95),
+        ({"RAY_memory_monitor_refresh_ms": "0"}, None),
+        ({"RAY_memory_monitor_refresh_ms": "100"}, 0.95),
+        ({"RAY_min_memory_free_bytes": str(2 * GIB)}, 0.98),
+        ({"RAY_min_memory_free_bytes": str(10 * GIB)}, 0.95),
+        ({"RAY_min_memory_free_bytes": "-1"}, 0.95),
+    ],
+)
+def test_rays_environment_is_read_as_ray_reads_it(environ: dict[str, str], share: float | None):
+    assert ray_share_from_environment(environ, total_bytes=100 * GIB) == share
+
+
+def test_without_the_total_a_minimum_of_free_bytes_is_ignored():
+    assert ray_share_from_environment({"RAY_min_memory_free_bytes": "1"}) == 0.95

@@ -1,0 +1,230 @@
+"""Twenty simulated minutes of healthy machines, on which nothing may be said, and of leaks, which must be told in time.
+
+Not compared here: the real system's figures (tests/observe/system) and real leaks (the memory tests of whole runs).
+"""
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from tests.monitor.memory.simulated import MB, healthy_series, process, sample
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
+from vesuvius.monitor.probes.cgroup import CgroupLevel
+from vesuvius.runlog.units import GIB
+
+HYGIENE = re.compile("killed|oom|out of memory", re.IGNORECASE)
+LIMITS = Limits(ray_share=0.95)
+
+
+def _risks(used, total_bytes: int, limits: Limits = LIMITS, watch: RiskWatch | None = None, begin_s: float = 1e9):
+    watch = watch or RiskWatch(limits)
+    return [
+        watch.add(sample(begin_s + second, total_bytes, value, processes={1: value}))
+        for second, value in enumerate(used)
+    ]
+
+
+def _first(risks: list[Risk], level: Level) -> int:
+    return next(second for second, risk in enumerate(risks) if risk.level >= level)
+
+
+_MACHINES = [(8, 0), (24, 1), (170, 2)]
+
+
+@pytest.mark.sample(3)  # each series on one machine, each machine with a third of them
+@pytest.mark.parametrize(
+    ("name", "total_gib", "seed"),
+    [(name, *_MACHINES[(n + more) % 3]) for n, name in enumerate(sorted(healthy_series())) for more in range(3)],
+)
+def test_no_alarm_in_twenty_healthy_minutes_that_peak_just_below_the_warning(name: str, total_gib: int, seed: int):
+    series = healthy_series(seed)[name]
+    used = series + 0.78 * total_gib * GIB - series.max()
+    risks = _risks(used, total_gib * GIB)
+    assert {risk.level for risk in risks} == {Level.LOW}
+    assert not any(HYGIENE.search(risk.reason) for risk in risks)
+
+
+def test_page_cache_that_fills_the_machine_is_no_risk():
+    """It is available, so not used; what grows is only the kernel's bookkeeping for it, 1 % and ever more slowly."""
+    watch = RiskWatch(LIMITS)
+    for second in range(1200):
+        cache = 20 * GIB * (1 - np.exp(-second / 120))
+        risk = watch.add(sample(second, 24 * GIB, 3 * GIB + 0.01 * cache, processes={1: 2 * GIB}))
+        assert risk.level is Level.LOW
+        assert risk.killers[0].share < 0.15
+
+
+_FITTING = [
+    (total_gib, lasts_s)
+    for total_gib in (8, 24, 170)
+    for lasts_s in (102, 110, 130, 160, 220, 400, 900)
+    if lasts_s * 50 * MB < 0.95 * total_gib * GIB
+]
+
+
+@pytest.mark.sample(7)
+@pytest.mark.parametrize("noise", [0, 30 * MB, 100 * MB, 200 * MB])
+@pytest.mark.parametrize(("total_gib", "lasts_s"), _FITTING)
+def test_a_leak_of_50_mb_s_is_told_60_s_before_a_kill(lasts_s: int, total_gib: int, noise: float):
+    """Wherever it goes on for more than 100 s; it begins after five and a half flat minutes."""
+    base = 0.95 * total_gib * GIB - lasts_s * 50 * MB
+    t = np.arange(333 + lasts_s)
+    used = base + 50 * MB * np.maximum(t - 333, 0) - np.abs(np.random.default_rng((6, 3)).normal(0, noise, len(t)))
+    risks = _risks(used, total_gib * GIB)
+    assert len(used) - _first(risks, Level.WARN) >= 60
+    assert risks[-1].level is Level.CRITICAL
+    assert HYGIENE.search(risks[-1].reason)
+
+
+@pytest.mark.parametrize("noise", [0, 100 * MB])
+@pytest.mark.parametrize("total_gib", [8, 24])
+def test_a_leak_of_1_mb_s_is_told_by_its_share_minutes_before_a_kill(total_gib: int, noise: float):
+    """At so slow a pace there is time; only the growing process is named before."""
+    t = np.arange(1200)
+    used = 0.795 * total_gib * GIB + 1 * MB * t - np.abs(np.random.default_rng((6, 4)).normal(0, noise, 1200))
+    risks = _risks(used, total_gib * GIB)
+    reached = int(np.argmax(used >= 0.80 * total_gib * GIB))
+    assert _first(risks, Level.WARN) == reached
+    assert (0.95 * total_gib * GIB - used[reached]) / MB > 600
+    assert risks[-1].trend.bytes_per_s == pytest.approx(1 * MB, rel=0.5)
+    assert risks[-1].growing.keys() == {1}
+
+
+def test_a_leak_below_a_sawtooth_of_long_steps_is_told_60_s_before_a_kill():
+    t = np.arange(700)
+    used = 2 * GIB + 600 * MB * (t % 18) / 18 + 50 * MB * np.maximum(t - 400, 0)
+    end = int(np.argmax(used > 0.95 * 8 * GIB))
+    assert end - _first(_risks(used[:end], 8 * GIB), Level.WARN) >= 60 - 18  # the last tooth shortens the time
+
+
+def test_exhaustion_holds_the_time_that_is_really_left():
+    t = np.arange(500)
+    used = 4 * GIB + 20 * MB * t
+    risk = _risks(used, 24 * GIB)[-1]
+    left_s = (0.95 * 24 * GIB - used[-1]) / (20 * MB)
+    assert risk.exhaustion.likely_s == pytest.approx(left_s, rel=0.01)
+    assert risk.exhaustion.earliest_s <= left_s * 1.01
+    assert risk.exhaustion.latest_s >= left_s * 0.99
+
+
+def test_growth_seen_for_half_a_minute_is_not_believed_for_an_hour():
+    t = np.arange(340)
+    risk = _risks(10 * GIB + 20 * MB * np.maximum(t - 300, 0), 170 * GIB)[-1]
+    assert risk.exhaustion.likely_s > 3600
+    assert not risk.exhaustion.firm
+    assert risk.level is Level.LOW
+
+
+def test_the_killer_that_growth_reaches_first_is_named_first_though_another_has_less_left():
+    watch = RiskWatch(Limits(configured_bytes=4 * GIB))
+    for second in range(240):
+        risk = watch.add(sample(second, 24 * GIB, 8 * GIB + 50 * MB * second, processes={1: 1 * GIB}))
+    assert risk.killers[0].name == "the machine"
+    assert risk.killers[1].left_bytes < risk.killers[0].left_bytes
+    assert risk.exhaustion.likely_s == pytest.approx(risk.killers[0].left_bytes / (50 * MB), rel=0.01)
+    assert "the machine" in risk.reason
+
+
+def test_the_fullest_killer_is_told_where_it_is_not_the_first():
+    risk = RiskWatch(Limits(configured_bytes=4 * GIB)).add(sample(0, 170 * GIB, 150 * GIB, processes={1: 1 * GIB}))
+    assert risk.killers[0].name == "monitor.ram_limit_gib"
+    assert "the machine" in risk.reason
+
+
+@pytest.mark.parametrize(
+    ("share", "level"),
+    [(0.79, Level.LOW), (0.81, Level.WARN), (0.91, Level.WARN), (0.93, Level.CRITICAL)],
+)
+def test_levels_by_share(share: float, level: Level):
+    assert _risks([share * 24 * GIB] * 5, 24 * GIB)[-1].level is level
+
+
+def test_a_share_counts_at_the_first_look():
+    assert _risks([0.85 * 24 * GIB], 24 * GIB)[0].level is Level.WARN
+
+
+def test_the_level_does_not_flap_around_its_threshold():
+    used = (0.80 + 0.012 * np.sin(np.arange(600) / 3)) * 24 * GIB
+    levels = [risk.level for risk in _risks(used, 24 * GIB)]
+    assert sum(a != b for a, b in itertools.pairwise(levels)) == 1
+
+
+def test_the_level_falls_ten_seconds_after_memory_did():
+    used = [0.85 * 24 * GIB] * 20 + [0.5 * 24 * GIB] * 20
+    levels = [risk.level for risk in _risks(used, 24 * GIB)]
+    assert levels[20:29] == [Level.WARN] * 9
+    assert levels[30:] == [Level.LOW] * 10
+
+
+def test_a_clock_set_back_by_an_hour_does_not_hold_the_level_up():
+    watch = RiskWatch(LIMITS)
+    _risks([0.85 * 24 * GIB] * 20, 24 * GIB, watch=watch, begin_s=1e9)
+    after = _risks([0.5 * 24 * GIB] * 20, 24 * GIB, watch=watch, begin_s=1e9 - 3600)
+    assert after[-1].level is Level.LOW
+
+
+def test_the_process_that_grows_is_found_and_named_and_the_others_are_not():
+    watch, rng = RiskWatch(LIMITS), np.random.default_rng((6, 5))
+    for second in range(420):
+        processes = {pid: 1 * GIB + rng.normal(0, 20 * MB) for pid in range(100, 108)}
+        processes[104] += 20 * MB * second
+        risk = watch.add(sample(second, 24 * GIB, sum(processes.values()) + 6 * GIB, processes=processes))
+    assert risk.growing.keys() == {104}
+    assert risk.growing[104].bytes_per_s == pytest.approx(20 * MB, rel=0.05)
+    assert "process 104 (20" in risk.reason
+
+
+def test_private_memory_that_was_swapped_out_counts_as_growth():
+    watch = RiskWatch(LIMITS)
+    for second in range(120):
+        reader = process(7, 1 * GIB, swap_bytes=10 * MB * second)
+        risk = watch.add(sample(second, 24 * GIB, 6 * GIB, processes=[reader]))
+    assert risk.growing[7].bytes_per_s == pytest.approx(10 * MB)
+
+
+def test_a_pid_given_to_another_process_begins_anew():
+    watch = RiskWatch(LIMITS)
+    for second in range(120):
+        watch.add(sample(second, 24 * GIB, 6 * GIB, processes=[process(7, 10 * MB * second)]))
+    risk = watch.add(sample(120, 24 * GIB, 6 * GIB, processes=[process(7, 10 * MB * 120, started_s=119.0)]))
+    assert not risk.growing
+
+
+def test_restart_forgets_growth_and_judges_again_within_50_s():
+    watch = RiskWatch(LIMITS)
+    used = 3 * GIB + 50 * MB * np.arange(100)
+    assert _risks(used, 24 * GIB, watch=watch)[-1].trend
+    watch.restart()
+    after = _risks(used[-1] + 50 * MB * np.arange(50), 24 * GIB, watch=watch, begin_s=1e9 + 100)
+    assert after[0].trend is None
+    assert not after[0].growing
+    assert after[-1].trend.bytes_per_s == pytest.approx(50 * MB)
+
+
+def test_without_warm_up_a_leak_is_told_from_the_sixth_window_on():
+    """As memcheck looks at a run that has been at work for hours."""
+    watch = RiskWatch(LIMITS, warmup_s=0)
+    risks = _risks(4 * GIB + 50 * MB * np.arange(40), 8 * GIB, watch=watch)
+    assert risks[29].trend is None
+    assert risks[30].trend.bytes_per_s == pytest.approx(50 * MB)
+
+
+@pytest.mark.parametrize("name", ["ray::zoom", "systemd-oomd", "killed"])
+def test_a_calm_reason_names_nothing_that_could_look_like_a_kill(name: str):
+    level = CgroupLevel(f"/{name}.service", "memory.max", 8 * GIB, 2 * GIB, True)
+    watch = RiskWatch(LIMITS)
+    for second in range(120):
+        grown = 10 * MB * second
+        at = sample(second, 24 * GIB, 3 * GIB + grown, [process(3, 1 * GIB + grown, name=name)], [level])
+        assert not HYGIENE.search(watch.add(at).reason)
+
+
+def test_a_warning_gives_used_limit_growth_time_and_process():
+    reason = _risks(4 * GIB + 50 * MB * np.arange(66), 8 * GIB)[-1].reason
+    assert reason == (
+        "near out of memory: Ray's memory monitor counts 7.03 of 8.00 GiB in use (88%) and strikes at 7.60 GiB, "
+        "growing 50.0 MB/s: full in 12s (12s to 12s), fastest process 1 (50.0 MB/s)"
+    )

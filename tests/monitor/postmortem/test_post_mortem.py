@@ -1,0 +1,408 @@
+"""Post-mortems: causes from evidence, text and record, a real kernel kill, and the story of a real run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.kill_harness import Session, run_directory
+from tests.support.moments import moments
+from tests.support.real_cgroup import real_cgroup
+from tests.support.system_trees import write_machine, write_process, write_v2
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.plain import from_plain
+from vesuvius.monitor.postmortem.cause import read_counts_of
+from vesuvius.monitor.postmortem.death import Cause, Death, append_death, death_lines, headline, read_deaths
+from vesuvius.monitor.postmortem.post_mortem import (
+    ReaderEnd,
+    deaths_of,
+    ended_run,
+    examine_reader,
+    examine_run,
+    record_run_death,
+)
+from vesuvius.monitor.postmortem.remedy import fastest_growth, remedy_of
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.recent import MemorySample, RecentFile
+from vesuvius.monitor.session import SessionRecord, begin_session, boot_id, read_session
+from vesuvius.runlog.units import GIB
+
+LIMIT_BYTES = 48 * 2**20
+
+
+def session_record(**fields: object) -> SessionRecord:
+    """Of this machine, whose process is gone."""
+    record = SessionRecord(
+        name="tiny",
+        host=os.uname().nodename,
+        boot_id=boot_id(),
+        pid=2**22 + 1,  # beyond the highest pid there is
+        started_s=1.0,
+        begin_time=time.time() - 3600,
+        workers=4,
+        limits=Limits(ray_share=0.95),
+        cgroup_oom_kills=0,
+        machine_oom_kills=0,
+        pid_namespace=os.readlink("/proc/self/ns/pid"),
+    )
+    return replace(record, **fields)  # type: ignore[arg-type]
+
+
+FULL = moments(0.0, count=1, killer="the machine", killer_used_bytes=15 * GIB)[0]
+ROOMY = replace(FULL, killer_used_bytes=GIB)
+KILL_LINE = (
+    "Memory cgroup out of memory: Killed process 11 (python3) total-vm:75160kB, anon-rss:65280kB, "
+    "file-rss:6576kB, shmem-rss:0kB, UID:0 pgtables:192kB oom_score_adj:0"
+)
+
+
+def example(cause: Cause = "cgroup", **fields: object) -> Death:
+    last = tuple(moments(1e9)[-60:])
+    death = Death(1e9 + 2, "reader", 11, 144, cause, (KILL_LINE, "the limit was that of cgroup /job"), last, "fewer")
+    return replace(death, **fields)  # type: ignore[arg-type]
+
+
+def test_a_death_is_kept_as_it_was_and_a_torn_record_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "post_mortem.jsonl"
+    assert read_deaths(path) == []
+    first, second = example(), example("signal", victim="run", moments=())
+    append_death(path, first)
+    with path.open("a") as file:
+        file.write('{"kind": "death", "victim": "reader", "cau')
+    append_death(path, second)
+    assert read_deaths(path) == [first, second]
+
+
+def test_the_text_names_victim_cause_evidence_memory_and_remedy() -> None:
+    lines = death_lines(example())
+    text = "\n".join(lines)
+    assert lines[0].startswith("reader 11 was killed: out of memory")
+    assert "anon-rss:65280kB" in text
+    assert "what to change: fewer" in text
+    rows = [line.split() for line in lines if line.rstrip().endswith("%")]
+    assert [int(row[0]) for row in rows] == [-50, -40, -30, -20, -10, 0]
+    end = 2 * GIB + 89 * 50 * 10**6
+    assert rows[-1][1:4] == [f"{(end + 6 * GIB) / GIB:.2f}", "4.00", f"{end / GIB:.2f}"]
+    assert rows[-1][6] == f"{100 * (end + 7 * GIB) / (16 * GIB):.1f}"
+
+
+def test_the_text_fits_a_terminal_however_much_there_is_to_say() -> None:
+    last = tuple(moments(1e9, killer="memory.max of cgroup /" + "kubepods/" * 20))
+    death = example(evidence=(KILL_LINE,) * 9, remedy="change this " * 99, moments=last)
+    lines = death_lines(death)
+    assert len(lines) <= 25
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("cause", ["cgroup", "machine", "ray", "gpu", "guard", "signal", "unknown"])
+@pytest.mark.parametrize("victim", ["reader", "run"])
+def test_who_searches_the_log_for_kills_finds_every_one(cause: Cause, victim: str) -> None:
+    text = headline(example(cause, victim=victim)).lower()
+    assert any(word in text for word in ("killed", "oom", "out of memory"))
+
+
+def test_growth_is_blamed_on_who_grew() -> None:
+    growth = fastest_growth(moments(0.0)[-60:])
+    assert growth is not None
+    assert growth.who == "reader 11"
+    assert growth.bytes_per_s == pytest.approx(50e6)
+    outside = moments(0.0, growth=0)
+    outside = [replace(m, killer_used_bytes=9 * GIB + 10**8 * n) for n, m in enumerate(outside)]
+    found = fastest_growth(outside)
+    assert found is not None
+    assert found.who == "something outside this run"
+    assert fastest_growth(moments(0.0, growth=10**4)) is None
+    assert fastest_growth([]) is None
+
+
+def test_a_single_peak_in_the_last_second_is_not_blamed() -> None:
+    samples = moments(0.0, growth=5 * 10**6)[-60:]
+    samples[-1] = replace(samples[-1], trainer_bytes=6 * GIB)
+    growth = fastest_growth(samples)
+    assert growth is not None
+    assert growth.who == "reader 11"
+    calm = moments(0.0, growth=0)[-60:]
+    calm[-1] = replace(calm[-1], trainer_bytes=6 * GIB)
+    assert fastest_growth(calm) is None
+
+
+def test_growth_that_began_in_the_last_seconds_is_blamed_where_the_minute_shows_none() -> None:
+    samples = moments(0.0, growth=0)[-60:]
+    samples = [replace(m, trainer_bytes=4 * GIB + int(max(m.time + 9, 0) * 10**9)) for m in samples]
+    growth = fastest_growth(samples)
+    assert growth is not None
+    assert (growth.who, growth.span) == ("the trainer", "the last 10 s")
+    assert growth.bytes_per_s == pytest.approx(1e9, rel=0.1)
+
+
+def test_of_few_looks_the_ends_say_who_grew_and_a_clock_set_back_does_no_harm() -> None:
+    samples = moments(20.0, count=3)
+    first, second, last = replace(samples[0], time=0.0), samples[1], samples[2]
+    growth = fastest_growth([first, second, replace(second, time=-5.0), second, last])
+    assert growth is not None
+    assert (growth.who, growth.bytes_per_s) == ("reader 11", pytest.approx(100e6 / 20))
+    assert fastest_growth(samples) is None, "two seconds say nothing"
+
+
+def test_remedies_name_overrides_that_exist_and_who_grew() -> None:
+    text = remedy_of("ray", "run", 4, moments(0.0)[-60:], ray_share=0.95)
+    assert "--resume training.workers=3 training.prefetch_factor=1" in text
+    assert "reader 11 grew most in the last minute: by 50.0 MB/s" in text
+    assert "95 %" in text
+    # 16 GiB at which it kills, less the 1 GiB of others, less a tenth; rounded down
+    assert "monitor.ram_limit_gib=13.4 " in text or "monitor.ram_limit_gib=13.5 " in text
+    assert "training.workers" not in remedy_of("cgroup", "run", 0, [])
+    assert "--resume" in remedy_of("signal", "run", 2, [ROOMY])
+    assert "training.workers=1" in remedy_of("signal", "run", 2, [FULL]), "something else watches memory"
+    assert "goes on" in remedy_of("signal", "reader", 2, [])
+
+
+class TestReader:
+    end = ReaderEnd(11, exit_type="SYSTEM_ERROR", exit_detail="Worker unexpectedly exits", exit_time=time.time())
+
+    def examine(self, end: ReaderEnd) -> Death:
+        return examine_reader(end, 144, session_record(), moments(time.time()))
+
+    def test_rays_monitor_says_so_itself(self) -> None:
+        end = ReaderEnd(11, exit_type="NODE_OUT_OF_MEMORY", exit_detail="Memory usage 22.83 GiB exceeded")
+        death = self.examine(end)
+        assert death.cause == "ray"
+        assert death.evidence[0] == "Ray: NODE_OUT_OF_MEMORY: Memory usage 22.83 GiB exceeded"
+        assert "the reader itself held" in " ".join(death.evidence)
+        assert "training.workers=3" in death.remedy
+        assert 55 <= len(death.moments) <= 62
+
+    def test_a_kill_that_was_counted_while_its_successor_started_counts(self) -> None:
+        """The looks behind the death have the new count already."""
+        counts, died = read_counts_of(os.getpid()), time.time() - 5
+        if counts.cgroup is None:
+            pytest.skip("no count of kills of this cgroup")
+        samples = [
+            replace(m, cgroup_oom_kills=counts.cgroup - (m.time < died - 0.5), machine_oom_kills=counts.machine)
+            for m in moments(time.time())
+        ]
+        end = replace(self.end, exit_time=died)
+        death = examine_reader(end, 144, session_record(), samples)
+        assert death.cause == "cgroup"
+        assert "most likely this one" in death.evidence[0]
+        assert max(moment.time for moment in death.moments) <= died
+
+    def test_without_a_kill_of_the_kernel_it_was_a_signal(self) -> None:
+        counts = read_counts_of(os.getpid())
+        if counts.cgroup is None:
+            pytest.skip("no count of kills of this cgroup")
+        samples = moments(time.time(), cgroup_oom_kills=counts.cgroup)
+        death = examine_reader(self.end, 144, session_record(), samples)
+        assert death.cause == "signal"
+        assert "Ray: SYSTEM_ERROR: Worker unexpectedly exits" in death.evidence
+
+    def test_the_stream_s_event_says_how_it_ended(self) -> None:
+        account = {"exit_type": "SYSTEM_ERROR", "exit_detail": "d", "exit_time": 7.0}
+        fields = {"pid": 5, "node": "n", "new_pid": 6, **account}
+        assert from_plain(ReaderEnd, fields) == ReaderEnd(5, "n", "SYSTEM_ERROR", "d", 7.0, 6)
+        assert from_plain(ReaderEnd, {"pid": 5, "node": "n", "exit_type": None}) == ReaderEnd(5, "n")
+
+    def test_another_machine_s_kernel_is_not_asked(self) -> None:
+        death = self.examine(replace(self.end, node="elsewhere"))
+        assert death.cause == "unknown"
+        assert "elsewhere" in " ".join(death.evidence)
+
+
+def test_a_run_that_ends_itself_keeps_the_figures(tmp_path: Path) -> None:
+    death = ended_run("gpu", 7, "the step needs 81.2 GiB", moments(time.time()), "training.train_batch_size=2")
+    assert death.pid == os.getpid()
+    assert death.evidence[0] == "the step needs 81.2 GiB"
+    assert "out of memory on the GPU" in headline(death)
+
+
+def write_run(directory: Path, record: SessionRecord, samples: list[MemorySample]) -> Path:
+    """A run directory as a killed session leaves it."""
+    directory.mkdir()
+    (directory / "session.json").write_text(json.dumps(asdict(record)))
+    recent = RecentFile(directory / "recent.jsonl")
+    for moment in samples:
+        recent.write(moment)
+    recent.close()
+    return directory
+
+
+def test_a_session_that_has_ended_lives_or_is_elsewhere_has_not_died(tmp_path: Path) -> None:
+    assert examine_run(tmp_path) is None
+    ended = session_record(end_time=time.time(), exit_code=0)
+    assert examine_run(write_run(tmp_path / "ended", ended, [])) is None
+    alive = tmp_path / "alive"
+    alive.mkdir()
+    begin_session(alive / "session.json", "alive", 0, Limits())
+    assert examine_run(alive) is None
+    elsewhere = session_record(host="elsewhere", boot_id="other")
+    run = write_run(tmp_path / "elsewhere", elsewhere, [])
+    assert examine_run(run) is None
+    assert read_deaths(run / "post_mortem.jsonl") == []
+
+
+def test_who_holds_the_lock_knows_that_a_session_on_another_machine_is_over(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", session_record(host="elsewhere", boot_id="other"), moments(time.time()))
+    death = record_run_death(run)
+    assert death is not None
+    assert death.cause == "unknown"
+    assert "another machine" in death.evidence[0]
+    assert [each.pid for each in read_deaths(run / "post_mortem.jsonl")] == [death.pid]
+    assert record_run_death(run) == death, "once"
+
+
+def test_the_advice_counts_down_from_the_readers_at_the_end(tmp_path: Path) -> None:
+    full = moments(time.time(), workers=2, killer_used_bytes=16 * GIB)  # the guard has dropped four
+    death = examine_run(write_run(tmp_path / "run", session_record(workers=6), full))
+    assert death is not None
+    assert "training.workers=1" in death.remedy
+
+
+def restarted_container(tmp_path: Path, session: SessionRecord, kills: int | None) -> Roots:
+    """The successor of a session's container: a cgroup of the same name whose count begins at 0."""
+    roots = write_v2(tmp_path / "system", limit=16 * GIB, oom_kills=0)
+    write_machine(roots, total=64 * GIB, available=40 * GIB, oom_kills=kills)
+    write_process(roots, 1, parent=0, started_s=session.started_s + 100)
+    own = write_process(roots, os.getpid(), parent=1, started_s=session.started_s + 100)
+    (own / "cgroup").write_text("0::/\n")
+    boot = roots.proc / "sys/kernel/random/boot_id"
+    boot.parent.mkdir(parents=True)
+    boot.write_text(session.boot_id)
+    (roots.proc / "self/ns").mkdir()
+    (roots.proc / "self/ns/pid").symlink_to(session.pid_namespace)
+    return roots
+
+
+@pytest.mark.parametrize("kills", [8, None])
+@pytest.mark.parametrize("namespace", ["pid:[4026532001]", "pid:[4026532002]"], ids=["reused", "new"])
+def test_the_successor_of_a_container_knows_that_memory_ended_it(
+    tmp_path: Path, kills: int | None, namespace: str
+) -> None:
+    session = session_record(cgroup="/", pid_namespace=namespace)
+    full = moments(time.time(), cgroup_oom_kills=0, killer_used_bytes=int(15.9 * GIB))
+    run = write_run(tmp_path / "run", session, full)
+    roots = restarted_container(tmp_path, replace(session, pid_namespace="pid:[4026532001]"), kills)
+    death = record_run_death(run, roots)
+    assert death is not None
+    assert death.cause == ("cgroup" if kills else "unknown"), "the host's count went from 7 to 8"
+    assert "training.workers=3" in death.remedy
+
+
+def test_the_time_of_the_death_is_that_of_the_last_sign_of_life(tmp_path: Path) -> None:
+    end = time.time() - 100
+    run = write_run(tmp_path / "run", session_record(), moments(end))
+    records = [
+        {"kind": "step", "time": end - 30, "step": 139},
+        {"kind": "event", "time": end - 12, "event": "reader_died", "step": 140, "text": "reader 9 was killed"},
+        {"kind": "step", "time": end - 1, "step": 145},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"kind": "st')
+    death = examine_run(run)
+    assert death is not None
+    assert (death.victim, death.pid, death.step) == ("run", 2**22 + 1, 145)
+    assert "12 s before: reader 9 was killed" in death.evidence
+    assert 55 <= len(death.moments) <= 62
+    assert death.moments[-1].time == end
+
+
+DYING = """
+import os, sys, time
+from pathlib import Path
+from vesuvius.monitor.plain import from_plain
+from vesuvius.monitor.postmortem.cause import read_counts_of
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.recent import MemorySample, RecentFile
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.session import begin_session
+
+run = Path(sys.argv[1])
+begin_session(run / "session.json", "dying", 0, Limits())
+recent, kept = RecentFile(run / "recent.jsonl"), []
+while True:
+    counts = read_counts_of(os.getpid())
+    size = len(kept) * 2**20
+    recent.write(MemorySample(time.time(), len(kept), size, 0, size, killer="memory.limit_in_bytes of cgroup /x",
+                        killer_used_bytes=size, kills_at_bytes=48 * 2**20,
+                        cgroup_oom_kills=counts.cgroup, machine_oom_kills=counts.machine))
+    kept.append(b"x" * 2**20)
+"""
+
+EXAMINE = """
+import sys
+from pathlib import Path
+from vesuvius.monitor.postmortem.post_mortem import examine_run
+
+death = examine_run(Path(sys.argv[1]))
+print(death.cause, "|", *death.evidence, death.remedy)
+"""
+
+
+def in_cgroup(cgroup: Path, code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    enter = f'echo $$ > {cgroup}/cgroup.procs && exec "$0" "$@"'
+    command = ["sh", "-c", enter, sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def test_a_run_that_the_kernel_really_kills_is_recognised_by_the_cgroup_s_count(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with real_cgroup(LIMIT_BYTES) as cgroup:
+        assert in_cgroup(cgroup, DYING, run).returncode == -9
+        by_count = in_cgroup(cgroup, EXAMINE, run)  # as the next session in the same container finds it
+    assert by_count.returncode == 0, by_count.stderr
+    assert by_count.stdout.startswith("cgroup | the kernel killed 1 process(es) of this cgroup for memory")
+    assert "training.train_batch_size" in by_count.stdout, "there are no readers to do without"
+    # Seen from another cgroup, it could have been anybody.
+    elsewhere = examine_run(run)
+    assert elsewhere is not None
+    assert elsewhere.cause in ("machine", "cgroup", "unknown")
+    assert elsewhere.step > 10
+
+
+def write_run_copy(run: Path, copy: Path) -> Path:
+    copy.mkdir()
+    for name in ("session.json", "recent.jsonl"):
+        (copy / name).write_bytes((run / name).read_bytes())
+    return copy
+
+
+def test_a_real_run_killed_from_outside_is_examined_once_and_goes_on(
+    tmp_path: Path, tiny_config: Callable[..., Path]
+) -> None:
+    config = tiny_config(training={"epochs": 200, "save_every": 5}, monitor={"sample_every_s": 0.5})
+    run = run_directory(config, tmp_path)
+    with Session(config, tmp_path) as session:
+        session.wait_for("Train step", count=6)
+        assert examine_run(run) is None, "it lives"
+        session.kill()
+        pid = session.process.pid
+    death = examine_run(run)
+    assert death is not None
+    assert (death.victim, death.pid, death.cause) == ("run", pid, "signal")
+    assert death.step >= 5, "the last sample may be older than the last line"
+    assert death.moments
+    assert "--resume" in death.remedy
+    assert not (run / "post_mortem.jsonl").exists(), "to examine is to read"
+    copy = write_run_copy(run, tmp_path / "restarted")
+    record = read_session(copy / "session.json")
+    assert record is not None
+    (copy / "session.json").write_text(json.dumps(asdict(replace(record, boot_id="0-0-0"))))
+    restarted = examine_run(copy)
+    assert restarted is not None
+    assert restarted.cause == "restart"
+    # As if one more had been counted since the last look, at which the cgroup was nearest to its limit.
+    last = replace(death.moments[-1], cgroup_oom_kills=-1, killer="memory.max of cgroup /job")
+    counted = examine_run(write_run(tmp_path / "counted", record, [last]))
+    assert counted is not None
+    assert counted.cause == ("unknown" if death.moments[-1].cgroup_oom_kills is None else "cgroup")
+    assert [known.victim for known in deaths_of(run)] == ["run"], "not yet written down"
+    first, second = record_run_death(run), record_run_death(run)
+    assert first == second
+    assert read_deaths(run / "post_mortem.jsonl") == deaths_of(run) == [first]

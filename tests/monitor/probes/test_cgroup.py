@@ -1,0 +1,198 @@
+"""Limits, use and kills of control groups, on recorded boxes and on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.real_cgroup import popen_in, real_cgroup
+from tests.support.system_trees import (
+    empty_roots,
+    write_cgroup_v1,
+    write_cgroup_v2,
+    write_process,
+    write_v1,
+    write_v2,
+)
+from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse, Pressure, parse_pressure, read_cgroup
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.runlog.units import GIB
+
+MIB = 2**20
+
+
+def read(roots: Roots) -> CgroupUse:
+    write_process(roots, pid=10)
+    use = read_cgroup(10, roots)
+    assert use is not None
+    return use
+
+
+def test_version_2_of_a_container_sees_its_own_limit_at_the_top(tmp_path: Path) -> None:
+    use = read(write_v2(tmp_path, limit=8 * GIB, anon=GIB, shmem=2 * GIB, file=3 * GIB, oom_kills=2))
+    assert (use.path, use.oom_kills) == ("/", 2)
+    assert (use.anon_bytes, use.shmem_bytes, use.file_bytes) == (GIB, 2 * GIB, 3 * GIB)
+    assert use.levels == (CgroupLevel("/", "memory.max", 8 * GIB, 3 * GIB, kills=True, is_top=True),)
+    assert use.pressure == Pressure(0, 0)
+
+
+def test_version_2_without_limits_has_no_levels(tmp_path: Path) -> None:
+    assert read(write_v2(tmp_path, path="/user.slice/run.scope", anon=GIB)).levels == ()
+
+
+def test_version_2_limits_of_ancestors_hold_and_each_counts_its_own_use(tmp_path: Path) -> None:
+    roots = write_v2(tmp_path, path="/user.slice/user-1.slice/run.scope", limit=8 * GIB, high=7 * GIB, anon=GIB)
+    write_cgroup_v2(roots, "/user.slice/user-1.slice", high=4 * GIB, anon=2 * GIB)
+    write_cgroup_v2(roots, "/user.slice", limit=6 * GIB, anon=5 * GIB, file=60 * GIB)
+    assert read(roots).levels == (
+        CgroupLevel("/user.slice/user-1.slice/run.scope", "memory.max", 8 * GIB, GIB, kills=True),
+        CgroupLevel("/user.slice/user-1.slice/run.scope", "memory.high", 7 * GIB, GIB, kills=False),
+        CgroupLevel("/user.slice/user-1.slice", "memory.high", 4 * GIB, 2 * GIB, kills=False),
+        CgroupLevel("/user.slice", "memory.max", 6 * GIB, 5 * GIB, kills=True),
+    )
+
+
+def test_version_2_counts_of_the_kernels_memory_what_it_cannot_give_back(tmp_path: Path) -> None:
+    use = read(write_v2(tmp_path, limit=GIB, anon=100, kernel=5000, slab_reclaimable=4000, sock=30))
+    assert use.levels[0].used_bytes == 100 + (5000 - 4000) + 30
+
+
+def test_version_2_of_an_older_kernel_that_gives_the_parts_only(tmp_path: Path) -> None:
+    roots = write_v2(tmp_path, limit=GIB)
+    stat = "anon 100\nfile 7\nkernel_stack 20\npagetables 3\npercpu 4\nsock 5\nshmem 0\n"
+    (roots.sys / "fs/cgroup/memory.stat").write_text(
+        stat + "slab_reclaimable 1000\nslab_unreclaimable 600\nslab 1600\n"
+    )
+    use = read(roots)
+    assert use.levels[0].used_bytes == 100 + 600 + 20 + 3 + 4 + 5
+
+
+def test_version_2_charges_the_nearest_ancestor_whose_controller_is_on(tmp_path: Path) -> None:
+    roots = write_v2(tmp_path, path="/user.slice/run.scope")
+    for file in (roots.sys / "fs/cgroup/user.slice/run.scope").iterdir():
+        file.unlink()
+    write_cgroup_v2(roots, "/user.slice", limit=4 * GIB, anon=GIB, oom_kills=3)
+    use = read(roots)
+    assert (use.path, use.anon_bytes, use.oom_kills) == ("/user.slice", GIB, 3)
+    assert [level.limit_bytes for level in use.levels] == [4 * GIB]
+
+
+def test_a_strangers_death_below_the_same_ancestor_is_not_counted(tmp_path: Path) -> None:
+    roots = write_v2(tmp_path, path="/pods/ours", oom_kills=0)
+    write_cgroup_v2(roots, "/pods", limit=4 * GIB, oom_kills=5)
+    assert read(roots).oom_kills == 0
+
+
+def test_a_kernel_that_does_not_count_kills_is_not_zero_kills(tmp_path: Path) -> None:
+    for number, write in enumerate((write_v1, write_v2)):
+        (tmp_path / str(number)).mkdir()
+        assert read(write(tmp_path / str(number), oom_kills=None)).oom_kills is None
+
+
+@pytest.mark.parametrize("unified", [True, False], ids=["hybrid", "version 1 alone"])
+def test_version_1_sees_limit_use_and_kills(tmp_path: Path, unified: bool) -> None:
+    figures = {"limit": 8 * GIB, "anon": GIB, "shmem": 2 * GIB, "file": 3 * GIB, "oom_kills": 1}
+    use = read(write_v1(tmp_path, path="/process_api/box", unified=unified, **figures))
+    assert (use.path, use.oom_kills, use.pressure) == ("/process_api/box", 1, None)
+    assert (use.anon_bytes, use.shmem_bytes, use.file_bytes) == (GIB, 2 * GIB, 3 * GIB)
+    assert use.levels == (CgroupLevel("/process_api/box", "memory.limit_in_bytes", 8 * GIB, 3 * GIB, kills=True),)
+
+
+def test_version_1s_largest_number_is_no_limit(tmp_path: Path) -> None:
+    assert read(write_v1(tmp_path)).levels == ()
+
+
+def test_version_1_limits_of_ancestors_hold(tmp_path: Path) -> None:
+    roots = write_v1(tmp_path, path="/a/b", limit=8 * GIB, hierarchical_limit=4 * GIB, anon=GIB)
+    write_cgroup_v1(roots, "/a", limit=4 * GIB, anon=2 * GIB)
+    assert read(roots).levels == (
+        CgroupLevel("/a/b", "memory.limit_in_bytes", 8 * GIB, GIB, kills=True),
+        CgroupLevel("/a", "memory.limit_in_bytes", 4 * GIB, 2 * GIB, kills=True),
+    )
+
+
+def test_version_1_without_hierarchy_is_not_charged_for_what_is_below(tmp_path: Path) -> None:
+    roots = write_v1(tmp_path, path="/a/b", limit=8 * GIB)
+    write_cgroup_v1(roots, "/a", limit=4 * GIB, use_hierarchy=False)
+    assert [level.path for level in read(roots).levels] == ["/a/b"]
+
+
+@pytest.mark.parametrize("mount_root", ["/docker/abc", "/"], ids=["the mount says so", "the mount does not say so"])
+def test_version_1_of_a_container_that_is_named_as_outside(tmp_path: Path, mount_root: str) -> None:
+    roots = write_v1(tmp_path, path="/docker/abc", mount_root="/docker/abc", limit=2 * GIB, anon=GIB)
+    mountinfo = roots.proc / "self" / "mountinfo"
+    mountinfo.write_text(mountinfo.read_text().replace("/docker/abc", mount_root))
+    assert read(roots).levels == (
+        CgroupLevel("/docker/abc", "memory.limit_in_bytes", 2 * GIB, GIB, kills=True, is_top=True),
+    )
+
+
+def test_version_1_of_a_container_knows_of_a_limit_above_what_it_sees(tmp_path: Path) -> None:
+    roots = write_v1(tmp_path, path="/pod/c", mount_root="/pod/c", limit=8 * GIB, hierarchical_limit=4 * GIB, anon=GIB)
+    assert read(roots).levels[-1] == CgroupLevel(
+        "an ancestor of /pod/c", "memory.limit_in_bytes", 4 * GIB, GIB, kills=True
+    )
+
+
+def test_version_2_of_a_container_whose_mount_shows_its_own_part(tmp_path: Path) -> None:
+    roots = write_v2(tmp_path, path="/docker/abc/run", mount_root="/docker/abc", anon=GIB)
+    write_cgroup_v2(roots, "/", limit=2 * GIB, anon=GIB)
+    assert [(level.path, level.limit_bytes) for level in read(roots).levels] == [("/docker/abc", 2 * GIB)]
+
+
+def test_nothing_to_read_is_no_cgroup(tmp_path: Path) -> None:
+    roots = empty_roots(tmp_path)
+    write_process(roots, pid=10)
+    assert read_cgroup(10, roots) is None
+    roots = write_v2(tmp_path, limit=GIB)
+    assert read_cgroup(99, roots) is None, "no such process"
+    write_process(roots, pid=10)
+    (roots.proc / "10" / "cgroup").write_text("0::/../another\n")
+    assert read_cgroup(10, roots) is None, "outside of the container"
+    (roots.proc / "10" / "cgroup").write_text("no cgroup\n")
+    assert read_cgroup(10, roots) is None, "garbage"
+    (roots.proc / "10" / "cgroup").write_text("0::/\n")
+    (roots.sys / "fs/cgroup/memory.stat").write_text("anon\nshmem x\n")
+    assert read_cgroup(10, roots) is None, "no figures"
+
+
+def test_pressure_is_read_as_shares() -> None:
+    some = "some avg10=12.50 avg60=1.00 avg300=0.10 total=999\n"
+    full = "full avg10=3.00 avg60=0.50 avg300=0.05 total=2500000\n"
+    assert parse_pressure(some + full) == Pressure(0.125, 0.03)
+    for text in (None, "", some, "some avg10=x\nfull avg10=y\n"):
+        assert parse_pressure(text) is None
+
+
+def test_a_real_kill_is_counted_at_a_real_limit() -> None:
+    limit = 64 * MIB
+    greedy = "import mmap; m = mmap.mmap(-1, 2**30)\nfor i in range(0, 2**30, 4096): m[i] = 1"
+    waiting = "import sys; print('up', flush=True); sys.stdin.readline()"
+    with real_cgroup(limit) as directory:
+        child = popen_in(
+            directory, [sys.executable, "-c", waiting], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        with child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            before = read_cgroup(child.pid)
+            assert before is not None
+            assert min(level.limit_bytes for level in before.levels) == limit
+            victim = popen_in(directory, [sys.executable, "-c", greedy], stderr=subprocess.DEVNULL)
+            assert victim.wait() == -9
+            after = read_cgroup(child.pid)
+            child.communicate("\n")
+    assert after is not None
+    assert before.oom_kills is not None
+    assert after.oom_kills == before.oom_kills + 1
+
+
+def test_this_process_is_somewhere() -> None:
+    use = read_cgroup(os.getpid())
+    if use is None:
+        pytest.skip("this system mounts no memory cgroups")
+    assert use.anon_bytes > 0

@@ -1,0 +1,202 @@
+"""What NVML says of GPUs, with a hand-written NVML and without any."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vesuvius.monitor.probes.gpus import Gpus
+from vesuvius.runlog.units import GIB
+
+
+class NVMLError(Exception):
+    pass
+
+
+class NotSupportedError(NVMLError):
+    pass
+
+
+class FakeNvml(ModuleType):
+    """Two GPUs; the second does not tell its power, and answers nothing once it is `lost`."""
+
+    NVMLError = NVMLError
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.inits = self.shutdowns = self.handles = 0
+        self.lost = False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self.inits += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.shutdowns += 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        self.handles += 1
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}A"
+
+    def nvmlDeviceGetName(self, handle: int) -> str | bytes:  # noqa: N802
+        return b"NVIDIA A100" if handle else "NVIDIA H200"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+        if handle == 1 and self.lost:
+            raise NVMLError("GPU is lost")
+        return SimpleNamespace(used=GIB * (handle + 1), total=80 * GIB)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(gpu=75, memory=1)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802
+        if handle == 1:
+            raise NotSupportedError("Not Supported")
+        return 350_500
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:  # noqa: N802
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return 61
+
+
+def test_each_gpu_is_looked_at_and_what_one_does_not_tell_is_none() -> None:
+    first, second = Gpus(FakeNvml()).sample()
+    assert (first.index, first.uuid, first.name) == (0, "GPU-0A", "NVIDIA H200")
+    assert (first.used_bytes, first.total_bytes, first.busy) == (GIB, 80 * GIB, 0.75)
+    assert (first.power_w, first.temperature_c) == (350.5, 61.0)
+    assert (second.name, second.used_bytes, second.power_w) == ("NVIDIA A100", 2 * GIB, None)
+
+
+class HealthNvml(FakeNvml):
+    """Both GPUs tell what slows them down and count errors of memory; the second has no XIDs."""
+
+    nvmlEventTypeXidCriticalError = 8  # noqa: N815
+
+    def __init__(self, reasons: int = 0) -> None:
+        super().__init__()
+        self.reasons = reasons
+        self.xids: dict[int, list[int]] = {}
+        self.freed: list[int] = []
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:  # noqa: N802
+        return self.reasons
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:  # noqa: N802
+        assert (kind, counter) == (1, 0)  # uncorrected, since the driver was loaded
+        return 3 + handle
+
+    def nvmlEventSetCreate(self) -> int:  # noqa: N802
+        self.xids[len(self.xids)] = []
+        return len(self.xids) - 1
+
+    def nvmlDeviceRegisterEvents(self, handle: int, types: int, events: int) -> None:  # noqa: N802
+        assert types == self.nvmlEventTypeXidCriticalError
+        if handle == 1:
+            raise NotSupportedError("Not Supported")
+        assert events == handle
+
+    def nvmlEventSetWait_v2(self, events: int, timeout_ms: int) -> Any:  # noqa: N802
+        assert timeout_ms == 0, "a sample waits for nothing"
+        if not self.xids[events]:
+            raise NVMLError("Timeout")
+        return SimpleNamespace(eventData=self.xids[events].pop(0))
+
+    def nvmlEventSetFree(self, events: int) -> None:  # noqa: N802
+        assert not self.shutdowns
+        self.freed.append(events)
+
+
+def test_what_slows_a_gpu_down_and_its_errors_are_told() -> None:
+    nvml = HealthNvml(0x1 | 0x4 | 0x20 | 0x40)  # idle and capped are no trouble
+    with Gpus(nvml, with_xids=True) as gpus:
+        nvml.xids[0] += [79, 48]
+        first, second = gpus.sample()
+        assert first.slowed_by == ("heat (software limit)", "heat (hardware limit)")
+        assert (first.power_capped, first.ecc_uncorrected, first.xids) == (True, 3, (79, 48))
+        assert (second.ecc_uncorrected, second.xids) == (4, ())
+        nvml.reasons = 0x1
+        first, _ = gpus.sample()
+        assert (first.slowed_by, first.power_capped, first.xids) == ((), False, ())
+    assert nvml.freed == [0]
+
+
+def test_xids_are_not_asked_for_where_nobody_wants_them() -> None:
+    nvml = HealthNvml()
+    with Gpus(nvml) as gpus:
+        gpus.sample()
+    assert nvml.xids == {}
+
+
+def test_a_driver_that_knows_only_the_old_name_of_a_question_or_none_is_asked_what_it_knows() -> None:
+    class Old(FakeNvml):
+        def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:  # noqa: N802
+            return 0x80
+
+    first, _ = Gpus(Old(), with_xids=True).sample()
+    assert first.slowed_by == ("power brake (of the power supply)",)
+    assert (first.ecc_uncorrected, first.xids) == (None, ())
+    first, _ = Gpus(FakeNvml()).sample()
+    assert (first.slowed_by, first.power_capped) == (None, None)
+
+
+def test_one_handle_serves_all_looks() -> None:
+    nvml = FakeNvml()
+    with Gpus(nvml) as gpus:
+        gpus.sample()
+        gpus.sample()
+        assert (nvml.inits, nvml.handles, nvml.shutdowns) == (1, 2, 0)
+        gpus.close()
+    assert nvml.shutdowns == 1
+    assert gpus.sample() == []
+
+
+def test_a_gpu_that_fails_is_left_out_until_it_answers_again() -> None:
+    nvml = FakeNvml()
+    gpus = Gpus(nvml)
+    nvml.lost = True
+    assert [gpu.index for gpu in gpus.sample()] == [0]
+    nvml.lost = False
+    assert [gpu.index for gpu in gpus.sample()] == [0, 1]
+
+
+def test_gpus_that_do_not_say_who_they_are_are_none_and_said_to_be_there() -> None:
+    class Fallen(FakeNvml):
+        def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+            raise NVMLError("GPU is lost")
+
+    gpus = Gpus(Fallen())
+    assert gpus.sample() == []
+    assert gpus.reason == "none of 2 GPUs answers NVML"
+
+
+def test_a_machine_without_a_driver_has_no_gpus_and_says_why() -> None:
+    class NoDriver(FakeNvml):
+        def nvmlInit(self) -> None:  # noqa: N802
+            raise NVMLError("NVML Shared Library Not Found")
+
+    with Gpus(NoDriver()) as gpus:
+        assert gpus.sample() == []
+        assert gpus.reason == "NVML does not answer: NVML Shared Library Not Found"
+
+
+def test_a_machine_without_nvidia_ml_py_has_no_gpus_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    gpus = Gpus()
+    assert gpus.sample() == []
+    assert gpus.reason == "nvidia-ml-py is not installed"
+
+
+def test_the_real_nvml_says_what_it_sees_or_why_not() -> None:
+    with Gpus() as gpus:
+        uses = gpus.sample()
+        assert bool(uses) == (gpus.reason is None)
+        assert all(0 <= gpu.used_bytes <= gpu.total_bytes for gpu in uses)

@@ -1,0 +1,100 @@
+"""The machine's counters, on recorded machines and on this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.system_trees import empty_roots, write_machine
+from vesuvius.monitor.probes.cgroup import Pressure
+from vesuvius.monitor.probes.machine import read_machine
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.runlog.units import GIB
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Roots:
+    roots = empty_roots(tmp_path)
+    write_machine(
+        roots,
+        total=64 * GIB,
+        available=40 * GIB,
+        shmem=2 * GIB,
+        cached=20 * GIB,
+        swap_total=8 * GIB,
+        swap_used=GIB,
+        oom_kills=3,
+        some_10s=0.25,
+        cores=((100.0, 1000.0), (400.0, 1000.0)),
+        disk=(51200, 102400),
+        net=(1000, 2000),
+    )
+    return roots
+
+
+def test_memory_is_used_as_far_as_it_cannot_be_given_back(roots: Roots) -> None:
+    machine = read_machine(roots)
+    assert (machine.total_bytes, machine.available_bytes, machine.used_bytes) == (64 * GIB, 40 * GIB, 24 * GIB)
+    assert (machine.shmem_bytes, machine.page_cache_bytes) == (2 * GIB, 20 * GIB)
+    assert (machine.swap_used_bytes, machine.swap_total_bytes) == (GIB, 8 * GIB)
+    assert machine.oom_kills == 3
+    assert machine.pressure == Pressure(0.25, 0)
+
+
+def test_a_core_that_waits_for_a_disk_is_idle_and_guests_count_once(roots: Roots) -> None:
+    machine = read_machine(roots)
+    assert machine.core_busy_s == (100.0, 400.0)
+    assert machine.core_total_s == (1000.0, 1000.0)
+
+
+def test_each_byte_of_the_disks_counts_once(roots: Roots) -> None:
+    disks = ("sda", "nvme0n1", "nvme0n10")
+    names = (*disks, "sda1", "nvme0n1p2", "loop0", "zram0", "dm-0", "md127")
+    rows = [f"8 0 {name} 1 0 {10**i} 0 1 0 {2 * 10**i} 0 0 0 0" for i, name in enumerate(names)]
+    (roots.proc / "diskstats").write_text("\n".join([*rows, ""]))
+    for name in disks:
+        (roots.sys / "block" / name / "device").mkdir(parents=True)
+    for name in ("loop0", "zram0", "dm-0", "md127"):  # no hardware; partitions are not listed there at all
+        (roots.sys / "block" / name).mkdir()
+    machine = read_machine(roots)
+    assert (machine.disk_read_bytes, machine.disk_written_bytes) == (512 * 111, 512 * 222)
+
+
+def test_the_loopback_is_no_network(roots: Roots) -> None:
+    machine = read_machine(roots)
+    assert (machine.net_received_bytes, machine.net_sent_bytes) == (1000, 2000)
+
+
+_INTERFACES = (("eth0", 10, 20), ("docker0", 5, 5), ("veth1", 5, 5))
+
+
+def test_bridges_pass_on_what_the_adapter_has_counted(roots: Roots) -> None:
+    rows = [f"{name}: {got} 1 0 0 0 0 0 0 {sent} 1 0 0 0 0 0 0" for name, got, sent in _INTERFACES]
+    (roots.proc / "net" / "dev").write_text("\n".join(["Inter-|   Receive", " face |bytes", *rows, ""]))
+    assert read_machine(roots).net_received_bytes == 20, "a container: no adapter, so all of them"
+    (roots.sys / "class/net/eth0/device").mkdir(parents=True)
+    machine = read_machine(roots)
+    assert (machine.net_received_bytes, machine.net_sent_bytes) == (10, 20)
+
+
+def test_a_kernel_without_some_files_reports_less(roots: Roots) -> None:
+    (roots.proc / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 300 kB\nShmem: 50 kB\n")
+    (roots.proc / "vmstat").unlink()
+    (roots.proc / "pressure" / "memory").unlink()
+    machine = read_machine(roots)
+    assert machine.total_bytes == 1000 * 1024
+    assert 100 * 1024 <= machine.available_bytes <= 400 * 1024
+    assert machine.page_cache_bytes == 250 * 1024
+    assert (machine.pressure, machine.oom_kills) == (None, None)
+    assert len(machine.core_busy_s) == len(machine.core_total_s) == 2
+
+
+def test_this_machine_is_read() -> None:
+    first = read_machine()
+    assert 0 < first.available_bytes < first.total_bytes
+    assert len(first.core_busy_s) == len(first.core_total_s) > 0
+    # The counters are kept core by core, in hundredths of a second; idle and worked time add up to at most the uptime.
+    uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    for busy_s, total_s in zip(first.core_busy_s, first.core_total_s, strict=True):
+        assert 0 <= busy_s <= total_s <= uptime_s * 1.05 + 1

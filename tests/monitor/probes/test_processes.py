@@ -1,0 +1,254 @@
+"""Processes on recorded machines: who belongs to a run, and what each holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.system_trees import empty_roots, write_process
+from vesuvius.monitor.probes.processes import ProcessTree, pss_bytes, read_process
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.runlog.units import GIB
+
+MIB = 2**20
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Roots:
+    return empty_roots(tmp_path)
+
+
+def pids(tree: ProcessTree) -> list[int]:
+    return [use.pid for use in tree.sample()]
+
+
+def test_all_figures_of_a_process_are_read(roots: Roots) -> None:
+    title = "ray::MapWorker(MapBatches(_RayReader)).submit some more words of no use"
+    sizes = {"anon": GIB, "shmem": 2 * MIB, "file": 3 * MIB, "swap": 4 * MIB}
+    write_process(roots, 10, 7, name=title, started_s=12.5, state="D", cpu_s=3.25, **sizes)
+    use = read_process(10, roots)
+    assert use is not None
+    assert (use.pid, use.parent, use.name) == (10, 7, title[:60])
+    assert (use.started_s, use.status, use.cpu_s) == (12.5, "disk-sleep", 3.25)
+    assert (use.anon_bytes, use.shmem_bytes, use.file_bytes, use.swap_bytes) == (GIB, 2 * MIB, 3 * MIB, 4 * MIB)
+
+
+def test_a_command_may_have_spaces_and_parentheses(roots: Roots) -> None:
+    directory = write_process(roots, 10, parent=7, name="")
+    stat = (directory / "stat").read_text()
+    (directory / "stat").write_text(stat.replace("(kworker)", "(a) S 99 (b c)"))
+    use = read_process(10, roots)
+    assert use is not None
+    assert (use.parent, use.status, use.name) == (7, "sleeping", "a) S 99 (b c")
+
+
+def test_a_kernel_that_only_looks_like_linux_tells_pages_of_files_apart_in_statm(roots: Roots) -> None:
+    directory = write_process(roots, 10)
+    (directory / "status").write_text("Name:\tpython\nVmRSS:\t    4096 kB\nVmSwap:\t 8 kB\n")
+    page = os.sysconf("SC_PAGE_SIZE")
+    (directory / "statm").write_text(f"9999 {4 * MIB // page} {MIB // page} 1 0 1 0\n")
+    use = read_process(10, roots)
+    assert use is not None
+    assert (use.anon_bytes, use.shmem_bytes, use.file_bytes, use.swap_bytes) == (3 * MIB, 0, MIB, 8192)
+
+
+def test_no_process_is_none(roots: Roots) -> None:
+    write_process(roots, 10)
+    assert read_process(10, roots) is not None
+    assert read_process(11, roots) is None
+
+
+def test_the_tree_is_the_root_and_all_below_it(roots: Roots) -> None:
+    for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1), (21, 20)):
+        write_process(roots, pid, parent)
+    tree = ProcessTree(10, roots)
+    assert pids(tree)[0] == 10
+    assert set(pids(tree)) == {10, 11, 12}
+
+
+def test_new_descendants_are_found_at_the_next_look(roots: Roots) -> None:
+    write_process(roots, 1, parent=0)
+    write_process(roots, 10)
+    write_process(roots, 20)
+    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    assert pids(tree) == [10]
+    write_process(roots, 12, parent=11)
+    write_process(roots, 11, parent=10)
+    write_process(roots, 21, parent=20)
+    assert pids(tree) == [10, 11, 12]
+
+
+def test_a_newcomer_whose_parent_was_overlooked_is_found_later(roots: Roots) -> None:
+    write_process(roots, 1, parent=0)
+    write_process(roots, 10)
+    write_process(roots, 12, parent=11)  # 11 began when the listing had passed its place
+    write_process(roots, 13, parent=12)
+    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    assert pids(tree) == [10]
+    write_process(roots, 11, parent=10)
+    assert set(pids(tree)) == {10, 11, 12, 13}
+
+
+def test_a_fork_that_is_still_the_image_of_its_parent_does_not_double_the_memory(roots: Roots) -> None:
+    write_process(roots, 10, anon=GIB)
+    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree.sample()
+    write_process(roots, 11, parent=10, anon=GIB - MIB)
+    write_process(roots, 12, parent=10, anon=GIB, name="another program")
+    assert pids(tree) == [10, 12]
+    assert set(pids(tree)) == {10, 11, 12}, "it has stayed"
+    assert set(pids(ProcessTree(10, roots))) == {10, 11, 12}, "to one who comes later it is no newcomer"
+
+
+def test_parents_in_a_circle_end_no_look(roots: Roots) -> None:
+    for pid, parent in ((10, 1), (11, 12), (12, 11), (13, 13)):
+        write_process(roots, pid, parent)
+    assert pids(ProcessTree(10, roots)) == [10]
+
+
+def test_a_child_may_take_the_pid_of_a_stranger_that_has_ended(roots: Roots) -> None:
+    for pid, parent in ((1, 0), (10, 1), (20, 1)):
+        write_process(roots, pid, parent)
+    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    assert pids(tree) == [10]
+    shutil.rmtree(roots.proc / "20")
+    assert pids(tree) == [10]
+    write_process(roots, 20, parent=10)
+    assert pids(tree) == [10, 20]
+
+
+def test_a_descendant_stays_one_when_its_parent_ends(roots: Roots) -> None:
+    for pid, parent in ((10, 1), (11, 10), (12, 11)):
+        write_process(roots, pid, parent)
+    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    assert set(pids(tree)) == {10, 11, 12}
+    shutil.rmtree(roots.proc / "11")
+    write_process(roots, 12, parent=1)
+    write_process(roots, 13, parent=12)
+    assert set(pids(tree)) == {10, 12, 13}
+
+
+def test_a_stranger_with_the_pid_of_a_former_child_is_none_of_ours(roots: Roots) -> None:
+    write_process(roots, 10)
+    write_process(roots, 11, parent=10)
+    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    assert pids(tree) == [10, 11]
+    write_process(roots, 11, parent=1, started_s=200)
+    assert pids(tree) == [10]
+
+
+def test_a_zombie_child_holds_nothing(roots: Roots) -> None:
+    write_process(roots, 10)
+    write_process(roots, 11, parent=10, state="Z")
+    assert pids(ProcessTree(10, roots)) == [10]
+
+
+@pytest.mark.parametrize("end", ["gone", "zombie", "pid given to another"])
+def test_the_end_of_the_root_is_an_error(roots: Roots, end: str) -> None:
+    write_process(roots, 1, parent=0)
+    write_process(roots, 10)
+    tree = ProcessTree(10, roots)
+    assert pids(tree) == [10]
+    if end == "gone":
+        shutil.rmtree(roots.proc / "10")
+    elif end == "zombie":
+        write_process(roots, 10, state="Z")
+    else:
+        write_process(roots, 10, started_s=200)
+    with pytest.raises(ProcessLookupError, match="10"):
+        tree.sample()
+
+
+def test_a_root_that_never_was_is_an_error_of_the_first_sample(roots: Roots) -> None:
+    write_process(roots, 1, parent=0)
+    tree = ProcessTree(10, roots)
+    with pytest.raises(ProcessLookupError):
+        tree.sample()
+
+
+def test_a_process_that_ends_between_two_reads_is_left_out(roots: Roots) -> None:
+    write_process(roots, 10)
+    write_process(roots, 11, parent=10, anon=GIB)
+    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    assert pids(tree) == [10, 11]
+    (roots.proc / "11" / "stat").unlink()  # the directory is still listed
+    assert pids(tree) == [10]
+
+
+def test_titles_are_read_anew_with_each_rescan(roots: Roots) -> None:
+    write_process(roots, 10, name="ray::IDLE")
+    tree = ProcessTree(10, roots, rescan_every_s=0)
+    assert tree.sample()[0].name == "ray::IDLE"
+    write_process(roots, 10, name="ray::MapWorker")
+    assert tree.sample()[0].name == "ray::MapWorker"
+
+
+def test_titles_are_not_read_between_rescans(roots: Roots) -> None:
+    write_process(roots, 10, name="ray::IDLE")
+    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree.sample()
+    write_process(roots, 10, name="ray::MapWorker")
+    assert tree.sample()[0].name == "ray::IDLE"
+
+
+def test_shared_memory_without_a_readable_file_is_the_most_that_one_has_touched(roots: Roots) -> None:
+    write_process(roots, 10, shmem=3 * MIB)
+    write_process(roots, 11, parent=10, shmem=5 * MIB)
+    tree = ProcessTree(10, roots)
+    tree.sample()
+    assert tree.shared_bytes() == 5 * MIB
+
+
+def test_proportional_size_is_the_sum_or_unknown(roots: Roots) -> None:
+    for pid, kib in ((10, 100), (11, 200)):
+        rollup = f"55-7ff ---p 0 0:0 0 [rollup]\nRss: 900 kB\nPss: {kib} kB\nPss_Anon: 7 kB\n"
+        (write_process(roots, pid) / "smaps_rollup").write_text(rollup)
+    assert pss_bytes([10, 11], roots) == 300 * 1024
+    assert pss_bytes([10, 99], roots) == 100 * 1024, "one has ended"
+    (roots.proc / "11" / "smaps_rollup").unlink()
+    assert pss_bytes([10, 11], roots) is None
+
+
+def test_proportional_size_of_this_process_is_told() -> None:
+    pss = pss_bytes([os.getpid()])
+    assert pss is not None
+    assert pss > MIB
+
+
+def test_a_real_grandchild_that_lost_its_parent_stays_in_the_tree() -> None:
+    # The middle one hands over the pid of its own child, and ends when it is told to.
+    middle = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    root = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {middle!r}])\nsys.stdin.readline()\n"
+    with subprocess.Popen(
+        [sys.executable, "-c", root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        grandchild = int(process.stdout.readline())
+        try:
+            tree = ProcessTree(process.pid, rescan_every_s=1e9)
+            before = {use.pid: use.parent for use in tree.sample()}
+            assert len(before) == 3
+            process.stdin.write("\n")
+            process.stdin.flush()
+            for _ in range(6000):
+                after = {use.pid: use.parent for use in tree.sample()}
+                if len(after) < 3:
+                    break
+                time.sleep(0.01)
+            assert set(after) == {process.pid, grandchild}
+            assert after[grandchild] != before[grandchild], "it was handed to another"
+        finally:
+            os.kill(grandchild, 9)
+            process.communicate("\n")

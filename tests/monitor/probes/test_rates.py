@@ -1,0 +1,83 @@
+"""How busy a machine was between two looks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.system_trees import empty_roots, write_machine, write_process
+from vesuvius.monitor.probes.rates import rates_between
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.runlog.units import GIB
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> tuple[SystemSample, SystemSample]:
+    """Two looks four seconds apart: one core worked for three of them, the other for one."""
+    roots = empty_roots(tmp_path)
+    write_process(roots, 10, cpu_s=50.0)
+    write_process(roots, 11, parent=10, cpu_s=7.0)
+    write_machine(roots, total=GIB, available=GIB, cores=((10, 100), (10, 100)), disk=(0, 1024), net=(5, 5))
+    watcher = Watcher(10, roots)
+    first = watcher.sample()
+    write_process(roots, 10, cpu_s=56.0)
+    write_process(roots, 11, parent=10, cpu_s=8.0)
+    write_machine(roots, total=GIB, available=GIB, cores=((13, 104), (11, 104)), disk=(4096, 3072), net=(45, 5))
+    return replace(first, clock_s=1000.0), replace(watcher.sample(), clock_s=1004.0)
+
+
+def test_counters_become_shares_and_rates(samples: tuple[SystemSample, SystemSample]) -> None:
+    rates = rates_between(*samples)
+    assert rates is not None
+    assert rates.core_busy == pytest.approx((0.75, 0.25))
+    assert rates.idle_cores({0, 1}) == pytest.approx(1.0)
+    assert rates.idle_cores({1}) == pytest.approx(0.75), "of those that a cpuset allows"
+    assert rates.idle_cores({7}) == pytest.approx(1.0), "numbers that mean nothing here"
+    assert rates.process_cores == pytest.approx({10: 1.5, 11: 0.25})
+    assert (rates.disk_read_bytes_s, rates.disk_written_bytes_s) == (1024, 512)
+    assert (rates.net_received_bytes_s, rates.net_sent_bytes_s) == (10, 0)
+
+
+def test_a_clock_that_was_set_changes_no_rate(samples: tuple[SystemSample, SystemSample]) -> None:
+    first, second = samples
+    assert rates_between(first, replace(second, time=first.time - 3600)) == rates_between(first, second) is not None
+
+
+def test_no_time_gives_no_rates(samples: tuple[SystemSample, SystemSample]) -> None:
+    first, second = samples
+    assert rates_between(first, replace(second, clock_s=first.clock_s)) is None
+    assert rates_between(first, replace(second, clock_s=first.clock_s - 1)) is None
+
+
+@pytest.mark.parametrize("counter", ["disk_read_bytes", "disk_written_bytes", "net_received_bytes", "net_sent_bytes"])
+def test_a_counter_that_runs_backwards_gives_no_rates(samples: tuple[SystemSample, SystemSample], counter: str) -> None:
+    first, second = samples
+    higher = replace(first.machine, **{counter: 10**15})
+    assert rates_between(replace(first, machine=higher), second) is None
+
+
+def test_a_core_switched_off_gives_no_rates(samples: tuple[SystemSample, SystemSample]) -> None:
+    first, second = samples
+    fewer = replace(second.machine, core_busy_s=(13.0,), core_total_s=(104.0,))
+    assert rates_between(first, replace(second, machine=fewer)) is None
+
+
+def test_looks_within_one_tick_find_all_cores_idle(samples: tuple[SystemSample, SystemSample]) -> None:
+    first, _ = samples
+    rates = rates_between(first, replace(first, clock_s=first.clock_s + 0.001))
+    assert rates is not None
+    assert rates.core_busy == (0, 0)
+
+
+def test_a_process_that_came_or_went_or_took_the_pid_of_another_has_no_rate(
+    samples: tuple[SystemSample, SystemSample],
+) -> None:
+    first, second = samples
+    root, child = second.processes
+    other = replace(child, started_s=child.started_s + 1)
+    newcomer = replace(child, pid=12)
+    rates = rates_between(first, replace(second, processes=(root, other, newcomer)))
+    assert rates is not None
+    assert set(rates.process_cores) == {10}

@@ -1,0 +1,246 @@
+"""A look against what real processes have touched, and the sums over a recorded machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.real_cgroup import popen_in, real_cgroup
+from tests.support.system_trees import write_cgroup_v2, write_machine, write_process, write_v2
+from vesuvius.monitor.memory.limits import Limits, limit_of
+from vesuvius.monitor.probes.system_sample import Watcher
+from vesuvius.runlog.units import GIB
+
+MIB = 2**20
+
+# What a process has beside the pages that it was told to touch: the interpreter allocates while it obeys, and the
+# kernel counts in batches, up to 32 pages a core before 6.16.
+SLACK = 2 * MIB + 32 * 4096 * (os.cpu_count() or 1)
+
+# Obeys lines: `anon SIZE` touches private memory, `pinned SIZE` shared memory as CUDA pins it, `open PATH SIZE`
+# (or PATH memfd) maps shared memory, `touch END` its pages up to there, `child LINE` passes a line on to a child, made
+# on first use, `exit` ends; each gets an answer.
+_OBEDIENT = """
+import mmap, os, subprocess, sys
+held, child, shared = [], None, None
+def fill(memory, end):
+    for at in range(0, end, 4096 * 16):
+        page = min(end - at, 4096 * 16)
+        memory[at : at + page] = bytes(page)
+for line in sys.stdin:
+    word, *rest = line.split(maxsplit=1)
+    rest = rest[0].strip() if rest else ''
+    answer = 'done'
+    if word == 'anon':
+        held.append(mmap.mmap(-1, int(rest), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        fill(held[-1], int(rest))
+    elif word == 'pinned':
+        held.append(mmap.mmap(-1, int(rest)))  # shared, without a file
+        fill(held[-1], int(rest))
+    elif word == 'open':
+        path, size = rest.split()
+        file = os.memfd_create('test') if path == 'memfd' else os.open(path, os.O_RDWR | os.O_CREAT)
+        os.ftruncate(file, int(size))
+        os.set_inheritable(file, True)
+        shared, answer = mmap.mmap(file, int(size)), f'/proc/{os.getpid()}/fd/{file}'
+    elif word == 'touch':
+        fill(shared, int(rest))
+    elif word == 'child':
+        child = child or subprocess.Popen([sys.executable, '-c', sys.argv[1], sys.argv[1]], text=True, bufsize=1,
+                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        print(rest, file=child.stdin, flush=True)
+        answer = child.stdout.readline().strip()
+    elif word == 'exit':
+        break
+    print(answer, flush=True)
+"""
+_COMMAND = (sys.executable, "-c", _OBEDIENT, _OBEDIENT)
+
+
+class Obedient:
+    """A process that touches what it is told to."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process, self.pid = process, process.pid
+
+    def tell(self, line: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+
+@contextmanager
+def obedient(cgroup: Path | None = None) -> Iterator[Obedient]:
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = popen_in(cgroup, _COMMAND, **options) if cgroup else subprocess.Popen(_COMMAND, **options)  # type: ignore[call-overload]
+    with process:
+        yield Obedient(process)
+        process.stdin.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited in vain")
+
+
+def test_private_memory_of_a_process_and_its_children_is_counted() -> None:
+    with obedient() as parent:
+        parent.tell("child anon 4096")
+        watcher = Watcher(parent.pid)
+        before = watcher.sample()
+        parent.tell(f"anon {64 * MIB}")
+        parent.tell(f"child anon {128 * MIB}")
+        after = watcher.sample()
+    assert after.processes[0].pid == parent.pid
+    assert len(after.processes) == 2
+    assert after.anon_bytes - before.anon_bytes == pytest.approx(192 * MIB, abs=2 * SLACK)
+    assert after.shared_bytes == before.shared_bytes
+    assert after.used_bytes == after.anon_bytes + after.shared_bytes
+
+
+def test_this_process_watches_itself_with_its_children() -> None:
+    watcher = Watcher(os.getpid())
+    with obedient() as child:
+        child.tell(f"anon {64 * MIB}")
+        uses = {process.pid: process for process in Watcher(os.getpid()).sample().processes}
+        assert os.getpid() in uses
+        assert 64 * MIB <= uses[child.pid].anon_bytes <= 64 * MIB + 32 * MIB, "and the interpreter"
+        assert uses[child.pid].parent == os.getpid()
+    assert child.pid not in {process.pid for process in watcher.sample().processes}
+
+
+@pytest.mark.parametrize("where", ["/dev/shm", "memfd"])
+def test_shared_memory_counts_once_with_the_pages_that_were_touched(where: str) -> None:
+    if where != "memfd" and not os.path.isdir(where):
+        pytest.skip("needs /dev/shm")
+    path = Path(f"/dev/shm/vesuvius-test-{uuid.uuid4().hex}")
+    try:
+        with obedient() as parent:
+            file = parent.tell(f"open {'memfd' if where == 'memfd' else path} {256 * MIB}")
+            parent.tell(f"child open {file} {256 * MIB}")
+            path.unlink(missing_ok=True)  # as Ray does with its object store
+            watcher = Watcher(parent.pid)
+            before = watcher.sample()
+            assert before.shared_bytes == 0, "nothing of it was touched"
+            parent.tell(f"touch {64 * MIB}")
+            after_one = watcher.sample()
+            parent.tell(f"child touch {96 * MIB}")
+            after_both = watcher.sample()
+    finally:
+        path.unlink(missing_ok=True)
+    # Whole pages of a file: nothing is estimated.
+    assert after_one.shared_bytes == 64 * MIB
+    assert after_both.shared_bytes == 96 * MIB, "64 MiB of them by both"
+    assert after_both.anon_bytes - before.anon_bytes <= 2 * SLACK
+
+
+def test_pinned_buffers_are_the_trainer_s_own_and_add_to_the_object_store() -> None:
+    """CUDA pins shared memory without a file; the store is a file that the trainer has hardly touched."""
+    with obedient() as parent:
+        parent.tell(f"child open memfd {64 * MIB}")
+        parent.tell(f"child touch {64 * MIB}")
+        before = Watcher(parent.pid).sample()
+        parent.tell(f"pinned {48 * MIB}")
+        after = Watcher(parent.pid).sample()
+    assert after.processes[0].anon_bytes - before.processes[0].anon_bytes == pytest.approx(48 * MIB, abs=SLACK)
+    assert after.shared_bytes == before.shared_bytes == 64 * MIB
+    assert after.used_bytes - before.used_bytes == pytest.approx(48 * MIB, abs=2 * SLACK)
+
+
+def test_two_files_that_nobody_maps_both_are_added_up() -> None:
+    with obedient() as parent:
+        parent.tell(f"open memfd {32 * MIB}")
+        parent.tell(f"child open memfd {32 * MIB}")
+        parent.tell(f"touch {16 * MIB}")
+        parent.tell(f"child touch {32 * MIB}")
+        assert Watcher(parent.pid).sample().shared_bytes == 48 * MIB
+
+
+def test_a_file_closed_after_it_was_found_is_not_counted_under_its_number() -> None:
+    ours, other = os.memfd_create("ours"), os.memfd_create("other")
+    try:
+        os.write(ours, bytes(MIB))
+        os.write(other, bytes(8 * MIB))
+        with obedient():
+            watcher = Watcher(os.getpid())
+            before = watcher.sample().shared_bytes
+            os.dup2(other, ours)
+            after = watcher.sample().shared_bytes
+    finally:
+        os.close(ours)
+        os.close(other)
+    assert before - after == MIB
+
+
+def test_the_accounted_memory_is_the_cgroups() -> None:
+    with real_cgroup() as directory, obedient(directory) as parent:
+        parent.tell(f"anon {100 * MIB}")
+        parent.tell(f"child anon {100 * MIB}")
+        file = parent.tell(f"open memfd {100 * MIB}")
+        parent.tell(f"child open {file} {100 * MIB}")
+        parent.tell(f"touch {100 * MIB}")
+        parent.tell(f"child touch {100 * MIB}")
+        sample = Watcher(parent.pid).sample()
+        assert sample.cgroup is not None
+        # The kernel charges a cgroup in batches of 64 pages a core; 3 % is what is promised of a run.
+        assert sample.used_bytes == pytest.approx(sample.cgroup.anon_bytes + sample.cgroup.shmem_bytes, rel=0.03)
+
+
+def test_a_run_that_has_ended_is_an_error() -> None:
+    with obedient() as child:
+        watcher = Watcher(child.pid)
+        watcher.sample()
+        child.tell("exit")
+        wait_until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+        with pytest.raises(ProcessLookupError):
+            watcher.sample()  # nobody has asked for its exit status yet
+    with pytest.raises(ProcessLookupError):
+        watcher.sample()
+
+
+def test_a_child_that_ends_disappears_and_the_rest_goes_on() -> None:
+    with obedient() as parent:
+        parent.tell("child anon 4096")
+        watcher = Watcher(parent.pid)
+        root, child = watcher.sample().processes
+        os.kill(child.pid, 9)
+        wait_until(lambda: len(watcher.sample().processes) == 1)
+        assert [process.pid for process in watcher.sample().processes] == [root.pid]
+
+
+def test_the_limit_is_the_smallest_of_machine_and_cgroups(tmp_path: Path) -> None:
+    roots = write_v2(tmp_path, path="/a/b", limit=8 * GIB, anon=GIB)
+    write_process(roots, 10)
+    write_machine(roots, total=64 * GIB, available=32 * GIB)
+    watcher = Watcher(10, roots)
+    assert limit_of(watcher.sample(), Limits()) == 8 * GIB
+    write_cgroup_v2(roots, "/a", high=6 * GIB)
+    assert limit_of(watcher.sample(), Limits()) == 6 * GIB
+    write_machine(roots, total=4 * GIB, available=2 * GIB)
+    assert limit_of(watcher.sample(), Limits()) == 4 * GIB
+
+
+def test_a_recorded_run_adds_up(tmp_path: Path) -> None:
+    roots = write_v2(tmp_path, limit=8 * GIB, anon=3 * GIB, shmem=GIB, file=4 * GIB)
+    write_machine(roots, total=64 * GIB, available=32 * GIB, cached=30 * GIB)
+    write_process(roots, 10, anon=GIB, shmem=GIB, file=GIB)
+    write_process(roots, 11, parent=10, anon=2 * GIB, shmem=GIB, file=GIB)
+    sample = Watcher(10, roots).sample()
+    assert sample.anon_bytes == 3 * GIB
+    assert sample.shared_bytes == GIB
+    assert sample.used_bytes == 4 * GIB, "no page cache, and shared memory once"
+    assert sample.cgroup is not None
+    assert sample.cgroup.levels[0].used_bytes == 4 * GIB

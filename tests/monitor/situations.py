@@ -1,0 +1,215 @@
+"""Builds the situations of `test_situations.py`, and asks the code what it makes of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.monitor.memory.simulated import sample
+from tests.monitor.test_verdict import GPU
+from tests.support.moments import moments
+from tests.support.system_trees import (
+    write_cgroup_v1,
+    write_cgroup_v2,
+    write_machine,
+    write_process,
+    write_v1,
+    write_v2,
+)
+from vesuvius.monitor.alerts.notices import Notice, Notices, others_are_to_blame
+from vesuvius.monitor.alerts.watchdog import Watchdog
+from vesuvius.monitor.memory.guard import Guard
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.risk import RiskWatch
+from vesuvius.monitor.postmortem.cause import KillCounts
+from vesuvius.monitor.postmortem.cause import judge as judge_death
+from vesuvius.monitor.postmortem.remedy import remedy_of
+from vesuvius.monitor.probes.gpus import GpuUse
+from vesuvius.monitor.probes.machine import read_machine
+from vesuvius.monitor.probes.rates import Rates
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.verdict import judge
+from vesuvius.monitor.window import Knobs, Window
+from vesuvius.runlog.units import GIB
+
+TRAINER = 10
+NOTHING = "nothing"
+LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What vesuvius makes of a situation: a word or two, what it does or proposes, and its line for people."""
+
+    says: str
+    does: str
+    line: str
+
+
+# ---- memory: what a sample every second comes to
+
+
+def watched(samples: list[SystemSample], limits: Limits = LIMITS) -> Found:
+    """The level, the order of the guard if nobody follows it, and the reason; all of the last sample."""
+    watch, guard, order = RiskWatch(limits), Guard(limits), None
+    for each in samples:
+        risk = watch.add(each)
+        order = guard.judge(each.time, risk, step_s=1.0, prefetch_left=True, workers_left=True)
+    blamed = ", by others" if risk.level and others_are_to_blame(risk.killers, limits) else ""
+    return Found(risk.level.name + blamed, order.rung if order else NOTHING, risk.reason)
+
+
+def steady(roots: Roots, limits: Limits = LIMITS) -> Found:
+    """Ten seconds in which nothing changes on a recorded machine."""
+    seen = Watcher(TRAINER, roots).sample()
+    return watched([replace(seen, time=float(second)) for second in range(10)], limits)
+
+
+def pod(
+    directory: Path, own: int, limit: int, node: int = 256 * GIB, node_used: int = 40 * GIB, **figures: Any
+) -> Roots:
+    """A container with cgroups version 2 and one process that holds so much."""
+    roots = write_v2(directory, limit=limit, anon=own, **figures)
+    write_machine(roots, total=node, available=node - node_used)
+    write_process(roots, TRAINER, anon=own)
+    return roots
+
+
+def bare(directory: Path, own: int, total: int, used: int, swap: int = 0) -> Roots:
+    """A machine without a limit on the run."""
+    roots = write_v2(directory, anon=own, path="/user.slice")
+    write_machine(roots, total=total, available=total - used, swap_total=swap)
+    write_process(roots, TRAINER, anon=own)
+    return roots
+
+
+def below_a_slice(directory: Path, own: int, slice_used: int) -> Roots:
+    """A job without a limit of its own, in a slice of 40 GiB that others share."""
+    roots = write_v2(directory, path="/batch.slice/job7", anon=own)
+    write_cgroup_v2(roots, "/batch.slice", limit=40 * GIB, anon=slice_used)
+    write_machine(roots, total=256 * GIB, available=200 * GIB)
+    write_process(roots, TRAINER, anon=own)
+    return roots
+
+
+def nested(directory: Path) -> Roots:
+    """A container of 8 GiB in a pod of 64."""
+    roots = write_v2(directory, path="/pod/trainer", limit=8 * GIB, anon=7 * GIB)
+    write_cgroup_v2(roots, "/pod", limit=64 * GIB, anon=20 * GIB)
+    write_machine(roots, total=256 * GIB, available=200 * GIB)
+    write_process(roots, TRAINER, anon=7 * GIB)
+    return roots
+
+
+def version_1(directory: Path, own: int, cache: int = 0) -> Roots:
+    """A container that sees no limit at its own level, but is told of one above: 8 GiB."""
+    roots = write_v1(directory, path="/docker/ab12", mount_root="/docker/ab12")
+    write_cgroup_v1(roots, "/", hierarchical_limit=8 * GIB, anon=own, file=cache)
+    write_machine(roots, total=64 * GIB, available=40 * GIB)
+    write_process(roots, TRAINER, anon=own)
+    return roots
+
+
+def growing(trainer: Callable[[int], float], reader: Callable[[int], float], seconds: int) -> list[SystemSample]:
+    """A trainer, a reader and 2 GiB of others on 24 GiB, second by second."""
+    return [
+        sample(float(t), 24 * GIB, 2 * GIB + trainer(t) + reader(t), {TRAINER: trainer(t), 11: reader(t)})
+        for t in range(seconds)
+    ]
+
+
+# ---- speed: what the figures of a hundred seconds come to
+
+
+def judged(figures: Window, knobs: Knobs = GPU) -> Found:
+    found = judge(figures, knobs)
+    kind = found.kind if found.cause is None else f"{found.kind} ({found.cause})"
+    return Found(kind, " ".join(found.overrides) or NOTHING, found.line(100, 1000))
+
+
+def idle_among(bound: set[int], busy: set[int], cores: int) -> float:
+    """Idle processors of those that a run is bound to."""
+    rates = Rates(tuple(float(core in busy) for core in range(cores)), {}, 0.0, 0.0, 0.0, 0.0)
+    return rates.idle_cores(bound)
+
+
+# ---- troubles: what is said at once
+
+
+def noticed(samples: list[SystemSample]) -> Found:
+    notices = Notices()
+    said: list[Notice] = []
+    for before, now in pairwise(samples):
+        said += notices.of(before, now)
+    return Found(", ".join(each.event or "a line" for each in said) or NOTHING, NOTHING, " ".join(n.text for n in said))
+
+
+def gpu_for(seconds: int, **figures: Any) -> list[SystemSample]:
+    gpu = GpuUse(0, "GPU-A", "NVIDIA H200", 1, 2, 0.9, 690.0, 80.0, slowed_by=(), power_capped=False)
+    machine = read_machine()
+    healthy = [SystemSample(0.0, (), 0, None, machine, (gpu,), 0.0)]
+    return healthy + [
+        SystemSample(0.0, (), 0, None, machine, (replace(gpu, **figures),), float(t)) for t in range(1, seconds)
+    ]
+
+
+def processes_for(seconds: int, status: str) -> list[SystemSample]:
+    reader = sample(0.0, 24 * GIB, GIB, {11: GIB}).processes[0]
+    stopped = replace(sample(0.0, 24 * GIB, GIB), processes=(replace(reader, status=status),))
+    return [replace(stopped, clock_s=float(t)) for t in range(seconds)]
+
+
+# ---- silence: what the watchdog makes of it
+
+
+def silent(tmp_path: Path, life: Callable[[Watchdog, SimpleNamespace], None], what: str, waiting_for: str) -> Found:
+    """`monitor.stall_minutes: 5`; `life` lets time pass."""
+    clock = SimpleNamespace(now=0.0)
+    records: list[dict[str, Any]] = []
+    dog = Watchdog(
+        300.0,
+        tmp_path / "stacks",
+        lambda kind, **fields: records.append(fields | {"kind": kind}),
+        lambda: (7, 100),
+        lambda: clock.now,
+    )
+    dog.expects(what, waiting_for)
+    life(dog, clock)
+    events = [record["event"] for record in records if record["kind"] == "event"]
+    return Found(", ".join(events) or "at work", NOTHING, " ".join(record["text"] for record in records))
+
+
+def pass_time(
+    dog: Watchdog, clock: SimpleNamespace, seconds: float, sign_every_s: float = math.inf, of: str = ""
+) -> None:
+    due = clock.now + sign_every_s
+    for _ in range(int(seconds / 10)):
+        clock.now += 10
+        if clock.now >= due:
+            dog.alive(of)
+            due = clock.now + sign_every_s
+        dog.sample()
+
+
+def suspend(dog: Watchdog, clock: SimpleNamespace) -> None:
+    pass_time(dog, clock, 60)
+    clock.now += 3600
+    pass_time(dog, clock, 60)
+
+
+# ---- deaths: what is said of them afterwards
+
+
+def died(rise: KillCounts, **last: Any) -> Found:
+    seen = moments(1000.0, growth=0, killer_used_bytes=6 * GIB) if not last else moments(1000.0, growth=0, **last)
+    cause, evidence = judge_death(rise, seen[-1], "12:00:00")
+    remedy = remedy_of(cause, "run", 2, seen)
+    less = "less memory" if re.search(r"--resume training\.workers=1", remedy) else NOTHING
+    return Found(cause, less, " ".join([*evidence, remedy]))

@@ -1,0 +1,402 @@
+"""The step clock: the parts add up, and waits hidden behind computing are not counted."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vesuvius.monitor.clock import CudaClock, HostClock, Part, StepClock, make_clock, untimed
+from vesuvius.runlog.step_times import StepTimes
+
+
+def all_parts(times: StepTimes) -> list[float]:
+    return [times.data_s, times.h2d_s, times.forward_s, times.backward_s, times.optimizer_s, times.other_s]
+
+
+def test_parts_of_a_host_step_are_timed_apart_and_add_up() -> None:
+    clock = HostClock()
+    around: list[tuple[AbstractContextManager[None], float]] = []
+    for _ in range(2):
+        around += [(clock.pausing(), 0.05), (clock.waiting(), 0.02), (clock.copying(), 0.01)]
+        around += [(clock.computing("forward"), 0.03), (clock.computing("backward"), 0.04)]
+    around.append((clock.computing("optimizer"), 0.01))
+    for part, seconds in around:
+        with part:
+            time.sleep(seconds)
+    time.sleep(0.01)
+    clock.step_done()
+    (times,) = clock.finished()
+    # Sleeps are never shorter than asked for; how much longer depends on the machine.
+    assert times.data_s >= 0.04
+    assert times.h2d_s >= 0.02
+    assert times.forward_s >= 0.06
+    assert times.backward_s >= 0.08
+    assert times.optimizer_s >= 0.01
+    assert times.pause_s >= 0.10
+    assert times.other_s >= times.pause_s + 0.01, "a pause is a part of the rest"
+    assert times.gpu_s == times.forward_s + times.backward_s + times.optimizer_s
+    assert sum(all_parts(times)) == pytest.approx(times.step_s, rel=1e-12)
+    assert clock.finished() == []
+
+
+def test_what_lies_between_two_steps_belongs_to_the_later_one() -> None:
+    clock = HostClock()
+    clock.step_done()
+    with clock.pausing():
+        time.sleep(0.02)
+    clock.step_done()
+    first, second = clock.finished()
+    assert first.pause_s == 0
+    assert second.other_s >= second.pause_s >= 0.02
+
+
+def test_a_part_that_raises_is_still_counted() -> None:
+    clock = HostClock()
+
+    def fail_while_waiting() -> None:
+        with clock.waiting():
+            time.sleep(0.01)
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail_while_waiting()
+    clock.step_done()
+    assert clock.finished()[0].data_s >= 0.01
+
+
+def test_without_a_clock_nothing_is_timed_and_errors_pass() -> None:
+    def fail() -> None:
+        with untimed("forward"):
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail()
+
+
+@dataclass
+class FakeGpu:
+    """A device that works off a queue of computing and a queue of copies, and the clock of a host that fills them.
+
+    Attributes:
+        host: what the host's clock says, seconds.
+        computed_until, copied_until: when the device will be through with what is queued.
+        busy, copied: begin and end of all that was computed and copied.
+        copying: which queue is the current stream.
+        events: all that were ever made.
+        synchronized: how often the host has waited for an event.
+    """
+
+    host: float = 0.0
+    computed_until: float = 0.0
+    copied_until: float = 0.0
+    busy: list[tuple[float, float]] = field(default_factory=list)
+    copied: list[tuple[float, float]] = field(default_factory=list)
+    copying: bool = False
+    events: list[FakeEvent] = field(default_factory=list)
+    synchronized: int = 0
+
+    def event(self) -> FakeEvent:
+        self.events.append(FakeEvent(self))
+        return self.events[-1]
+
+    def compute(self, seconds: float) -> None:
+        begin = max(self.computed_until, self.host)
+        self.computed_until = begin + seconds
+        self.busy.append((begin, self.computed_until))
+
+    def copy(self, seconds: float) -> None:
+        """On its own stream, for which computing then waits."""
+        begin = max(self.copied_until, self.host)
+        self.copied_until = begin + seconds
+        self.copied.append((begin, self.copied_until))
+
+    def wait_for_copies(self) -> None:
+        self.computed_until = max(self.computed_until, self.copied_until)
+
+
+class FakeEvent:
+    """As a CUDA event: recorded anew, it forgets when it was before."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        self.at = math.nan
+
+    def record(self) -> None:
+        gpu = self._gpu
+        self.at = max(gpu.host, gpu.copied_until if gpu.copying else gpu.computed_until)
+
+    def query(self) -> bool:
+        return self.at <= self._gpu.host
+
+    def synchronize(self) -> None:
+        self._gpu.synchronized += 1
+        self._gpu.host = max(self._gpu.host, self.at)
+
+    def elapsed_time(self, end: FakeEvent, /) -> float:
+        assert max(self.at, end.at) <= self._gpu.host, "CUDA refuses to read events that are still ahead"
+        assert self.at <= end.at, "CUDA does not say what it answers for events in the wrong order"
+        return 1000 * (end.at - self.at)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step takes, seconds: the host's part, then the device's."""
+
+    pause: float = 0.0
+    wait: float = 0.0
+    launch: float = 0.0
+    copy: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    micro_batches: int = 1
+
+
+def run_step(gpu: FakeGpu, clock: StepClock, *works: Work) -> None:
+    """As the training loop: the host queues all and waits for data only.  Several works are one step together."""
+    for work in works:
+        with clock.pausing():
+            gpu.host += work.pause
+        for _ in range(work.micro_batches):
+            run_micro_batch(gpu, clock, work)
+        computing(gpu, clock, "optimizer", work.optimizer)
+    clock.step_done()
+
+
+def run_micro_batch(gpu: FakeGpu, clock: StepClock, work: Work) -> None:
+    with clock.waiting():
+        gpu.host += work.wait
+    copying(gpu, clock, work.copy)
+    gpu.wait_for_copies()
+    gpu.host += work.launch
+    computing(gpu, clock, "forward", work.forward)
+    computing(gpu, clock, "backward", work.backward)
+
+
+def copying(gpu: FakeGpu, clock: StepClock, *copies: float) -> None:
+    gpu.copying = True
+    with clock.copying():
+        for seconds in copies:
+            gpu.copy(seconds)
+    gpu.copying = False
+
+
+def computing(gpu: FakeGpu, clock: StepClock, part: Part, seconds: float) -> None:
+    with clock.computing(part):
+        gpu.compute(seconds)
+
+
+def one_step(*works: Work) -> StepTimes:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    run_step(gpu, clock, *works)
+    (times,) = clock.finished(wait=True)
+    return times
+
+
+def test_a_gap_is_copy_then_wait_then_other_with_its_pause() -> None:
+    work = Work(pause=5.0, wait=2.0, launch=0.5, copy=0.25, forward=1.0, backward=2.0, optimizer=0.5)
+    times = one_step(work)
+    assert times.step_s == 11.0, "the copy runs while the host launches"
+    assert (times.forward_s, times.backward_s, times.optimizer_s) == (1.0, 2.0, 0.5)
+    assert (times.h2d_s, times.data_s) == (0.25, 2.0)
+    assert (times.other_s, times.pause_s) == (5.25, 5.0)
+
+
+def test_waits_and_pauses_hidden_behind_computing_are_none() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    run_step(gpu, clock, Work(forward=10.0))
+    run_step(gpu, clock, Work(pause=3.0, wait=4.0, copy=1.0, backward=2.0))
+    _, times = clock.finished(wait=True)
+    assert (times.step_s, times.backward_s) == (2.0, 2.0)
+    assert (times.data_s, times.h2d_s, times.other_s, times.pause_s) == (0.0, 0.0, 0.0, 0.0)
+
+
+def test_waits_between_micro_batches_count() -> None:
+    times = one_step(Work(wait=2.0, forward=0.5, micro_batches=2))
+    assert times.forward_s == 1.0
+    assert times.data_s == 3.5, "the second wait began while the device still computed for half a second"
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_a_copy_hidden_behind_the_micro_batch_before_is_not_charged_to_the_pause(micro_batches: int) -> None:
+    times = one_step(Work(pause=5.0, copy=1.0, forward=10.0, micro_batches=micro_batches))
+    assert times.h2d_s == 1.0, "the first copy only: nothing was computed meanwhile"
+    assert (times.other_s, times.pause_s) == (5.0, 5.0)
+    assert times.forward_s == 10.0 * micro_batches
+
+
+@pytest.mark.parametrize(("wait", "seen"), [(4.0, 0.0), (10.0, 0.0), (12.0, 2.0)])
+def test_a_wait_before_the_second_micro_batch_counts_as_far_as_it_outlasts_the_first(wait: float, seen: float) -> None:
+    times = one_step(Work(pause=5.0, forward=10.0), Work(wait=wait, forward=10.0))
+    assert times.data_s == seen
+    assert (times.other_s, times.pause_s) == (5.0, 5.0), "the first gap is the pause's own"
+
+
+def test_a_pause_hidden_behind_computing_is_not_charged_to_a_launch() -> None:
+    times = one_step(Work(launch=3.0, forward=10.0), Work(pause=2.0, forward=1.0))
+    assert (times.other_s, times.pause_s) == (3.0, 0.0)
+
+
+def test_of_a_copy_that_begins_behind_computing_only_what_outlasts_it_counts() -> None:
+    """The second step's copy begins before the first step's end: the host is ahead."""
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    run_step(gpu, clock, Work(forward=2.0))
+    run_step(gpu, clock, Work(copy=3.0, launch=4.0, backward=1.0))
+    _, times = clock.finished(wait=True)
+    assert times.step_s == 3.0
+    assert (times.h2d_s, times.other_s) == (1.0, 1.0), "after the copy the device waited for the launch"
+
+
+def test_all_copies_of_a_micro_batch_count() -> None:
+    """Patch and condition together, and something more apart; a second of the first hides behind computing."""
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    computing(gpu, clock, "forward", 1.0)
+    copying(gpu, clock, 2.0, 0.5)
+    copying(gpu, clock, 0.25)
+    gpu.wait_for_copies()
+    computing(gpu, clock, "forward", 1.0)
+    clock.step_done()
+    (times,) = clock.finished(wait=True)
+    assert (times.step_s, times.h2d_s, times.other_s) == (3.75, 1.75, 0.0)
+
+
+def test_what_follows_the_last_computing_belongs_to_the_next_step() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    computing(gpu, clock, "forward", 1.0)
+    with clock.waiting():
+        gpu.host += 3.0
+    copying(gpu, clock, 0.5)
+    clock.step_done()
+    gpu.wait_for_copies()
+    computing(gpu, clock, "forward", 1.0)
+    clock.step_done()
+    first, second = clock.finished(wait=True)
+    assert (first.step_s, first.data_s, first.h2d_s) == (1.0, 0.0, 0.0)
+    assert (second.step_s, second.data_s, second.h2d_s) == (3.5, 2.0, 0.5)
+
+
+seconds = st.floats(0, 5)
+works = st.builds(Work, seconds, seconds, seconds, seconds, seconds, seconds, seconds, st.integers(1, 3))
+
+
+@given(st.lists(works, min_size=1, max_size=6))
+def test_whatever_happens_the_parts_of_a_device_step_add_up_and_computing_is_what_was_computed(
+    steps: list[Work],
+) -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    done = []
+    for work in steps:
+        run_step(gpu, clock, work)
+        done += clock.finished()
+    assert gpu.synchronized == 0, "the host never waits for the device because of the clock"
+    done += clock.finished(wait=True)
+    # The fake's seconds are float64, so only rounding is left; the sums are at most some 300 s.
+    near = 1e-10
+    for work, times in zip(steps, done, strict=True):
+        assert sum(all_parts(times)) == pytest.approx(times.step_s, rel=1e-12, abs=near)
+        assert min(all_parts(times)) >= -near
+        assert -near <= times.pause_s <= times.other_s + near
+        assert times.forward_s == pytest.approx(work.micro_batches * work.forward, abs=near)
+        assert times.backward_s == pytest.approx(work.micro_batches * work.backward, abs=near)
+        assert times.optimizer_s == pytest.approx(work.optimizer, abs=near)
+        assert times.data_s <= work.micro_batches * work.wait + near
+    assert sum(times.step_s for times in done) == pytest.approx(gpu.computed_until, abs=near), "no time is lost"
+
+
+def seconds_outside(busy: Sequence[tuple[float, float]], copied: Sequence[tuple[float, float]]) -> float:
+    """How long was copied while nothing was computed."""
+    hidden = sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in copied for b, e in busy)
+    return sum(end - begin for begin, end in copied) - hidden
+
+
+@given(st.lists(st.lists(works, min_size=1, max_size=4), min_size=1, max_size=4))
+def test_whatever_micro_batches_do_each_gap_is_split_by_its_own_copies_waits_and_pauses(
+    steps: list[list[Work]],
+) -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    for mixed in steps:
+        run_step(gpu, clock, *mixed)
+    done = clock.finished(wait=True)
+    near = 1e-9  # as above, only rounding is left: of sums of at most some 1000 s
+    for mixed, times in zip(steps, done, strict=True):
+        assert sum(all_parts(times)) == pytest.approx(times.step_s, rel=1e-12, abs=near)
+        assert min(*all_parts(times), times.pause_s) >= -near
+        assert times.data_s <= sum(work.micro_batches * work.wait for work in mixed) + near
+        assert times.pause_s <= min(times.other_s, sum(work.pause for work in mixed)) + near
+        assert times.h2d_s <= sum(work.micro_batches * work.copy for work in mixed) + near
+    unhidden_s = seconds_outside(gpu.busy, gpu.copied)
+    assert sum(times.h2d_s for times in done) == pytest.approx(unhidden_s, abs=near), "not only at most: just that"
+
+
+def test_events_are_used_again_and_no_step_is_waited_for() -> None:
+    gpu = FakeGpu()
+    clock = CudaClock(gpu.event, lambda: gpu.host)
+    work = Work(launch=0.125, copy=0.25, forward=1.0, backward=2.0, optimizer=0.5, micro_batches=2)
+    done: list[StepTimes] = []
+    for number in range(1000):
+        run_step(gpu, clock, work)
+        # A real host cannot run ahead for ever either; this one is two steps ahead of the device.
+        gpu.host = max(gpu.host, gpu.computed_until - 2 * 6.5)
+        done += clock.finished()
+        assert number - len(done) <= 3
+    assert gpu.synchronized == 0
+    events_per_step = 2 * (2 * 3 + 1)
+    assert len(gpu.events) <= 4 * events_per_step + 1
+    # An event that was recorded anew before its step was read would have given other seconds.
+    assert {(times.forward_s, times.backward_s, times.optimizer_s) for times in done} == {(2.0, 4.0, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("work", "step_s"),
+    [(Work(forward=2.0, backward=3.0, optimizer=1.0), 6.0), (Work(wait=2.0, forward=1.0, micro_batches=3), 7.0)],
+)
+def test_parts_that_seem_longer_than_their_step_fill_it_and_no_more(work: Work, step_s: float) -> None:
+    """CUDA rounds each stretch to half a microsecond for itself."""
+
+    class Rounded(FakeEvent):
+        def elapsed_time(self, end: FakeEvent, /) -> float:
+            return super().elapsed_time(end) + 0.0005 * (end.at - self.at < 5)
+
+    gpu = FakeGpu()
+    clock = CudaClock(lambda: Rounded(gpu), lambda: gpu.host)
+    run_step(gpu, clock, work)
+    (times,) = clock.finished(wait=True)
+    assert times.step_s == step_s
+    assert times.gpu_s + times.data_s == pytest.approx(step_s, rel=1e-12)
+    assert times.other_s >= -1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_step_is_timed_by_the_gpu() -> None:
+    clock = make_clock(torch.device("cuda"))
+    x = torch.randn(2000, 2000, device="cuda")
+    for _ in range(3):
+        for part in ("forward", "backward", "optimizer"):
+            with clock.computing(part):  # type: ignore[arg-type]
+                x = x @ x / 2000
+        clock.step_done()
+    done = clock.finished(wait=True)
+    assert len(done) == 3
+    for times in done:
+        assert min(times.forward_s, times.backward_s, times.optimizer_s) > 0
+        assert times.gpu_s <= times.step_s
+
+
+def test_a_cpu_gets_the_host_clock() -> None:
+    assert isinstance(make_clock(torch.device("cpu")), HostClock)

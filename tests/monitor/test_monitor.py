@@ -1,0 +1,441 @@
+"""The monitor: a record a window, the rest at the end, orders of the guard; and it never ends the run it watches."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.support.small_disk import fill, small_disk
+from vesuvius.monitor.memory.guard import Order
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.risk import Level
+from vesuvius.monitor.monitor import LoopStatus, Monitor, MonitorPaths
+from vesuvius.monitor.probes.cgroup import CgroupUse
+from vesuvius.monitor.probes.gpus import GpuUse
+from vesuvius.monitor.probes.processes import ProcessUse
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.probes.vram import VramUse
+from vesuvius.monitor.recent import read_recent
+from vesuvius.runlog.records import read_records
+
+GIB = 2**30
+
+
+class ScriptedWatcher(Watcher):
+    """Looks of this process, whose memory is what a function of the number of the look says."""
+
+    def __init__(self, anon_bytes: Callable[[int], int]) -> None:
+        super().__init__(os.getpid())
+        self._anon_bytes = anon_bytes
+        self.samples = 0
+
+    def sample(self) -> SystemSample:
+        self.samples += 1
+        real = super().sample()
+        return replace(real, processes=(_process(os.getpid(), self._anon_bytes(self.samples)),), shared_bytes=GIB // 4)
+
+
+def _process(pid: int, anon_bytes: int) -> ProcessUse:
+    return ProcessUse(
+        pid=pid,
+        parent=1,
+        name="python",
+        started_s=1.0,
+        status="sleeping",
+        anon_bytes=anon_bytes,
+        shmem_bytes=0,
+        file_bytes=0,
+        swap_bytes=0,
+        cpu_s=0.0,
+    )
+
+
+def paths(place: Path) -> MonitorPaths:
+    return MonitorPaths(place / "system.jsonl", place / "monitor.log", place / "recent.jsonl")
+
+
+def wait_until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen in 30 s"
+        time.sleep(0.01)
+
+
+def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(tmp_path: Path) -> None:
+    watcher = ScriptedWatcher(lambda sample: sample * 2**20)
+    shared: list[dict[str, Any]] = []
+    with Monitor(
+        paths(tmp_path), Limits(), watcher, sample_every_s=0.05, write_every_s=0.2, on_record=shared.append
+    ) as monitor:
+        monitor.told = LoopStatus(step=7, readers={123: GIB})
+        wait_until(lambda: len((tmp_path / "monitor.log").read_text().splitlines()) > 1)
+    records = read_records(tmp_path / "system.jsonl")
+    assert shared == records
+    assert [record["samples"] for record in records[:2]] == [4, 4]
+    assert 1 <= records[-1]["samples"] <= 4
+    assert sum(record["samples"] for record in records) == watcher.samples - 1, "the first look is that of the start"
+    for record in records[1:]:
+        low, mean, high = record["trainer_bytes"]
+        assert high - low == (record["samples"] - 1) * 2**20
+        assert low <= mean <= high
+        assert record["used_bytes"][0] == low + GIB // 4 < record["limit_bytes"]
+        assert record["readers"] == {"123": GIB}
+        assert record["step"] == 7
+        assert record["vram"] is None
+    assert records[1]["monitor_cores"] > 0
+    for line in (tmp_path / "monitor.log").read_text().splitlines():
+        assert re.fullmatch(
+            r"[\d-]{10} [\d:]{8} INFO ram_gib [\d.]+/[\d.]+ store_gib 0\.25 readers_gib (123:1\.00|-) vram_gib - "
+            r"gpu_pct - cores ([\d.]+/\d+|-) disk_mib_s (\d+|-) net_mib_s (\d+|-) swap_gib [\d.]+ risk LOW "
+            r"left_gib [\d.]+ monitor_pct ([\d.]+|-)",
+            line,
+        ), line
+
+
+def test_each_look_is_in_the_ring_that_outlives_the_process(tmp_path: Path) -> None:
+    with Monitor(paths(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), sample_every_s=0.02) as monitor:
+        wait_until(lambda: len(read_recent(tmp_path / "recent.jsonl")) >= 3)
+        moments = monitor.moments()
+    kept = read_recent(tmp_path / "recent.jsonl")
+    assert kept[: len(moments)] == moments
+    assert [moment.trainer_bytes for moment in kept] == list(range(1, 1 + len(kept))), "that of the start too"
+
+
+def test_gpu_use_may_be_asked_for_while_a_sample_is_taken(tmp_path: Path) -> None:
+    """The trainer asks, the monitor's thread appends: the same interleaving, made certain."""
+
+    class Interrupted:
+        """A sample during whose reading the other thread takes another."""
+
+        @property
+        def gpus(self) -> tuple[()]:
+            monitor._samples.append(monitor._samples[0])
+            return ()
+
+    with Monitor(paths(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), sample_every_s=60) as monitor:
+        monitor._samples.append(cast(Any, Interrupted()))
+        assert monitor.gpu_busy() is None
+
+
+def test_an_order_to_exit_is_handed_on_at_once_and_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run's own limit is passed at once; nothing is left but to exit."""
+    orders: list[Order] = []
+    caplog.set_level(logging.INFO, "vesuvius")
+    limits = Limits(configured_bytes=4 * GIB)
+    watcher = ScriptedWatcher(lambda sample: GIB if sample < 4 else 4 * GIB - GIB // 4 - 1)
+    with Monitor(
+        paths(tmp_path), limits, watcher, sample_every_s=0.02, write_every_s=0.04, on_exit=orders.append
+    ) as monitor:
+        wait_until(lambda: orders and watcher.samples > 10)
+        assert monitor.order == orders[0]
+        assert monitor.risk.level == Level.CRITICAL
+        assert monitor.memory_is_short()
+    assert [order.rung for order in orders] == ["exit"]
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1, warnings
+    assert "out of memory" in warnings[0]
+    assert "monitor.ram_limit_gib" in warnings[0]
+    assert read_records(tmp_path / "system.jsonl")[-1]["risk"] == "CRITICAL"
+
+
+def test_memory_of_others_is_warned_of_by_name_and_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Crowded(ScriptedWatcher):
+        """A machine with 1 % left, of which this run holds next to nothing."""
+
+        def sample(self) -> SystemSample:
+            sample = super().sample()
+            return replace(sample, machine=replace(sample.machine, available_bytes=sample.machine.total_bytes // 100))
+
+        def largest_others(self, sample: SystemSample, count: int) -> list[ProcessUse]:
+            return [_process(number, (9 - number) * GIB) for number in range(1, 1 + count)]
+
+    orders: list[Order] = []
+    watcher = Crowded(lambda sample: 2**20)
+    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02, on_exit=orders.append):
+        wait_until(lambda: watcher.samples > 5)
+    assert orders == []
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "python (pid 1) 8.00 GiB, python (pid 2) 7.00 GiB, python (pid 3) 6.00 GiB" in warning
+
+
+def test_a_disk_that_hangs_does_not_blind_the_guard(tmp_path: Path) -> None:
+    answers = threading.Event()
+    orders: list[Order] = []
+    watcher = ScriptedWatcher(lambda sample: GIB if sample < 10 else 4 * GIB)
+
+    def hang(record: dict[str, Any]) -> None:
+        answers.wait(60)
+
+    with Monitor(
+        paths(tmp_path),
+        Limits(configured_bytes=4 * GIB),
+        watcher,
+        sample_every_s=0.02,
+        write_every_s=0.02,
+        on_exit=orders.append,
+        on_record=hang,
+    ):
+        wait_until(lambda: orders)
+        answers.set()
+    assert sum(r["samples"] for r in read_records(tmp_path / "system.jsonl")) == watcher.samples - 1, "nothing is lost"
+
+
+def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(tmp_path: Path) -> None:
+    """Of two, the first fails to answer every other time, and ours is the idle one."""
+
+    class Two(ScriptedWatcher):
+        def sample(self) -> SystemSample:
+            gpus = [GpuUse(i, f"GPU-{i}", "H200", i, 80, busy, None, None) for i, busy in ((3, 1.0), (5, 0.1))]
+            return replace(super().sample(), gpus=tuple(gpus[self.samples % 2 :]))
+
+    with Monitor(
+        paths(tmp_path), Limits(), Two(lambda n: n), gpu_uuid="GPU-5", sample_every_s=0.02, write_every_s=0.08
+    ) as monitor:
+        wait_until(lambda: monitor.gpu_busy() is not None)
+        assert monitor.gpu_busy() == pytest.approx(0.1)
+        wait_until(lambda: (tmp_path / "monitor.log").read_text())
+    first, second = read_records(tmp_path / "system.jsonl")[0]["gpus"]
+    assert (first["index"], first["busy"]) == (3, [1.0, 1.0, 1.0])
+    assert (second["index"], second["busy"]) == (5, [0.1, 0.1, 0.1])
+
+
+def test_what_a_gpu_reports_is_logged_and_recorded_with_the_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(ScriptedWatcher):
+        def sample(self) -> SystemSample:
+            gpu = GpuUse(0, "GPU-0", "NVIDIA H200", 1, 2, 1.0, None, None, xids=(79,) if self.samples == 2 else ())
+            return replace(super().sample(), gpus=(gpu,))
+
+    events: list[dict[str, Any]] = []
+    watcher = Failing(lambda n: n)
+    with Monitor(
+        paths(tmp_path),
+        Limits(),
+        watcher,
+        sample_every_s=0.02,
+        on_event=lambda kind, **f: events.append({"kind": kind, **f}),
+    ) as monitor:
+        monitor.told = LoopStatus(step=7)
+        wait_until(lambda: watcher.samples > 5)
+    (event,) = events
+    assert (event["kind"], event["event"], event["step"], event["xid"]) == ("event", "gpu_xid", 7, 79)
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR] == [event["text"]]
+
+
+def test_a_reader_that_is_stopped_counts_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vesuvius.monitor.alerts.notices._STOPPED_S", 0.1)
+    with (
+        subprocess.Popen(["sleep", "60"]) as reader,
+        Monitor(paths(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
+    ):
+        monitor.told = LoopStatus(readers={reader.pid: 1})
+        wait_until(lambda: len(monitor.sample.processes) > 1)
+        assert monitor.stopped_readers() == 0
+        reader.send_signal(signal.SIGSTOP)
+        wait_until(lambda: monitor.stopped_readers() == 1)
+        wait_until(lambda: caplog.records)
+        time.sleep(0.3)
+        reader.kill()
+    assert [f"kill -CONT {reader.pid}" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_a_reader_of_this_machine_that_has_ended_holds_nothing_and_one_elsewhere_what_it_says(tmp_path: Path) -> None:
+    with (
+        subprocess.Popen(["sleep", "60"]) as reader,
+        Monitor(paths(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
+    ):
+        monitor.told = LoopStatus(readers={reader.pid: 7 * GIB, 2**22 + 5: GIB})
+        wait_until(lambda: monitor.moments()[-1].reader_bytes.get(reader.pid, 7 * GIB) < GIB)
+        reader.kill()
+        reader.wait()
+        wait_until(lambda: monitor.moments()[-1].reader_bytes == {2**22 + 5: GIB})
+
+
+def test_a_lower_order_stands_until_it_was_carried_out_and_settles(tmp_path: Path) -> None:
+    orders: list[Order] = []
+    watcher = ScriptedWatcher(lambda sample: int((0.86 + 0.0001 * sample) * 4 * GIB) - GIB // 4)
+    with Monitor(
+        paths(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02, on_exit=orders.append
+    ) as monitor:
+        monitor.told = LoopStatus(prefetch_left=True, workers_left=True)
+        wait_until(lambda: monitor.order is not None)
+        assert monitor.order is not None
+        assert monitor.order.rung == "prefetch"
+        monitor.carried_out()
+        assert monitor.order is None
+        more = watcher.samples + 5
+        wait_until(lambda: watcher.samples > more)
+        assert monitor.order is None, "it has 20 s to show"
+        assert monitor.memory_is_short()
+    assert orders == []
+
+
+def test_what_grew_before_readers_were_changed_says_nothing_and_memory_is_not_short_for_it(tmp_path: Path) -> None:
+    """A look counts as a second; memory grows by 1 MiB in each, before and after."""
+
+    class Hurried(ScriptedWatcher):
+        def sample(self) -> SystemSample:
+            return replace(super().sample(), time=1000.0 + self.samples)
+
+    watcher = Hurried(lambda sample: GIB + sample * 2**20)
+    with Monitor(paths(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02) as monitor:
+        wait_until(lambda: monitor.risk.trend is not None)
+        monitor.readers_changed()
+        wait_until(lambda: monitor.risk.trend is None)
+        assert not monitor.memory_is_short()
+        wait_until(lambda: monitor.risk.trend is not None)
+
+
+def test_a_kill_in_the_cgroup_is_said_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Killing(ScriptedWatcher):
+        def sample(self) -> SystemSample:
+            use = CgroupUse(
+                path="/job", anon_bytes=0, shmem_bytes=0, file_bytes=0, levels=(), oom_kills=self.samples // 4
+            )
+            return replace(super().sample(), cgroup=use)
+
+    watcher = Killing(lambda sample: sample)
+    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02):
+        wait_until(lambda: watcher.samples > 5)
+    kills = [r.getMessage() for r in caplog.records if "the kernel has killed" in r.getMessage()]
+    assert kills
+    assert "out of memory" in kills[0]
+    assert "/job" in kills[0]
+
+
+@pytest.mark.parametrize(("mode", "warnings"), [("warn", 1), ("off", 0)])
+def test_a_guard_that_may_not_act_orders_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Any, warnings: int
+) -> None:
+    orders: list[Order] = []
+    watcher = ScriptedWatcher(lambda sample: 4 * GIB)
+    limits = Limits(configured_bytes=4 * GIB)
+    with Monitor(paths(tmp_path), limits, watcher, sample_every_s=0.02, guard=mode, on_exit=orders.append):
+        wait_until(lambda: watcher.samples > 5)
+    assert orders == []
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == warnings
+
+
+def test_gpu_memory_is_written_as_a_window_too(tmp_path: Path) -> None:
+    class FakeVram:
+        reads = 0
+
+        def read(self) -> VramUse:
+            self.reads += 1
+            return VramUse(
+                allocated_bytes=self.reads,
+                reserved_bytes=10 * self.reads,
+                peak_bytes=100 - self.reads,
+                free_bytes=1000 - self.reads,
+                total_bytes=2000,
+                retries=0,
+                failures=0,
+            )
+
+    fake: Any = FakeVram()
+    with Monitor(
+        paths(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), fake, sample_every_s=0.02, write_every_s=0.06
+    ):
+        wait_until(lambda: (tmp_path / "monitor.log").read_text())
+    vram = read_records(tmp_path / "system.jsonl")[0]["vram"]
+    assert vram["reserved_bytes"] == [10, 20, 30]
+    assert vram["peak_bytes"] == 99
+    assert vram["free_bytes"] == 997
+
+
+def test_a_listener_that_fails_neither_doubles_records_nor_floods_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(record: dict[str, Any]) -> None:
+        raise RuntimeError("no")
+
+    watcher = ScriptedWatcher(lambda sample: sample)
+    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04, on_record=fails):
+        wait_until(lambda: watcher.samples > 20)
+    records = read_records(tmp_path / "system.jsonl")
+    assert sum(record["samples"] for record in records) == watcher.samples - 1
+    assert max(record["samples"] for record in records) == 2
+    assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
+def test_a_look_that_fails_blinds_the_monitor_but_does_not_end_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails_once(sample: int) -> int:
+        if sample == 2:
+            raise RuntimeError("changed size during iteration")
+        return sample
+
+    watcher = ScriptedWatcher(fails_once)
+    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04):
+        wait_until(lambda: watcher.samples > 5)
+    assert read_records(tmp_path / "system.jsonl")
+    assert "could not look at the run" in caplog.text
+
+
+def test_a_real_look_at_this_process_knows_what_it_holds(tmp_path: Path) -> None:
+    with Monitor(paths(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.05) as monitor:
+        used, limit = monitor.ram()
+        before = monitor.sample.processes[0].anon_bytes
+        block = b"x" * 200 * 2**20
+        wait_until(lambda: monitor.sample.processes[0].anon_bytes > before + 190 * 2**20)
+        assert 0 < used < limit
+        del block
+        wait_until(lambda: monitor.rates() is not None)
+
+
+def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vesuvius")
+    watcher = ScriptedWatcher(lambda sample: sample)
+    with small_disk(tmp_path, kib=512) as disk:
+        with Monitor(paths(disk), Limits(), watcher, sample_every_s=0.02, write_every_s=0.02):
+            ballast = fill(disk)
+            wait_until(lambda: len(caplog.records) >= 2)
+            more = watcher.samples + 5
+            wait_until(lambda: watcher.samples > more)
+            ballast.unlink()
+        assert len(read_records(disk / "system.jsonl")) == watcher.samples - 1
+        assert len((disk / "monitor.log").read_text().splitlines()) == watcher.samples - 1
+    failing, working = caplog.records[:2], caplog.records[2:]
+    assert all(" must be writable; got [Errno 28]" in record.getMessage() for record in failing)
+    assert all(" is written again; 0 lines were lost" in record.getMessage() for record in working)
+    assert len(working) == 2
+    assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_monitor_that_hangs_does_not_hold_up_the_end_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a driver that does not answer any more."""
+    answers = threading.Event()
+
+    class HungWatcher(ScriptedWatcher):
+        def sample(self) -> SystemSample:
+            if self.samples > 0:
+                answers.wait(60)
+            return super().sample()
+
+    started = time.monotonic()
+    with Monitor(paths(tmp_path), Limits(), HungWatcher(lambda sample: sample), sample_every_s=0.02):
+        time.sleep(0.1)
+    assert time.monotonic() - started < 30
+    assert "left behind" in caplog.text
+    answers.set()

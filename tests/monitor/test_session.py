@@ -1,0 +1,139 @@
+"""Who is at work in a run directory, and whether it still lives, asked from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.session import SessionRecord, begin_session, end_session, find_pid, is_alive, read_session
+
+LIMITS = Limits(ray_share=0.95, configured_bytes=3 * 2**30, warn_at=0.5)
+BEGIN = """
+import sys, time
+from pathlib import Path
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.session import begin_session
+begin_session(Path(sys.argv[1]), "child", 2, Limits())
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def begun_session(path: Path, *before: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has written its session; `before`: a command that it is started by."""
+    command = [*before, sys.executable, "-c", BEGIN, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            if process.stdout.readline() != "begun\n" and before:
+                pytest.skip(f"{' '.join(before)} is not permitted here")
+            yield process
+        finally:
+            process.kill()
+
+
+def test_what_is_written_is_read_back_and_its_end_is_added(tmp_path: Path) -> None:
+    path = tmp_path / "session.json"
+    record = begin_session(path, "tiny", 3, LIMITS)
+    assert read_session(path) == record
+    assert (record.pid, record.workers, record.limits, record.end_time) == (os.getpid(), 3, LIMITS, None)
+    assert record.started_s > 0
+    end_session(path, record, 4)
+    ended = read_session(path)
+    assert ended is not None
+    assert ended.exit_code == 4
+    assert ended.end_time is not None
+    assert ended.end_time >= record.begin_time
+    assert replace(ended, end_time=None, exit_code=None) == record
+    assert [file.name for file in tmp_path.iterdir()] == ["session.json"]
+
+
+def test_a_process_is_alive_until_it_is_killed_and_dead_before_it_is_reaped(tmp_path: Path) -> None:
+    path = tmp_path / "session.json"
+    with begun_session(path) as process:
+        record = read_session(path)
+        assert record is not None
+        assert is_alive(record) is True
+        assert find_pid(record) == process.pid
+        process.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and a zombie still
+        assert is_alive(record) is False
+        process.wait()
+        assert is_alive(record) is False
+
+
+def test_a_pid_that_was_given_to_another_process_is_not_the_session(tmp_path: Path) -> None:
+    record = begin_session(tmp_path / "session.json", "tiny", 0, LIMITS)
+    assert is_alive(record) is True
+    assert is_alive(replace(record, started_s=record.started_s - 60)) is False
+
+
+def test_nothing_survives_a_restart_of_the_machine_and_nobody_sees_another_machine(tmp_path: Path) -> None:
+    record = begin_session(tmp_path / "session.json", "tiny", 0, LIMITS)
+    assert is_alive(replace(record, boot_id="another")) is False
+    assert is_alive(replace(record, boot_id="another", host="elsewhere")) is None
+    assert is_alive(replace(record, boot_id="")) is None
+    assert find_pid(replace(record, boot_id="another")) is None
+
+
+def test_a_run_in_a_container_is_found_under_its_pid_outside(tmp_path: Path) -> None:
+    path = tmp_path / "session.json"
+    with begun_session(path, "unshare", "--pid", "--fork", "--mount-proc", "--kill-child"):
+        record = read_session(path)
+        assert record is not None
+        assert record.pid == 1
+        pid = find_pid(record)
+        assert pid not in (None, 1)
+        assert is_alive(record) is True
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while (gone := find_pid(record) is None) is False and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert gone
+
+
+@pytest.mark.parametrize(("here", "expected"), [("pid:[4026531836]", False), ("pid:[77]", False), ("pid:[88]", None)])
+def test_only_who_sees_all_processes_or_the_runs_own_can_say_that_it_is_dead(
+    tmp_path: Path, here: str, expected: bool | None
+) -> None:
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text("this\n")
+    (tmp_path / "self/ns").mkdir(parents=True)
+    (tmp_path / "self/ns/pid").symlink_to(here)
+    record = SessionRecord("r", "h", "this", 7, 1.0, 1.0, 0, Limits(), pid_namespace="pid:[77]")
+    assert is_alive(record, Roots(proc=tmp_path)) is expected
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"name": "x"}'])
+def test_a_damaged_file_is_no_session(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "session.json"
+    assert read_session(path) is None
+    path.write_text(text)
+    assert read_session(path) is None
+
+
+@pytest.mark.parametrize("change", [{"pid": "x"}, {"limits": {"warn_at": "high"}}, {"limits": 3}, {"begin_time": None}])
+def test_a_figure_of_another_kind_is_damage_and_keys_of_another_version_are_not(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    path = tmp_path / "session.json"
+    record = begin_session(path, "tiny", 0, LIMITS)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"of_tomorrow": 1, "limits": data["limits"] | {"too": 2}}))
+    assert read_session(path) == record
+    path.write_text(json.dumps(data | change))
+    assert read_session(path) is None

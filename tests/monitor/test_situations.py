@@ -1,0 +1,321 @@
+"""Situations of real runs, and what somebody who knows would say and do: written down before the code was asked.
+
+`docs/monitoring.md` shows the same table.  A situation is recorded (files as a machine has them) or simulated
+(figures); `says` and `does` are the whole of what vesuvius makes of it, `words` must stand in its line for people.  Two
+expectations showed faults of the code, which was mended; one was wrong itself and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.monitor.memory.simulated import MB
+from tests.monitor.situations import (
+    NOTHING,
+    Found,
+    bare,
+    below_a_slice,
+    died,
+    gpu_for,
+    growing,
+    idle_among,
+    judged,
+    nested,
+    noticed,
+    pass_time,
+    pod,
+    processes_for,
+    silent,
+    steady,
+    suspend,
+    version_1,
+    watched,
+)
+from tests.monitor.test_verdict import CPU, GPU, far, hungry, window
+from vesuvius.monitor.memory.limits import Limits, ray_share_from_environment
+from vesuvius.monitor.postmortem.cause import KillCounts
+from vesuvius.runlog.units import GIB
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One row of the table."""
+
+    what: str
+    made: Callable[[Path], Found]
+    says: str
+    does: str
+    words: str = ""
+
+
+SITUATIONS = [
+    # memory
+    Situation(
+        "a pod with room, on a node of 2 TiB that others fill to 93 %",
+        lambda p: steady(pod(p, own=12 * GIB, limit=32 * GIB, node=2048 * GIB, node_used=1905 * GIB)),
+        *("LOW", NOTHING),
+    ),
+    Situation(
+        "the same node without a limit: 143 GiB are free",
+        lambda p: steady(bare(p, own=20 * GIB, total=2048 * GIB, used=1905 * GIB)),
+        *("LOW", NOTHING),
+    ),
+    Situation(
+        "10 GiB are left of 2 TiB, and we hold 20",
+        lambda p: steady(bare(p, own=20 * GIB, total=2048 * GIB, used=2038 * GIB)),
+        *(
+            "CRITICAL, by others",
+            NOTHING,
+        ),  # not "exit", as first written: 30 GiB would be left without us, and the next start find the same
+    ),
+    Situation(
+        "4 GiB are left of 256 GiB, and we hold 2 of them",
+        lambda p: steady(bare(p, own=2 * GIB, total=256 * GIB, used=252 * GIB)),
+        *("CRITICAL, by others", NOTHING),
+    ),
+    Situation(
+        "a pod of 16 GiB of which we hold 14.8",
+        lambda p: steady(pod(p, own=int(14.8 * GIB), limit=16 * GIB)),
+        *("CRITICAL", "exit", "memory.max"),
+    ),
+    Situation(
+        "a pod of 16 GiB filled by page cache",
+        lambda p: steady(pod(p, own=6 * GIB, limit=16 * GIB, file=int(9.8 * GIB))),
+        *("LOW", NOTHING),
+    ),
+    Situation(
+        "memory.high at 10 GiB below a maximum of 16: 9.4 GiB in use",
+        lambda p: steady(pod(p, own=int(9.4 * GIB), limit=16 * GIB, high=10 * GIB)),
+        *("CRITICAL", "exit", "slows the run to a crawl"),
+    ),
+    Situation(
+        "a container of 8 GiB with 7 in use, in a pod of 64",
+        lambda p: steady(nested(p)),
+        *("WARN", "prefetch", "/pod/trainer"),
+    ),
+    Situation(
+        "a slice of 40 GiB that others fill, without a limit of our own",
+        lambda p: steady(below_a_slice(p, own=3 * GIB, slice_used=38 * GIB)),
+        *("CRITICAL, by others", NOTHING, "/batch.slice"),
+    ),
+    Situation(
+        "cgroups version 1 with a limit above the container: 7.5 of 8 GiB",
+        lambda p: steady(version_1(p, own=int(7.5 * GIB))),
+        *("CRITICAL", "exit", "an ancestor"),
+    ),
+    Situation(
+        "the same, but 6 of 8 GiB are page cache",
+        lambda p: steady(version_1(p, own=2 * GIB, cache=6 * GIB)),
+        *("LOW", NOTHING),
+    ),
+    Situation(
+        "Ray told to kill at 70 % of a pod of 32 GiB: 21 in use",
+        lambda p: steady(
+            pod(p, own=21 * GIB, limit=32 * GIB),
+            Limits(ray_share=ray_share_from_environment({"RAY_memory_usage_threshold": "0.7"})),
+        ),
+        *("WARN", "worker", "Ray's memory monitor"),
+    ),
+    Situation(
+        "a machine that is shared by agreement: 9.5 of our 10 GiB",
+        lambda p: steady(
+            bare(p, own=int(9.5 * GIB), total=256 * GIB, used=40 * GIB), Limits(configured_bytes=10 * GIB)
+        ),
+        *("CRITICAL", "exit", "monitor.ram_limit_gib"),
+    ),
+    Situation(
+        "a laptop that begins to swap: 15 of 16 GiB, of which we hold 12",
+        lambda p: steady(bare(p, own=12 * GIB, total=16 * GIB, used=15 * GIB, swap=8 * GIB)),
+        *("CRITICAL", "exit", "the machine"),
+    ),
+    Situation(
+        "1 TiB of which we hold 950 GiB ourselves: 64 GiB are free",
+        lambda p: steady(bare(p, own=950 * GIB, total=1024 * GIB, used=960 * GIB)),
+        *("LOW", NOTHING),
+    ),
+    Situation(
+        "a reader that leaks 50 MB/s, 80 s before the end",
+        lambda p: watched(growing(lambda t: 6 * GIB, lambda t: GIB + 50 * MB * max(t - 120, 0), 365)),
+        *("WARN", "prefetch", "fastest process 11"),
+    ),
+    Situation(
+        "a validation that takes 2 GB once and keeps it",
+        lambda p: watched(growing(lambda t: 6 * GIB + 2000 * MB * (t >= 200), lambda t: GIB, 600)),
+        *("LOW", NOTHING),
+    ),
+    Situation(
+        "each save takes 4 GB for 20 s, every two minutes",
+        lambda p: watched(growing(lambda t: 8 * GIB + 4000 * MB * (t % 120 >= 100), lambda t: GIB, 900)),
+        *("LOW", NOTHING),
+    ),
+    Situation(
+        "readers are restarted every three minutes and fill up again",
+        lambda p: watched(growing(lambda t: 8 * GIB, lambda t: 3 * GIB * min(t % 180, 12) / 12, 900)),
+        *("LOW", NOTHING),
+    ),
+    # speed
+    Situation(
+        "a pod of 4 processors on 64: the readers use them up",
+        lambda p: judged(
+            hungry(idle_cores=58.0, cores=4, own_cores=3.9, decode_s=390.0, reader_cores=3.8), replace(GPU, workers=4)
+        ),
+        *("data-bound (decoding)", NOTHING, "no processor is left"),
+    ),
+    Situation(
+        "a cpuset of 8 processors on 64: ours are busy, the others idle",
+        lambda p: judged(
+            hungry(idle_cores=idle_among(set(range(8)), set(range(8)), 64), cores=8, own_cores=7.9, decode_s=690.0),
+            replace(GPU, workers=7),
+        ),
+        *("data-bound (decoding)", NOTHING, "0.0 cores idle"),
+    ),
+    Situation(
+        "neighbours use 29 of 32 processors, and readers wait for their turn",
+        lambda p: judged(hungry(idle_cores=0.3, cores=32, own_cores=2.5, reader_cores=1.2)),
+        *("data-bound (decoding)", NOTHING, "others use 29"),
+    ),
+    Situation(
+        "a quota that throttles in 40 % of its periods",
+        lambda p: judged(hungry(idle_cores=58.0, cores=4, own_cores=2.0, decode_s=390.0, throttled_share=0.4)),
+        *("data-bound (decoding)", NOTHING, "quota of 4 processors was used up in 40.0 %"),
+    ),
+    Situation(
+        "64 readers on 2 processors",
+        lambda p: judged(
+            hungry(idle_cores=0.0, cores=2, own_cores=2.0, decode_s=6300.0, reader_cores=1.8), replace(GPU, workers=64)
+        ),
+        *("data-bound (decoding)", "training.workers=2", "64 readers share 2 processors"),
+    ),
+    Situation(
+        "two readers are stopped, and the batches ahead still last",
+        lambda p: judged(window(stopped_readers=2)),
+        *("compute-bound", NOTHING, "SIGSTOP"),
+    ),
+    Situation(
+        "two readers are stopped, and the trainer starves",
+        lambda p: judged(hungry(decode_s=20.0, reader_cores=0.3, stopped_readers=2)),
+        *("data-bound (readers stopped)", NOTHING, "kill -CONT"),
+    ),
+    Situation(
+        "a reader is stopped for 10 s",
+        lambda p: noticed(processes_for(15, "stopped")),
+        *("a line", NOTHING, "kill -CONT 11"),
+    ),
+    Situation(
+        "a validation of 90 s within 100 s",
+        lambda p: judged(window(other_s=91.0, pause_s=90.0, full_s=99.0)),
+        *("compute-bound", NOTHING),
+    ),
+    Situation(
+        "saves to a slow disk take 30 s of 100 s",
+        lambda p: judged(window(other_s=31.0, pause_s=30.0)),
+        *("compute-bound", NOTHING),
+    ),
+    Situation(
+        "a gap of 12 s in 100 s while one segment of Ray hands over to the next",
+        lambda p: judged(window(data_s=12.0, starved_s=12.0, full_s=80.0, ran_empty=2)),
+        *("compute-bound", NOTHING),
+    ),
+    Situation(
+        "a store of 144 ms a request, at 10 MB/s",
+        lambda p: judged(far()),
+        *("data-bound (store latency)", "data.store.requests=32"),
+    ),
+    Situation(
+        "a store that refuses one request in seven",
+        lambda p: judged(far(retries=3000)),
+        *("data-bound (store latency)", "data.store.requests=8", "15.0 % of the requests again"),
+    ),
+    Situation(
+        "a link of 1 Gbit/s that is full",
+        lambda p: judged(far(bytes_fetched=10**10)),
+        *("data-bound (reading)", NOTHING, "data.store.cache_dir"),
+    ),
+    Situation(
+        "a slow NFS: readers busy, their processors idle",
+        lambda p: judged(hungry(reader_cores=0.3)),
+        *("data-bound (reading)", NOTHING, "vesuvius volume copy"),
+    ),
+    Situation(
+        "a CPU as the device, computing all the time",
+        lambda p: judged(window(vram_share=None), CPU),
+        *("compute-bound", NOTHING, "the device is a CPU"),
+    ),
+    Situation(
+        "a GPU with work queued whose kernels run 40 % of the time",
+        lambda p: judged(window(gpu_busy=0.4), replace(GPU, compile=False)),
+        *("host-bound", "training.compile=true"),
+    ),
+    Situation(
+        "too little prefetch while memory is short",
+        lambda p: judged(hungry(data_s=30.0, full_s=40.0, starved_s=50.0), replace(GPU, memory_is_short=True)),
+        *("data-bound (prefetch too small)", NOTHING, "memory is short"),
+    ),
+    # GPUs
+    Situation("a GPU at its power limit", lambda p: noticed(gpu_for(60, power_capped=True)), *(NOTHING, NOTHING)),
+    Situation(
+        "a GPU that its power supply slows down",
+        lambda p: noticed(gpu_for(60, slowed_by=("power brake (of the power supply)",))),
+        *("gpu_slowed", NOTHING, "power brake"),
+    ),
+    Situation(
+        "a GPU that falls off the bus (XID 79)",
+        lambda p: noticed(gpu_for(2, xids=(79,))),
+        *("gpu_xid", NOTHING, "fallen off the bus"),
+    ),
+    # silence
+    Situation(
+        "a validation of 40 minutes that makes progress",
+        lambda p: silent(p, lambda dog, clock: pass_time(dog, clock, 2400, 60, "validation"), "validation", "it"),
+        *("at work", NOTHING),
+    ),
+    Situation(
+        "no batch for six minutes: the store is away, `outage_minutes` is 60",
+        lambda p: silent(p, lambda dog, clock: pass_time(dog, clock, 360), "batch", "regions to be read (s3://x away)"),
+        *("hung", NOTHING, "s3://x away"),
+    ),
+    Situation(
+        "the whole run is stopped for an hour (SIGSTOP, a suspended machine)",
+        lambda p: silent(p, suspend, "batch", "the readers"),
+        *("at work", NOTHING),
+    ),
+    # deaths
+    Situation(
+        "the kernel counts a kill in the cgroup",
+        lambda p: died(KillCounts(cgroup=1)),
+        *("cgroup", "less memory", "most likely this one"),
+    ),
+    Situation(
+        "a container was killed at 94 % and started again: its own count is new",
+        lambda p: died(KillCounts(5, 9, "/pod/b").since(KillCounts(5, 8, "/pod/a")), killer_used_bytes=15 * GIB),
+        *("cgroup", "less memory", "nearly full"),
+    ),
+    Situation(
+        "preempted by a scheduler, with memory at 38 %",
+        lambda p: died(KillCounts(cgroup=0, machine=0)),
+        *("signal", NOTHING, "nothing of the configuration"),
+    ),
+    Situation(
+        "killed by systemd-oomd at 99 %: the kernel counts nothing",
+        lambda p: died(KillCounts(cgroup=0, machine=0), killer_used_bytes=int(15.9 * GIB)),
+        *("signal", "less memory", "systemd-oomd"),
+    ),
+]
+
+
+@pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.what)
+def test_a_situation_is_judged_as_somebody_who_knows_would(situation: Situation, tmp_path: Path) -> None:
+    found = situation.made(tmp_path)
+    assert (found.says, found.does) == (situation.says, situation.does), found.line
+    assert situation.words in found.line
+
+
+def test_the_manual_lists_these_situations() -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text()
+    missing = [s.what for s in SITUATIONS if f"| {s.what} | {s.says} | {s.does} |" not in manual]
+    assert len(SITUATIONS) >= 30
+    assert not missing

@@ -1,0 +1,409 @@
+"""Verdicts on windows made up so that one thing holds the run up."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vesuvius.config import MonitorConfig
+from vesuvius.monitor.verdict import Verdict, judge
+from vesuvius.monitor.window import Knobs, Thresholds, Window
+
+GPU = Knobs(
+    on_gpu=True,
+    amp="auto",
+    compile=True,
+    channels_last=True,
+    cudnn_benchmark=True,
+    deterministic=False,
+    train_batch_size=2,
+    accumulate_steps=1,
+    workers=2,
+    prefetch_factor=2,
+    prefetch_limit_mib=None,
+    requests=16,
+    cached=False,
+)
+CPU = replace(GPU, on_gpu=False, amp="off", compile=False, channels_last=False)
+
+
+def window(**figures: Any) -> Window:
+    """100 s of 50 steps, computing but for what `figures` say; the readers are idle and the batches are there."""
+    waits = {name: figures.pop(name, 0.0) for name in ("data_s", "h2d_s", "other_s", "comm_s", "pause_s")}
+    computed = 100 - sum(waits.values()) + waits["pause_s"]
+    healthy: dict[str, Any] = {
+        "steps": 50,
+        "step_s": 100.0,
+        "forward_s": 0.3 * computed,
+        "backward_s": 0.6 * computed,
+        "optimizer_s": 0.1 * computed,
+        "step_p50_s": 2.0,
+        "step_p95_s": 2.5,
+        "read_s": None,
+        "decode_s": 10.0,
+        "bytes_read": 10**9,
+        "bytes_fetched": 0,
+        "requests": 0,
+        "retries": 0,
+        "cut_s": 1.0,
+        "starved_s": 1.0,
+        "full_s": 98.0,
+        "batches": 50,
+        "ran_empty": 0,
+        "delivered_bytes": 50 * 10**6,
+        "cores": 12,
+        "idle_cores": 8.0,
+        "reader_cores": 0.2,
+        "vram_share": 0.9,
+    }
+    return Window(**(healthy | waits | figures))
+
+
+def hungry(**figures: Any) -> Window:
+    """The device waits for data 60 s of 100, because readers that decode all the time cannot keep up."""
+    starved: dict[str, Any] = {
+        "data_s": 60.0,
+        "decode_s": 196.0,
+        "cut_s": 2.0,
+        "starved_s": 97.0,
+        "full_s": 0.5,
+        "ran_empty": 45,
+        "reader_cores": 1.9,
+    }
+    return window(**(starved | figures))
+
+
+def far(**figures: Any) -> Window:
+    """The same, but the readers wait for a store: 20,000 requests of 50 kB, with 16 at once per reader."""
+    remote = {"read_s": 180.0, "decode_s": 15.0, "requests": 20_000, "bytes_fetched": 10**9, "reader_cores": 0.3}
+    return hungry(**(remote | figures))
+
+
+# ---- compute-bound
+
+
+def test_a_device_that_computes_is_compute_bound_and_needs_nothing() -> None:
+    found = judge(window(data_s=1.2), GPU)
+    assert (found.kind, found.cause, found.overrides) == ("compute-bound", None, ())
+    assert found.line(100, 128000) == (
+        "Verdict step 100/128000 compute-bound: computed 98.8 % of the time (good: above 80 %; forward 30 % backward "
+        "60 % optimizer 10 %), waited for data 1.2 %; step p50 2 s, p95 2.5 s; nothing to change: the device computes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("knobs", "overrides"),
+    [
+        ({"amp": "off", "compile": False}, ("training.amp=auto",)),
+        ({"compile": False, "channels_last": False}, ("training.compile=true",)),
+        ({"channels_last": False, "cudnn_benchmark": False}, ("training.channels_last=true",)),
+        ({"cudnn_benchmark": False}, ("training.cudnn_benchmark=true",)),
+        ({"cudnn_benchmark": False, "deterministic": True}, ()),
+    ],
+)
+def test_a_computing_gpu_gets_the_first_switch_that_is_off(knobs: dict[str, Any], overrides: tuple[str, ...]) -> None:
+    assert judge(window(), replace(GPU, **knobs)).overrides == overrides
+
+
+def test_free_memory_is_for_a_larger_micro_batch_of_the_same_effective_batch() -> None:
+    halves = replace(GPU, accumulate_steps=4)
+    assert judge(window(vram_share=0.9), halves).overrides == ()
+    assert judge(window(vram_share=0.3), halves).overrides == (
+        "training.train_batch_size=4",
+        "training.accumulate_steps=2",
+    )
+    whole = judge(window(vram_share=0.3), GPU)
+    assert whole.overrides == (), "twice the effective batch would be another experiment"
+    assert "70 % of its memory is free" in whole.advice
+
+
+def test_a_cpu_that_computes_is_told_apart_from_a_gpu() -> None:
+    found = judge(window(vram_share=None), CPU)
+    assert (found.kind, found.overrides) == ("compute-bound", ())
+    assert found.advice == "nothing to change: the device is a CPU"
+
+
+def test_small_waits_of_every_kind_are_still_compute_bound() -> None:
+    assert judge(window(data_s=14.0, h2d_s=14.0, other_s=14.0), GPU).kind == "compute-bound"
+    assert judge(window(data_s=16.0, h2d_s=14.0, other_s=14.0), GPU).kind == "data-bound"
+
+
+def test_the_thresholds_can_be_changed() -> None:
+    assert judge(hungry(data_s=10.0), GPU).kind == "compute-bound"
+    assert judge(hungry(data_s=10.0), GPU, Thresholds(0.05, 0.95)).kind == "data-bound"
+
+
+def test_a_validation_is_neither_host_bound_nor_held_against_the_readers() -> None:
+    """90 of the 100 s are a pause, in which all places ahead are full and the readers idle."""
+    calm = judge(window(other_s=91.0, pause_s=90.0, full_s=99.0), GPU)
+    assert calm.kind == "compute-bound"
+    assert "computed 90.0 %" in calm.evidence
+    found = judge(hungry(other_s=90.0, pause_s=90.0, data_s=6.0, full_s=90.0, starved_s=9.0, decode_s=19.0), GPU)
+    assert (found.kind, found.cause) == ("data-bound", "workers too few")
+    assert "readers busy 95.0 %" in found.evidence
+
+
+# ---- data-bound
+
+
+def test_busy_readers_beside_idle_cores_are_too_few() -> None:
+    found = judge(hungry(idle_cores=5.1), GPU)
+    assert (found.kind, found.cause, found.overrides) == ("data-bound", "workers too few", ("training.workers=4",))
+    assert found.line(1200, 128000) == (
+        "Verdict step 1200/128000 data-bound (workers too few): waited for data 60.0 % of the time (good: below 15 %), "
+        "readers busy 98.0 %, 5.1 cores idle; step p50 2 s, p95 2.5 s; try training.workers=4"
+    )
+
+
+@pytest.mark.parametrize(("idle", "workers"), [(1.2, 5), (3.9, 7), (9.0, 8)])
+def test_as_many_workers_are_tried_as_cores_are_idle_but_no_more_than_twice(idle: float, workers: int) -> None:
+    busy = hungry(idle_cores=idle, decode_s=390.0, reader_cores=3.9)
+    assert judge(busy, replace(GPU, workers=4)).overrides == (f"training.workers={workers}",)
+
+
+def test_busy_readers_without_an_idle_core_are_decoding() -> None:
+    found = judge(hungry(idle_cores=0.4), GPU)
+    assert (found.kind, found.cause, found.overrides) == ("data-bound", "decoding", ())
+    assert "no processor is left" in found.advice
+    assert "data.patches_per_region" in found.advice
+
+
+def test_cores_nobody_measured_are_those_beyond_trainer_and_readers() -> None:
+    unknown = hungry(idle_cores=None, reader_cores=None, cores=4)
+    assert judge(unknown, GPU).overrides == ("training.workers=3",)
+    assert judge(replace(unknown, cores=3), GPU).cause == "decoding"
+
+
+def test_idle_cores_of_others_are_not_ours() -> None:
+    """A container of two processors on a machine with many."""
+    busy = hungry(idle_cores=60.0, cores=2, decode_s=390.0, reader_cores=3.9)
+    assert judge(busy, replace(GPU, workers=4)).overrides == ("training.workers=6",)
+
+
+def test_what_the_run_itself_uses_of_its_quota_is_not_idle() -> None:
+    """A pod of four processors on a machine with 64: its readers use them up, and 58 stand idle beside it."""
+    pod = hungry(idle_cores=58.0, cores=4, own_cores=3.9, decode_s=390.0, reader_cores=3.8)
+    found = judge(pod, replace(GPU, workers=4))
+    assert (found.cause, found.overrides) == ("decoding", ())
+    assert "0.1 cores idle" in found.evidence
+
+
+def test_a_quota_that_is_used_up_is_said_and_leaves_no_processor() -> None:
+    pod = hungry(idle_cores=58.0, cores=4, own_cores=2.0, decode_s=390.0, reader_cores=1.9, throttled_share=0.4)
+    found = judge(pod, replace(GPU, workers=4))
+    assert (found.cause, found.overrides) == ("decoding", ())
+    assert "quota of 4 processors was used up in 40.0 % of its periods" in found.evidence
+    assert "periods" not in judge(replace(pod, throttled_share=0.01), GPU).evidence
+    assert "used up in 40.0 %" in judge(window(throttled_share=0.4), GPU).evidence
+
+
+def test_readers_that_a_signal_holds_are_said_and_blamed() -> None:
+    calm = judge(window(stopped_readers=2), GPU)
+    assert calm.kind == "compute-bound"
+    assert "SIGSTOP" in calm.evidence
+    assert "-CONT" in calm.advice
+    idle = hungry(decode_s=20.0, reader_cores=0.3)
+    assert judge(idle, GPU).cause == "handing over"
+    held = judge(replace(idle, stopped_readers=2), GPU)
+    assert (held.cause, held.overrides) == ("readers stopped", ())
+
+
+def test_readers_that_wait_for_the_disk_are_reading() -> None:
+    found = judge(hungry(reader_cores=0.3), GPU)
+    assert (found.cause, found.overrides) == ("reading", ())
+    assert "readers busy 98.0 % but their processors 15.0 %" in found.evidence
+    assert "vesuvius volume copy" in found.advice
+    assert judge(hungry(reader_cores=0.3, idle_cores=0.2), GPU).cause == "decoding", "they wait for a processor"
+
+
+def test_slow_requests_that_do_not_fill_the_link_are_latency() -> None:
+    found = judge(far(), GPU)
+    assert (found.cause, found.overrides) == ("store latency", ("data.store.requests=32",))
+    # 180 s of waiting with 16 in flight for 20,000 of them
+    assert "144 ms for a request of 0.05 MB, 10 MB/s in all" in found.evidence
+
+
+def test_requests_are_doubled_until_that_has_been_tried_enough() -> None:
+    assert judge(far(), replace(GPU, requests=48)).overrides == ("data.store.requests=64",)
+    found = judge(far(), replace(GPU, requests=64))
+    assert (found.cause, found.overrides) == ("reading", ())
+
+
+def test_a_link_that_is_used_up_is_reading() -> None:
+    found = judge(far(bytes_fetched=10**10), GPU)
+    assert (found.cause, found.overrides) == ("reading", ())
+    assert "100 MB/s in all" in found.evidence
+    assert "data.store.cache_dir" in found.advice
+    assert "data.store.cache_dir" not in judge(far(bytes_fetched=10**10), replace(GPU, cached=True)).advice
+    assert judge(far(bytes_fetched=10**10), GPU, Thresholds(link_bytes_s=1.25e9)).cause == "store latency"
+
+
+def test_a_store_that_refuses_is_asked_less() -> None:
+    found = judge(far(retries=3000), GPU)
+    assert (found.cause, found.overrides) == ("store latency", ("data.store.requests=8",))
+    assert "15.0 % of the requests again" in found.evidence
+
+
+def test_remote_chunks_that_decode_slowly_are_no_matter_of_the_store() -> None:
+    assert judge(far(read_s=20.0, decode_s=170.0, reader_cores=1.7), GPU).cause == "workers too few"
+
+
+def test_a_buffer_that_was_full_and_ran_empty_is_too_small() -> None:
+    found = judge(hungry(data_s=30.0, full_s=40.0, starved_s=50.0), GPU)
+    assert (found.cause, found.overrides) == ("prefetch too small", ("training.prefetch_factor=4",))
+    assert "full for 40.0 % of it and empty for 45 of 50 batches" in found.evidence
+    capped = judge(hungry(data_s=30.0, full_s=40.0), replace(GPU, prefetch_limit_mib=512))
+    assert capped.overrides == ("training.prefetch_mib=1024",), "the factor would change nothing"
+
+
+def test_a_buffer_that_was_hardly_ever_full_is_not_too_small() -> None:
+    """Without any limit the feeder could have saved 5 s of 60."""
+    assert judge(hungry(full_s=5.0), GPU).cause == "workers too few"
+
+
+def test_a_trainer_that_reads_itself_gets_readers() -> None:
+    alone = replace(GPU, workers=0)
+    assert judge(hungry(decode_s=97.0, reader_cores=None), alone).overrides == ("training.workers=2",)
+    assert judge(hungry(decode_s=97.0, reader_cores=None, idle_cores=0.2), alone).cause == "decoding"
+    assert judge(far(read_s=90.0, decode_s=5.0), alone).overrides == ("data.store.requests=32",)
+
+
+def test_idle_readers_and_a_feeder_that_waits_blame_the_way_between() -> None:
+    found = judge(hungry(decode_s=20.0, reader_cores=0.3), GPU)
+    assert (found.cause, found.overrides) == ("handing over", ())
+    assert judge(hungry(decode_s=20.0, reader_cores=1.8), GPU).cause == "workers too few", "they are busy, with what"
+
+
+def test_a_feeder_that_cuts_all_the_time_is_the_cause() -> None:
+    found = judge(hungry(cut_s=90.0, starved_s=5.0), GPU)
+    assert (found.cause, found.overrides) == ("cutting", ())
+
+
+# ---- the others
+
+
+def test_a_device_that_waits_for_copies_is_transfer_bound() -> None:
+    found = judge(window(h2d_s=40.0), GPU)
+    assert (found.kind, found.cause, found.overrides) == ("transfer-bound", None, ())
+    assert "waited for copies to the device 40.0 % of the time (good: below 15 %), 1 MB a step" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("knobs", "overrides"),
+    [
+        ({"workers": 0, "compile": False}, ("training.workers=2",)),
+        ({"compile": False}, ("training.compile=true",)),
+        ({"accumulate_steps": 2}, ("training.train_batch_size=4", "training.accumulate_steps=1")),
+        ({}, ()),
+        ({"on_gpu": False, "compile": False}, ()),
+    ],
+)
+def test_a_device_that_waits_for_the_host_is_host_bound(knobs: dict[str, Any], overrides: tuple[str, ...]) -> None:
+    found = judge(window(other_s=40.0, vram_share=0.2), replace(GPU, **knobs))
+    assert (found.kind, found.cause, found.overrides) == ("host-bound", None, overrides)
+    assert "waited for the host 40.0 %" in found.evidence
+
+
+def test_the_longest_wait_names_the_kind() -> None:
+    assert judge(hungry(data_s=30.0, h2d_s=20.0, other_s=25.0), GPU).kind == "data-bound"
+    assert judge(hungry(data_s=20.0, h2d_s=30.0, other_s=25.0), GPU).kind == "transfer-bound"
+    assert judge(hungry(data_s=20.0, h2d_s=25.0, other_s=30.0), GPU).kind == "host-bound"
+
+
+def seconds(most: float = 300.0) -> st.SearchStrategy[float]:
+    return st.floats(0, most)
+
+
+@given(
+    waits=st.fixed_dictionaries({n: seconds(30) for n in ("data_s", "h2d_s", "other_s")}),
+    readers=st.fixed_dictionaries(
+        {
+            "read_s": st.none() | seconds(),
+            "decode_s": seconds(),
+            "requests": st.integers(0, 10**5),
+            "retries": st.integers(0, 10**5),
+            "bytes_fetched": st.integers(0, 10**11),
+            "cut_s": seconds(100),
+            "starved_s": seconds(100),
+            "full_s": seconds(100),
+            "batches": st.integers(0, 50),
+            "ran_empty": st.integers(0, 50),
+            "idle_cores": st.none() | seconds(64),
+            "reader_cores": st.none() | seconds(64),
+            "vram_share": st.none() | st.floats(0, 1),
+        }
+    ),
+    knobs=st.builds(
+        Knobs,
+        on_gpu=st.booleans(),
+        amp=st.sampled_from(["auto", "off"]),
+        compile=st.booleans(),
+        channels_last=st.booleans(),
+        cudnn_benchmark=st.booleans(),
+        deterministic=st.booleans(),
+        train_batch_size=st.integers(1, 8),
+        accumulate_steps=st.integers(1, 8),
+        workers=st.integers(0, 16),
+        prefetch_factor=st.integers(1, 8),
+        prefetch_limit_mib=st.none() | st.integers(1, 4096),
+        requests=st.integers(1, 256),
+        cached=st.booleans(),
+    ),
+)
+def test_every_window_gets_one_plain_line_and_a_record_whatever_its_figures(
+    waits: dict[str, float], readers: dict[str, Any], knobs: Knobs
+) -> None:
+    found: Verdict = judge(window(**waits, **readers), knobs)
+    line = found.line(7, 10)
+    assert line.isascii()
+    assert "\n" not in line
+    assert not re.search(r"killed|oom|out of memory|error|warn", line, re.IGNORECASE), line
+    assert (found.cause is None) == (found.kind != "data-bound")
+    assert all(re.fullmatch(r"(training|data\.store)\.\w+=\w+", override) for override in found.overrides)
+    assert json.loads(json.dumps(found.record()))["bound"] == found.kind
+
+
+def test_the_record_holds_every_figure_unrounded() -> None:
+    found = judge(hungry(data_s=60.123456789), GPU)
+    record = found.record()
+    assert record["data_s"] == 60.123456789
+    assert record["data_share"] == 60.123456789 / 100
+    assert (record["bound"], record["cause"]) == ("data-bound", "workers too few")
+    assert record["overrides"] == ["training.workers=4"]
+    assert record["step_p95_s"] == 2.5
+
+
+def test_where_memory_is_short_nothing_that_takes_more_is_proposed() -> None:
+    short = replace(GPU, memory_is_short=True)
+    for found in (judge(hungry(), short), judge(hungry(data_s=30.0, full_s=40.0, starved_s=50.0), short)):
+        assert found.overrides == ()
+        assert "memory is short" in found.advice
+    assert judge(hungry(), GPU).overrides, "with memory to spare there is something to try"
+
+
+def test_a_rank_that_waits_for_others_is_comm_bound_and_is_told_whose_verdict_to_read() -> None:
+    found = judge(hungry(data_s=10.0, comm_s=45.0), GPU)
+    assert (found.kind, found.cause, found.overrides) == ("comm-bound", None, ())
+    assert "waited for other ranks 45.0 % of the time" in found.evidence
+    assert "slowest" in found.advice
+    assert judge(hungry(data_s=45.0, comm_s=10.0), GPU).kind == "data-bound"
+
+
+def test_a_gpu_whose_kernels_wait_to_be_launched_is_host_bound() -> None:
+    """Events span the gaps between kernels; NVML does not."""
+    launching = judge(window(gpu_busy=0.4), replace(GPU, compile=False))
+    assert (launching.kind, launching.overrides) == ("host-bound", ("training.compile=true",))
+    assert "kernels ran only 40.0 %" in launching.evidence
+    assert judge(window(gpu_busy=0.9), GPU).kind == "compute-bound"
+    assert judge(window(gpu_busy=None), GPU).kind == "compute-bound"
+
+
+def test_what_is_good_is_what_the_config_says() -> None:
+    config, thresholds = MonitorConfig(), Thresholds()
+    assert (thresholds.data_share_good, thresholds.gpu_share_good) == (config.data_share_good, config.gpu_share_good)

@@ -1,0 +1,321 @@
+"""`vesuvius report`: figures against records whose sums are known; the page is read back by an HTML parser."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.recorded_runs import (
+    BEGAN,
+    GIB,
+    run_end,
+    run_start,
+    step,
+    system,
+    validation,
+    verdict,
+    write_preview,
+    write_run,
+)  # fmt: skip
+from vesuvius.commands import report as command
+from vesuvius.errors import EXIT_NO_RUN, EXIT_OK
+from vesuvius.report.compare import comparison, named_apart
+from vesuvius.report.curves import Chart, banded
+from vesuvius.report.html import render_html
+from vesuvius.report.model import NOT_KNOWN, RunReport, Table, build
+from vesuvius.report.records import read_run
+from vesuvius.report.svg import draw, off_scale, y_range
+
+VOID = {"meta", "img", "br", "circle", "path"}
+
+
+class Page(HTMLParser):
+    """What a browser makes of the page: its text, and that every element is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.text += data
+
+
+def reported(run: Path) -> RunReport:
+    return build(read_run(run))
+
+
+def page_of(*reports: RunReport) -> Page:
+    named = named_apart(reports)
+    return Page(render_html(named, *comparison(named), [], "made"))
+
+
+def test_parts_of_the_time_add_up_and_the_first_step_is_its_own(tmp_path: Path) -> None:
+    start = step(1, step_s=31.0, data_s=30.5)
+    paused = step(3, step_s=10.5, other_s=10.04, pause_s=10.0)
+    report = reported(write_run(tmp_path / "tiny", [run_start(), start, step(2), paused, step(4)]))
+    seconds = {part.name: part.total_s for part in report.parts}
+    work = {"data wait": 0.3, "transfer to the device": 0.03, "forward": 0.3, "backward": 0.6}
+    work |= {"optimizer, clipping, EMA": 0.15, "host: what is left": 0.12}
+    assert seconds == pytest.approx(work | {"first step of each session": 31.0, "pauses": 10.0})
+    assert sum(part.share for part in report.parts) == pytest.approx(1.0)
+    assert [(target.found, target.met) for target in report.targets] == [
+        ("70 %", False), ("20 %", False), ("2 %", True), ("8 %", True)
+    ]  # fmt: skip
+    assert report.facts["samples/s, without pauses and first steps"] == "8.00"
+
+
+def test_what_a_resume_supersedes_is_in_neither_curve_nor_sum(tmp_path: Path) -> None:
+    first = [
+        run_start(),
+        *(step(n, loss=100.0 if n > 5 else 1.0) for n in range(1, 9)),
+        run_end(8, BEGAN + 9, 1, "crash"),
+    ]
+    again = [run_start(5, 2, BEGAN + 20), *(step(n, time=BEGAN + 15 + n, loss=2.0) for n in range(6, 11))]
+    systems = [system(n, used_gib=7.0 if n > 5 else 1.0) for n in range(1, 9)]
+    systems += [system(0, time=BEGAN + 20.5), *(system(n, time=BEGAN + 15 + n) for n in range(6, 11))]
+    report = reported(write_run(tmp_path / "tiny", first + again, systems))
+    charts = {chart.key: chart.series[0] for chart in report.charts}
+    assert charts["loss"].x.tolist() == list(range(1, 11))
+    assert charts["loss"].high.max() == 2.0
+    assert charts["ram"].high.max() == pytest.approx(1.1)
+    assert (np.diff(charts["ram"].x) >= 0).all()  # a session's first record, of step 0, stands where the run was
+    (sessions,) = [table.rows for table in report.tables if table.title == "Sessions"]
+    assert [row[2:] for row in sessions] == [("0", "8", "exit code 1: crash"), ("5", NOT_KNOWN, NOT_KNOWN)]
+
+
+def test_a_spike_of_one_step_is_seen_among_thousands() -> None:
+    values = np.ones(50_000)
+    values[31_415] = 1000.0
+    series = banded("loss", np.arange(50_000), values)
+    assert series is not None
+    assert len(series.x) <= 240
+    assert (series.low.min(), series.high.max()) == (1.0, 1000.0)
+    assert series.mid.mean() == pytest.approx(values.mean(), rel=1e-3)
+    drawn = draw(chart := Chart("loss", "Loss", "loss", (series,)))
+    assert off_scale(chart) == 1000.0
+    assert y_range(chart)[1] < 20  # else the other 49,999 are a flat line
+    assert drawn.count('class="spike') == 1
+    assert len(drawn) < 12_000
+
+
+def test_curves_lie_where_their_values_are() -> None:
+    series = banded("x", [0, 10], [0.0, 4.0])
+    assert series is not None
+    chart = Chart("x", "X", "s", (series,))
+    (path,) = re.findall(r'class="line c0" d="M([\d. ]+)"', draw(chart))
+    x0, y0, x1, y1 = map(float, path.split())
+    ticks = {
+        float(v): float(y) - 3.5 for y, v in re.findall(r'y="([\d.]+)" text-anchor="end">([\d.]+)</text>', draw(chart))
+    }
+    assert (x0, x1) == (46.0, 392.0)
+    assert y0 == pytest.approx(ticks[0.0], abs=0.1)
+    assert y1 == pytest.approx(ticks[4.0], abs=0.1)
+
+
+def test_what_is_not_known_is_neither_zero_nor_drawn(tmp_path: Path) -> None:
+    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1, loss=None), step(2, loss=0.5)]))
+    assert report.facts["VRAM at its peak"] == NOT_KNOWN
+    assert report.facts["best validation (error over that of the best linear filter)"] == NOT_KNOWN
+    charts = {chart.key: chart for chart in report.charts}
+    assert charts["loss"].series[0].x.tolist() == [2.0]
+    assert "vram" not in charts
+    assert charts["ram"].series[0].mid.tolist() == [2.0, 2.0]  # GiB, of the steps: the monitor has written nothing
+
+
+@pytest.mark.parametrize("metrics", ["", '{"kind": "step", "st', "[1]\n7\n{}\n", '{"kind": "step", "step": null}\n'])
+def test_a_run_without_a_whole_record_has_a_page(tmp_path: Path, metrics: str) -> None:
+    run = write_run(tmp_path / "tiny", [])
+    (run / "metrics.jsonl").write_text(metrics)
+    report = reported(run)
+    assert report.parts == ()
+    assert report.facts["steps"] == NOT_KNOWN
+    assert "no verdict was recorded" in page_of(report).text
+
+
+def test_the_first_facts_say_how_far_it_is_what_is_left_and_what_happened(tmp_path: Path) -> None:
+    begun = [run_start(), step(1), step(2, eta_s=7200.0)]
+    assert reported(write_run(tmp_path / "tiny", begun)).facts["time left"] == "2h00m"
+    saved = {"kind": "checkpoint", "time": BEGAN, "step": 2, "saved_time": BEGAN}
+    events = [
+        {"kind": "event", "time": BEGAN, "step": 2, "event": each} for each in ("quarantine", "hang", "quarantine")
+    ]
+    facts = reported(write_run(tmp_path / "other", [*begun, saved, *events, step(3, steps=3, eta_s=None)])).facts
+    assert list(facts)[:5] == ["state", "steps", "time left", "last checkpoint", "events"]
+    assert facts["time left"] == "none"
+    assert facts["last checkpoint"].startswith("step 2, 20")
+    assert facts["events"] == "3: quarantine 2, hang 1"
+    bare = reported(write_run(tmp_path / "bare", [run_start()])).facts
+    assert (bare["time left"], bare["last checkpoint"], bare["events"]) == (NOT_KNOWN, "none was recorded", "none")
+
+
+def test_a_table_draws_its_figures_as_bars_of_their_length(tmp_path: Path) -> None:
+    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1)]))
+    table = Table("Operators", ("name",), (("conv",), ("add",)), bars=(8.0, 2.0))
+    html = render_html([replace(report, tables=(table,))], (), (), [], "made")
+    rows = html.partition("<h2>Operators</h2>")[2].partition("</table>")[0].split("<tr>")[2:]
+    found = [re.findall(r"<td>(\w+)</td><td><span class=\"meter b2\" style=\"width:([\d.]+)%", row) for row in rows]
+    assert found == [[("conv", "100.0")], [("add", "25.0")]]
+    assert html.count('class="meter') == 2
+
+
+def test_a_torn_last_line_costs_that_line_alone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), *(step(n) for n in range(1, 5))])
+    text = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(text[:-40])
+    assert reported(run).facts["steps"] == "3 of 100000"
+
+
+def test_validation_by_noise_level_and_its_best_step(tmp_path: Path) -> None:
+    validations = [validation(1, 0.9), validation(2, 0.6), validation(3, 0.7)]
+    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1), step(2), step(3), *validations]))
+    (bins,) = [chart for chart in report.charts if chart.key == "bins"]
+    assert [(s.label, s.mid.tolist()) for s in bins.series] == [
+        ("t 0 to 499", [0.9, 0.6, 0.7]), ("t 500 to 999", [0.45, 0.3, 0.35])
+    ]  # fmt: skip
+    assert report.facts["best validation (error over that of the best linear filter)"] == "0.600 at step 2"
+
+
+def test_each_reader_has_a_curve_and_many_have_a_band(tmp_path: Path) -> None:
+    two = reported(write_run(tmp_path / "two", [run_start(), step(1)], [system(1), system(2)]))
+    sizes = {str(pid): pid * GIB for pid in range(1, 21)}
+    many = reported(write_run(tmp_path / "many", [run_start(), step(1)], [system(1, readers=sizes)]))
+    (curves,), (band,) = ([c for c in report.charts if c.key == "readers"] for report in (two, many))
+    assert [series.mid.tolist() for series in curves.series] == [[0.25, 0.25], [0.5, 0.5]]
+    assert [(s.low[0], s.mid[0], s.high[0]) for s in band.series] == [(1.0, 10.5, 20.0)]
+
+
+def test_the_page_shows_text_as_text_and_loads_nothing(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\"'&\x00"
+    event = {"kind": "event", "time": BEGAN, "event": evil, "step": 1, "text": evil}
+    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1), event, verdict(1, text=evil)], name="n" * 60))
+    page = page_of(report)
+    assert "script" not in [tag for tag, _ in page.tags]
+    assert page.text.count("<script>alert(1)</script>\"'&?") == 4
+    for _, attributes in page.tags:
+        assert not any(str(value).startswith(("http", "//", "file")) for value in attributes.values())
+        assert not any(name.startswith("on") for name in attributes)
+
+
+def test_each_rank_has_a_row_and_its_records_are_no_events(tmp_path: Path) -> None:
+    def ranks(number: int, slowest: int, comm_s: tuple[float, float]) -> dict[str, object]:
+        times = [
+            {
+                "step": number,
+                "step_s": 1.0,
+                "comm_s": wait,
+                "pause_s": 0.0,
+                "node": f"n{rank}",
+                "trainer_bytes": rank * GIB,
+            }
+            for rank, wait in enumerate(comm_s)
+        ]
+        return {"kind": "ranks", "time": BEGAN + number, "step": number, "slowest": slowest, "times": times}
+
+    records = [run_start(), step(1), ranks(1, 1, (0.4, 0.0)), step(2), ranks(2, 1, (0.2, 0.0)), step(3)]
+    tables = {table.title: table for table in reported(write_run(tmp_path / "tiny", records)).tables}
+    assert "Events" not in tables
+    rows = tables["Ranks"].rows
+    assert [row[:2] for row in rows] == [("0", "n0"), ("1", "n1")]
+    assert rows[1][2] == "1.00 GiB"
+    assert [row[4:] for row in rows] == [("0.300", "0 of 2"), ("0.00", "2 of 2")]
+    assert "Ranks" not in {
+        table.title for table in reported(write_run(tmp_path / "one", [run_start(), step(1)])).tables
+    }
+
+
+def test_two_runs_are_compared_in_what_differs_alone(tmp_path: Path) -> None:
+    for name, rate in (("a", 4), ("b", 8)):
+        keys = {"seed": rate, "name": "same"}
+        write_run(tmp_path / name, [run_start(), *(step(n, samples=rate) for n in range(1, 4))], **keys)
+    reports = named_apart([reported(tmp_path / name) for name in "ab"])
+    results, config = comparison(reports)[0]
+    assert ("samples/s, without pauses and first steps", "8.00", "16.0") in results.rows
+    assert "sessions" not in [row[0] for row in results.rows]
+    assert config.rows == (("seed", "4", "8"),)
+    assert results.columns == ("", f"same ({tmp_path / 'a'})", f"same ({tmp_path / 'b'})")
+    overlaid = {chart.key: chart for chart in comparison(reports)[1]}
+    assert [series.mid[0] for series in overlaid["samples_s"].series] == [8.0, 16.0]
+    assert "same" in page_of(*reports).text
+
+
+def test_the_command_writes_a_folder_of_its_own_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    previews = [write_preview(run, n) for n in (1, 2)]
+    (run / previews[0]["picture"]).write_bytes(b"no picture")
+    write_run(run, [run_start(), step(1), step(2), *previews])
+    assert [command.main(["tiny"]), command.main(["tiny"])] == [EXIT_OK, EXIT_OK]
+    pages = sorted(run.glob("reports/*/report.html"))
+    assert len(pages) == 2
+    assert str(pages[0]) in capsys.readouterr().out
+    page = Page(pages[0].read_text())
+    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert str(image["src"]).startswith("data:image/jpeg;base64,")
+    assert page.text.count("the picture cannot be read") == 1
+    text = pages[0].with_name("report.md").read_text()
+    assert "| steps | 2 of 100000 |" in text
+    assert command.main(["other"]) == EXIT_NO_RUN
+
+
+def _long_run(count: int) -> Iterator[dict[str, object]]:
+    noise = np.random.default_rng(0).lognormal(size=(count, 4)).tolist()
+    yield run_start()
+    for number, (a, b, c, d) in enumerate(noise, 1):
+        yield step(number, loss=a, grad_norm=b, data_s=c / 10, step_s=0.4 + c / 10, lr=d)
+        if number % 100 == 0:
+            yield verdict(number)
+        if number % 1000 == 0:
+            yield validation(number, 1 + a)
+
+
+def _check_long_run(tmp_path: Path, count: int, size: tuple[int, int]) -> float:
+    """Processor seconds that the command took.  The page is below 2 MB, and has every step and the largest loss."""
+    run = tmp_path / "tiny"
+    metrics = [*_long_run(count), *(write_preview(run, n, size) for n in range(1, 9))]
+    write_run(run, metrics, (system(n, used_gib=1 + n % 7) for n in range(1, count, 5)))
+    began = time.process_time()
+    assert command.main([str(run), "--out", str(tmp_path / "out")]) == EXIT_OK
+    took_s = time.process_time() - began
+    html = (tmp_path / "out" / "report.html").read_bytes()
+    assert len(html) < 2_000_000
+    page = Page(html.decode())
+    losses = [record["loss"] for record in metrics if record["kind"] == "step"]
+    assert f"{count} of 100000" in page.text
+    assert f"to {max(losses):#.3g}".removesuffix(".") in page.text
+    return took_s
+
+
+def test_a_run_of_5000_steps_fits_a_small_page(tmp_path: Path) -> None:
+    _check_long_run(tmp_path, 5_000, (700, 400))
+
+
+@pytest.mark.long
+def test_a_run_of_100000_steps_takes_less_than_ten_seconds_of_a_processor_and_two_megabytes(tmp_path: Path) -> None:
+    assert _check_long_run(tmp_path, 100_000, (2000, 1500)) < 10.0

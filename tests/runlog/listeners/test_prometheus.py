@@ -1,0 +1,237 @@
+"""Prometheus gets the run's figures over real HTTP, at the address that was asked for; the docs name each metric."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import urllib.request
+from typing import Any, get_args
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.conftest import REPOSITORY
+from vesuvius.monitor.memory.guard import Rung
+from vesuvius.monitor.memory.risk import Level
+from vesuvius.monitor.verdict import Kind
+from vesuvius.runlog.listeners.exposition import _RISKS, METRICS
+from vesuvius.runlog.listeners.prometheus import Exporter
+
+DOCS = REPOSITORY / "docs" / "prometheus"
+STEP = {
+    "kind": "step",
+    "time": 1_700_000_000.0,
+    "step": 7,
+    "steps": 100,
+    "samples": 8,
+    "samples_total": 56,
+    "loss": 0.25,
+    "grad_norm": 1.5,
+    "lr": 1e-4,
+    "step_s": 2.0,
+    "data_s": 0.5,
+    "gpu_s": 1.5,
+    "pause_s": 0.0,
+    "eta_s": 186.0,
+    "workers": 2,
+    "mfu": 0.4,
+}
+SYSTEM = {
+    "kind": "system",
+    "used_bytes": [1, 2, 3],
+    "anon_bytes": [1, 1, 1],
+    "shared_bytes": [0, 1, 2],
+    "trainer_bytes": [1, 1, 1],
+    "limit_bytes": 100,
+    "readers": {"11": 5, "12": 6},
+    "risk": "WARN",
+    "vram": None,
+    "disk": {"free_bytes": 10, "run_bytes": 5},
+    "gpus": [
+        {"index": 0, "busy": [0.1, 0.5, 0.9], "used_bytes": 7, "total_bytes": 9, "power_w": [1.0, 250.0, 300.0]},
+        {"index": 2, "slowed_share": 0.5, "power_capped_share": 1.0, "ecc_uncorrected": 0},
+        {"index": 1, "busy": None, "used_bytes": 1, "total_bytes": 9, "power_w": None, "temperature_c": 45.0},
+    ],
+}
+# One of each kind that a metric is made from.
+RECORDS: list[dict[str, Any]] = [
+    {"kind": "run_start", "time": 1.0, "step": 0},
+    STEP,
+    SYSTEM | {"vram": {"reserved_bytes": [1, 2, 3], "peak_bytes": 2}},
+    {
+        "kind": "validation",
+        "time": 5.0,
+        "step": 7,
+        "loss": 0.5,
+        "relative_error": 1.1,
+        "best_step": 7,
+        "weights": {"raw": {"loss": 0.6}, "ema": {"loss": 0.5}},
+    },
+    {"kind": "verdict", "bound": "data-bound", "throttled_share": 0.0},
+    {"kind": "checkpoint", "time": 9.0, "step": 7, "seconds": 1.0, "bytes": 1000, "saved_time": 8.0},
+]
+
+
+def text_of(port: int | None, host: str = "127.0.0.1") -> str:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def fetched(port: int | None, host: str = "127.0.0.1") -> dict[tuple[str, str], float]:
+    """Samples by name and the label beside `run`."""
+    families = list(text_string_to_metric_families(text_of(port, host)))
+    samples = [sample for family in families for sample in family.samples]
+    assert all(sample.labels["run"] == "exp" for sample in samples)
+    return {(s.name, "".join(v for k, v in s.labels.items() if k != "run")): s.value for s in samples}
+
+
+def test_the_last_step_and_look_are_served() -> None:
+    with Exporter(0, "exp") as exporter:
+        exporter.take(STEP | {"step": 6})
+        exporter.take(STEP)
+        exporter.take(SYSTEM)
+        samples = fetched(exporter.port)
+    assert samples["vesuvius_steps_total", ""] == 7
+    assert samples["vesuvius_samples_per_second", ""] == 4
+    assert samples["vesuvius_last_step_timestamp_seconds", ""] == 1_700_000_000
+    assert samples["vesuvius_step_part_seconds", "data"] == 0.5
+    assert samples["vesuvius_ram_used_bytes", ""] == 3, "the most in the window"
+    assert samples["vesuvius_reader_bytes", "12"] == 6
+    assert samples["vesuvius_memory_risk", ""] == 1
+    assert samples["vesuvius_gpu_busy_ratio", "0"] == 0.5
+    assert samples["vesuvius_gpu_power_watts", "0"] == 250
+    assert samples["vesuvius_gpu_temperature_celsius", "1"] == 45
+    assert ("vesuvius_gpu_power_watts", "1") not in samples, "missing is not 0"
+    assert ("vesuvius_step_part_seconds", "h2d") not in samples
+    assert not [name for name, _ in samples if "vram" in name]
+
+
+def test_what_is_no_longer_known_or_there_is_no_longer_served() -> None:
+    with Exporter(0, "exp") as exporter:
+        exporter.take(STEP)
+        exporter.take(SYSTEM)
+        exporter.take(STEP | {"loss": None})
+        exporter.take(SYSTEM | {"readers": {"12": 6}})
+        samples = fetched(exporter.port)
+    assert ("vesuvius_loss", "") not in samples
+    assert ("vesuvius_reader_bytes", "11") not in samples, "a reader that has ended"
+
+
+def test_events_and_verdicts_are_counted_by_labels_that_are_known_from_the_start() -> None:
+    with Exporter(0, "exp") as exporter:
+        before = fetched(exporter.port)
+        assert set(before.values()) == {0}, "counters exist before the first event, or rate() misses it"
+        for rung in ("worker", "worker", "exit"):
+            exporter.take({"kind": "event", "event": "guard", "rung": rung})
+        for event in ("nonfinite", "quarantine", "quarantine", "reader_died", "save_failed", "hung"):
+            exporter.take({"kind": "event", "event": event})
+        for bound in ("data-bound", "data-bound", "hung", "never heard of"):
+            exporter.take({"kind": "verdict", "bound": bound})
+        samples = fetched(exporter.port)
+        exporter.take({"kind": "event", "event": "recovered"})
+        assert fetched(exporter.port)["vesuvius_hung", ""] == 0
+    assert samples["vesuvius_guard_actions_total", "worker"] == 2
+    assert samples["vesuvius_guard_actions_total", "exit"] == 1
+    assert samples["vesuvius_verdicts_total", "data-bound"] == 2
+    assert samples["vesuvius_quarantined_boxes_total", ""] == 2
+    for name in ("nonfinite_steps", "reader_deaths", "checkpoint_failures", "hangs"):
+        assert samples[f"vesuvius_{name}_total", ""] == 1
+    assert samples["vesuvius_hung", ""] == 1
+    assert samples.keys() - before.keys() == {("vesuvius_hung", "")}, "no label beyond those"
+
+
+def test_the_labels_are_all_that_the_guard_and_the_verdict_know() -> None:
+    assert METRICS["vesuvius_guard_actions_total"].counts == get_args(Rung)
+    assert METRICS["vesuvius_verdicts_total"].counts == (*get_args(Kind), "hung")
+
+
+def test_only_the_address_that_was_asked_for_is_opened() -> None:
+    with Exporter(0, "exp", "127.0.0.2") as exporter:
+        assert fetched(exporter.port, "127.0.0.2")
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", exporter.port or 0), timeout=10)
+    with Exporter(0, "exp") as exporter:
+        assert exporter._server.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no such address"])
+def test_an_address_of_another_machine_does_not_end_the_run(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), Exporter(0, "exp", address) as exporter:
+        assert exporter.port is None
+    assert "monitor.prometheus_address" in caplog.text
+    assert address in caplog.text
+
+
+def test_a_port_that_is_taken_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, caplog.at_level(logging.WARNING):
+        port = taken.getsockname()[1]
+        with Exporter(port, "exp") as exporter:
+            exporter.take(STEP)
+            assert exporter.port is None
+    assert f"127.0.0.1:{port}" in caplog.text
+
+
+def test_the_port_is_free_again_afterwards() -> None:
+    with Exporter(0, "exp") as exporter:
+        port = exporter.port
+    assert port is not None
+    with Exporter(port, "exp") as again:
+        assert again.port == port
+
+
+def test_the_risks_are_numbered_as_their_levels() -> None:
+    assert {level.name: level.value for level in Level} == _RISKS
+
+
+def served_by_a_run_that_has_had_everything() -> dict[tuple[str, str], float]:
+    with Exporter(0, "exp") as exporter:
+        for record in RECORDS:
+            exporter.take(record)
+        return fetched(exporter.port)
+
+
+def metrics_named_in(text: str) -> set[str]:
+    return set(re.findall(r"\bvesuvius_\w+", text))
+
+
+def test_the_table_in_the_docs_has_each_metric_with_its_labels_and_no_other() -> None:
+    rows = re.findall(r"^\| `(vesuvius_\w+)` \| (\w+) \| (.*?) \|", (DOCS / "README.md").read_text(), re.M)
+    kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in METRICS}
+    labels = {name: f"`{family.label}`" if family.label else "" for name, family in METRICS.items()}
+    assert rows == [(name, kinds[name], labels[name]) for name in METRICS]
+    assert {name for name, _ in served_by_a_run_that_has_had_everything()} == METRICS.keys()
+
+
+def test_the_rules_and_the_dashboard_ask_for_metrics_that_are_served() -> None:
+    served = {name for name, _ in served_by_a_run_that_has_had_everything()}
+    rules = yaml.safe_load((DOCS / "alerts.yaml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"]]
+    assert len(alerts) > 8
+    for alert in alerts:
+        assert {"alert", "expr", "annotations"} <= alert.keys()
+        named = metrics_named_in(alert["expr"])
+        assert named, alert["alert"]
+        assert named <= served, alert["alert"]
+    targets = [
+        t["expr"] for panel in json.loads((DOCS / "grafana.json").read_text())["panels"] for t in panel["targets"]
+    ]
+    assert len(targets) > 15
+    for expression in targets:
+        assert metrics_named_in(expression), expression
+        assert metrics_named_in(expression) <= served
+
+
+def test_the_labels_that_the_rules_and_the_dashboard_select_exist() -> None:
+    """`{action="exit"}` of a label or a value that is not served would never match anything."""
+    text = (DOCS / "alerts.yaml").read_text() + (DOCS / "grafana.json").read_text().replace('\\"', '"')
+    samples = served_by_a_run_that_has_had_everything()
+    selected = re.findall(r"(vesuvius_\w+)\{([^}]*)\}", text)
+    assert selected
+    for name, matchers in selected:
+        for label, operator, value in re.findall(r'(\w+)(=~|!=|!~|=)"([^"]*)"', matchers):
+            assert label in {"run", METRICS[name].label}
+            if label != "run":
+                assert any(re.fullmatch(value, found) for metric, found in samples if metric == name), (name, operator)

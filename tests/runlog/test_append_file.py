@@ -1,0 +1,143 @@
+"""A file on a disk that is full for a while: lines wait, and arrive whole and in order."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.small_disk import fill, small_disk
+from vesuvius.runlog.append_file import AppendFile
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+@pytest.fixture(autouse=True)
+def _captured(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vesuvius")
+
+
+@contextmanager
+def no_file_beyond(size: int) -> Iterator[None]:
+    """Writes of this process that would make a file larger are cut short, and fail: a full disk without one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores SIGXFSZ
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_of_which_half_was_written_is_completed_before_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "lines"
+    file = AppendFile(path)
+    with no_file_beyond(10):
+        file.write_line("line 1")
+        file.write_line("line 2")
+        file.write_line("line 3")
+        assert path.read_bytes() == b"line 1\nlin", "the write was a short one"
+    file.write_line("line 4")
+    assert path.read_text().splitlines() == ["line 1", "line 2", "line 3", "line 4"]
+    file.close()
+    (failing, working) = said(caplog)
+    assert failing[0] == "ERROR"
+    assert "File too large; free some space: its next 10000 lines are kept in memory" in failing[1]
+    assert working == ("INFO", f"{path} is written again; 0 lines were lost")
+
+
+def test_on_a_disk_that_fills_up_lines_wait_until_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path, kib=64) as disk:
+        file = AppendFile(disk / "lines")
+        lines = [f"{number:06d} {'x' * 150}" for number in range(1000)]
+        for line in lines[:300]:
+            file.write_line(line)
+        ballast = fill(disk)
+        for line in lines[300:600]:
+            file.write_line(line)
+        text = (disk / "lines").read_text()
+        assert len(text) % 4096 == 0, "tmpfs fills the last page: a torn line stands at the end"
+        assert not text.endswith("\n")
+        assert len(said(caplog)) == 1
+        ballast.rename(disk / "older")  # the disk has another 150 KiB of lines to take: too many
+        (disk / "older").write_bytes(b"")
+        for line in lines[600:]:
+            file.write_line(line)
+        assert len(said(caplog)) == 1, "it is full again before all that waited is written"
+        file.close()
+        whole = (disk / "lines").read_text().splitlines()
+        assert whole[:-1] == lines[: len(whole) - 1]
+        assert f"{1000 - len(whole) + 1} lines are lost" in said(caplog)[-1][1]
+
+
+def test_lines_beyond_what_is_kept_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = AppendFile(tmp_path / "lines", keep=3)
+    with no_file_beyond(2):
+        for number in range(8):
+            file.write_line(f"line {number}")
+    file.write_line("line 8")
+    file.close()
+    assert (tmp_path / "lines").read_text().splitlines() == ["line 0", "line 1", "line 2", "line 8"]
+    assert said(caplog)[-1] == ("ERROR", f"{tmp_path / 'lines'} is written again; 5 lines were lost")
+
+
+def test_what_still_waits_is_written_when_the_file_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = AppendFile(tmp_path / "lines")
+    with no_file_beyond(3):
+        file.write_line("line 1")
+    file.close()
+    assert (tmp_path / "lines").read_text() == "line 1\n"
+    assert said(caplog)[-1][0] == "INFO"
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file or directory"):
+        AppendFile(tmp_path / "nowhere" / "lines")
+
+
+def test_threads_and_signal_handlers_write_whole_lines_and_lose_none(tmp_path: Path) -> None:
+    file = AppendFile(tmp_path / "lines")
+    per_writer = 2000
+    left = iter(range(per_writer))
+
+    def write_from_the_handler(*_: object) -> None:
+        if (number := next(left, None)) is not None:
+            file.write_line(f"handler {number}")
+
+    def write_all(name: str) -> None:
+        for number in range(per_writer):
+            file.write_line(f"{name} {number}")
+
+    before = signal.signal(signal.SIGALRM, write_from_the_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    try:
+        threads = [threading.Thread(target=write_all, args=(name,)) for name in ("a", "b")]
+        for thread in threads:
+            thread.start()
+        write_all("main")
+        for thread in threads:
+            thread.join()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    file.close()
+    lines = (tmp_path / "lines").read_text().splitlines()
+    for name in ("a", "b", "main"):
+        assert [line for line in lines if line.startswith(f"{name} ")] == [f"{name} {n}" for n in range(per_writer)]
+    handled = per_writer - len(list(left))
+    assert handled > 0
+    # In no order: one handler interrupts another.
+    assert sorted(line for line in lines if line.startswith("handler")) == sorted(
+        f"handler {n}" for n in range(handled)
+    )

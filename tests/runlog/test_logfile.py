@@ -1,0 +1,134 @@
+"""Where a message goes: standard output, standard error, the log file; and what happens when one cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.small_disk import fill, small_disk
+from vesuvius.runlog.logfile import _TerminalHandler, close_logs, log_to_terminal, open_log, terminal_lines_through
+
+log = logging.getLogger("vesuvius.test")
+
+needs_dev_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is full")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Hangup(io.StringIO):
+    """A terminal whose window was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    log_to_terminal()
+    yield
+    close_logs()
+
+
+def test_warnings_and_errors_go_to_standard_error_and_the_rest_to_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        log.log(level, "message")
+    out, err = capsys.readouterr()
+    assert [line.split()[2] for line in out.splitlines()] == ["INFO"]
+    assert [line.split()[2] for line in err.splitlines()] == ["WARNING", "ERROR"]
+
+
+@pytest.mark.parametrize("gone", ["hung up", "closed", "missing"])
+def test_an_output_that_is_gone_loses_its_lines_without_a_word_and_the_log_file_keeps_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, gone: str
+) -> None:
+    stream = None if gone == "missing" else Hangup()
+    if stream is not None and gone == "closed":
+        stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+    open_log(tmp_path / "log")
+    log.info("first")
+    log.info("second")
+    log.warning("third")
+    assert [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()] == ["first", "second", "third"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("WARNING third")
+
+
+def test_while_a_bar_prints_it_gets_the_lines_for_the_terminal_and_a_redirected_stream_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    above_the_bar: list[str] = []
+    with terminal_lines_through(above_the_bar.append):
+        log.info("for the terminal")
+        log.warning("for the file of 2>")
+    log.info("behind the bar")
+    (line,) = above_the_bar
+    assert line.endswith("INFO for the terminal")
+    assert sys.stdout.getvalue().endswith("INFO behind the bar\n")  # type: ignore[attr-defined]
+    assert capsys.readouterr().err.endswith("WARNING for the file of 2>\n")
+
+
+@needs_dev_full
+def test_a_log_file_on_a_full_disk_says_so_once_and_what_is_lost_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    open_log(Path("/dev/full"))
+    for number in range(3):
+        log.info("line %d", number)
+    close_logs()
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3
+    full, lost = err.splitlines()
+    assert "ERROR /dev/full must be writable; got [Errno 28] No space left on device; free some space" in full
+    assert lost.endswith("4 lines are lost"), "these three, and the one that says it is full"
+
+
+def test_a_log_file_has_all_lines_when_the_disk_has_room_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path, kib=64) as disk:
+        open_log(disk / "log")
+        log.info("before")
+        ballast = fill(disk)
+        for number in range(100):
+            log.info("line %d %s", number, 50 * "x")
+        assert len((disk / "log").read_text()) == 4096
+        ballast.unlink()
+        log.info("after")
+        close_logs()
+        lines = (disk / "log").read_text().splitlines()
+    assert [line.split()[2:4] for line in lines if "must be" not in line and "again" not in line] == [
+        ["INFO", "before"],
+        *[["INFO", "line"]] * 100,
+        ["INFO", "after"],
+    ]
+    assert lines[-1].endswith("log is written again; 0 lines were lost"), "said in the log itself"
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_line_from_a_signal_handler_in_the_middle_of_another_write_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python refuses a write to a buffered stream from a handler that interrupted one."""
+
+    class Busy(io.TextIOWrapper):
+        def write(self, text: str) -> int:
+            raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+
+    with (tmp_path / "out").open("wb") as file:
+        monkeypatch.setattr(sys, "stdout", Busy(file))
+        _TerminalHandler().emit(logging.LogRecord("vesuvius", logging.INFO, "", 0, "SIGINT: stopping", None, None))
+        assert (tmp_path / "out").read_text() == "SIGINT: stopping\n"

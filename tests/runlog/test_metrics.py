@@ -1,0 +1,124 @@
+"""The metrics: one record, two places; and what of them still holds after interruptions."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
+
+from tests.support import fork_server
+from vesuvius.runlog.listeners.tensorboard import TensorBoard
+from vesuvius.runlog.metrics import Metrics, current_records
+from vesuvius.runlog.records import read_records
+
+# Steps `first + 1 ... last` of a run, then an end that nothing can be done about.
+SESSION = """
+import os, signal, sys
+from pathlib import Path
+from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.listeners.tensorboard import TensorBoard
+first, last = map(int, sys.argv[1:])
+metrics = Metrics(Path("metrics.jsonl"), [TensorBoard(Path("tb"), Path(".")).write])
+metrics.write("run_start", step=first)
+for step in range(first + 1, last + 1):
+    metrics.write("step", step=step, loss=1 / step)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def read(directory: Path) -> EventAccumulator:
+    return EventAccumulator(str(directory), size_guidance=STORE_EVERYTHING_SIZE_GUIDANCE).Reload()
+
+
+def start(step: int) -> dict[str, Any]:
+    return {"kind": "run_start", "step": step}
+
+
+def did(step: int, session: str) -> dict[str, Any]:
+    return {"kind": "step", "step": step, "session": session}
+
+
+def test_tensorboard_is_given_the_record_as_it_is_in_the_file(tmp_path: Path) -> None:
+    tensorboard = TensorBoard(tmp_path / "tb", tmp_path)
+    metrics = Metrics(tmp_path / "metrics.jsonl", [tensorboard.write])
+    metrics.write("step", step=3, loss=math.nan, lr=0.5)
+    metrics.close()
+    tensorboard.close()
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    assert (record["loss"], record["lr"]) == (None, 0.5)
+    board = read(tmp_path / "tb")
+    assert "train/loss" not in board.Tags()["scalars"]
+    (event,) = board.Scalars("train/lr")
+    assert (event.wall_time, event.step, event.value) == (record["time"], 3, 0.5)
+
+
+def test_a_record_of_another_file_is_handed_on_and_not_written_again(tmp_path: Path) -> None:
+    heard: list[Any] = []
+    metrics = Metrics(tmp_path / "metrics.jsonl", [heard.append, heard.append])
+    metrics.share({"kind": "system", "step": 1})
+    metrics.close()
+    assert heard == [{"kind": "system", "step": 1}] * 2
+    assert read_records(tmp_path / "metrics.jsonl") == []
+
+
+def test_metrics_do_without_tensorboard(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write("run_end", exit_code=0)
+    metrics.close()
+    assert [record["exit_code"] for record in read_records(tmp_path / "metrics.jsonl")] == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_that_is_killed_and_goes_on_shows_each_step_once_in_both(tmp_path: Path) -> None:
+    for first, last in ((0, 7), (4, 9), (8, 10)):
+        done = fork_server.run([sys.executable, "-c", SESSION, str(first), str(last)], cwd=tmp_path, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+    current = [r for r in current_records(read_records(tmp_path / "metrics.jsonl")) if r["kind"] == "step"]
+    assert [record["step"] for record in current] == list(range(1, 11))
+    shown = read(tmp_path / "tb").Scalars("train/loss")
+    assert [(event.step, event.wall_time) for event in shown] == [(r["step"], r["time"]) for r in current]
+
+
+def test_what_a_later_session_did_again_is_dropped_from_the_earlier_ones() -> None:
+    end = {"kind": "run_end", "exit_code": 75}
+    event = {"kind": "event", "event": "quarantine", "step": 4}
+    records = [
+        start(0),
+        did(1, "a"),
+        did(2, "a"),
+        did(3, "a"),
+        event,
+        end,
+        start(2),
+        did(3, "b"),
+        start(3),
+        did(4, "c"),
+    ]
+    kept = [start(0), did(1, "a"), did(2, "a"), end, start(2), did(3, "b"), start(3), did(4, "c")]
+    assert current_records(records) == kept
+    assert current_records(kept) == kept
+
+
+def test_a_run_that_begins_again_at_0_has_nothing_from_before() -> None:
+    assert current_records([start(0), did(1, "a"), start(1), did(2, "a"), start(0), did(1, "b")]) == [
+        start(0),
+        start(0),
+        did(1, "b"),
+    ]
+    assert current_records([]) == []
+
+
+def test_a_validation_that_the_checkpoint_of_its_step_does_not_know_of_was_done_again() -> None:
+    """The process was killed between the validation behind step 2, made up for after a resume, and the next save."""
+    begin = {"kind": "run_start", "step": 2, "validated_step": 0, "previewed_step": 2}
+    validation, preview = ({"kind": kind, "step": 2} for kind in ("validation", "preview"))
+    kept = [start(0), did(2, "a"), preview, begin]
+    assert current_records([start(0), did(2, "a"), preview, begin, validation, begin, validation]) == [
+        *kept,
+        begin,
+        validation,
+    ]

@@ -1,0 +1,98 @@
+"""JSON Lines, the log line and durations."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+from tests.support.small_disk import fill, small_disk
+from vesuvius.runlog.logfile import StepFigures, step_line
+from vesuvius.runlog.records import JsonLines, read_records
+from vesuvius.runlog.step_times import StepTimes
+from vesuvius.runlog.units import GIB
+
+FIGURES = StepFigures(
+    step=1200,
+    steps=128000,
+    epoch=1,
+    epochs=32,
+    loss=0.0312,
+    grad_norm=0.5,
+    lr=1e-4,
+    times=StepTimes(step_s=2.914, data_s=0.412, h2d_s=0.003, forward_s=0.771, backward_s=1.5, optimizer_s=0.2),
+    samples=4,
+    vram_bytes=(int(41.2 * GIB), int(79.3 * GIB)),
+    ram_bytes=(int(38.4 * GIB), int(170 * GIB)),
+    workers=4,
+    worker_max_bytes=int(6.9 * GIB),
+    eta_s=4 * 86400 + 7 * 3600,
+)
+
+
+def test_the_step_line_is_the_one_that_others_grep() -> None:
+    assert step_line(FIGURES) == (
+        "Train step 1200/128000 epoch 1/32 loss 0.03120 lr 1.0e-04 step_s 2.914 data_s 0.412 h2d_s 0.003 gpu_s 2.471 "
+        "other_s 0.028 data_pct 14.1 samples_s 1.37 vram_gib 41.2/79.3 ram_gib 38.4/170.0 workers 4 worker_max_gib 6.9 "
+        "eta 4d07h"
+    )
+    assert " samples_s 1.37 mfu_pct 41.3 vram_gib " in step_line(replace(FIGURES, mfu=0.4126))
+
+
+def test_records_are_appended_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonLines(path)
+    first.write("step", step=1, loss=0.5)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')
+    second = JsonLines(path)
+    second.write("step", step=2, loss=math.nan, parts=[math.inf, 1.0])
+    second.close()
+    records = read_records(path)
+    assert [r["step"] for r in records] == [1, 2]
+    assert records[1]["loss"] is None
+    assert records[1]["parts"] == [None, 1.0]
+    for line in path.read_text().splitlines()[2:]:
+        json.loads(line)
+
+
+def test_going_on_with_a_long_file_does_not_read_it_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"{}\n" * 1_000_000 + b"{")
+    tracemalloc.start()
+    try:
+        JsonLines(path).close()
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 300_000, "of 3,000,001"
+    assert path.read_bytes().endswith(b"{\n"), "its torn line is closed all the same"
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "metrics.jsonl")
+    written = file.write("step", step=1, loss=math.inf, bins=(0.1, math.nan))
+    file.close()
+    assert written == {"kind": "step", "time": written["time"], "step": 1, "loss": None, "bins": [0.1, None]}
+    assert read_records(tmp_path / "metrics.jsonl") == [written]
+
+
+def test_a_full_disk_costs_no_record(tmp_path: Path) -> None:
+    with small_disk(tmp_path, kib=64) as disk:
+        file = JsonLines(disk / "metrics.jsonl")
+        ballast = fill(disk)
+        written = [file.write("step", step=step, loss=1 / (step + 1)) for step in range(300)]
+        assert len(read_records(disk / "metrics.jsonl")) < 300
+        ballast.unlink()
+        written.append(file.write("step", step=300))
+        assert read_records(disk / "metrics.jsonl") == written
+        file.close()
+
+
+def test_figures_keep_their_precision(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "m.jsonl")
+    file.write("step", loss=0.1 + 0.2)
+    assert read_records(tmp_path / "m.jsonl")[0]["loss"] == 0.1 + 0.2

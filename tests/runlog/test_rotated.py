@@ -1,0 +1,146 @@
+"""Records of months stay small on disk, and none is lost or doubled, whenever the process dies."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.small_disk import small_disk
+from vesuvius.runlog import rotated
+from vesuvius.runlog.records import JsonLines
+from vesuvius.runlog.rotated import ROTATE_BYTES, RotatedFile, read_rotated
+
+MONTH_RECORDS = 30 * 24 * 3600 // 10
+
+
+def rotated_records(path: Path, rotate_bytes: int) -> JsonLines:
+    return JsonLines(RotatedFile(path, rotate_bytes))
+
+
+def numbers(path: Path) -> list[int]:
+    return [record["n"] for record in read_rotated(path)]
+
+
+def test_records_are_read_back_in_order_over_all_parts(tmp_path: Path) -> None:
+    path = tmp_path / "system.jsonl"
+    lines = rotated_records(path, 1000)
+    for n in range(200):
+        lines.write("system", n=n, filler="x" * 40)
+    lines.close()
+    assert len(list(tmp_path.glob("system.0*.jsonl.gz"))) > 5
+    assert not list(tmp_path.glob(".*")), "nothing partial is left"
+    assert path.stat().st_size < 1200
+    assert numbers(path) == list(range(200))
+
+
+def test_a_new_session_goes_on_with_the_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "system.jsonl"
+    for session in range(3):
+        lines = rotated_records(path, 300)
+        for n in range(10):
+            lines.write("system", n=10 * session + n, filler="x" * 40)
+        lines.close()
+    assert numbers(path) == list(range(30))
+
+
+class Died(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("call", ["rename", "open", "copyfileobj", "unlink"])
+def test_a_kill_inside_a_rotation_loses_nothing_and_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "system.jsonl"
+    file = RotatedFile(path, 10**9)
+    lines = JsonLines(file)
+    for n in range(20):
+        lines.write("system", n=n)
+    with monkeypatch.context() as dying:
+
+        def die(*_: Any, **__: Any) -> None:
+            raise Died
+
+        place = {"rename": rotated.os, "open": gzip, "copyfileobj": rotated.shutil, "unlink": Path}[call]
+        dying.setattr(place, call, die)
+        file._rotate_bytes = 0
+        with pytest.raises(Died):
+            lines.write("system", n=20)
+    assert numbers(path) == list(range(21))
+    after = rotated_records(path, 0)  # the next session rotates with every record, and tidies up
+    after.write("system", n=21)
+    after.close()
+    assert numbers(path) == list(range(22))
+    assert not [part for part in tmp_path.glob("system.0*.jsonl") if part.with_name(part.name + ".gz").exists()]
+
+
+def test_a_full_disk_keeps_the_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path, 64) as disk, caplog.at_level(logging.WARNING):
+        path = disk / "system.jsonl"
+        lines = rotated_records(path, 40_000)
+        (disk / "filler").write_bytes(b"x" * 12_000)
+        rng = random.Random(0)
+        for n in range(60):  # text that does not compress
+            lines.write("system", n=n, filler="".join(rng.choices("0123456789abcdef", k=700)))
+        lines.close()
+        assert numbers(path) == list(range(60))
+    assert "must be writable to compress it" in caplog.text
+
+
+def test_a_month_of_records_stays_below_100_mb(tmp_path: Path) -> None:
+    """Records as the monitor of a run with 12 readers and a GPU writes them, each figure wandering by pages."""
+    path, rng, count = tmp_path / "system.jsonl", random.Random(0), 1500
+    lines = rotated_records(path, ROTATE_BYTES // 8)
+    state = [rng.randrange(2**20) * 4096 for _ in range(40)]
+    for _ in range(count):
+        state = [size + 4096 * rng.randint(-300, 300) for size in state]
+        lines.write("system", **month_record(rng, state))
+    lines.close()
+    packed = sum(part.stat().st_size for part in tmp_path.glob("*.gz"))
+    in_parts = count - len(path.read_text().splitlines())
+    assert in_parts > 500
+    assert packed / in_parts * MONTH_RECORDS + ROTATE_BYTES < 85e6, "and monitor.log takes 10 MB"
+
+
+def month_record(rng: random.Random, state: list[int]) -> dict[str, Any]:
+    pids = [str(10_000 + n) for n in range(12)]
+    memory = ("used_bytes", "anon_bytes", "shared_bytes", "trainer_bytes")
+    return {
+        "step": 1000,
+        "samples": 10,
+        "monitor_cores": round(rng.random() / 100, 4),
+        "limit_bytes": 170 * 2**30,
+        **{name: [size, size + 4096, size + 8192] for name, size in zip(memory, state, strict=False)},
+        "readers": dict(zip(pids, state[4:], strict=False)),
+        "page_cache_bytes": state[20],
+        "machine_available_bytes": state[21],
+        "swap_used_bytes": 0,
+        "stalled_10s": 0.0,
+        "oom_kills": {"cgroup": 0, "machine": 0},
+        "risk": "LOW",
+        "killer": {"name": "the machine", "used_bytes": state[22], "kills_at_bytes": 170 * 2**30},
+        "growth_bytes_s": None,
+        "exhaustion_s": None,
+        "core_busy": [round(rng.random(), 2) for _ in range(12)],
+        "reader_cores": {pid: round(rng.random(), 2) for pid in pids},
+        "trainer_cores": round(rng.random(), 2),
+        "disk_read_bytes_s": rng.randrange(10**5) * 1000,
+        "net_received_bytes_s": rng.randrange(10**5) * 1000,
+        "vram": {"allocated_bytes": state[23:26], "reserved_bytes": state[26:29], "peak_bytes": state[29]},
+        "gpus": [
+            {
+                "index": 0,
+                "busy": [1.0, 1.0, 1.0],
+                "power_w": [round(300 * rng.random(), 2) for _ in range(3)],
+                "slowed_share": 0.0,
+                "power_capped_share": round(rng.random(), 1),
+                "ecc_uncorrected": 0,
+            }
+        ],
+        "disk": {"free_bytes": state[30], "run_bytes": state[31]},
+    }

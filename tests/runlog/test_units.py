@@ -1,0 +1,36 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration, format_percent, format_time, gib, size_text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (750, "12m30s"), (11100, "3h05m"), (370800, "4d07h")]
+)
+def test_durations_read_at_a_glance(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.15, "15 %"), (0.0126, "1.3 %"), (1.0, "100 %"), (-0.5, "-50 %")])
+def test_shares_are_told_in_percent_with_a_decimal_where_there_is_one(share: float, text: str) -> None:
+    assert format_percent(share) == text
+
+
+def test_a_size_that_is_not_known_is_no_zero() -> None:
+    assert (gib(None), gib(0), gib(1.234 * GIB)) == ("-", "0.00", "1.23")
+
+
+@pytest.mark.parametrize(("size", "text"), [(1.234 * GIB, "1.23 GiB"), (0.1 * GIB, "0.10 GiB"), (2**24, "16 MiB")])
+def test_small_sizes_are_told_in_mib(size: float, text: str) -> None:
+    assert size_text(size) == text
+
+
+def test_a_time_is_the_one_that_the_log_would_show() -> None:
+    noon = time.mktime((2026, 3, 29, 12, 5, 6, 0, 0, -1))
+    assert format_time(noon) == "2026-03-29 12:05:06"
+    assert time.strptime(format_time(noon), DATE_FORMAT)[:6] == (2026, 3, 29, 12, 5, 6)

@@ -1,0 +1,47 @@
+"""A real run whose reader is killed: it goes on, says who died of what, keeps it, and memcheck shows it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import run_vesuvius
+from tests.support.kill_harness import Session, run_directory
+from vesuvius.errors import EXIT_MEMORY_KILL
+from vesuvius.monitor.postmortem.death import read_deaths
+from vesuvius.monitor.recent import read_recent
+
+WriteConfig = Callable[..., Path]
+
+
+def test_a_readers_death_is_examined_kept_and_shown_again(tmp_path: Path, tiny_config: WriteConfig) -> None:
+    config = tiny_config(
+        training={"workers": 1, "epochs": 10_000, "save_every": 100_000}, monitor={"sample_every_s": 0.5}
+    )
+    run = run_directory(config, tmp_path)
+
+    def readers() -> list[int]:
+        return [pid for moment in read_recent(run / "recent.jsonl")[-1:] for pid in moment.reader_bytes]
+
+    with Session(config, tmp_path) as session:
+        session.wait_for("Train step", count=3)
+        session.wait_until(lambda: bool(readers()), "the monitor knew the reader")
+        victim = readers()[0]
+        os.kill(victim, signal.SIGKILL)
+        session.wait_until(lambda: bool(read_deaths(run / "post_mortem.jsonl")), "the death was kept")
+        seen = run_vesuvius("memcheck", run, "--once", cwd=tmp_path)
+        session.process.terminate()
+        assert session.end() == 75
+        log = session.text()
+    (death,) = read_deaths(run / "post_mortem.jsonl")
+    assert (death.victim, death.pid, death.cause) == ("reader", victim, "signal")
+    assert death.step >= 3
+    assert death.moments
+    assert f"reader {victim} was killed from outside, or crashed" in log
+    assert f"reader {victim}" in seen.stdout
+    assert seen.returncode == EXIT_MEMORY_KILL
+    again = run_vesuvius("memcheck", run, "--post-mortem", cwd=tmp_path)
+    assert f"reader {victim}" in again.stdout
+    assert "what to change" in again.stdout

@@ -1,0 +1,143 @@
+"""A resume of something else: refused, or allowed and written down."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import textured, write_array
+from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
+from vesuvius.plan.plan import Plan
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("data.patches_per_region=8", "plan.patches_per_region: was 4, is 8"),
+        ("seed=1", "seed: was 0, is 1"),
+        ("model.blocks_per_level=2", "model.blocks_per_level: was 1, is 2"),
+    ],
+)
+def test_a_resume_that_would_be_another_experiment_is_refused_with_the_difference(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], override: str, shown: str
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    before = Path("runs/tiny/config.resolved.yaml").read_bytes()
+    assert vesuvius_train(config, "--resume", override) == 2
+    assert shown in capsys.readouterr().err
+    assert Path("runs/tiny/config.resolved.yaml").read_bytes() == before
+
+
+def test_a_resume_on_voxels_of_another_kind_is_refused(
+    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    volume.rename(volume.with_name("old.zarr"))
+    write_array(volume, textured((96, 128, 128), dtype="uint16"))
+    assert vesuvius_train(config, "--resume") == 2
+    assert "plan.volumes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "override",
+    [pytest.param("data.patches_per_region=8", marks=pytest.mark.long), "seed=1", "diffusion.noise=linear"],
+)
+def test_allowed_drift_goes_on_and_is_written_down(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    training = {"validate_every": 1, "validate_patches": 2}
+    config = tiny_config(training=training, diffusion={"noise": "cosine"})
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    assert vesuvius_train(config, "--resume", "--allow-drift", override, "training.max_steps=2") == 0
+    key = override.partition("=")[0].removeprefix("data.")
+    assert re.search(rf"WARNING accepted by --allow-drift.* (plan\.)?{key}: was", capsys.readouterr().err)
+    assert [s["step"] for s in steps_of()] == [1, 2]
+    assert any(key in line for line in records_of("run_start")[1]["accepted"])
+    assert [v["best_step"] for v in records_of("validation")] == [1, 2], "losses before and behind do not compare"
+
+
+def test_drift_that_changes_the_shapes_of_weights_is_refused_all_the_same(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    assert vesuvius_train(config, "--resume", "--allow-drift", "model.blocks_per_level=2") == 2
+    assert "even with --allow-drift the weights must fit" in capsys.readouterr().err
+
+
+def test_other_grey_values_are_estimated_anew_only_where_the_data_have_changed(
+    tiny_config: WriteConfig, volume: Path
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    newest = lambda: load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])  # noqa: E731
+    greys = newest()["greys"]
+    write_array(volume.with_name("new.zarr"), textured((96, 128, 128), dtype="uint8") // 2)
+    data = f"data.volumes=[{{path: {volume.with_name('new.zarr')}}}]"
+    assert vesuvius_train(config, "--resume", "--allow-drift", data, "training.max_steps=2") == 0
+    assert newest()["greys"] == greys, "a volume may move: the same array at another place"
+    assert vesuvius_train(config, "--resume", "--allow-drift", data, "data.patches_per_region=8") == 0
+    assert newest()["greys"] != greys
+
+
+def test_a_volume_may_move_and_a_knob_may_turn_between_stop_and_resume(
+    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    moved = volume.rename(volume.with_name("moved.zarr"))
+    arguments = [f"data.volumes=[{{path: {moved}}}]", "training.lr=2e-3", "training.max_steps=2"]
+    assert vesuvius_train(config, "--resume", *arguments) == 0
+    assert "changed since the checkpoint: training.lr: was 0.001, is 0.002" in capsys.readouterr().out
+
+
+def test_drift_is_allowed_to_a_resume_only(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        vesuvius_train(tiny_config(), "--allow-drift")
+    assert exit_info.value.code == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_another_version_of_the_plan_is_refused_in_one_line_and_allowed_drift_keeps_the_grey_values(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data are the same, so the weights mean what they meant; which voxels sample i is, no longer."""
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    describe = Plan.describe
+
+    def newer(self: Plan) -> dict[str, Any]:
+        described = describe(self)
+        del described["patches_per_region"]
+        return described | {"version": described.get("version", 1) + 1, "a_new_key": 3}
+
+    monkeypatch.setattr(Plan, "describe", newer)
+    capsys.readouterr()
+    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"another version of it in .*step_00000001 \(was \d, is \d\); go on with --allow-drift", line)
+    monkeypatch.setattr("vesuvius.stream.start.prepare.estimate_grey_range", None)  # nobody may ask for it
+    assert vesuvius_train(config, "--resume", "--allow-drift", "training.max_steps=2") == 0
+    assert [s["step"] for s in steps_of()] == [1, 2]
+    assert re.fullmatch(r"plan\.version: was \d, is \d", records_of("run_start")[1]["accepted"][0])
+
+
+def test_another_optimizer_is_refused_with_allow_drift_too(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    for arguments in ([], ["--allow-drift"]):
+        assert vesuvius_train(config, "--resume", *arguments, "training.optimizer=muon") == 2
+        assert "must keep its optimizer" in capsys.readouterr().err

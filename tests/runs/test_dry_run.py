@@ -1,0 +1,238 @@
+"""`--dry-run`: says what would happen, writes nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.chunk_server import ChunkServer
+from tests.support.runs import WriteConfig, vesuvius_train
+from vesuvius.config.load import read_config
+from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
+from vesuvius.runlog.units import format_duration
+from vesuvius.stream.start.spot_check import spot_check
+from vesuvius.training.forecast import dry_run, machine
+from vesuvius.training.forecast.ram_plan import plan_ram
+from vesuvius.volumes.store.cache import DiskCache
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_dry_run_says_what_would_happen_and_writes_nothing(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "training.workers=2") == 0
+    text = capsys.readouterr().out
+    for fact in (
+        "96x128x128 uint8",
+        "decoded by zarr-python",
+        "validation",
+        "read amplification",
+        "M parameters",
+        "GiB free",
+    ):
+        assert fact in text
+    assert not Path("runs").exists()
+
+
+def test_the_dry_run_plans_the_memory_of_a_gpu(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "24", "training.amp=bf16") == 0
+    text = capsys.readouterr().out
+    assert "planned for 24.0 GiB of VRAM (--vram-gib), amp bf16" in text
+    for fact in (
+        r"time +[\d.]+ GFLOP a step; how long it takes on a GPU that is not here is not known",
+        r"fixed +[\d.]+ MiB: weights [\d.]+ MiB, gradients [\d.]+ MiB, optimizer [\d.]+ MiB, EMA [\d.]+ MiB",
+        r"kept +[\d.]+ MiB of activations per patch",
+        r"peak +[\d.]+ MiB with train_batch_size 2, 0\.6\d GiB with the reserve",
+        r"largest +train_batch_size 1024 or more",
+    ):
+        assert re.search(fact, text)
+    assert "WARN       train_batch_size" not in text
+
+
+def test_the_dry_run_plans_the_memory_of_the_host(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "training.workers=2") == 0
+    text = capsys.readouterr().out
+    for fact in (
+        r"host RAM +[\d.]+ GiB at the peak, planned on this CPU",
+        r"readers +[\d.]+ GiB: 2 processes",
+        r"store +[\d.]+ MiB: regions in flight and ahead",
+        r"Ray +[\d.]+ GiB: its own processes",
+        r"trainer +[\d.]+ GiB: process .* training step [\d.]+ MiB, copy of a checkpoint",
+        r"limit +[\d.]+ GiB \(",
+    ):
+        assert re.search(fact, text), fact
+    assert "WARN       memory" not in text
+    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "24") == 0
+    assert "planned on a GPU" in capsys.readouterr().out, "that the memory plan is for"
+
+
+def test_the_dry_run_refuses_more_memory_than_there_is_and_its_workers_fit(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--dry-run", "monitor.ram_limit_gib=1.3", "training.epochs=9")
+    assert vesuvius_train(tiny_config(), *arguments, "training.workers=6") == EXIT_CONFIG
+    shown = capsys.readouterr()
+    assert "passed" not in shown.out
+    refusal = re.search(r"memory should stay .*monitor.ram_limit_gib.*most of it for readers.* with (\S+)", shown.err)
+    assert refusal
+    assert vesuvius_train(tiny_config(), *arguments, refusal[1]) == EXIT_OK
+    assert "WARN       memory" not in capsys.readouterr().out
+
+
+def test_a_plan_between_80_percent_and_all_of_the_memory_is_warned_of(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_config(tiny_config(), ["training.workers=2"])
+    limit_gib = plan_ram(config, gpu=False).total_bytes / 2**30 / 0.9
+    limited = ("--dry-run", "training.workers=2", f"monitor.ram_limit_gib={limit_gib}")
+    assert vesuvius_train(tiny_config(), *limited) == EXIT_OK
+    text = capsys.readouterr().out
+    assert "WARN       memory should stay below 80%" in text
+    assert "dry run: passed with 1 warning, nothing was written" in text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_a_cluster_where_nothing_listens_is_refused(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    arguments = ("--dry-run", f"cluster.address={address}")
+    assert vesuvius_train(tiny_config(), *arguments, "training.workers=1") == EXIT_CONFIG
+    assert f"cluster.address must name a running Ray cluster; got '{address}'" in capsys.readouterr().err
+    assert vesuvius_train(tiny_config(), *arguments, "training.workers=0") == EXIT_OK, "which has no use for it"
+
+
+def test_the_dry_run_says_how_long_it_will_take_at_the_measured_rate(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_convolution_flops_s", lambda device, amp: 2e7)
+    assert vesuvius_train(tiny_config(), "--dry-run", "training.amp=off", "training.epochs=40") == EXIT_OK
+    found = re.search(r"time +([\d.]+) GFLOP a step, about (\d+) s .*: (\w+) for (\d+) steps", capsys.readouterr().out)
+    assert found
+    step_s, steps = float(found[1]) * 1e9 / 1e7, int(found[4])
+    assert float(found[2]) == pytest.approx(step_s, rel=0.05), "to the two digits that are shown"
+    assert steps == read_config(tiny_config(), ["training.epochs=40"]).stop_step
+    assert found[3][:4] == format_duration(step_s * steps)[:4]
+
+
+def test_without_a_gpu_the_dry_run_says_what_it_assumes(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert vesuvius_train(tiny_config(), "--dry-run") == 0
+    assert "80.0 GiB of VRAM (assumed, as this machine has no GPU; --vram-gib N" in capsys.readouterr().out
+
+
+def test_the_dry_run_refuses_a_batch_that_will_not_fit_and_names_one_that_does(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned = ("--dry-run", "--vram-gib", "0.65")
+    assert vesuvius_train(tiny_config(), *planned, "training.train_batch_size=512") == EXIT_CONFIG
+    refusal = re.search(r"train_batch_size 512 will not fit: .* set (\S+) and", capsys.readouterr().err)
+    assert refusal
+    assert vesuvius_train(tiny_config(), *planned, refusal[1]) == EXIT_OK
+
+
+def test_the_dry_run_says_where_not_even_one_patch_fits(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    too_small = ("--dry-run", "--vram-gib", "0.5")
+    assert vesuvius_train(tiny_config(), *too_small) == EXIT_CONFIG
+    shown = capsys.readouterr()
+    assert "largest  train_batch_size 0" in shown.out
+    assert "GiB; name more training.checkpoint_levels" in shown.err, "lean_norm is on already"
+    assert vesuvius_train(tiny_config(), *too_small, "training.lean_norm=false") == EXIT_CONFIG
+    assert "GiB; set training.lean_norm=true, name more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--vram-gib", "80"], *(["--dry-run", "--vram-gib", n] for n in ("0", "x", "inf"))]
+)
+def test_vram_is_a_positive_number_that_goes_with_a_dry_run(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        vesuvius_train(tiny_config(), *arguments)
+    assert exit_info.value.code == 2
+    assert "--vram-gib" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(("present", "warned"), [(None, False), ("max_split_size_mb:64", True)])
+def test_segments_of_gpu_memory_grow_unless_the_environment_says_otherwise(
+    tiny_config: WriteConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    present: str | None,
+    warned: bool,
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", present or "")
+    if present is None:
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert vesuvius_train(tiny_config(), "--dry-run", "training.cuda_allocator=expandable") == 0
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == (present or "expandable_segments:True")
+    assert ("which is kept" in capsys.readouterr().err) == warned
+
+
+def test_a_dry_run_leaves_the_chunk_cache_as_it_is(
+    tiny_config: WriteConfig, volume: Path, server: ChunkServer, tmp_path: Path
+) -> None:
+    """Neither a folder is made, nor one of a larger limit shrunk to that of the config, nor a chunk kept."""
+    path = tmp_path / "cache"
+    store = {"cache_dir": str(path), "cache_gib": 0.01}
+    config = tiny_config(data={"volumes": [{"path": server.url_of(volume)}], "store": store})
+    assert vesuvius_train(config, "--dry-run") == 0
+    assert not path.exists()
+    cache = DiskCache(path, 2**30)
+    cache.prepare()
+    for number in range(20):
+        cache.put(str(number), bytes(2**20))
+    before = {file: file.stat().st_mtime_ns for file in path.rglob("*")}
+    assert vesuvius_train(config, "--dry-run") == 0
+    assert {file: file.stat().st_mtime_ns for file in path.rglob("*")} == before
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    assert cache.size_bytes() <= 0.01 * 2**30
+
+
+def test_a_dry_run_refuses_a_cache_that_a_run_would_refuse(
+    tiny_config: WriteConfig, volume: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("not a chunk")
+    config = tiny_config(data={"store": {"cache_dir": str(tmp_path / "mine")}})
+    assert vesuvius_train(config, "--dry-run") == 2
+    assert "holds 'notes.txt'" in capsys.readouterr().err
+
+
+def test_the_dry_run_refuses_a_volume_with_torn_chunks_and_names_one(
+    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run") == EXIT_OK
+    shown = capsys.readouterr().out
+    assert f"chunks     48 of 48 of {volume} read: all whole" in shown
+    assert "volume verify" not in shown, "all were read"
+    for key in ("0/0/1", "1/1/1", "0/3/2"):
+        (volume / key).write_bytes((volume / key).read_bytes()[:-50])
+    assert vesuvius_train(tiny_config(), "--dry-run") == EXIT_DATA
+    shown = capsys.readouterr()
+    assert "passed" not in shown.out
+    assert f"chunks     48 of 48 of {volume} read: 3 BROKEN" in shown.out
+    assert f"got 3 broken of 48 that were read of {volume}" in shown.err
+    assert re.search(r"the first: chunk \[0, 0, 1\]: \w+Error: ", shown.err)
+    assert f"`vesuvius volume verify {volume}`" in shown.err
+
+
+def test_the_dry_run_says_how_many_chunks_it_has_not_read(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "spot_check", partial(spot_check, most=5))
+    assert vesuvius_train(tiny_config(), "--dry-run") == EXIT_OK
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("nothing was written; of 48 chunks 5 were read, `vesuvius volume verify` reads all")

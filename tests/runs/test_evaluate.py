@@ -1,0 +1,143 @@
+"""`vesuvius evaluate` through the door: what is written, what is refused, and that nothing is left half written.
+
+The laws of the figures are in tests/generate/evaluate.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import textured, write_array
+from tests.runs.test_sample import PATCH, write_config
+from tests.support.runs import vesuvius_train
+from tests.training.step.test_conditioning import write_group
+from vesuvius.commands import evaluate, sample
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs `shown`, trained on labels, and `all`, which holds nothing out, lie in runs/."""
+    place = tmp_path_factory.mktemp("evaluation")
+    voxels = textured((40, 64, 128))
+    scan = write_group(place / "scan.zarr", voxels, [8.0] * 3)
+    labels = write_group(place / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
+    volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
+    half = {"condition_classes": 2, "validation": {"fraction": 0.4}}
+    shown = write_config(place / "shown.yaml", volumes, half, {})
+    whole = write_config(place / "all.yaml", [{"path": str(scan)}], {"validation": {"fraction": 0.0}}, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        for config in (shown, whole):
+            assert vesuvius_train(config, "training.max_steps=2", "training.save_every=2") == 0
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained)
+
+
+def evaluates(*arguments: object) -> int:
+    command = ["--count", 16, "--classifier-steps", 2, "--steps", 2, *arguments]
+    return evaluate.main([str(argument) for argument in command])
+
+
+def test_samples_are_drawn_once_and_judged_with_figures_floors_and_a_page(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    volume = ["--checkpoint", "shown", "--condition", "labels.zarr", "--box", "0:16,0:32,0:32", "--steps", "1"]
+    assert sample.main([*volume, "--overlap", "0", "--workers", "1", "--out", str(tmp_path / "big.zarr")]) == 0
+    assert evaluates("shown", "--volume", tmp_path / "big.zarr", "--out", tmp_path / "first") == 0
+    said = capsys.readouterr().out
+    for words in (
+        "share of air",
+        "classifier AUC",
+        "real against real",
+        "Seams of the tiled volume",
+    ):
+        assert words in said
+    folder = tmp_path / "first"
+    assert {path.name for path in folder.iterdir()} == {
+        "evaluation.json", "evaluation.html", "evaluation.md", "montage.png", "curves.png"
+    }  # fmt: skip
+    page = (folder / "evaluation.html").read_text()
+    assert "data:image/jpeg;base64," in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    found = json.loads((folder / "evaluation.json").read_text())
+    assert found["figures"]["histogram_distance"]["floor"]["value"] >= 0
+    assert set(found["seams"]) == {"z", "y", "x"}, "faces at 8 of 16, and at 16 of 32 twice"
+    assert found["seams"]["y"]["faces"] == 1
+    assert found["seams"]["y"]["real"]["value"] == pytest.approx(1, abs=0.2)
+    drawn = list((trained / "runs/shown/samples").iterdir())
+    assert len(drawn) == 1
+    before = (drawn[0] / "samples.zarr/.zattrs").stat().st_mtime_ns
+    assert evaluates("shown") == 0
+    assert (drawn[0] / "samples.zarr/.zattrs").stat().st_mtime_ns == before
+    reports = list((trained / "runs/shown/reports").iterdir())
+    assert [(report / "evaluation.html").exists() for report in reports] == [True]
+    again = json.loads((reports[0] / "evaluation.json").read_text())
+    assert again["figures"] == found["figures"], "the same samples, the same figures"
+
+
+@pytest.mark.parametrize("kind", ["npy", "array", "float"])
+def test_samples_of_any_program_are_judged_in_grey_values(tmp_path: Path, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    patches = rng.integers(1, 200, (20, *PATCH)).astype(np.uint8)
+    path = tmp_path / ("samples.zarr" if kind == "array" else "samples.npy")
+    if kind == "array":
+        write_array(path, patches, chunk=8)
+    else:
+        np.save(path, patches + 0.3 if kind == "float" else patches)
+    assert evaluates("shown", "--generated", path, "--out", tmp_path / "out") == 0
+    found = json.loads((tmp_path / "out/evaluation.json").read_text())
+    figure: dict[str, Any] = found["figures"]["histogram_distance"]
+    assert not figure["beyond"], "real voxels are uniform from 1 to 199, too, and floats are rounded as they are"
+
+
+def test_what_cannot_be_judged_is_refused_in_one_line_and_nothing_is_written(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "other.npy", np.ones((20, 8, 16, 15), np.uint8))
+    np.save(tmp_path / "few.npy", np.ones((3, *PATCH), np.uint8))
+    np.save(tmp_path / "nan.npy", np.full((20, *PATCH), np.nan, np.float32))
+    np.save(tmp_path / "good.npy", np.ones((20, *PATCH), np.uint8))
+    (tmp_path / "text.npy").write_text("no array")
+    (tmp_path / "there").mkdir()
+    shutil.copytree(trained / "runs/shown/checkpoints/step_00000002", tmp_path / "bare")
+    manifest = json.loads((tmp_path / "bare/manifest.json").read_text())
+    del manifest["files"]["model.safetensors"]
+    (tmp_path / "bare/manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "bare/model.safetensors").unlink()
+    write_array(tmp_path / "plain.zarr", np.ones((8, 8, 8), np.uint8))
+    good = ("--generated", tmp_path / "good.npy")
+    refused = {
+        ("all", *good): (2, "an evaluation compares with patches that training has not seen"),
+        ("shown", "--generated", tmp_path / "other.npy"): (2, "[N, 8, 16, 16]; got shape [20, 8, 16, 15]"),
+        ("shown", "--generated", tmp_path / "few.npy"): (2, "needs 16 generated patches or more; got 3"),
+        ("shown", "--generated", tmp_path / "nan.npy"): (2, "must be finite numbers"),
+        ("shown", "--generated", tmp_path / "text.npy"): (2, "must be a .npy file or a zarr array"),
+        ("shown", "--generated", tmp_path / "none.npy"): (2, "which is not there"),
+        ("shown", *good, "--volume", tmp_path / "plain.zarr"): (2, "--volume must be one that `vesuvius sample"),
+        ("shown", *good, "--training-volume", 1): (2, "--training-volume counts the 1 volumes"),
+        ("shown", "--weights", "ema_0.7"): (2, "--weights must be one of"),
+        (tmp_path / "bare",): (6, "manifest.json does not name model.safetensors"),
+        ("nowhere",): (2, "RUN must be a run directory"),
+    }
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for arguments, (code, message) in refused.items():
+        assert evaluates(*arguments, "--out", tmp_path / "out") == code, arguments
+        said = capsys.readouterr().err
+        assert message in said, (arguments, said)
+        assert "Traceback" not in said
+        assert "unsafe" not in said
+    assert evaluates("shown", *good, "--out", tmp_path / "there") == 2
+    assert "does not replace what exists" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    with pytest.raises(SystemExit):
+        evaluates("shown", "--count", 3)

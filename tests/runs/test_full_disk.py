@@ -1,0 +1,88 @@
+"""A run on a disk that fills up: it goes on, and loses nothing that it had."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.kill_harness import Session
+from tests.support.small_disk import fill, small_disk
+from vesuvius.runlog.records import read_records
+from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
+
+WriteConfig = Callable[..., Path]
+
+SAVING = {"save_every": 2, "keep_last": 2}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """12 MiB on which the runs lie: room for a few checkpoints."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    with small_disk(directory, kib=12 * 1024) as disk:
+        (tmp_path / "runs").symlink_to(disk)
+        yield disk
+
+
+def newest_of(run: Path) -> Path:
+    """The newest checkpoint; all that are shown must be whole."""
+    paths = list_checkpoints(run / "checkpoints")
+    assert [find_damage(path) for path in paths] == [None] * len(paths)
+    return paths[-1]
+
+
+def test_a_disk_that_fills_up_costs_saves_but_no_step_no_record_and_no_older_checkpoint(
+    tiny_config: WriteConfig, tmp_path: Path, disk: Path
+) -> None:
+    config = tiny_config(
+        training=SAVING | {"epochs": 1000},
+        monitor={"tensorboard": True, "sample_every_s": 0.5, "write_every_s": 0.5},
+    )
+    run = disk / "tiny"
+    with Session(config, tmp_path) as session:
+        session.wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "it saved")
+        ballast = fill(disk)
+        session.wait_for("ERROR a checkpoint must fit on the disk", count=3)
+        session.wait_for("metrics.jsonl must be writable")
+        older = newest_of(run)
+        ballast.unlink()
+        session.wait_until(lambda: list_checkpoints(run / "checkpoints")[-1] != older, "it saved again")
+        session.process.terminate()
+        assert session.end() == 75, session.text()
+        assert "Traceback" not in session.text()
+        assert session.text().count("metrics.jsonl must be writable") == 1
+        assert session.text().count("metrics.jsonl is written again; 0 lines were lost") == 1
+    last = step_of(newest_of(run))
+    every_step = list(range(1, last + 1))
+    records = read_records(run / "metrics.jsonl")
+    assert [record["step"] for record in records if record["kind"] == "step"] == every_step
+    assert len([record for record in records if record.get("event") == "save_failed"]) >= 3
+    log = (run / "logs/train_full.log").read_text()
+    assert [int(step) for step in re.findall(r"Train step (\d+)/", log)] == every_step
+
+
+@pytest.mark.long
+def test_a_run_that_ends_on_a_full_disk_ends_with_exit_6_and_goes_on_when_there_is_room(
+    tiny_config: WriteConfig, tmp_path: Path, disk: Path
+) -> None:
+    # Long enough for the disk to be full before the end.
+    config = tiny_config(training=SAVING | {"epochs": 1, "steps_per_epoch": 60})
+    run = disk / "tiny"
+    with Session(config, tmp_path) as session:
+        session.wait_until(lambda: bool(list_checkpoints(run / "checkpoints")), "it saved")
+        ballast = fill(disk)
+        assert session.end() == 6, session.text()
+        assert "Train step 60/60" in session.text()
+        assert "free some space" in session.text().splitlines()[-1]
+        assert "Traceback" not in session.text()
+    assert step_of(newest_of(run)) < 60
+    ballast.unlink()
+    with Session(config, tmp_path, "--resume") as session:
+        assert session.end() == 0, session.text()
+    assert step_of(newest_of(run)) == 60
+    steps = {record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"}
+    assert steps == set(range(1, 61)), "what was lost was done again"

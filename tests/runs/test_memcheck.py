@@ -1,0 +1,297 @@
+"""`vesuvius memcheck` on real processes: alive, growing, hung, dead, killed, not there at all."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.monitor.test_verdict import CPU, window
+from tests.support import fork_server
+from tests.support.memcheck_runs import (
+    HELD,
+    HYGIENE,
+    MIB,
+    found_in,
+    grow,
+    memcheck_command,
+    part,
+    run_memcheck,
+    trainer,
+)
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.postmortem.death import Death, append_death
+from vesuvius.monitor.probes.processes import read_process
+from vesuvius.monitor.recent import MemorySample, RecentFile, read_recent
+from vesuvius.monitor.session import begin_session, end_session, read_session
+from vesuvius.monitor.verdict import judge
+
+
+def write_metrics(directory: Path, *records: dict[str, Any]) -> None:
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def death(**figures: Any) -> Death:
+    known: dict[str, Any] = {"time": time.time(), "victim": "reader", "pid": 77, "step": 5, "cause": "ray"}
+    return Death(**known | {"evidence": ("Ray says so",), "moments": (), "remedy": "training.workers=1"} | figures)
+
+
+def test_a_living_run_is_found_by_name_and_by_directory_and_its_memory_is_right(tmp_path: Path) -> None:
+    with trainer(tmp_path / "runs/tiny") as process:
+        found = found_in(run_memcheck("tiny", "--once", "--json", cwd=tmp_path))
+        table = run_memcheck("runs/tiny", cwd=tmp_path)
+    assert (found["what"], found["name"], found["state"], found["level"]) == ("run", "run tiny", "running", "LOW")
+    # The interpreter with what it imports takes 6 to 60 MiB beside what the process holds on purpose.
+    assert HELD < part(found, "root")["now_bytes"] < HELD + 60 * MIB
+    assert part(found, "total")["now_bytes"] >= part(found, "root")["now_bytes"]
+    assert [each["pid"] for each in found["processes"]] == [process.pid]
+    assert found["killers"][0]["left_bytes"] > 0
+    assert (table.returncode, table.stderr) == (0, "")
+    assert "\x1b" not in table.stdout
+    assert "run tiny" in table.stdout
+    assert not HYGIENE.search(table.stdout)
+    assert not HYGIENE.search(json.dumps(found))
+
+
+def test_any_process_can_be_looked_at_and_one_that_is_not_there_is_13(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        f"held = b'x' * {HELD}; print('held', flush=True); import time; time.sleep(600)",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = found_in(run_memcheck("--pid", process.pid, "--json", "--pss", cwd=tmp_path))
+        process.kill()
+    assert HELD < part(found, "root")["now_bytes"] < HELD + 30 * MIB
+    assert HELD < found["pss_bytes"] < HELD + 60 * MIB
+    gone = run_memcheck("--pid", process.pid, cwd=tmp_path)
+    assert gone.returncode == 13
+    assert f"got {process.pid}, and there is none" in gone.stderr
+
+
+def test_a_run_that_is_not_there_is_13_and_the_message_names_those_that_are(tmp_path: Path) -> None:
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    (tmp_path / "runs/demo/metrics.jsonl").touch()
+    done = run_memcheck("dmeo", cwd=tmp_path)
+    assert done.returncode == 13
+    assert "got 'dmeo'; there are demo" in done.stderr
+
+
+def test_wait_until_critical_returns_while_a_leaking_run_still_lives(tmp_path: Path) -> None:
+    with trainer(tmp_path / "runs/tiny", configured_bytes=200 * MIB) as process:
+        command = memcheck_command("tiny", "--wait-until", "critical", "--watch", "0.1", "--json")
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as waiting:
+            assert waiting.stdout is not None
+            first = json.loads(waiting.stdout.readline())
+            grow(process, 150 * MIB)
+            last = json.loads(waiting.stdout.read().splitlines()[-1])
+        assert process.poll() is None
+    assert waiting.returncode == 11
+    assert (first["level"], last["level"]) == ("LOW", "CRITICAL")
+    assert last["killers"][0]["name"] == "monitor.ram_limit_gib"
+    assert last["limit_bytes"] == 200 * MIB
+    assert HYGIENE.search(last["reason"])
+
+
+def test_wait_until_says_nothing_before_its_end_unless_it_is_asked_to_watch(tmp_path: Path) -> None:
+    with trainer(tmp_path / "runs/tiny") as process:
+        use, path = read_process(process.pid), tmp_path / "runs/tiny/session.json"
+        record = read_session(path)
+        assert use is not None
+        assert record is not None
+        full = replace(record.limits, configured_bytes=int(use.anon_bytes / 0.86))
+        path.write_text(json.dumps(asdict(replace(record, limits=full))))
+        done = run_memcheck("tiny", "--wait-until", "warn", "--json", cwd=tmp_path)
+    found = found_in(done)
+    assert (done.returncode, found["level"]) == (10, "WARN")
+
+
+def test_waiting_for_a_run_that_ends_ends(tmp_path: Path) -> None:
+    with trainer(tmp_path / "runs/tiny") as process:
+        command = memcheck_command("tiny", "--wait-until", "critical", "--watch", "0.1", "--json")
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as waiting:
+            assert waiting.stdout is not None
+            assert json.loads(waiting.stdout.readline())["state"] == "running"
+            process.kill()
+            last = json.loads(waiting.stdout.read().splitlines()[-1])
+    assert last["state"] == "killed"
+    assert waiting.returncode == 12
+
+
+def test_a_killed_run_is_recognised_with_its_last_minute(tmp_path: Path) -> None:
+    directory = tmp_path / "runs/tiny"
+    with trainer(directory) as process:
+        begin = time.time()
+        ring = RecentFile(directory / "recent.jsonl")
+        for i in range(3):
+            ring.write(
+                MemorySample(begin + i, 40 + i, (300 + i) * MIB, 20 * MIB, 200 * MIB, {5: 60 * MIB}, "the machine")
+            )
+        ring.close()
+        process.send_signal(signal.SIGKILL)
+    done = run_memcheck("tiny", "--json", cwd=tmp_path)
+    found = found_in(done)
+    assert (done.returncode, found["state"], found["level"]) == (12, "killed", None)
+    assert part(found, "total")["now_bytes"] == 302 * MIB
+    assert part(found, "others")["now_bytes"] == 22 * MIB
+    assert found["kills"]
+    table = run_memcheck("tiny", cwd=tmp_path).stdout
+    assert "last GiB" in table
+    assert HYGIENE.search(table)
+    post_mortem = run_memcheck("tiny", "--post-mortem", cwd=tmp_path)
+    assert post_mortem.returncode == 12
+    assert f"(pid {process.pid}) was killed" in post_mortem.stdout
+    assert not (directory / "post_mortem.jsonl").exists(), "memcheck only reads"
+
+
+def test_a_run_that_has_ended_as_it_should_is_no_kill(tmp_path: Path) -> None:
+    directory = tmp_path / "runs/tiny"
+    directory.mkdir(parents=True)
+    record = begin_session(directory / "session.json", "tiny", 0, Limits())
+    end_session(directory / "session.json", record, 75)
+    found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
+    assert (found["state"], found["exit_code"], found["kills"]) == ("ended", 0, [])
+    assert "with exit code 75" in found["state_text"]
+    done = run_memcheck("tiny", "--post-mortem", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "run tiny: no death is known of\n")
+
+
+def test_a_reader_that_died_in_this_session_is_12_and_one_of_an_earlier_session_is_not(tmp_path: Path) -> None:
+    directory = tmp_path / "runs/tiny"
+    directory.mkdir(parents=True)
+    append_death(directory / "post_mortem.jsonl", death(time=time.time() - 1000))
+    with trainer(directory):
+        assert run_memcheck("tiny", cwd=tmp_path).returncode == 0
+        append_death(directory / "post_mortem.jsonl", death(pid=78))
+        done = run_memcheck("tiny", cwd=tmp_path)
+        shown = run_memcheck("tiny", "--post-mortem", "--json", cwd=tmp_path)
+    assert done.returncode == 12
+    assert "reader 78 was killed" in done.stdout.replace("\n", " ")
+    assert "reader 77" not in done.stdout
+    assert [each["pid"] for each in json.loads(shown.stdout)] == [77, 78]
+
+
+def test_a_kill_that_the_kernel_has_counted_since_the_session_began_is_12(tmp_path: Path) -> None:
+    with trainer(tmp_path / "runs/tiny"):
+        path = tmp_path / "runs/tiny/session.json"
+        record = read_session(path)
+        assert record is not None
+        if record.cgroup_oom_kills is None and record.machine_oom_kills is None:
+            pytest.skip("this kernel does not count its kills")
+        one_less = {
+            name: getattr(record, name) - 1
+            for name in ("cgroup_oom_kills", "machine_oom_kills")
+            if getattr(record, name) is not None
+        }
+        path.write_text(json.dumps(asdict(record) | one_less))
+        found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
+    assert found["exit_code"] == 12
+    assert HYGIENE.search(found["kills"][0])
+
+
+def test_a_hung_run_is_told_from_a_slow_one_and_from_one_that_validates(tmp_path: Path) -> None:
+    directory = tmp_path / "runs/tiny"
+    with trainer(directory) as process:
+        path = directory / "session.json"
+        record = read_session(path)
+        assert record is not None
+        now = time.time()
+        path.write_text(json.dumps(asdict(record) | {"begin_time": now - 1000}))
+
+        def state(step_s: float, age_s: float, *more: dict[str, Any]) -> dict[str, Any]:
+            steps = [
+                {"kind": "step", "time": now - age_s - i, "step": 9 - i, "step_s": step_s} for i in range(9, -1, -1)
+            ]
+            write_metrics(directory, *steps, *more)
+            return found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
+
+        hung = state(1.0, 200)
+        assert (hung["state"], hung["exit_code"]) == ("hung", 10)
+        assert "no step for 3m2" in hung["state_text"]
+        assert hung["steps"]["step"] == 9
+        assert 200 <= hung["steps"]["age_s"] < 260
+        assert state(1.0, 30)["state"] == "running"
+        assert state(30.0, 200)["state"] == "running"
+        verdict = judge(window(), CPU)
+        watched = state(1.0, 200, {"kind": "verdict", "time": now - 5} | verdict.record())
+        assert (watched["state"], watched["steps"]["verdict"]) == ("running", verdict.text)
+        ring = RecentFile(directory / "recent.jsonl")
+        sample = MemorySample(now, 9, 300 * MIB, 0, 300 * MIB, awaits="batch of a validation", silent_s=5.0)
+        ring.write(sample)
+        assert state(1.0, 200)["state"] == "running", "it validates, and goes on"
+        ring.write(replace(sample, silent_s=180.0))
+        ring.close()
+        assert "no batch of a validation for 3m0" in state(1.0, 200)["state_text"]
+        process.send_signal(signal.SIGSTOP)
+        stopped = state(1.0, 0)
+        assert (stopped["state"], stopped["exit_code"]) == ("hung", 10)
+        assert "it is stopped (SIGSTOP)" in stopped["state_text"]
+
+
+def test_a_run_on_another_machine_shows_what_its_files_say(tmp_path: Path) -> None:
+    directory = tmp_path / "runs/tiny"
+    directory.mkdir(parents=True)
+    record = begin_session(directory / "session.json", "tiny", 0, Limits())
+    elsewhere = asdict(record) | {"host": "far", "boot_id": "another"}
+    (directory / "session.json").write_text(json.dumps(elsewhere))
+    ring = RecentFile(directory / "recent.jsonl")
+    ring.write(MemorySample(time.time(), 4, 300 * MIB, 0, 300 * MIB, {}, "the machine", 10, 20, level="WARN"))
+    ring.close()
+    found = found_in(run_memcheck("tiny", "--json", cwd=tmp_path))
+    assert (found["state"], found["level"], found["exit_code"]) == ("elsewhere", "WARN", 10)
+    assert found["state_text"].startswith("on far")
+    assert part(found, "total")["now_bytes"] == 300 * MIB
+
+
+def test_a_run_without_a_session_says_so(tmp_path: Path) -> None:
+    (tmp_path / "runs/old").mkdir(parents=True)
+    write_metrics(tmp_path / "runs/old", {"kind": "step", "time": 5.0, "step": 3})
+    found = found_in(run_memcheck("old", "--json", cwd=tmp_path))
+    assert (found["state"], found["level"], found["exit_code"]) == ("unknown", None, 0)
+    assert found["steps"]["step"] == 3
+
+
+@pytest.mark.long
+def test_a_real_runs_reader_and_ray_are_told_apart_by_whoever_looks(tmp_path: Path, tiny_config: Any) -> None:
+    endless = {"workers": 1, "steps_per_epoch": 100_000, "save_every": 100_000}
+    config = tiny_config(training=endless, monitor={"sample_every_s": 0.5})
+    command = [sys.executable, "-m", "vesuvius.train", "--config", str(config)]
+    with fork_server.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as run:
+        try:
+            deadline = time.monotonic() + 120
+            recent = tmp_path / "runs/tiny/recent.jsonl"
+            while not any(moment.reader_bytes for moment in read_recent(recent)):
+                assert run.poll() is None, "it must go on until it has a reader"
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            parts, by_pid, ray = (seen_parts(tmp_path, *what) for what in (["tiny"], ["--pid", run.pid], ["--ray"]))
+        finally:
+            run.kill()
+    readers = parts["reader"]
+    assert len(readers) == 1
+    assert readers[0] in by_pid["reader"]
+    assert readers[0] in ray["reader"]
+    assert len(by_pid["reader"]) == 1, "Ray's own processes have no row each"
+    for found in (parts, by_pid, ray):
+        assert {"others", "store", "total"} <= set(found)
+    killed = run_memcheck("tiny", cwd=tmp_path)
+    assert killed.returncode == 12
+    assert "reader" in killed.stdout
+
+
+def seen_parts(directory: Path, *what: object) -> dict[str, list[int | None]]:
+    """The pids of the rows of each part."""
+    done = run_memcheck(*what, "--json", cwd=directory)
+    parts: dict[str, list[int | None]] = {}
+    for row in json.loads(done.stdout)["parts"]:
+        parts.setdefault(row["part"], []).append(row["pid"])
+    return parts

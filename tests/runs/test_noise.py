@@ -1,0 +1,97 @@
+"""Runs with the noise levels of edm and of the classic DDPM: trained, resumed, validated and sampled."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from tests.conftest import REPOSITORY
+from tests.support.runs import WriteConfig, final_weights, records_of, vesuvius_train
+from vesuvius.commands import sample
+from vesuvius.training import run as run_module
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+
+EDM = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 3}
+VALIDATED = {"validate_every": 10, "validate_patches": 4}
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def newest(name: str) -> Path:
+    return list_checkpoints(Path("runs") / name / "checkpoints")[-1]
+
+
+def drawn(name: str, out: str) -> np.ndarray:  # type: ignore[type-arg]
+    assert sample.main(["--checkpoint", name, "--count", "1", "--out", out]) == 0
+    return np.asarray(zarr.open_array(f"{out}/samples.zarr/0", mode="r"))
+
+
+def test_a_run_measures_its_data_once_and_goes_on_and_is_sampled_with_what_it_found(
+    tiny_config: WriteConfig, volume: Path
+) -> None:
+    """The levels must not move with data that changed, or without the volume."""
+    config = tiny_config("straight", diffusion=EDM, training=VALIDATED)
+    assert vesuvius_train(config) == 0
+    assert re.search(r"noise edm: sigma 0\.02 to \d", Path("runs/straight/logs/train_full.log").read_text())
+    config = tiny_config("parts", diffusion=EDM, training=VALIDATED)
+    assert vesuvius_train(config, "training.max_steps=10") == 0
+    assert vesuvius_train(config, "--resume") == 0
+    straight, parts = final_weights("straight"), final_weights("parts")
+    assert all(torch.equal(weight, parts[name]) for name, weight in straight.items())
+    found = records_of("validation", "parts")
+    assert [record["step"] for record in found] == [10, 20]
+    for record in found:
+        of_levels = record["weights"]["ema"]["relative_bins"]
+        assert record["relative_error"] == pytest.approx(np.exp(np.mean(np.log(of_levels))))
+        assert len(of_levels) == len(record["bin_edges"]) - 1
+    best = min(found, key=lambda record: record["relative_error"])
+    assert found[-1]["best_step"] == best["step"]
+    shutil.rmtree(volume)
+    assert drawn("parts", "one").tobytes() == drawn("straight", "other").tobytes()
+
+
+def test_the_classic_ddpm_is_one_config_away(tiny_config: WriteConfig, volume: Path) -> None:
+    tiny = ["model.channels=[8, 16]", "model.full_res_channels=4", "model.attention_heads=2", "model.norm_groups=4"]
+    steps = ["training.max_steps=2", "training.workers=0", "training.validate_every=0", "training.preview_every=0"]
+    volumes = f"data.volumes={json.dumps([{'path': str(volume)}])}"
+    fewer = ["diffusion.timesteps=20", "diffusion.sampler_steps=20"]
+    config = REPOSITORY / "configs" / "ddpm.yaml"
+    assert vesuvius_train(config, volumes, *tiny, *steps, *fewer) == 0
+    diffusion = load_checkpoint(newest("ddpm"))["config"]["diffusion"]
+    classic = {"noise": "linear", "prediction": "eps", "sampler": "ddpm", "min_snr_gamma": None}
+    assert {key: diffusion[key] for key in classic} == classic
+    assert drawn("ddpm", "out").shape == (1, 8, 32, 32)
+
+
+def test_a_checkpoint_of_before_is_sampled_and_resumed(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows no spectrum, calls the noise a schedule, and compares losses."""
+    now = run_module.run_state
+
+    def before(*arguments: Any) -> dict[str, Any]:
+        state = now(*arguments)
+        del state["spectrum"]
+        diffusion = state["config"]["diffusion"]
+        diffusion["schedule"] = diffusion.pop("noise")
+        return state | {"best": {"step": 10, "loss": 0.1}}
+
+    config = tiny_config(training=VALIDATED, diffusion={"noise": "linear", "sampler_steps": 3})
+    with monkeypatch.context() as patched:
+        patched.setattr(run_module, "run_state", before)
+        assert vesuvius_train(config, "training.max_steps=10") == 0
+    assert drawn("tiny", "sampled").size
+    assert vesuvius_train(config, "--resume") == 0
+    assert "spectrum" in load_checkpoint(newest("tiny"))
+    assert records_of("validation")[-1]["best_step"] == 20, "a loss does not compare with an error over another"

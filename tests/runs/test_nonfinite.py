@@ -1,0 +1,104 @@
+"""Whole runs that meet a loss which is not finite."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import textured, write_array
+from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
+from tests.support.webhook_server import WebhookServer
+from vesuvius.errors import DataError
+from vesuvius.monitor.clock import HostClock
+from vesuvius.runlog.records import read_records
+from vesuvius.runlog.step_times import StepTimes
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+from vesuvius.training.step.step import TrainStep
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class LateClock(HostClock):
+    """A host clock that tells of a step only when the next one is over, as a GPU's does."""
+
+    def finished(self, wait: bool = False) -> list[StepTimes]:
+        done = super().finished()
+        late = [*getattr(self, "_late", []), *done]
+        self._late = [] if wait else late[-1:]
+        return late if wait else late[:-1]
+
+
+@pytest.mark.parametrize("behind", ["another error", "the end"])
+def test_a_step_that_was_not_finite_is_noticed_though_its_figures_come_late(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, behind: str
+) -> None:
+    """And the steps launched behind it are not counted: a resume does them again."""
+    monkeypatch.setattr("vesuvius.training.loop.make_clock", lambda device: LateClock())
+    bad_step = 7
+    accumulate = TrainStep.accumulate
+
+    def poisoned(self: TrainStep, x_0: torch.Tensor, indices: Any, *rest: Any) -> None:
+        step = int(indices[0]) // 4 + 1
+        if step == bad_step + 1 and behind == "another error":
+            raise DataError("a volume must be there; got none; mount it")
+        accumulate(self, x_0 * math.inf if step == bad_step else x_0, indices, *rest)
+
+    monkeypatch.setattr(TrainStep, "accumulate", poisoned)
+    assert vesuvius_train(tiny_config()) == 5
+    (event,) = records_of("event")
+    assert (event["event"], event["step"]) == ("nonfinite", bad_step)
+    assert load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])["step"] == bad_step
+    assert [s["step"] for s in steps_of()] == list(range(1, bad_step + 1))
+    assert (Path("runs/tiny") / event["replay"]).exists()
+
+
+def test_bad_steps_in_a_row_are_counted_over_a_resume(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accumulate = TrainStep.accumulate
+
+    def poisoned(self: TrainStep, x_0: torch.Tensor, indices: Any, *rest: Any) -> None:
+        accumulate(self, x_0 * math.inf if 4 <= int(indices[0]) // 4 + 1 <= 6 else x_0, indices, *rest)
+
+    monkeypatch.setattr(TrainStep, "accumulate", poisoned)
+    config = tiny_config(training={"max_nonfinite": 3})
+    assert vesuvius_train(config, "training.max_steps=5") == 0
+    assert vesuvius_train(config, "--resume") == 5
+    assert steps_of()[-1]["step"] == 6
+    assert vesuvius_train(config, "--resume") == 0, "behind the bad steps it trains on"
+    assert all(s["finite"] for s in steps_of()[6:])
+
+
+def test_a_nonfinite_loss_stops_the_run_with_exit_5_and_is_never_applied(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Voxels of 1e30 overflow float32 when squared in the loss: a real infinity, not a planted one.
+    voxels = textured((96, 128, 128), dtype="float32")
+    voxels[:] = 1e30
+    path = write_array(Path("huge.zarr").absolute(), voxels)
+    data = {"volumes": [{"path": str(path)}], "normalize": {"low": 0.0, "high": 1.0}}
+    # edm standardises: there 1e30 is as good as any other number.
+    config = tiny_config(data=data, training={"max_nonfinite": 3}, diffusion={"noise": "cosine"})
+    with WebhookServer() as server:
+        assert vesuvius_train(config, f"monitor.webhook={server.url}") == 5
+    assert [post["event"] for post in server.posts] == ["nonfinite"] * 3 + ["run_end"]
+    assert (server.posts[-1]["step"], server.posts[-1]["exit_code"]) == (3, 5)
+    assert "loss and gradient must be finite" in server.posts[-1]["cause"]
+    error = capsys.readouterr().err
+    assert "must be finite" in error
+    assert "3 in a row" in error
+    events = [r for r in read_records(Path("runs/tiny/metrics.jsonl")) if r["kind"] == "event"]
+    assert [(e["step"], e["samples"], e["loss"]) for e in events] == [
+        (n + 1, [4 * n, 4 * n + 4], None) for n in range(3)
+    ]
+    state = load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])
+    assert state["step"] == 3, "a resume goes on behind the bad steps"
+    assert float(state["averages"]["ema"]["updates"]) == 0
+    assert read_records(Path("runs/tiny/metrics.jsonl"))[-1]["exit_code"] == 5

@@ -1,0 +1,272 @@
+"""Several trainer processes on one machine: the same numbers as one, one stop, one cause, and restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.kill_harness import Session, processes_with
+from tests.support.rank_runs import ends_of, output_of, started_ranks
+from vesuvius.errors import StorageError
+from vesuvius.runlog.metrics import current_records
+from vesuvius.runlog.records import read_records
+from vesuvius.training.checkpoint.format import list_checkpoints, step_of
+
+WriteConfig = Callable[..., Path]
+
+START = """
+import sys
+from vesuvius.commands import train
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+DAMAGED_ON_RANK_1 = """
+import os, sys
+from vesuvius.commands import train
+from vesuvius.errors import DataError
+from vesuvius.training.loop import TrainingLoop
+from vesuvius.training.ranks import ranks
+ranks._UNWIND_S = 3.0
+one_step = TrainingLoop._one_step
+def step(loop, *arguments):
+    if loop.run.progress.step == 2 and os.environ["RANK"] == "1":
+        raise DataError("a chunk must be readable; got none")
+    one_step(loop, *arguments)
+TrainingLoop._one_step = step
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def steps_of(run: Path, kind: str = "step") -> dict[int, dict[str, Any]]:
+    """Records of a run by step, as if it had never been interrupted."""
+    return {one["step"]: one for one in current_records(read_records(run / "metrics.jsonl")) if one["kind"] == kind}
+
+
+def relative(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) -> float:
+    """Largest relative difference of loss and gradient norm."""
+    assert list(one) == list(other)
+    figures = ("loss", "grad_norm")
+    return max(abs(one[step][name] / other[step][name] - 1) for step in one for name in figures)
+
+
+def train_with(worlds: list[tuple[int, int]], config: Path, cwd: Path, *overrides: str) -> None:
+    """Sessions of a run, each of so many ranks up to a step."""
+    for number, (world, step) in enumerate(worlds):
+        arguments = (f"training.max_steps={step}", *overrides, *(["--resume"] if number else []))
+        with started_ranks(config, cwd, world, *arguments) as ranks:
+            assert ends_of(ranks) == [0] * world, output_of(cwd, world)
+
+
+# 12 samples a step.
+FOUR = {"train_batch_size": 3, "accumulate_steps": 1, "ranks": 4, "epochs": 5, "save_every": 1000}
+
+
+@pytest.mark.parametrize(
+    "worlds", [[(2, 3), (3, 6)], pytest.param([(4, 12), (2, 25), (3, 38), (4, 50)], marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize(
+    "sharding",
+    [{}, {"sharding": "fsdp"}, pytest.param({"sharding": "fsdp", "optimizer": "muon"}, marks=pytest.mark.long)],
+)
+def test_any_number_of_ranks_over_resumes_trains_on_the_same_numbers_as_one(
+    tiny_config: WriteConfig, tmp_path: Path, worlds: list[tuple[int, int]], sharding: dict[str, str]
+) -> None:
+    tiny_config("one", training=FOUR | sharding)
+    several = tiny_config("several", training=FOUR | sharding)
+    train_with(worlds, several, tmp_path)
+    with Session(tmp_path / "one.yaml", tmp_path, "training.ranks=1", "training.accumulate_steps=4") as session:
+        session.wait_for(f"Train step {worlds[-1][1]}/")
+        session.process.terminate()
+        session.end()
+    one = {step: record for step, record in steps_of(tmp_path / "runs/one").items() if step <= worlds[-1][1]}
+    found = steps_of(tmp_path / "runs/several")
+    assert len(found) == worlds[-1][1]
+    assert relative(found, one) < 1e-5
+    ranks = steps_of(tmp_path / "runs/several", "ranks")
+    assert all(len(record["times"]) == next(w for w, last in worlds if step <= last) for step, record in ranks.items())
+    told = [one for record in ranks.values() for one in record["times"]]
+    assert all(one["node"] == platform.node() and one["trainer_bytes"] > 2**20 for one in told)
+    for record in found.values():
+        parts = ("data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s", "comm_s", "other_s")
+        assert sum(record[part] for part in parts) == pytest.approx(record["step_s"], rel=1e-6)
+
+
+@pytest.mark.long
+def test_ranks_with_sharded_weights_validate_draw_and_save_as_one_rank_does(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    due = {"validate_every": 2, "validate_patches": 2, "preview_every": 2, "preview_count": 1, "save_every": 2}
+    due |= {"accumulate_steps": 1, "epochs": 1, "steps_per_epoch": 4, "warmup_steps": 1}
+    several = tiny_config("several", training=due | {"ranks": 2, "sharding": "fsdp"})
+    tiny_config("one", training=due | {"train_batch_size": 4})
+    train_with([(2, 4)], several, tmp_path)
+    with Session(tmp_path / "one.yaml", tmp_path) as session:
+        assert session.end() == 0, session.text()
+    found, expected = (steps_of(tmp_path / "runs" / name, "validation") for name in ("several", "one"))
+    assert list(found) == list(expected) == [2, 4]
+    for step, record in found.items():
+        for weights in ("raw", "ema"):
+            losses = [one["weights"][weights]["loss"] for one in (record, expected[step])]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert len(steps_of(tmp_path / "runs/several", "preview")) == 2
+    names = [
+        [path.name for path in list_checkpoints(tmp_path / "runs" / name / "checkpoints")]
+        for name in ("several", "one")
+    ]
+    assert names[0] == names[1]
+
+
+def test_a_signal_to_one_rank_stops_all_behind_the_same_step_with_a_checkpoint(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(training={"ranks": 2, "epochs": 1000})
+    with started_ranks(config, tmp_path, 2) as ranks:
+        wait_for_step(tmp_path / "runs/tiny", 3, ranks)
+        ranks[1].terminate()
+        assert ends_of(ranks) == [75, 75], output_of(tmp_path, 2)
+    (checkpoint,) = list_checkpoints(tmp_path / "runs/tiny/checkpoints")
+    last = [max(steps_of(tmp_path / "runs/tiny" / part)) for part in (".", "ranks/1")]
+    assert last == [step_of(checkpoint)] * 2
+    assert "SIGTERM: stopping" in (tmp_path / "runs/tiny/logs/train_full.log").read_text()
+
+
+@pytest.mark.parametrize(("sharding", "kept"), [("none", [2]), pytest.param("fsdp", [], marks=pytest.mark.long)])
+def test_the_error_of_one_rank_ends_all_with_its_cause_and_keeps_the_steps_before(
+    tiny_config: WriteConfig, tmp_path: Path, sharding: str, kept: list[int]
+) -> None:
+    config = tiny_config(training={"ranks": 2, "sharding": sharding})
+    with started_ranks(config, tmp_path, 2, program=("-c", DAMAGED_ON_RANK_1)) as ranks:
+        assert ends_of(ranks) == [6, 6], output_of(tmp_path, 2)
+    log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
+    assert log.count("rank 1 failed: a chunk must be readable; got none") == 1
+    assert "Traceback" not in log
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == kept
+
+
+def test_a_config_that_rank_0_refuses_ends_all_with_its_exit_code(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    config = tiny_config(training={"ranks": 2}, data={"volumes": [{"path": "nowhere.zarr"}]})
+    with started_ranks(config, tmp_path, 2) as ranks:
+        assert ends_of(ranks, 120) == [6, 6]
+    assert not (tmp_path / "runs").exists()
+
+
+def wait_for_step(run: Path, step: int, processes: list[Any], at_most_s: float = 240) -> None:
+    deadline = time.monotonic() + at_most_s
+    while time.monotonic() < deadline:
+        log = run / "logs/train_full.log"
+        if log.exists() and f"Train step {step}/" in log.read_text():
+            return
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step} within {at_most_s:g} s")
+
+
+def kill_rank(run: Path, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+    place = run / f"ranks/{rank}" if rank else run
+    os.kill(json.loads((place / "session.json").read_text())["pid"], number)
+
+
+# 4 samples a step.
+PLAIN = {"save_every": 4, "workers": 1}
+
+
+def assert_trained_as_one_rank(tiny_config: WriteConfig, tmp_path: Path, run: Path, epochs: int) -> None:
+    steps = steps_of(run)
+    tiny_config("whole", training=PLAIN | {"epochs": epochs, "accumulate_steps": 2, "workers": 0})
+    with Session(tmp_path / "whole.yaml", tmp_path, f"training.max_steps={len(steps)}") as whole:
+        assert whole.end() == 0
+    assert relative(steps, steps_of(tmp_path / "runs/whole")) < 1e-5
+
+
+def test_ray_train_starts_all_ranks_again_when_one_is_killed_and_a_signal_stops_them_with_a_checkpoint(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    config = tiny_config("killed", training=PLAIN | {"epochs": 1000, "accumulate_steps": 1, "ranks": 2})
+    run, marker = tmp_path / "runs/killed", f"TEST_OF_VESUVIUS={tmp_path}"
+    with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
+        wait_for_step(run, 9, [session.process])
+        kill_rank(run, 1)
+        session.wait_for("restart 1 of at most 10, as ranks were lost: rank 1: its process")
+        session.wait_until(lambda: len(steps_of(run)) > 12, "it went on")
+        session.process.terminate()
+        assert session.end() == 75, session.text()
+    (*_, last) = list_checkpoints(run / "checkpoints")
+    assert step_of(last) == max(steps_of(run))
+    assert "was killed" not in session.text()  # rank 0 was ended on purpose
+    assert "was killed" in (run / "ranks/1/logs/train_full.log").read_text()
+    assert list((tmp_path / "runs/.ray_train").iterdir()) == []
+    assert processes_with(marker) == []
+    assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=1000)
+
+
+@pytest.mark.long
+def test_ten_kills_of_ranks_lose_nothing_past_the_last_checkpoint(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    config = tiny_config("killed", training=PLAIN | {"epochs": 20, "accumulate_steps": 1, "ranks": 2})
+    run = tmp_path / "runs/killed"
+    with Session(config, tmp_path) as session:
+        for number in range(10):
+            wait_for_step(run, 20 * number + 9, [session.process])
+            kill_rank(run, (number + 1) % 2)
+        assert session.end() == 0, session.text()
+    assert len(steps_of(run)) == 200
+    assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=20)
+
+
+@pytest.mark.long
+def test_torchrun_itself(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    config = tiny_config(training={"ranks": 2})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "vesuvius.train"]
+    done = subprocess.run([*torchrun, "--config", str(config)], cwd=tmp_path, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()
+    assert len(steps_of(tmp_path / "runs/tiny")) == 20
+
+
+@pytest.mark.long
+def test_ranks_that_were_started_with_different_configs_are_refused(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    config = tiny_config(training={"ranks": 2})
+    other = "import os\nif os.environ['RANK'] == '1': os.environ['VESUVIUS_TRAINING__LR'] = '0.5'\n" + START
+    with started_ranks(config, tmp_path, 2, program=("-c", other)) as ranks:
+        assert ends_of(ranks) == [2, 2], output_of(tmp_path, 2)
+    log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
+    assert "rank 1 failed: all ranks must be started with the same config" in log
+    assert "training.lr: was 0.001, is 0.5" in log
+
+
+def test_a_file_that_another_rank_cannot_write_ends_all_with_its_exit_code_and_remedy(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(training={"ranks": 2})
+    full = DAMAGED_ON_RANK_1.replace('DataError("a chunk must be readable; got none")', 'OSError(28, "No space left")')
+    with started_ranks(config, tmp_path, 2, program=("-c", full)) as ranks:
+        assert ends_of(ranks) == [StorageError.exit_code] * 2, output_of(tmp_path, 2)
+    log = (tmp_path / "runs/tiny/logs/train_full.log").read_text()
+    assert "rank 1 failed: the run directory must be writable; got [Errno 28] No space left" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.long
+def test_ray_train_starts_all_ranks_again_when_one_is_stopped_for_longer_than_the_timeout(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    plain = PLAIN | {"epochs": 4, "accumulate_steps": 1, "ranks": 2}
+    config = tiny_config("stopped", training=plain, cluster={"rank_timeout_minutes": 0.5})
+    run, marker = tmp_path / "runs/stopped", f"VESUVIUS_TEST={tmp_path}"
+    with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
+        wait_for_step(run, 9, [session.process])
+        kill_rank(run, 1, signal.SIGSTOP)
+        assert session.end() == 0, session.text()
+    assert session.text().count("restart 1 of at most 10, as ranks were lost") == 1
+    assert "rank 1" in session.text().split("as ranks were lost")[1].splitlines()[0]
+    assert processes_with(marker) == []
+    assert len(steps_of(run)) == 40
+    assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=4)

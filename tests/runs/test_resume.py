@@ -1,0 +1,337 @@
+"""Going on with a run, bit by bit: after any end of a session, from the right checkpoint, and what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import run_vesuvius
+from tests.support import fork_server
+from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
+from vesuvius.config.load import read_config
+from vesuvius.runlog.run_dir import RunDir
+from vesuvius.training import milestones as milestones_module
+from vesuvius.training import stop as stop_module
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+from vesuvius.training.step.step import TrainStep
+from vesuvius.training.validation import validation as validation_module
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ten_steps_and_ten_resumed_are_twenty_bit_by_bit(tiny_config: WriteConfig, optimizer: str) -> None:
+    training = {"optimizer": optimizer}
+    assert vesuvius_train(tiny_config("straight", training=training)) == 0
+    config = tiny_config("parts", training=training)
+    assert vesuvius_train(config, "training.max_steps=10") == 0
+    assert load_checkpoint(list_checkpoints(Path("runs/parts/checkpoints"))[-1])["step"] == 10
+    assert vesuvius_train(config, "--resume") == 0
+    assert_same_weights("straight", "parts")
+    assert [s["loss"] for s in steps_of("straight")] == [s["loss"] for s in steps_of("parts")]
+    files = [list_checkpoints(Path(f"runs/{n}/checkpoints"))[-1] / "model.safetensors" for n in ("straight", "parts")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_resume_is_exact_with_the_threads_that_the_run_began_with(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    """The order in which threads add up is part of a result: another number of them at the resume changes nothing."""
+    for name in ("straight", "parts"):
+        tiny_config(name)
+    parts = ["parts", "training.max_steps=3"], ["parts", "training.max_steps=6", "--resume"]
+    for (name, *arguments), threads in zip((["straight", "training.max_steps=6"], *parts), "221", strict=True):
+        result = run_vesuvius(
+            "train", "--config", f"{name}.yaml", *arguments, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": threads}
+        )
+        assert result.returncode == 0, result.stderr
+    assert [s["loss"] for s in steps_of("straight")] == [s["loss"] for s in steps_of("parts")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_deterministic_kernels_make_a_resume_exact(tiny_config: WriteConfig) -> None:
+    training = {"deterministic": True, "validate_every": 4, "validate_patches": 2}
+    assert vesuvius_train(tiny_config("straight", training=training), "training.max_steps=10") == 0
+    config = tiny_config("parts", training=training)
+    assert vesuvius_train(config, "training.max_steps=6") == 0
+    assert vesuvius_train(config, "--resume", "training.max_steps=10") == 0
+    assert_same_weights("straight", "parts")
+
+
+def test_a_finished_run_resumes_to_exit_0_and_an_existing_one_is_not_overwritten(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=2") == 0
+    before = Path("runs/tiny/metrics.jsonl").read_bytes()
+    assert vesuvius_train(config, "training.max_steps=2") == 2
+    assert "--resume" in capsys.readouterr().err
+    assert vesuvius_train(config, "training.max_steps=2", "--resume") == 0
+    assert "is finished" in capsys.readouterr().out
+    assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
+
+
+def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/tiny/logs").mkdir(parents=True)  # as a run that was killed before its first save leaves it
+    assert vesuvius_train(tiny_config(), "training.max_steps=1", "--resume") == 0
+    assert "WARNING no whole checkpoint" in capsys.readouterr().err
+    assert [s["step"] for s in steps_of()] == [1]
+
+
+def test_training_resume_auto_is_resume(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(training={"resume": "auto"})
+    assert vesuvius_train(config, "training.max_steps=2") == 0
+    assert capsys.readouterr().err == "", "a new run has nothing to go on from, and nothing to warn of"
+    assert vesuvius_train(config, "training.max_steps=4") == 0
+    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4]
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(training={"save_every": 2})
+    assert vesuvius_train(tiny_config("straight", training={"save_every": 2}), "training.max_steps=6") == 0
+    assert vesuvius_train(config, "training.max_steps=4") == 0
+    damaged = Path("runs/tiny/checkpoints/step_00000004/state.pt")
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    assert vesuvius_train(config, "--resume", "training.max_steps=6") == 0
+    assert "step_00000004 is damaged (state.pt" in capsys.readouterr().err
+    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert_same_weights("straight")
+
+
+def files_below(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwritten(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    config = tiny_config(training={"save_every": 2})
+    assert vesuvius_train(config, "training.max_steps=4") == 0
+    for checkpoint in list_checkpoints(Path("runs/tiny/checkpoints")):
+        (checkpoint / "manifest.json").unlink()
+    before = files_below(Path("runs"))
+    assert vesuvius_train(config, "--resume", "training.max_steps=4", *more) == 6
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if "ERROR" in line)
+    assert "got step_00000002, step_00000004 in runs/tiny/checkpoints, all damaged" in error
+    assert "--resume --restart-damaged" in error
+    assert files_below(Path("runs")) == before
+
+
+def test_restart_damaged_begins_anew_and_keeps_the_damaged_checkpoints(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, checkpoints = tiny_config(training={"save_every": 2, "validate_every": 2}), Path("runs/tiny/checkpoints")
+    assert vesuvius_train(config, "training.max_steps=4") == 0
+    whole = vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=6")
+    assert (whole, [s["step"] for s in steps_of()]) == (0, [1, 2, 3, 4, 5, 6]), "from a whole checkpoint it goes on"
+    for checkpoint in list_checkpoints(checkpoints):
+        (checkpoint / "manifest.json").unlink()
+    damaged = files_below(checkpoints)
+    assert vesuvius_train(config, "--resume", "--restart-damaged", "--dry-run") == 0
+    assert files_below(checkpoints) == damaged
+    assert vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=2") == 0
+    (aside,) = checkpoints.glob("damaged-*")
+    assert f"the damaged checkpoints are kept in {aside}" in capsys.readouterr().err
+    assert files_below(aside) == damaged
+    assert [path.name for path in list_checkpoints(checkpoints)] == ["step_00000002"]
+    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 5, 6, 1, 2]
+    assert vesuvius_train(config, "--resume", "training.max_steps=3") == 0, "as any other run"
+
+
+def test_restart_damaged_goes_with_resume(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        vesuvius_train(tiny_config(), "--restart-damaged")
+    assert "it goes with --resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_saves_and_the_rest_resumes_bit_by_bit(
+    tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals
+) -> None:
+    training = {"epochs": 40, "save_every": 1000}
+    config = tiny_config("stopped", training=training)
+    command = [sys.executable, "-m", "vesuvius.train", "--config", str(config)]
+    with fork_server.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "Train step 3/" in line:
+                process.send_signal(number)
+                break
+        output = process.stdout.read()
+    assert process.returncode == (130 if number == signal.SIGINT else 75), output
+    stopped_at = load_checkpoint(list_checkpoints(Path("runs/stopped/checkpoints"))[-1])["step"]
+    assert stopped_at >= 3
+    end = f"training.max_steps={stopped_at + 3}"
+    assert vesuvius_train(config, "--resume", end) == 0
+    assert vesuvius_train(tiny_config("straight", training=training), end) == 0
+    assert_same_weights("straight", "stopped")
+
+
+def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have SIGTERM come in the middle of the validation or preview behind a step, once."""
+    name = {"validation": "Validation.run", "preview": "make_preview"}[kind]
+    original = validation_module.Validation.run if kind == "validation" else milestones_module.make_preview
+    came = []
+
+    def interrupted(*arguments: Any) -> Any:
+        if not came and records_of("step")[-1]["step"] == step:
+            came.append(step)
+            signal.raise_signal(signal.SIGTERM)
+        return original(*arguments)
+
+    owner: Any = validation_module.Validation if kind == "validation" else milestones_module
+    monkeypatch.setattr(owner, name.rpartition(".")[2], interrupted)
+
+
+@pytest.mark.parametrize("kind", ["validation", "preview"])
+def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    training = {"validate_every": 10, "validate_patches": 2, "preview_every": 10, "preview_count": 1}
+    config = tiny_config(training=training)
+    stop_in(kind, 20, monkeypatch)
+    assert vesuvius_train(config) == 75
+    assert [r["step"] for r in records_of(kind)] == [10]
+    assert vesuvius_train(config, "--resume") == 0
+    assert [r["step"] for r in records_of("validation")] == [10, 20]
+    assert [r["step"] for r in records_of("preview")] == [10, 20]
+    assert len(steps_of()) == 20, "no step is done again"
+    before = Path("runs/tiny/metrics.jsonl").read_bytes()
+    assert vesuvius_train(config, "--resume") == 0
+    assert "is finished" in capsys.readouterr().out
+    assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
+
+
+def test_a_validation_that_was_made_up_for_is_known_to_the_checkpoint_of_its_step(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(training={"validate_every": 4, "validate_patches": 2, "save_every": 100})
+    stop_in("validation", 4, monkeypatch)
+    assert vesuvius_train(config) == 75
+    (checkpoint,) = list_checkpoints(Path("runs/tiny/checkpoints"))
+    assert load_checkpoint(checkpoint)["validated_step"] == 0
+    assert vesuvius_train(config, "--resume", "training.max_steps=4") == 0
+    assert load_checkpoint(checkpoint)["validated_step"] == 4
+    assert Path("runs/tiny/checkpoints/best").resolve() == checkpoint.resolve()
+
+
+def test_a_resume_waits_for_no_lock_but_reads_checkpoints_behind_it(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    with RunDir(Path("runs/tiny")).locked(new=False):
+        damaged = list_checkpoints(Path("runs/tiny/checkpoints"))[0] / "state.pt"
+        damaged.write_bytes(b"as another process may be writing it")
+        assert vesuvius_train(config, "--resume") == 2
+    error = capsys.readouterr().err
+    assert "one process may work on a run" in error
+    assert "damaged" not in error
+
+
+def test_a_finished_run_needs_no_volumes_to_say_so(tiny_config: WriteConfig, volume: Path) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    volume.rename(volume.with_name("archived.zarr"))
+    assert vesuvius_train(config, "training.max_steps=1", "--resume") == 0
+
+
+def test_a_run_goes_on_from_its_own_copy_of_the_config(tiny_config: WriteConfig) -> None:
+    assert vesuvius_train(tiny_config(), "training.max_steps=1") == 0
+    assert vesuvius_train(Path("runs/tiny/config.source.yaml"), "--resume", "training.max_steps=2") == 0
+
+
+def test_a_run_of_a_config_that_extends_another_goes_on_without_that_one(tiny_config: WriteConfig) -> None:
+    base, config = tiny_config(), Path("deep/own.yaml")
+    config.parent.mkdir()
+    config.write_text(f"extends: ../{base.name}\ntraining: {{lr: 2e-3}}\n")
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    base.unlink()
+    kept = Path("runs/tiny/config.source.yaml")
+    assert vesuvius_train(kept, "--resume", "training.max_steps=2") == 0
+    assert read_config(kept).training.lr == read_config(Path("runs/tiny/config.resolved.yaml")).training.lr == 2e-3
+
+
+def test_a_time_limit_stops_saves_and_exits_75(tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(training={"epochs": 1000, "max_hours": 1.0})
+    now_s, accumulate = [0.0], TrainStep.accumulate
+
+    def half_an_hour(self: TrainStep, *arguments: Any) -> None:
+        now_s[0] += 1800
+        accumulate(self, *arguments)
+
+    monkeypatch.setattr(TrainStep, "accumulate", half_an_hour)
+    monkeypatch.setattr(stop_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    assert vesuvius_train(config) == 75
+    assert "training.max_hours=1 are over" in Path("runs/tiny/logs/train_full.log").read_text()
+    (saved,) = list_checkpoints(Path("runs/tiny/checkpoints"))
+    assert load_checkpoint(saved)["step"] == steps_of()[-1]["step"] >= 1
+
+
+def test_a_time_limit_that_ends_before_the_run_begins_leaves_nothing(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(training={"epochs": 1000, "max_hours": 1e-6})) == 75
+    assert "training.max_hours=1e-06 are over" in capsys.readouterr().out
+    assert not Path("runs/tiny").exists()
+
+
+def test_a_new_run_starts_from_the_averaged_weights_of_another(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config("first"), "training.max_steps=5") == 0
+    config = tiny_config("second", training={"lr": 1e-30, "weight_decay": 0.0, "init_from": "runs/first"})
+    assert vesuvius_train(config, "training.max_steps=1") == 0
+    assert "starting from the weights of runs/first/checkpoints/step_00000005" in capsys.readouterr().out
+    first = load_checkpoint(list_checkpoints(Path("runs/first/checkpoints"))[-1])["averages"]["ema"]["weights"]
+    second = load_checkpoint(list_checkpoints(Path("runs/second/checkpoints"))[-1])
+    assert second["step"] == 1
+    for name, weight in first.items():
+        torch.testing.assert_close(second["model"][name], weight, rtol=0, atol=1e-12)  # one step of 1e-30
+    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0
+    assert "starting from the weights" not in capsys.readouterr().out, "a resumed run has weights of its own"
+
+
+def test_weights_of_another_network_do_not_start_a_run(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config("first"), "training.max_steps=1") == 0
+    config = tiny_config("second", training={"init_from": "runs/first"})
+    assert vesuvius_train(config, "model.blocks_per_level=2") == 2
+    assert "training.init_from" in capsys.readouterr().err
+    assert not Path("runs/second").exists()
+    assert vesuvius_train(config, "training.init_from=runs/nowhere") == 2
+
+
+def test_a_resumed_run_knows_how_far_it_is_before_its_first_step(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=12") == 0
+    capsys.readouterr()
+    assert vesuvius_train(config, "--resume", "training.max_steps=14") == 0
+    said = "step 12 of 14, 48 samples, epoch 2 of 2; [0-9smhd]+ of training before session 2, about [0-9]+s left"
+    before, _, _ = capsys.readouterr().out.partition("Train step 13")
+    assert re.search(said, before)
+    last, first = steps_of()[11], steps_of()[12]
+    assert first["total_s"] > last["total_s"]
+    assert first["session_s"] < first["total_s"]
+    assert first["samples_total"] == 52

@@ -1,0 +1,565 @@
+"""`vesuvius sample` through the door: from a run that was trained once to samples on disk, and how it refuses and ends.
+
+What the network draws is tested in `diffusion/`; that a GPU gives the same bits twice is not tested here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+import zarr
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch.func import functional_call
+
+from tests.conftest import TINY_MODEL, run_vesuvius, textured
+from tests.runs.test_terminal import BAR, output_on_a_terminal
+from tests.support import fork_server
+from tests.training.step.test_conditioning import write_group
+from vesuvius import __version__
+from vesuvius.commands import cli, sample
+from vesuvius.config import ArrayConfig
+from vesuvius.config.load import read_config
+from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.generate import Generated, generate
+from vesuvius.diffusion.network.unet import build_unet
+from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.generate import sampling
+from vesuvius.generate.sample_zarr import to_greys
+from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.volumes.volume import open_volume
+
+PATCH = (8, 16, 16)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one call has left."""
+
+    path: Path
+
+    @property
+    def group(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = json.loads((self.path / "samples.zarr/.zattrs").read_text())
+        return attributes
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return dict(self.group["vesuvius_sample"])
+
+    def voxels(self, name: str = "samples.zarr") -> np.ndarray[Any, Any]:
+        return np.asarray(zarr.open_array(str(self.path / name / "0"), mode="r")[...])
+
+
+def write_config(path: Path, volumes: list[dict[str, Any]], data: dict[str, Any], model: dict[str, Any]) -> Path:
+    config = {
+        "name": path.stem,
+        "data": {"volumes": volumes, "patch_size": list(PATCH), "patches_per_region": 4, "regions_per_task": 4} | data,
+        "training": {
+            "train_batch_size": 4,
+            "workers": 0,
+            "steps_per_epoch": 10,
+            "warmup_steps": 3,
+            "lr": 1e-3,
+            "ema_decay": 0.9,
+            "extra_ema_decays": [0.5],
+            "save_every": 5,
+            "validate_every": 0,
+        },
+        "diffusion": {"sampler_steps": 3},
+        "monitor": {"tensorboard": False},
+        "model": TINY_MODEL | model,
+    }
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run `plain` lies in runs/, trained for 10 steps on two volumes that are gone."""
+    place = tmp_path_factory.mktemp("plain")
+    voxels = textured((96, 128, 128))
+    volumes = [
+        write_group(place / "bright.zarr", voxels, [8.0, 8.0, 8.0]),
+        write_group(place / "dark.zarr", voxels // 2 + 1, [4.0, 4.0, 5.0]),
+    ]
+    config = write_config(place / "plain.yaml", [{"path": str(volume)} for volume in volumes], {}, {})
+    trained = run_vesuvius("train", "--config", config, cwd=place)
+    assert trained.returncode == 0, trained.stderr
+    for volume in volumes:
+        shutil.rmtree(volume)
+    return place
+
+
+@pytest.fixture(scope="module")
+def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run `shown` lies in runs/, trained on labels and the voxel size; the volume is gone, its labels not."""
+    place = tmp_path_factory.mktemp("conditional")
+    voxels = textured((96, 128, 128), dtype="uint16")
+    scan = write_group(place / "scan.zarr", voxels * 300, [8.0] * 3)
+    labels = write_group(place / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
+    volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
+    config = write_config(place / "shown.yaml", volumes, {"condition_classes": 2}, {"scalars": ["voxel_size"]})
+    trained = run_vesuvius("train", "--config", config, "training.max_steps=4", cwd=place)
+    assert trained.returncode == 0, trained.stderr
+    shutil.rmtree(scan)
+    return place
+
+
+@pytest.fixture
+def _in_plain(plain: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the place of `plain`, as other tests have found it."""
+    monkeypatch.chdir(plain)
+    before = {path: path.read_bytes() for path in plain.rglob("checkpoints/*/*")}
+    yield
+    for samples in (plain / "runs/plain/samples", plain / "samples"):
+        shutil.rmtree(samples, ignore_errors=True)
+    assert {path: path.read_bytes() for path in plain.rglob("checkpoints/*/*")} == before
+
+
+in_plain = pytest.mark.usefixtures("_in_plain")
+
+
+def drawn(out: Path, *arguments: object, checkpoint: object = "plain") -> Samples:
+    """Draw into `out`, in this process."""
+    command = ["--checkpoint", checkpoint, "--out", out, "--batch-size", 2, *arguments]
+    assert sample.main([str(argument) for argument in command]) == 0
+    return Samples(out)
+
+
+def refused(*arguments: object, checkpoint: object = "plain") -> int:
+    return sample.main([str(argument) for argument in ("--checkpoint", checkpoint, "--batch-size", 2, *arguments)])
+
+
+@in_plain
+def test_samples_are_an_ome_zarr_in_the_volumes_dtype_with_a_chunk_each(tmp_path: Path) -> None:
+    samples = drawn(tmp_path / "out", "--count", 3, "--seed", 7)
+    array = zarr.open_array(str(samples.path / "samples.zarr/0"), mode="r")
+    assert array.metadata.zarr_format == 2
+    assert (array.shape, array.chunks, array.dtype) == ((3, *PATCH), (1, *PATCH), np.dtype("uint8"))
+    assert sorted(p.parent.parent.parent.name for p in samples.path.glob("samples.zarr/0/*/0/0/0")) == ["0", "1", "2"]
+    (multiscale,) = samples.group["multiscales"]
+    assert multiscale["version"] == "0.4"
+    assert multiscale["axes"] == [
+        {"name": "sample", "type": "sample"},
+        *({"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"),
+    ]
+    assert multiscale["datasets"] == [
+        {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0, 8.0, 8.0, 8.0]}]}
+    ]
+    run = Path("runs/plain")
+    split = json.loads((run / "split.json").read_text())["volumes"][0]
+    record = samples.record
+    assert record.pop("torch") == torch.__version__
+    assert record == {
+        "seed": 7,
+        "numbers": [0, 1, 2],
+        "batch_size": 2,
+        "noise": "edm",
+        "sampler": "dpmpp2m",
+        "steps": 3,
+        "eta": 0.0,
+        "clip": None,
+        "quantile": None,
+        "guidance": 1.0,
+        "evaluations_per_sample": 3,
+        "checkpoint": "runs/plain/checkpoints/step_00000010",
+        "step": 10,
+        "weights": "ema",
+        "amp": "off",
+        "volume": f"{split['path']} level 0",
+        "grey_low": split["grey_low"],
+        "grey_high": split["grey_high"],
+        "vesuvius": __version__,
+    }
+
+
+@in_plain
+def test_what_is_written_is_what_the_averaged_weights_draw_in_grey_values(tmp_path: Path) -> None:
+    samples = drawn(tmp_path / "out", "--count", 2, "--seed", 3)
+    config = read_config(Path("plain.yaml"))
+    network = build_unet(config.model, 0, config.input_channels)
+    weights = load_file("runs/plain/checkpoints/step_00000010/model.safetensors")
+
+    state = torch.load("runs/plain/checkpoints/step_00000010/state.pt", weights_only=True)
+    schedule = Schedule.from_config(config.diffusion, Spectrum.from_state(state["spectrum"]))
+
+    @torch.no_grad()
+    def denoise(x_t: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
+        return predict(lambda *arguments: functional_call(network, weights, arguments), schedule, x_t, t, condition)
+
+    x_0 = generate(denoise, schedule, config.diffusion, 3, [0, 1], (1, *PATCH), "cpu").x_0
+    grey = GreyRange(samples.record["grey_low"], samples.record["grey_high"])
+    np.testing.assert_array_equal(samples.voxels(), to_greys(x_0[:, 0].numpy(), grey, np.dtype("uint8")))
+
+
+@in_plain
+def test_a_sample_follows_from_seed_and_number_whatever_the_count(tmp_path: Path) -> None:
+    three, six = (drawn(tmp_path / str(count), "--count", count).voxels() for count in (3, 6))
+    np.testing.assert_array_equal(three, six[:3])
+    assert len({sample.tobytes() for sample in six}) == 6
+    other = drawn(tmp_path / "other", "--count", 3, "--seed", 1).voxels()
+    assert all((a != b).any() for a in other for b in three)
+
+
+@in_plain
+def test_batches_begin_at_multiples_of_their_size_and_are_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = []
+
+    def noting(*arguments: Any, **options: Any) -> Generated:
+        batches.append(list(arguments[4]))
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(sampling, "generate", noting)
+    assert len(drawn(tmp_path / "out", "--count", 5, "--batch-size", 3).voxels()) == 5
+    assert batches == [[0, 1, 2], [3, 4, 5]]
+
+
+@in_plain
+def test_the_averaged_weights_are_the_default_and_others_a_choice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = drawn(tmp_path / "default", "--count", 1)
+    chosen = {name: drawn(tmp_path / name, "--count", 1, "--weights", name) for name in ("ema", "ema_0.5", "model")}
+    np.testing.assert_array_equal(default.voxels(), chosen["ema"].voxels())
+    assert len({samples.voxels().tobytes() for samples in chosen.values()}) == 3
+    assert default.record["weights"] == "ema"
+    assert [samples.record["weights"] for samples in chosen.values()] == list(chosen)
+    assert refused("--out", tmp_path / "other", "--weights", "ema_0.7") == 2
+    assert "--weights must be one of ema, ema_0.5, model, which the checkpoint holds; got 'ema_0.7' of " \
+        in capsys.readouterr().err  # fmt: skip
+    assert not (tmp_path / "other").exists()
+
+
+@in_plain
+def test_each_sampler_draws_and_says_what_it_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluations = {"ddim": 4, "ddpm": 4, "dpmpp2m": 4, "heun": 7}
+    found = {}
+    for method, count in evaluations.items():
+        samples = drawn(tmp_path / method, "--count", 1, "--sampler", method, "--steps", 4)
+        found[method] = samples.voxels().tobytes()
+        assert samples.record["sampler"] == method
+        assert samples.record["evaluations_per_sample"] == count
+        assert f"{count} network evaluations per sample" in capsys.readouterr().out
+    assert len(set(found.values())) == 4
+    limits = ["--eta", 0.5, "--clip", 1, "--quantile", 0.9]
+    tamed = drawn(tmp_path / "tamed", "--count", 1, "--sampler", "ddim", *limits, "--amp", "bf16")
+    kept = {key: tamed.record[key] for key in ("eta", "clip", "quantile", "amp", "steps")}
+    assert kept == {"eta": 0.5, "clip": 1.0, "quantile": 0.9, "amp": "bf16", "steps": 3}
+
+
+@in_plain
+def test_each_way_to_name_a_checkpoint_finds_it(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = Path("runs/plain/checkpoints/step_00000010")
+    best = newest.with_name("best")
+    best.symlink_to(newest.name)
+    ways: list[object] = ["plain", "runs/plain", plain / "runs/plain", newest, newest / "state.pt", best]
+    ways += [best / "model.safetensors", newest / "model_ema_0.5.safetensors"]
+    found = [drawn(tmp_path / str(n), "--count", 1, checkpoint=way) for n, way in enumerate(ways)]
+    best.unlink()
+    assert [samples.record["step"] for samples in found] == [10] * len(ways)
+    assert {Path(samples.record["checkpoint"]).name for samples in found} == {newest.name}
+    assert len({samples.voxels().tobytes() for samples in found}) == 1
+    older = drawn(tmp_path / "older", "--count", 1, checkpoint=newest.with_name("step_00000005"))
+    assert older.record["step"] == 5
+    assert (older.voxels() != found[0].voxels()).any()
+    # The place to write to is found from within the checkpoint too, and outside a run lies below where one is.
+    monkeypatch.chdir(newest)
+    assert refused("--count", 1, "--steps", 2, checkpoint="model.safetensors") == 0
+    assert (plain / "runs/plain/samples/step_00000010_dpmpp2m_2_seed0/samples.zarr").is_dir()
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(plain / newest, tmp_path / "copy")
+    assert refused("--count", 1, "--seed", 5, checkpoint="copy") == 0
+    assert (tmp_path / "samples/step_00000010_dpmpp2m_3_seed5/montage.png").is_file()
+
+
+@in_plain
+def test_another_volume_of_the_training_gives_other_greys_and_another_scale(tmp_path: Path) -> None:
+    bright, dark = (drawn(tmp_path / str(n), "--count", 1, "--volume", n) for n in (0, 1))
+    scale = dark.group["multiscales"][0]["datasets"][0]["coordinateTransformations"][0]["scale"]
+    assert scale == [1.0, 4.0, 4.0, 5.0]
+    assert dark.record["grey_high"] < 0.6 * bright.record["grey_high"]
+    assert dark.voxels().mean() < 0.7 * bright.voxels().mean()
+
+
+@in_plain
+def test_a_sample_is_a_volume_to_whoever_fixes_the_first_axis(tmp_path: Path) -> None:
+    samples = drawn(tmp_path / "out", "--count", 2)
+    volume = open_volume(ArrayConfig(path=str(tmp_path / "out/samples.zarr"), select=(1,)))
+    assert volume.voxel_size_um == (8.0, 8.0, 8.0)
+    np.testing.assert_array_equal(volume.read(((0, 0, 0), PATCH)), samples.voxels()[1])
+
+
+@in_plain
+def test_the_picture_shows_the_slices_of_every_sample(tmp_path: Path) -> None:
+    samples = drawn(tmp_path / "out", "--count", 5)
+    picture = np.asarray(Image.open(samples.path / "montage.png")).astype(float)
+    # Each pixel 6 wide: slices of 96 beside and above ones of 48, a gap of 4 each, 12 more beside, a line of 16 above
+    # each sample and one at the top; 5 samples in 3 columns.
+    side = 96 + 4 + 48 + 4
+    assert picture.shape == (16 + 2 * (16 + side), 3 * (side + 12))
+    record, voxels = samples.record, samples.voxels().astype(float)
+    for number in range(5):
+        top, left = 32 + number // 3 * (16 + side), number % 3 * (side + 12)
+        shown = picture[top : top + 96 : 6, left : left + 96 : 6]
+        expected = 255 * (voxels[number, 4] - record["grey_low"]) / (record["grey_high"] - record["grey_low"])
+        # half a grey value is 0.7 of a pixel's here, and pixels are cut to whole numbers
+        np.testing.assert_allclose(shown, expected.clip(0, 255), atol=2)
+
+
+@in_plain
+def test_existing_output_is_refused_and_replaced_where_it_is_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    first = drawn(out, "--count", 1).voxels()
+    assert refused("--out", out, "--count", 2) == 2
+    assert "samples do not replace what exists; got" in capsys.readouterr().err
+    np.testing.assert_array_equal(Samples(out).voxels(), first)
+    assert len(drawn(out, "--count", 2, "--overwrite").voxels()) == 2
+    (out / "notes.txt").write_text("mine")
+    assert refused("--out", out, "--count", 1, "--overwrite") == 2
+    assert "with 'notes.txt' in it" in capsys.readouterr().err
+    assert len(Samples(out).voxels()) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+REFUSALS = [
+    (("--steps", "1001"), "sampler_steps must not exceed timesteps; got 1001 of 1000"),
+    (("--steps", "many"), "override diffusion.sampler_steps=many: diffusion.sampler_steps: must be an integer"),
+    (("--sampler", "euler"), "must be one of ddim, ddpm, dpmpp2m, heun; got 'euler'"),
+    (("--sampler", "heun", "--eta", "1"), "sampler_eta belongs to ddim; got 1.0 with heun"),
+    (("--quantile", "0.9"), "sampler_quantile needs sampler_clip"),
+    (("--guidance", "2"), "needs a model trained both with and without a condition"),
+    (("--volume", "2"), "--volume counts the 2 volumes of the training from 0; got 2"),
+    (("--batch-size", "4000000", "--count", "4000000"), "here --batch-size takes the place of training"),
+]
+
+
+@in_plain
+@pytest.mark.parametrize(("arguments", "message"), REFUSALS)
+def test_arguments_that_do_not_fit_the_checkpoint_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert refused("--out", tmp_path / "out", "--count", 1, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("argument", [("--count", "0"), ("--batch-size", "0"), ("--seed", "-1"), ("--count", "few")])
+def test_numbers_that_are_none_are_refused_by_the_command_line(argument: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        refused(*argument)
+    assert ended.value.code == 2
+
+
+@in_plain
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "young/checkpoints").mkdir(parents=True)
+    for wrong in ("nowhere", "runs", "plain.yaml", "runs/plain/metrics.jsonl", tmp_path / "none/model.safetensors"):
+        assert refused(checkpoint=wrong) == 2
+        assert f"--checkpoint must be a run directory, the name of one in runs/, a checkpoint directory, or the " \
+            f"model.safetensors or state.pt in one; got {wrong}" in capsys.readouterr().err  # fmt: skip
+    assert refused(checkpoint=tmp_path / "young") == 2
+    assert "a run must have a checkpoint by now; got" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(plain / "runs/plain/checkpoints", tmp_path / "run/checkpoints")
+    older, newest = (tmp_path / f"run/checkpoints/step_000000{step}" for step in ("05", "10"))
+    for ema in (newest / "model.safetensors", older / "model.safetensors"):
+        assert drawn(tmp_path / f"run_{ema.parent.name}", "--count", 1, checkpoint="run").record["step"] in (5, 10)
+        ema.write_bytes(ema.read_bytes()[:-1] + b"\x55")
+        capsys.readouterr()
+    assert refused(checkpoint="run") == 6
+    errors = capsys.readouterr().err
+    assert errors.count("is damaged (model.safetensors has another checksum) and is passed over") == 2
+    assert "one checkpoint of a run must be whole; got step_00000005, step_00000010 in run/checkpoints" in errors
+    assert refused(checkpoint=newest) == 6
+    assert "a checkpoint must be as it was written; got model.safetensors has another checksum for " \
+        in capsys.readouterr().err  # fmt: skip
+    assert drawn(tmp_path / "model", "--count", 1, "--weights", "model", checkpoint=newest).record["step"] == 10
+    state, manifest = newest / "state.pt", newest / "manifest.json"
+    whole = state.read_bytes()
+    state.write_bytes(whole[: len(whole) // 2])
+    assert refused(checkpoint=newest) == 6
+    assert f"for {state}; use another checkpoint" in capsys.readouterr().err
+    without = torch.load(older / "state.pt", weights_only=True)
+    del without["volumes"]
+    torch.save(without, state)
+    assert refused(checkpoint=newest) == 6
+    assert "a checkpoint must say what it was trained on; got KeyError: 'volumes'" in capsys.readouterr().err
+    earlier = json.loads(manifest.read_text())
+    del earlier["format"]
+    earlier["files"]["ema.safetensors"] = earlier["files"].pop("model.safetensors")
+    manifest.write_text(json.dumps(earlier))
+    assert refused(checkpoint=newest) == 6
+    assert "step_00000010, written by an earlier version of vesuvius; use that version" in capsys.readouterr().err
+    manifest.unlink()
+    assert refused(checkpoint=newest) == 6
+    assert "FileNotFoundError" in capsys.readouterr().err
+
+
+def test_samples_that_are_not_finite_are_named_and_not_written(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "bad"
+    shutil.copytree(plain / "runs/plain/checkpoints/step_00000010", checkpoint)
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["full_in.weight"][0] = torch.nan
+    save_file(weights, checkpoint / "model.safetensors")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    assert refused("--count", 1, checkpoint="bad") == 5
+    assert "got NaN or infinity in number 0 (amp off" in capsys.readouterr().err
+    assert list((tmp_path / "samples").iterdir()) == []
+
+
+@in_plain
+def test_a_gpu_without_room_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sampling, "generate", full)
+    assert refused("--out", tmp_path / "out") == 3
+    assert "lower --batch-size" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@in_plain
+def test_a_place_that_cannot_be_written_ends_with_exit_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert refused("--out", tmp_path / "file/out") == 6
+    assert "samples need a writable place with enough room; got" in capsys.readouterr().err
+
+
+# No file of this process may reach 100 bytes: its writes fail as on a full disk.
+SAMPLE_WITH_SMALL_FILES = """
+import resource
+import signal
+import sys
+
+from vesuvius.commands.sample import main
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@in_plain
+def test_a_full_disk_ends_with_exit_6_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAMPLE_WITH_SMALL_FILES, "--checkpoint", "plain", "--out", str(tmp_path / "out")]
+    result = fork_server.run(command, text=True, capture_output=True)
+    assert result.returncode == 6, result.stderr
+    assert "samples need a writable place with enough room; got" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_process_that_ends_in_the_middle_leaves_nothing_that_looks_finished(
+    plain: Path, tmp_path: Path, number: signal.Signals, exit_code: int
+) -> None:
+    command = [sys.executable, "-m", "vesuvius.sample", "--checkpoint", "plain", "--out", str(tmp_path / "out")]
+    long = [*command, "--count", "100000", "--batch-size", "1", "--steps", "2"]
+    with fork_server.Popen(long, cwd=plain, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".out.*/new/samples.zarr/0/2/0/0/0")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.stderr is not None
+        error = process.stderr.read()
+    assert process.returncode == exit_code, error
+    assert not (tmp_path / "out").exists()
+    if number != signal.SIGKILL:
+        assert list(tmp_path.iterdir()) == []
+        assert f"got {number.name} after" in error
+
+
+SAMPLE_THEN_HEAVY_MODULES = """
+import sys
+
+from vesuvius.commands.sample import main
+
+try:
+    main(["--help"])
+except SystemExit:
+    print(sorted({"torch", "ray", "zarr", "numpy"} & set(sys.modules)))
+main(sys.argv[1:])
+print(sorted({"ray"} & set(sys.modules)))
+"""
+
+
+@in_plain
+def test_help_needs_nothing_heavy_and_sampling_no_ray(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAMPLE_THEN_HEAVY_MODULES, "--checkpoint", "plain", "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, text=True, capture_output=True, check=True)
+    assert result.stdout.count("\n[]\n") == 2, result.stdout
+    assert "sample" in cli.COMMANDS
+
+
+def test_on_a_terminal_a_bar_is_shown_until_the_end(plain: Path, tmp_path: Path) -> None:
+    arguments = ["--checkpoint", "plain", "--out", str(tmp_path / "out"), "--count", "3", "--batch-size", "2"]
+    text = output_on_a_terminal([sys.executable, "-m", "vesuvius.sample", *arguments], plain)
+    assert BAR in text
+    assert "6/6" in text
+    assert "3 samples of 8x16x16 uint8" in text[text.rindex(BAR) :].replace("\r\n", "")
+
+
+def test_a_conditional_model_is_shown_the_held_out_condition_and_both_are_written(
+    conditional: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(conditional)
+    three = drawn(tmp_path / "three", "--count", 3, checkpoint="shown")
+    one = drawn(tmp_path / "one", "--count", 1, "--guidance", 2, checkpoint="shown")
+    labels = zarr.open_array(str(conditional / "labels.zarr/0"), mode="r")
+    conditions = three.voxels("conditions.zarr")
+    assert (three.voxels().dtype, conditions.dtype, conditions.shape) == (np.uint16, np.uint8, (3, *PATCH))
+    record = json.loads((tmp_path / "three/conditions.zarr/.zattrs").read_text())["vesuvius_sample"]
+    assert record["condition"] == f"{conditional / 'labels.zarr'} level 0"
+    (low, high) = json.loads((conditional / "runs/shown/split.json").read_text())["volumes"][0]["validation"]
+    for condition, start in zip(conditions, record["starts_zyx"], strict=True):
+        stop = [a + b for a, b in zip(start, PATCH, strict=True)]
+        np.testing.assert_array_equal(condition, labels[tuple(map(slice, start, stop))])
+        assert all(lo <= a and b <= hi for lo, a, b, hi in zip(low, start, stop, high, strict=True))
+    np.testing.assert_array_equal(one.voxels("conditions.zarr"), conditions[:1])
+    assert (one.voxels() != three.voxels()[:1]).any()
+    assert (one.record["evaluations_per_sample"], three.record["evaluations_per_sample"]) == (6, 3)
+    width, height = Image.open(tmp_path / "three/montage.png").size
+    assert (width, height) == (2 * (2 * 152 + 12), 16 + 2 * 168), "label and sample of three, in two columns"
+
+
+def test_a_condition_that_is_gone_ends_with_exit_6(
+    conditional: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(conditional)
+    moved = (conditional / "labels.zarr").rename(tmp_path / "moved.zarr")
+    assert refused("--out", tmp_path / "out", checkpoint="shown") == 6
+    moved.rename(conditional / "labels.zarr")
+    assert "labels.zarr, which is not there" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

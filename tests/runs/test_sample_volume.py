@@ -1,0 +1,233 @@
+"""`vesuvius sample` of whole volumes through the door: what is written, kept, refused, and gone on with.
+
+The laws of the sampling itself are in tests/generate/volume.  GPUs are not tested here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.conftest import textured, write_array
+from tests.runs.test_sample import PATCH, write_config
+from tests.support.runs import vesuvius_train
+from tests.training.step.test_conditioning import write_group
+from vesuvius.commands import sample
+from vesuvius.config import ArrayConfig
+from vesuvius.generate.volume import forecast
+from vesuvius.generate.volume.run import VolumeStoppedError
+from vesuvius.generate.volume.work import Work
+from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volumes.volume import open_volume
+
+SHAPE = (12, 24, 24)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the run `shown` lies in runs/, trained on labels, with its volume and them."""
+    place = tmp_path_factory.mktemp("volumes")
+    voxels = textured((64, 64, 64))
+    scan = write_group(place / "scan.zarr", voxels, [8.0] * 3)
+    labels = write_group(place / "labels.zarr", (voxels > 100).astype(np.uint8), [8.0] * 3)
+    volumes = [{"path": str(scan), "condition": {"path": str(labels)}}]
+    config = write_config(place / "shown.yaml", volumes, {"condition_classes": 2}, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        assert vesuvius_train(config, "training.max_steps=2", "training.save_every=2") == 0
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained)
+
+
+def draws(out: Path, *arguments: object) -> int:
+    command = ["--checkpoint", "shown", "--out", out, "--steps", 2, "--workers", 1, *arguments]
+    return sample.main([str(argument) for argument in command])
+
+
+def voxels(out: Path, level: int = 0) -> np.ndarray[Any, Any]:
+    return np.asarray(zarr.open_array(str(out / str(level)), mode="r")[...])
+
+
+def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vesuvius.generate.volume.output._CHUNK", 16)
+    out = tmp_path / "big.zarr"
+    assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
+    assert re.search(r"wrote .*big.zarr: 12x24x24 uint8, 2 level\(s\), in [\d.]+ s\n", capsys.readouterr().out)
+    opened = open_volume(ArrayConfig(path=str(out)))
+    assert (opened.shape_zyx, opened.dtype, opened.voxel_size_um) == (SHAPE, np.uint8, (8.0, 8.0, 8.0))
+    assert opened.chunk_zyx == (12, 16, 16)
+    assert voxels(out).std() > 10
+    np.testing.assert_array_equal(voxels(out, 1), halve(voxels(out)))
+    assert [path.name for path in tmp_path.iterdir()] == ["big.zarr"], "no state is left"
+    attributes = json.loads((out / ".zattrs").read_text())
+    assert attributes["vesuvius_drawing"]["shape_zyx"] == list(SHAPE)
+    assert [dataset["path"] for dataset in attributes["multiscales"][0]["datasets"]] == ["0", "1"]
+
+    before = voxels(out).tobytes()
+    assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
+    assert "is there already: 12x24x24 uint8" in capsys.readouterr().out
+    assert draws(out, "--shape", "12,24,24", "--guidance", 0, "--seed", 1) == 2
+    assert "a drawing goes on with the arguments that it was begun with; got seed 1 (there: 0)" \
+        in capsys.readouterr().err  # fmt: skip
+    assert voxels(out).tobytes() == before
+
+
+def test_a_condition_of_any_size_is_shown_tile_by_tile(tmp_path: Path) -> None:
+    boxed, moved = tmp_path / "boxed.zarr", tmp_path / "moved.zarr"
+    assert draws(boxed, "--condition", "labels.zarr", "--box", "4:16,0:24,8:32", "--batch-size", 3) == 0
+    labels = voxels(Path("labels.zarr"))[4:16, 0:24, 8:32]
+    cut = write_array(tmp_path / "cut.zarr", labels)
+    assert draws(moved, "--condition", cut, "--batch-size", 3) == 0
+    np.testing.assert_array_equal(voxels(boxed), voxels(moved))
+    other = write_array(tmp_path / "other.zarr", 1 - labels)
+    assert draws(tmp_path / "another.zarr", "--condition", other, "--batch-size", 3) == 0
+    assert (voxels(boxed) != voxels(tmp_path / "another.zarr")).mean() > 0.1
+
+
+def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scan = voxels(Path("scan.zarr"))[:12, :24, :24]
+    mask = np.zeros(SHAPE, np.uint8)
+    mask[3:8, 5:15, 9:20] = 255
+    holed = np.where(mask, 0, scan).astype(np.uint8)
+    source, gaps = write_array(tmp_path / "holed.zarr", holed), write_array(tmp_path / "mask.zarr", mask)
+    arguments = ("--inpaint", source, "--mask", gaps, "--guidance", 0, "--rounds", 2)
+    assert draws(tmp_path / "filled.zarr", *arguments) == 0
+    found = voxels(tmp_path / "filled.zarr")
+    np.testing.assert_array_equal(found[mask == 0], scan[mask == 0])
+    assert found[mask != 0].mean() > 20, "what is filled is not the zeros that were there"
+    assert f"{(mask == 0).sum()} known voxels kept, compared bit by bit" in capsys.readouterr().out
+
+
+def test_chunks_that_are_not_stored_are_filled(tmp_path: Path) -> None:
+    scan = voxels(Path("scan.zarr"))[:16, :32, :32]
+    source = write_array(tmp_path / "gone.zarr", scan, chunk=16)
+    (source / "0/0/1").unlink()
+    assert draws(tmp_path / "filled.zarr", "--inpaint", source, "--guidance", 0, "--overlap", 0, "--rounds", 1) == 0
+    found = voxels(tmp_path / "filled.zarr")
+    gone = np.zeros(scan.shape, bool)
+    gone[:16, :16, 16:] = True
+    np.testing.assert_array_equal(found[~gone], scan[~gone])
+    assert found[gone].std() > 5
+
+
+def test_a_drawing_that_was_stopped_goes_on_to_the_same_voxels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--shape", "12,24,24", "--guidance", 0, "--batch-size", 5)
+    assert draws(tmp_path / "once.zarr", *arguments) == 0
+    block, left = Work.block, [3]
+
+    def stopping(self: Work, number: int, index: int, live: bool = True) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise VolumeStoppedError(75)
+        block(self, number, index, live)
+
+    out = tmp_path / "stopped.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(Work, "block", stopping)
+        assert draws(out, *arguments) == 75
+    assert "what is done stays: give the same command again to go on" in capsys.readouterr().err
+    assert not out.exists()
+    assert out.with_name("stopped.zarr.partial").is_dir()
+    assert draws(out, *arguments, "--overlap", 0.25) == 2
+    assert "got overlap 0.25 (there: 0.5)" in capsys.readouterr().err
+    assert draws(out, *arguments) == 0
+    np.testing.assert_array_equal(voxels(out), voxels(tmp_path / "once.zarr"))
+
+
+def test_a_dry_run_says_time_disk_and_memory_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--shape", "200,400,400", "--guidance", 0, "--dry-run")
+    assert draws(tmp_path / "big.zarr", *arguments) == 0
+    said = capsys.readouterr().out
+    assert "volume 200,400,400: 117649 tiles, 235298 network evaluations of a tile" in said
+    for line in (
+        r"disk: [\d.]+ .iB for the state and at most",
+        r"time: about \S+ with 1 worker",
+        r"memory: about .* per",
+    ):
+        assert re.search(line, said), line
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(forecast.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    assert draws(tmp_path / "big.zarr", *arguments) == 6
+    assert draws(tmp_path / "big.zarr", *arguments[:-1]) == 6
+    assert capsys.readouterr().err.count("the disk must have room for the state and the volume; got ") == 2
+    assert not list(tmp_path.iterdir())
+
+
+REFUSED = {
+    "a shape too small": (("--shape", "12,24,8"), 2, "at least as large as a training patch; got shape 12,24,8"),
+    "an overlap": (("--shape", "12,24,24", "--overlap", 0.9), 2, "--overlap is the share"),
+    "no condition": (("--shape", "12,24,24", "--guidance", 1), 2, "needs --condition VOLUME; got none"),
+    "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "got 12,24,24 and 64,64,64"),
+    "a box outside": (
+        ("--condition", "labels.zarr", "--box", "0:12,0:24,60:84"),
+        2,
+        "--box must lie inside the volume",
+    ),
+    "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "must have one shape; got 64,64,64"),
+    "no volume": (("--inpaint", "no.zarr"), 6, "a volume must exist; got no.zarr"),
+    "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "--weights must be one of"),
+    "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds is of --inpaint"),
+    "a lonely mask": (("--shape", "12,24,24", "--mask", "small.zarr"), 2, "got no --inpaint"),
+    "another training": (("--shape", "12,24,24", "--volume", 3), 2, "--volume counts the 1 volumes"),
+    "options of patches": (("--shape", "12,24,24", "--npy"), 2, "--npy is of samples of the size of a patch only"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_drawn_is_refused_in_one_line_and_nothing_is_written(
+    tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not Path("small.zarr").exists():
+        write_array(Path("small.zarr"), np.ones(PATCH, np.uint8))
+    arguments, code, message = REFUSED[case]
+    given = arguments if "--guidance" in arguments or "--condition" in arguments else (*arguments, "--guidance", 0)
+    try:
+        ended: Any = draws(tmp_path / "out.zarr", *given)
+    except SystemExit as error:  # argparse's way
+        ended = error.code
+    assert ended == code
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_something_else_at_the_place_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.zarr"
+    out.mkdir()
+    (out / "mine").touch()
+    assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 2
+    assert "a drawing does not replace what exists" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["out.zarr", "mine"]
+
+
+def test_samples_of_one_box_one_at_a_time_and_as_npy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--checkpoint", "shown", "--steps", "2", "--condition", "labels.zarr", "--npy", "--seed", "3")
+    assert sample.main([*arguments, "--box", "8:16,0:16,16:32", "--count", "1", "--out", str(tmp_path / "one")]) == 0
+    found = np.load(tmp_path / "one/samples.npy")
+    np.testing.assert_array_equal(found, voxels(tmp_path / "one/samples.zarr"))
+    assert found.shape == (1, *PATCH)
+    shown = voxels(tmp_path / "one/conditions.zarr")
+    np.testing.assert_array_equal(shown[0], voxels(Path("labels.zarr"))[8:16, 0:16, 16:32])
+    record = json.loads((tmp_path / "one/samples.zarr/.zattrs").read_text())["vesuvius_sample"]
+    assert record["batch_size"] == 1, "one sample is not computed as four"
+    assert sample.main([*arguments, "--box", "8:16,0:16,16:48", "--out", str(tmp_path / "two")]) == 2
+    assert "samples are shown a box of the size of a patch, 8x16x16" in capsys.readouterr().err
+    assert not (tmp_path / "two").exists()

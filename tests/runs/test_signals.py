@@ -1,0 +1,153 @@
+"""SIGTERM and SIGINT at awkward moments of a run that has something to lose; more in engine/test_stop.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import fork_server
+from tests.support.kill_harness import Session, partial_checkpoint, wait_for_partial
+from vesuvius.commands import train
+from vesuvius.runlog.records import read_records
+from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
+
+WriteConfig = Callable[..., Path]
+
+
+SIGTERM_IN_STEP_3 = """
+import os, signal, sys
+from vesuvius.commands import train
+from vesuvius.training.loop import TrainingLoop
+one_step = TrainingLoop._one_step
+def step_and_signal(loop, *arguments):
+    if loop.run.progress.step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    one_step(loop, *arguments)
+TrainingLoop._one_step = step_and_signal
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """The steps of all checkpoints, which must be whole."""
+    paths = list_checkpoints(run / "checkpoints")
+    assert [find_damage(path) for path in paths] == [None] * len(paths)
+    return [step_of(path) for path in paths]
+
+
+def one_step_done(config: Path, cwd: Path) -> None:
+    with Session(config, cwd, "training.max_steps=1") as session:
+        assert session.end() == 0, session.text()
+
+
+def test_sigterm_to_all_processes_of_a_run_still_saves(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    config = tiny_config(training={"epochs": 1000, "save_every": 10_000, "workers": 1})
+    with Session(config, tmp_path) as session:
+        session.wait_for("Train step 3/")
+        os.killpg(session.process.pid, signal.SIGTERM)  # as a scheduler does: Ray's processes hear it too
+        assert session.end() == 75, session.text()
+        assert "Traceback" not in session.text()
+    (step,) = checkpoint_steps(tmp_path / "runs/tiny")
+    assert step >= 3
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_sigterm_in_the_last_step_stops_nothing_and_in_the_one_before_it_the_run(
+    tiny_config: WriteConfig, tmp_path: Path, steps: int
+) -> None:
+    config = tiny_config(training={"max_steps": steps})
+    command = [sys.executable, "-c", SIGTERM_IN_STEP_3, "--config", str(config)]
+    done = fork_server.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    output = done.stdout + done.stderr
+    assert checkpoint_steps(tmp_path / "runs/tiny") == [3]
+    if steps == 3:
+        assert done.returncode == 0, output
+        assert "done: step 3" in output
+        assert "--resume" not in output
+    else:
+        assert done.returncode == 75, output
+        assert "stopped at step 3 of 4; go on with --resume" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_whole(
+    tiny_config: WriteConfig, tmp_path: Path, number: signal.Signals
+) -> None:
+    config = tiny_config(training={"epochs": 1000}, monitor={"sample_every_s": 0.5, "write_every_s": 0.5})
+    one_step_done(config, tmp_path)
+    system = tmp_path / "runs/tiny/system.jsonl"
+    system.unlink()
+    # The next step has so many micro-batches that it takes minutes, and none of them is waited for.
+    overrides = ("training.accumulate_steps=100000", "training.prefetch_factor=100")
+    with Session(config, tmp_path, "--resume", *overrides) as session:
+        # The monitor starts right before the steps.
+        session.wait_until(lambda: system.exists() and len(read_records(system)) > 1, "it was in the step")
+        session.process.send_signal(number)
+        session.wait_for("stopping after the step in hand")
+        session.process.send_signal(number)
+        assert session.end() == -number
+        assert "Train step" not in session.text()
+    assert checkpoint_steps(tmp_path / "runs/tiny") == [1]
+
+
+def test_a_second_signal_in_the_middle_of_the_save_leaves_the_older_checkpoint_whole(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    # A state of 100 MB, which takes a while to write.
+    config = tiny_config(training={"epochs": 1000, "save_every": 10_000}, model={"channels": [96, 192]})
+    run = tmp_path / "runs/tiny"
+    one_step_done(config, tmp_path)
+    for _ in range(20):
+        before = checkpoint_steps(run)
+        with Session(config, tmp_path, "--resume") as session:
+            session.wait_for("Train step")
+            session.process.terminate()
+            wait_for_partial(session, run)
+            session.process.terminate()
+            code = session.end()
+        # Only what is left behind says that the signal came in the middle: the save may have ended just before it.
+        if partial_checkpoint(run) is not None:
+            break
+    assert partial_checkpoint(run) is not None, "no signal ended a save in its middle"
+    assert code == -signal.SIGTERM, session.text()
+    assert checkpoint_steps(run) == before
+
+
+# Each takes half a second or more, and begins as soon as step 2 is logged.
+INTERRUPTED: dict[str, dict[str, Any]] = {
+    "validation": {"training": {"validate_every": 2, "validate_patches": 8}},
+    "preview": {"training": {"preview_every": 2, "preview_count": 1}, "diffusion": {"sampler_steps": 50}},
+}
+
+
+def records_of(kind: str, run: Path) -> list[dict[str, Any]]:
+    """Its records without what differs from run to run."""
+    records = [record for record in read_records(run / "metrics.jsonl") if record["kind"] == kind]
+    return [{key: value for key, value in record.items() if key not in ("time", "seconds")} for record in records]
+
+
+@pytest.mark.parametrize("kind", INTERRUPTED)
+def test_a_signal_interrupts_a_validation_or_preview_and_a_resume_makes_up_for_it(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    straight, stopped = (tiny_config(name, **INTERRUPTED[kind]) for name in ("straight", "stopped"))
+    with Session(stopped, tmp_path) as session:
+        session.wait_for("Train step 2/")
+        session.process.terminate()
+        assert session.end() == 75, session.text()
+        assert "Traceback" not in session.text()
+    run = tmp_path / "runs/stopped"
+    assert checkpoint_steps(run) == [2]
+    assert records_of(kind, run) == []
+    for config in (stopped, straight):
+        assert train.main(["--config", str(config), "--resume", "training.max_steps=3"]) == 0
+    (record,) = records_of(kind, run)
+    assert record["step"] == 2
+    assert [record] == records_of(kind, tmp_path / "runs/straight"), "as if nothing had happened"

@@ -1,0 +1,137 @@
+"""What `vesuvius train` shows on a terminal, and that a pipe or a file in its place gets plain lines."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import run_vesuvius
+from tests.support import fork_server
+from vesuvius.commands import train
+from vesuvius.runlog.logfile import log_to_terminal
+
+WriteConfig = Callable[..., Path]
+
+BAR = "━"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def train_command(config: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "vesuvius.train", "--config", str(config), *arguments]
+
+
+def output_on_a_terminal(
+    command: list[str], cwd: Path, interrupt_at: Callable[[str], bool] = lambda shown: False
+) -> str:
+    """Run a command on a terminal of 80 columns, to its end; all it wrote.
+
+    `interrupt_at`: whether it is time for what a terminal sends on Ctrl-C, from what is shown.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "LINES", "NO_COLOR"}}
+    master, slave = pty.openpty()
+    written, interrupted = bytearray(), False
+    with fork_server.Popen(
+        command, cwd=cwd, env=environment | {"TERM": "xterm-256color"}, stdout=slave, stderr=slave
+    ) as process:
+        os.close(slave)
+        try:
+            while block := os.read(master, 4096):
+                written += block
+                if not interrupted and interrupt_at(written.decode("utf-8", "replace")):
+                    process.send_signal(signal.SIGINT)
+                    interrupted = True
+        except OSError:  # Linux: nobody has the terminal open any more
+            pass
+        finally:
+            os.close(master)
+    assert process.returncode == 0, written.decode()
+    return written.decode()
+
+
+def test_on_a_terminal_a_bar_stands_below_step_lines_that_are_neither_broken_nor_coloured(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    text = output_on_a_terminal(train_command(tiny_config(), "training.max_steps=4"), tmp_path)
+    log_lines = (tmp_path / "runs/tiny/logs/train_full.log").read_text().splitlines()
+    steps = [line for line in log_lines if "Train step" in line]
+    assert len(steps) == 4
+    assert min(map(len, steps)) > 80, "longer than the terminal is wide, or this test shows nothing"
+    for line in log_lines:
+        assert line + "\r\n" in text, line
+    assert BAR not in text[: text.index(steps[0])]
+    assert BAR in text[text.index(steps[0]) :]
+    assert "4/4" in text[text.rindex(BAR) :]
+
+
+def test_a_reader_that_leaves_gets_no_traceback_and_the_run_goes_on(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    command = train_command(tiny_config(), "training.max_steps=4")
+    with fork_server.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        error = process.stderr.read()
+    assert error == ""
+    assert process.returncode == 0
+    assert "done: step 4" in (tmp_path / "runs/tiny/logs/train_full.log").read_text()
+
+
+def test_a_printed_config_whose_reader_leaves_is_no_error(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as pipe:
+        done = fork_server.run(
+            train_command(tiny_config(), "--print-config"),
+            cwd=tmp_path,
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_printed_config_stays_yaml_beside_a_warning(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    namesake = tmp_path / "site" / "vesuvius-0.9.dist-info"
+    namesake.mkdir(parents=True)
+    (namesake / "METADATA").write_text("Metadata-Version: 2.1\nName: vesuvius\nVersion: 0.9\n")
+    environment = os.environ | {"PYTHONPATH": str(namesake.parent)}
+    done = run_vesuvius("train", "--config", tiny_config(), "--print-config", cwd=tmp_path, env=environment)
+    assert "WARNING the distribution 'vesuvius' 0.9 is installed beside ours" in done.stderr
+    assert yaml.safe_load(done.stdout)["name"] == "tiny"
+
+
+def test_an_error_before_the_first_step_shows_no_bar(tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert train.main(["--config", str(tiny_config()), "data.volumes=[{path: nowhere.zarr}]"]) == 6
+    assert terminal.getvalue() == ""
+
+
+def test_a_resumed_bar_takes_its_pace_from_the_steps_of_this_session_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    log_to_terminal()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    with train._progress_bar(100_000) as on_step:
+        for step in (50_000, 50_001, 50_002, 50_003):
+            on_step(step)
+            time.sleep(0.1)
+    *_, shown = re.findall(r"50003/100000\S* \S+ \S*?(\d+):(\d\d):(\d\d)\x1b", sys.stdout.getvalue())  # type: ignore[attr-defined]
+    hours, minutes, seconds = map(int, shown)
+    # 49,997 steps at no less than 0.1 s each; with the 50,000 of the earlier session counted it would be under a second
+    assert hours * 3600 + minutes * 60 + seconds >= 4900

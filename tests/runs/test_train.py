@@ -1,0 +1,351 @@
+"""Whole runs through the door: what they leave behind, how they end, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from tests.conftest import REPOSITORY, SCROLL_DATA, needs_scroll_data, run_vesuvius, textured, write_array
+from tests.support import fork_server
+from tests.support.kill_harness import processes_with
+from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
+from vesuvius.commands import cli
+from vesuvius.config.load import parse_stored, read_config
+from vesuvius.runlog.records import read_records
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint, step_of
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+STEP_LINE = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO Train step \d+/20 epoch [12]/2 loss \d+\.\d{5} lr \d\.\de-\d\d step_s [\d.]+ "
+    r"data_s [\d.]+ h2d_s [\d.]+ gpu_s [\d.]+ other_s -?[\d.]+ data_pct [\d.]+ samples_s [\d.]+ vram_gib - "
+    r"ram_gib [\d.]+/[\d.]+ workers 0 worker_max_gib - eta (-|>?\w+)( pause_s [\d.]+)?"
+)
+
+
+def test_a_run_leaves_what_the_conventions_say(tiny_config: WriteConfig) -> None:
+    config = tiny_config(training={"preview_every": 10, "preview_count": 1, "keep_last": 2})
+    assert vesuvius_train(config) == 0
+    run = Path("runs/tiny")
+    for name in (
+        "config.source.yaml",
+        "config.resolved.yaml",
+        "env.json",
+        "split.json",
+        "logs/train_full.log",
+        "logs/monitor.log",
+        "metrics.jsonl",
+        "system.jsonl",
+        "checkpoints/step_00000010/model.safetensors",
+        "checkpoints/step_00000010/config.yaml",
+        "checkpoints/step_00000020/state.pt",
+        "samples/step_00000010.png",
+        "samples/step_00000020.png",
+    ):
+        assert (run / name).exists(), name
+    assert (run / "config.source.yaml").read_text() == config.read_text()
+    assert yaml.safe_load((run / "config.resolved.yaml").read_text())["training"]["clip_norm"] == 1.0
+    split = json.loads((run / "split.json").read_text())
+    assert split["volumes"][0]["validation"] is not None
+    assert json.loads((run / "env.json").read_text())["packages"]["torch"]
+    lines = [line for line in (run / "logs/train_full.log").read_text().splitlines() if "Train step" in line]
+    assert len(lines) == 20
+    for line in lines:
+        assert STEP_LINE.fullmatch(line), line
+
+
+def test_the_parts_of_every_step_add_up_and_records_are_unrounded(tiny_config: WriteConfig) -> None:
+    assert vesuvius_train(tiny_config()) == 0
+    steps = steps_of()
+    assert [s["step"] for s in steps] == list(range(1, 21))
+    for s in steps:
+        parts = [s["data_s"], s["h2d_s"], s["gpu_s"], s["other_s"]]
+        assert sum(parts) == pytest.approx(s["step_s"], rel=1e-9)
+        assert min(parts) >= 0
+        assert s["forward_s"] + s["backward_s"] + s["optimizer_s"] == pytest.approx(s["gpu_s"], rel=1e-9)
+        assert 0 <= s["pause_s"] <= s["other_s"]
+        assert s["vram_used_bytes"] is None, "null, not 0, where there is no GPU"
+        assert s["ram_used_bytes"] < s["ram_limit_bytes"]
+    assert len({s["loss"] for s in steps}) == 20
+    # Each step begins where the one before ended; the records are written right behind their steps.
+    between_s = steps[-1]["time"] - steps[0]["time"]
+    assert sum(s["step_s"] for s in steps[1:]) == pytest.approx(between_s, rel=0.1)
+    assert steps[0]["step_p95_s"] is None
+    assert 0 < steps[-1]["step_p50_s"] <= steps[-1]["step_p95_s"] <= max(s["step_s"] for s in steps[1:])
+    kinds = [r["kind"] for r in read_records(Path("runs/tiny/metrics.jsonl"))]
+    assert kinds[0] == "run_start"
+    assert kinds[-1] == "run_end"
+
+
+def test_a_healthy_log_does_not_alarm(tiny_config: WriteConfig) -> None:
+    assert vesuvius_train(tiny_config(monitor={"verdict_every": 10, "sample_every_s": 0.5, "write_every_s": 0.5})) == 0
+    log, monitor_log = (Path(f"runs/tiny/logs/{name}.log").read_text() for name in ("train_full", "monitor"))
+    assert "Verdict step 10/20" in log
+    assert "risk LOW" in monitor_log
+    for text in (log, monitor_log):
+        assert not re.search(r"killed|oom|out of memory|error|warn|\x1b", text, re.IGNORECASE)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ray_readers_train_the_same_weights_as_none(tiny_config: WriteConfig) -> None:
+    assert vesuvius_train(tiny_config("alone"), "training.max_steps=6") == 0
+    assert vesuvius_train(tiny_config("ray"), "training.max_steps=6", "training.workers=2") == 0
+    assert_same_weights("alone", "ray")
+    log = Path("runs/ray/logs/train_full.log").read_text()
+    assert re.search(r"workers 2 worker_max_gib \d\.\d", log)
+
+
+def test_the_order_of_samples_does_not_depend_on_how_a_step_is_cut(tiny_config: WriteConfig) -> None:
+    for name, cut in {"1x4": (1, 4), "2x2": (2, 2), "4x1": (4, 1)}.items():
+        training = {"train_batch_size": cut[0], "accumulate_steps": cut[1], "max_steps": 8}
+        assert vesuvius_train(tiny_config(name, training=training)) == 0
+    losses = [[s["loss"] for s in steps_of(name)] for name in ("1x4", "2x2", "4x1")]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # float32 sums in another order
+    np.testing.assert_allclose(losses[2], losses[0], rtol=1e-5)
+
+
+def test_a_rare_volume_does_not_hold_up_the_start(tiny_config: WriteConfig, volume: Path) -> None:
+    rare = write_array(volume.with_name("rare.zarr"), textured((96, 128, 128), seed=1))
+    volumes = [{"path": str(volume)}, {"path": str(rare), "weight": 1e-12}]
+    assert vesuvius_train(tiny_config(data={"volumes": volumes}), "training.max_steps=1") == 0
+
+
+def test_the_printed_parts_of_a_step_add_up_within_rounding(tiny_config: WriteConfig) -> None:
+    assert vesuvius_train(tiny_config()) == 0
+    lines = re.findall("Train step.*", Path("runs/tiny/logs/train_full.log").read_text())
+    for line in lines:
+        words = line.split()
+        figures = dict(pairwise(words))
+        parts = sum(float(figures[name]) for name in ("data_s", "h2d_s", "gpu_s", "other_s"))
+        assert parts == pytest.approx(float(figures["step_s"]), abs=0.0026)  # five roundings of half a millisecond
+
+
+def test_a_run_validates_previews_and_keeps_what_it_was_asked_to_keep(tiny_config: WriteConfig) -> None:
+    training = {"validate_every": 3, "validate_patches": 2, "preview_every": 4, "preview_count": 1}
+    keep = {"save_every": 2, "keep_last": 1, "keep_every": 8, "extra_ema_decays": [0.5]}
+    config = tiny_config(training=training | keep, monitor={"tensorboard": True})
+    assert vesuvius_train(config) == 0
+    validations = records_of("validation")
+    assert [v["step"] for v in validations] == [3, 6, 9, 12, 15, 18, 20]
+    for validation in validations:
+        assert list(validation["weights"]) == ["raw", "ema", "ema_0.5"]
+        for figures in validation["weights"].values():
+            assert figures["loss"] == pytest.approx(np.mean(figures["bins"]), rel=1e-6)  # equal bins, float32 sums
+            assert len(figures["bins"]) == 8
+    assert [p["step"] for p in records_of("preview")] == [4, 8, 12, 16, 20]
+    best = min(validations, key=lambda v: v["relative_error"])["step"]
+    kept = {step_of(path) for path in list_checkpoints(Path("runs/tiny/checkpoints"))}
+    assert kept == {8, 16, 20, best}
+    assert step_of(Path("runs/tiny/checkpoints/best").resolve()) == best
+    log = Path("runs/tiny/logs/train_full.log").read_text()
+    assert len(re.findall(r"INFO Validation step \d+/20 loss_raw [\d.]+ loss_ema [\d.]+", log)) == 7
+    assert not re.search(r"killed|oom|out of memory|(?<!relative_)error|warn", log, re.IGNORECASE)
+    assert list(Path("runs/tiny/tb").glob("events.*"))
+
+
+def test_validation_and_previews_change_no_weight(tiny_config: WriteConfig) -> None:
+    training = {"validate_every": 2, "validate_patches": 2, "preview_every": 3, "preview_count": 1}
+    assert vesuvius_train(tiny_config("watched", training=training), "training.max_steps=8") == 0
+    assert vesuvius_train(tiny_config("alone"), "training.max_steps=8") == 0
+    assert_same_weights("alone", "watched")
+
+
+def test_validations_of_runs_with_other_seeds_and_batches_begin_alike(tiny_config: WriteConfig) -> None:
+    """With weights that are the same: a learning rate of almost 0 and weights of another run."""
+    assert vesuvius_train(tiny_config("first"), "training.max_steps=1") == 0
+    training = {"validate_every": 1, "lr": 1e-30, "weight_decay": 0.0, "init_from": "runs/first", "max_steps": 1}
+    assert vesuvius_train(tiny_config("one", training=training)) == 0
+    other = training | {"train_batch_size": 3, "accumulate_steps": 1}
+    assert vesuvius_train(tiny_config("other", training=other), "seed=7") == 0
+    one, other_one = (records_of("validation", name)[0]["weights"]["ema"]["bins"] for name in ("one", "other"))
+    np.testing.assert_allclose(one, other_one, rtol=1e-5)  # batches of 2 and of 3 are summed in another order
+
+
+BAD_DATA = [
+    ("data.volumes=[{path: nowhere.zarr}]", 6, "vesuvius volume synth"),
+    ("data.patch_size=[96,128,128]", 6, "reduce data.patch_size"),
+    ("data.patch_size=[7,16,16]", 2, "nearest that fit: [6, 16, 16] and [8, 16, 16]"),
+    ("training.lr=fast", 2, "training.lr"),
+    ("trainig.lr=1", 2, "did you mean"),
+]
+
+
+@pytest.mark.parametrize(("override", "exit_code", "message"), BAD_DATA)
+@pytest.mark.parametrize("dry", [True, False], ids=["dry-run", "train"])
+def test_bad_input_ends_with_its_exit_code_and_leaves_nothing(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], override: str, exit_code: int, message: str, dry: bool
+) -> None:
+    assert vesuvius_train(tiny_config(), override, *(["--dry-run"] if dry else [])) == exit_code
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not Path("runs").exists()
+
+
+def test_an_unreadable_chunk_ends_a_run_with_exit_6_and_one_line(
+    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(data={"normalize": {"low": 0.0, "high": 200.0}})
+    for chunk in volume.glob("[0-9]/*/*"):
+        chunk.write_bytes(b"torn")
+    assert vesuvius_train(config) == 6
+    error = capsys.readouterr().err
+    assert "some patches of training must be readable; got 0 of 256, the last: " in error
+    assert "volume.zarr, region z" in error
+    assert "Traceback" not in error
+    assert not Path("runs/tiny").exists()
+
+
+# No file of this process may reach the size in its first argument: its writes fail as on a full disk.
+TRAIN_WITH_SMALL_FILES = """
+import resource
+import signal
+import sys
+
+limit = int(sys.argv.pop(1))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+from vesuvius.commands.train import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_saves_that_fail_leave_the_older_checkpoint_whole_and_the_run_goes_on_to_exit_6(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    config = tiny_config(training={"save_every": 2})
+    assert vesuvius_train(config, "training.max_steps=2") == 0
+    (old,) = list_checkpoints(Path("runs/tiny/checkpoints"))
+    size = (old / "state.pt").stat().st_size
+    arguments = ["--config", str(config), "--resume", "training.max_steps=6"]
+    result = fork_server.run(
+        [sys.executable, "-c", TRAIN_WITH_SMALL_FILES, str(size // 2), *arguments],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+    )
+    assert result.returncode == 6, result.stderr
+    assert "must fit on the disk" in result.stderr
+    assert "Train step 6/6" in result.stdout, "a failed save does not end the run"
+    assert [(e["event"], e["step"]) for e in records_of("event")] == [("save_failed", n) for n in (4, 6)]
+    (saved,) = records_of("checkpoint")
+    assert (saved["step"], saved["bytes"]) == (2, sum(path.stat().st_size for path in old.iterdir()))
+    assert [end["cause"][:4] for end in records_of("run_end")] == ["done", "a ch"], "a checkpoint must fit ..."
+    assert list_checkpoints(Path("runs/tiny/checkpoints")) == [old]
+    assert load_checkpoint(old)["step"] == 2
+    assert vesuvius_train(config, "--resume") == 0
+
+
+def test_what_the_environment_sets_is_the_config_of_run_and_checkpoint(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESUVIUS_TRAINING__MAX_STEPS", "2")
+    monkeypatch.setenv("VESUVIUS_TRAINING__LR", "0.25")
+    assert vesuvius_train(tiny_config(), "training.lr=0.125") == 0
+    (checkpoint,) = list_checkpoints(Path("runs/tiny/checkpoints"))
+    stored = parse_stored(load_checkpoint(checkpoint)["config"])
+    assert stored == read_config(Path("runs/tiny/config.resolved.yaml"))
+    assert (stored.training.max_steps, stored.training.lr) == (2, 0.125)
+
+
+def test_print_config_reads_back_as_the_same_config(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(), "--print-config", "training.lr=3e-4") == 0
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text)["training"]["lr"] == 3e-4
+    assert "# command line: peak learning rate" in text
+
+
+def test_the_picture_shows_generated_beside_real_slices(tiny_config: WriteConfig) -> None:
+    config = tiny_config(training={"max_steps": 2, "preview_every": 2, "preview_count": 2})
+    assert vesuvius_train(config) == 0
+    picture = np.asarray(Image.open("runs/tiny/samples/step_00000002.png"))
+    left, right = np.array_split(picture[40:], 2, axis=1)
+    assert left.std() > 10
+    assert right.std() > 10
+    assert not np.array_equal(left[:, : right.shape[1]], right)
+
+
+def test_the_full_experiment_says_how_to_get_data_on_a_fresh_clone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert vesuvius_train(REPOSITORY / "configs/exp001_full.yaml") == 6
+    error = capsys.readouterr().err
+    assert "vesuvius volume synth" in error
+    assert "configs/exp001_full.yaml" in error
+    assert "data.volumes=" in error
+
+
+@needs_scroll_data
+def test_the_full_experiment_passes_its_dry_run_on_a_real_scroll(capsys: pytest.CaptureFixture[str]) -> None:
+    override = f"data.volumes=[{{path: {SCROLL_DATA / 'scroll_v2_blosc.zarr'}, level: 0}}]"
+    assert vesuvius_train(REPOSITORY / "configs/exp001_full.yaml", "--dry-run", "--vram-gib", "80", override) == 0
+    assert "155.3 M parameters" in capsys.readouterr().out
+
+
+def test_the_module_and_the_command_are_the_same_door(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    result = run_vesuvius("train", "--config", tiny_config(), "training.max_steps=1", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    script = Path(sys.executable).with_name("vesuvius")
+    again = subprocess.run([script, "train", "--config", "tiny.yaml"], cwd=tmp_path, text=True, capture_output=True)
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+
+
+HELP_THEN_HEAVY_MODULES = """
+import sys
+
+from vesuvius.commands.cli import main
+
+main(["--help"])
+print(sorted({"torch", "ray", "zarr", "numpy"} & set(sys.modules)))
+"""
+
+
+def test_help_needs_nothing_heavy() -> None:
+    result = subprocess.run([sys.executable, "-c", HELP_THEN_HEAVY_MODULES], text=True, capture_output=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+    assert cli.main(["no-such-command"]) == 2
+
+
+def test_the_namesake_on_the_package_index_is_warned_of(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    installed = tmp_path / "site" / "vesuvius-0.9.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vesuvius\nVersion: 0.9\n")
+    monkeypatch.syspath_prepend(str(installed.parent))
+    assert vesuvius_train(tiny_config(), "--dry-run") == 0
+    assert "'vesuvius' 0.9 is installed beside ours" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_no_process_of_a_run_outlives_it(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    marker = f"marker-{os.getpid()}-{time.time_ns()}"
+    environment = os.environ | {"TEST_OF_VESUVIUS": marker}
+    result = run_vesuvius(
+        "train", "--config", tiny_config(), "training.max_steps=2", "training.workers=2", cwd=tmp_path, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    deadline = time.monotonic() + 30
+    while (left := processes_with(marker)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert left == []

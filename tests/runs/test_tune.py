@@ -1,0 +1,190 @@
+"""`vesuvius tune` as a user types it: a real trainer of a config of seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.kill_harness import Session, processes_with
+from tests.support.runs import WriteConfig, fork_trials, vesuvius_train
+from vesuvius.commands import tune
+from vesuvius.config.load import read_config
+from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from vesuvius.runlog.records import read_records
+from vesuvius.tuning.ledger import Ledger
+
+TUNE = Path("runs/tiny/tune")
+LONG = {"steps_per_epoch": 100_000, "epochs": 1}
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fork_trials(monkeypatch)
+
+
+def vesuvius_tune(config: Path, *arguments: str) -> int:
+    return tune.main(["--config", str(config), *arguments])
+
+
+def report() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((TUNE / "report.json").read_text())
+    return found
+
+
+def test_a_tune_leaves_a_report_and_a_config_that_trains(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of micro-batches of 1: larger ones of the same effective batch are much faster, on a CPU too."""
+    config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
+    arguments = ("--budget", "60s", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
+    assert vesuvius_tune(config, *arguments) == EXIT_OK
+    found, blocks = report(), Ledger.read(TUNE / "ledger.jsonl").blocks
+    assert found["verdict"] in ("better", "undecided")  # a minute is short on a busy machine
+    assert [block["number"] for block in found["blocks"]] == list(range(len(blocks)))
+    steps = {block.setting.train_batch_size: block.rate for block in blocks if block.kind == "step"}
+    assert steps[max(steps)] > 1.2 * steps[1]
+    assert sum(block.seconds for block in blocks) < 60 + blocks[-1].seconds
+    assert all((TUNE / name).stat().st_size > 1000 for name in ("report.md", "report.json", "curves.png", "tune.log"))
+    assert not list(TUNE.glob("trials/*/checkpoints"))
+    tuned = read_config(Path("tiny.tuned.yaml"))
+    assert tuned.global_batch == 8
+    assert tuned.training.train_batch_size > 1
+    assert tuned.training.lr == 2e-3, "given on the command line of the tune"
+    text = capsys.readouterr().out
+    assert "run it: vesuvius train --config" in text
+    assert vesuvius_train(Path("tiny.tuned.yaml"), "training.max_steps=2") == 0, "in the run directory of the tune"
+    assert vesuvius_tune(config, *arguments, "--resume", "--dry-run") == EXIT_OK
+
+
+def test_the_dry_run_names_blocks_with_memory_and_time_and_writes_nothing(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_tune(tiny_config(training=LONG | {"workers": 1}), "--dry-run") == EXIT_OK
+    text = capsys.readouterr().out
+    assert re.search(r"^block 0 +baseline +whole run +the config as it is; [\d.]+ GiB of RAM, 50s$", text, re.MULTILINE)
+    assert re.search(r"^block \d+ +batch +steps alone .*training.train_batch_size=4", text, re.MULTILINE)
+    assert "nothing was written" in text
+    assert not Path("runs").exists()
+
+
+@pytest.mark.long
+def test_the_trainers_of_a_tune_get_its_settings_rather_than_the_variables_that_it_began_with(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VESUVIUS_TRAINING__TRAIN_BATCH_SIZE", "1")
+    monkeypatch.setenv("VESUVIUS_TRAINING__ACCUMULATE_STEPS", "8")
+    monkeypatch.setenv("VESUVIUS_TRAINING__LR", "2e-3")
+    config = tiny_config(training=LONG | {"workers": 0})
+    keep = "compile,channels_last,workers,prefetch_factor"
+    assert vesuvius_tune(config, "--budget", "3m", "--keep", keep) == EXIT_OK
+    blocks = Ledger.read(TUNE / "ledger.jsonl").blocks
+    assert len({block.setting.train_batch_size for block in blocks if block.ended == "ok"}) > 1
+    trained = [read_config(path) for path in TUNE.glob("trials/*/config.resolved.yaml")]
+    assert {config.global_batch for config in trained} == {8}
+    text = Path("tiny.tuned.yaml").read_text()
+    assert "by default; VESUVIUS_TRAINING__LR was set for the tune" in text
+
+
+@pytest.mark.long
+def test_an_interrupted_tune_goes_on_where_it_was(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 2})
+    arguments = ("--budget", "60s", "--keep", "workers,prefetch_factor,compile")
+    with Session(config, tmp_path, *arguments, module="vesuvius.tune") as session:
+        session.wait_for("Block 1", at_most_s=120)
+        session.process.send_signal(signal.SIGINT)
+        assert session.process.wait(120) == EXIT_INTERRUPTED
+        assert "continue with --resume" in session.text()
+    assert processes_with(str(tmp_path / "runs")) == []
+    before = Ledger.read(TUNE / "ledger.jsonl").blocks
+    assert len(before) >= 1
+    assert vesuvius_tune(config, *arguments, "--resume") == EXIT_OK
+    after = Ledger.read(TUNE / "ledger.jsonl").blocks
+    assert after[: len(before)] == before
+    assert len(after) > len(before)
+    assert vesuvius_tune(config, "--resume", "--goal", "cost") == EXIT_CONFIG, "another tune"
+    assert vesuvius_tune(config, "--resume", "--keep", "workers") == EXIT_CONFIG, "another tune"
+
+
+def test_a_second_tune_is_kept_out_while_it_measures(
+    tiny_config: WriteConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(training=LONG)
+    trial = TUNE / "trials" / "000" / "metrics.jsonl"
+    with Session(config, tmp_path, module="vesuvius.tune") as session:
+        session.wait_for("Block 0", at_most_s=120)
+        while not (trial.exists() and any(r["kind"] == "step" for r in read_records(trial))):
+            assert session.process.poll() is None, session.text()
+        assert vesuvius_tune(config) == EXIT_CONFIG
+        orphans = psutil.Process(session.process.pid).children(recursive=True)
+        session.process.kill()
+        session.process.wait()
+    assert capsys.readouterr().err.count("only one tune per run may be active") == 1
+    assert psutil.wait_procs(orphans, timeout=60)[1] == [], "a trainer ends with its tune"
+
+
+def test_a_config_whose_data_are_missing_is_refused_at_once(tiny_config: WriteConfig) -> None:
+    config = tiny_config()
+    assert vesuvius_tune(config, "data.volumes=[{path: nowhere.zarr}]") == EXIT_DATA
+    assert not TUNE.exists()
+
+
+def test_a_tuned_config_that_could_not_be_written_is_said_before_the_first_block(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config()
+    Path("tiny.tuned.yaml").write_text("name: mine\n")
+    assert vesuvius_tune(config) == EXIT_CONFIG
+    assert "rename it" in capsys.readouterr().err
+    assert not TUNE.exists()
+
+
+def test_where_nothing_can_be_measured_nothing_is_recommended(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The guard's limit is below what torch alone takes."""
+    config = tiny_config(monitor={"ram_limit_gib": 0.05})
+    assert vesuvius_tune(config, "--budget", "2m") == EXIT_ERROR
+    assert "there is no recommendation" in capsys.readouterr().err
+    assert not Path("tiny.tuned.yaml").exists()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1h30m", 5400), ("1.5h", 5400)])
+def test_a_budget_is_a_time(text: str, seconds: float) -> None:
+    assert tune.duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("compile", ("compile",)),
+        ("training.workers, data.store.requests", ("workers", "requests")),
+        ("channels_last,compile,compile", ("compile", "channels_last")),
+        ("training.compile", ("compile",)),
+    ],
+)
+def test_knobs_to_keep_are_named_as_in_the_config(text: str, kept: tuple[str, ...]) -> None:
+    assert tune.knobs(text) == kept
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--budget", "30"],
+        ["--budget", "59s"],
+        ["--goal", "speed"],
+        ["--keep", "workers,speed"],
+        ["--keep", "data.workers"],
+        ["--keep", "train_batch_size", "--scale-batch"],
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tiny_config: WriteConfig, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        vesuvius_tune(tiny_config(), *arguments)
+    assert ended.value.code == EXIT_CONFIG

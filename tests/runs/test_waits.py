@@ -1,0 +1,244 @@
+"""A run whose store, or whose readers, stop answering: it still stops when it is told to, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import run_vesuvius
+from tests.stream.test_stream_end import wait_until_gone
+from tests.support.chunk_server import ChunkServer
+from tests.support.kill_harness import Session, final_difference
+from tests.support.runs import records_of, vesuvius_train
+from vesuvius.runlog.records import read_records
+from vesuvius.stream.feeder import Batch, StreamInterrupted
+from vesuvius.stream.stream import PatchStream
+from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, load_checkpoint, step_of
+from vesuvius.training.validation.validation import Validation
+
+WriteConfig = Callable[..., Path]
+
+# The run could not end by itself within these seconds: a request counts as failed after so many.
+NEVER_S = 300.0
+# Far below that, and far above the 2 s that a stop may take on an idle machine.
+SOON_S = 20.0
+HANGS = [{"path": r"volume\.zarr/\d", "kind": "stall"}]
+"""Answers to requests for chunks break off in the middle and never go on; metadata are served."""
+
+
+@pytest.fixture
+def remote_config(tiny_config: WriteConfig, volume: Path, server: ChunkServer) -> WriteConfig:
+    """A config whose volume is served over HTTP, and read in the trainer itself."""
+
+    def write(name: str = "tiny", **sections: dict[str, Any]) -> Path:
+        data = {"volumes": [{"path": server.url_of(volume)}], "store": {"timeout_s": NEVER_S, "requests": 4}}
+        return tiny_config(name, **(sections | {"data": data | sections.get("data", {})}))
+
+    return write
+
+
+def seconds_to_end(session: Session, number: signal.Signals = signal.SIGTERM) -> tuple[int, float]:
+    """Send a signal; the exit code, and how long it took."""
+    started = time.monotonic()
+    session.process.send_signal(number)
+    return session.process.wait(timeout=SOON_S), time.monotonic() - started
+
+
+def wait_until_starved(session: Session, server: ChunkServer) -> None:
+    """Until the trainer has used up what was read, so that it waits for what does not come."""
+    session.wait_until(lambda: server.stats()["faults"].get("stall", 0) > 0, "a request hangs", every_s=0.05)
+    steps = -1
+    while steps != session.text().count("Train step"):
+        steps = session.text().count("Train step")
+        time.sleep(1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_stop_while_a_batch_is_waited_for_saves_and_a_resume_is_bit_identical(
+    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer, number: signal.Signals
+) -> None:
+    training = {"train_batch_size": 3, "save_every": 1000, "max_steps": 12}
+    stopped, straight = (remote_config(name, training=training) for name in ("stopped", "straight"))
+    with Session(stopped, tmp_path) as session:
+        session.wait_for("Train step 2/")
+        server.set_faults(HANGS)
+        wait_until_starved(session, server)
+        code, seconds = seconds_to_end(session, number)
+        assert code == {signal.SIGTERM: 75, signal.SIGINT: 130}[number], session.text()
+        print(f"{number.name}: exit after {seconds:.2f} s")
+        assert "was waiting for data and is given up" in session.text()
+        assert "Traceback" not in session.text()
+    (checkpoint,) = list_checkpoints(tmp_path / "runs/stopped/checkpoints")
+    assert find_damage(checkpoint) is None
+    assert step_of(checkpoint) == session.text().count("Train step")
+    server.set_faults([])
+    for config in (stopped, straight):
+        with Session(config, tmp_path, "--resume") as session:
+            assert session.end() == 0, session.text()
+    assert final_difference(tmp_path / "runs/stopped", tmp_path / "runs/straight") is None
+
+
+def test_a_step_given_up_in_its_second_micro_batch_leaves_no_trace(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first micro-batch is in the gradient by then; a program that saved that, or its samples, would differ."""
+    monkeypatch.chdir(tmp_path)
+    stopped, straight = (tiny_config(name, training={"max_steps": 5}) for name in ("stopped", "straight"))
+    whole_next, asked = PatchStream.__next__, iter(range(100))
+
+    def interrupted_next(stream: PatchStream) -> Batch:
+        if next(asked) == 5:  # counted from 0: the second of step 3
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise StreamInterrupted
+        return whole_next(stream)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PatchStream, "__next__", interrupted_next)
+        assert vesuvius_train(stopped) == 75
+    (checkpoint,) = list_checkpoints(Path("runs/stopped/checkpoints"))
+    state = load_checkpoint(checkpoint)
+    assert (state["step"], state["sample_index"]) == (2, 8)
+    assert vesuvius_train(stopped, "--resume") == vesuvius_train(straight) == 0
+    assert final_difference(Path("runs/stopped"), Path("runs/straight")) is None
+
+
+def test_a_stop_is_obeyed_while_the_first_batch_is_waited_for(
+    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
+) -> None:
+    """No step has been made: there is nothing to save, and a resume starts at step 0."""
+    config = remote_config(data={"normalize": {"low": 0, "high": 200}})
+    with Session(config, tmp_path) as session:
+        session.wait_for("INFO noise ")  # what the start itself reads is read
+        server.set_faults(HANGS)
+        session.wait_until(lambda: server.stats()["faults"].get("stall", 0) > 0, "a request hangs", every_s=0.05)
+        code, seconds = seconds_to_end(session)
+        assert code == 75, session.text()
+    print(f"exit after {seconds:.2f} s")
+    assert list_checkpoints(tmp_path / "runs/tiny/checkpoints") == []
+
+
+@pytest.mark.parametrize("hangs", [r"volume\.zarr/\.z", r"volume\.zarr/\d"], ids=["metadata", "grey values"])
+def test_a_stop_is_obeyed_before_the_run_begins(
+    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer, hangs: str
+) -> None:
+    server.set_faults([{"path": hangs, "kind": "stall"}])
+    with Session(remote_config(), tmp_path) as session:
+        session.wait_until(lambda: server.stats()["faults"].get("stall", 0) > 0, "a request hangs", every_s=0.05)
+        code, seconds = seconds_to_end(session)
+        assert code == 75, session.text()
+        assert "stopped before the run began" in session.text()
+    print(f"exit after {seconds:.2f} s")
+    assert not (tmp_path / "runs/tiny").exists()
+
+
+def test_the_time_limit_is_kept_while_a_batch_is_waited_for(
+    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
+) -> None:
+    config = remote_config(data={"normalize": {"low": 0, "high": 200}}, training={"max_hours": 4 / 3600})
+    with Session(config, tmp_path) as session:
+        session.wait_for("INFO noise ")
+        server.set_faults(HANGS)
+        assert session.process.wait(timeout=NEVER_S / 5) == 75, session.text()
+        assert "training.max_hours=0.00111111 are over" in session.text()
+
+
+def test_the_memory_guard_ends_a_run_that_waits_for_a_batch(
+    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
+) -> None:
+    """A limit far below what a trainer takes: the guard orders its exit as soon as it looks."""
+    config = remote_config(data={"normalize": {"low": 0, "high": 200}}, monitor={"ram_limit_gib": 0.05})
+    with Session(config, tmp_path) as session:
+        session.wait_for("INFO noise ")
+        server.set_faults(HANGS)
+        assert session.process.wait(timeout=NEVER_S / 5) == 4, session.text()
+        assert "memory guard" in session.text()
+        assert "Train step" not in session.text()
+
+
+@pytest.mark.long
+def test_a_stop_is_obeyed_while_readers_are_stopped(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    """SIGSTOP, as of a debugger or a frozen cgroup: the readers live and answer nobody."""
+    config = tiny_config(training={"epochs": 1000, "save_every": 10_000, "workers": 2})
+    with Session(config, tmp_path) as session:
+        session.wait_for("Train step 3/")
+        children = psutil.Process(session.process.pid).children(recursive=True)
+        readers = [child for child in children if "_RayReader" in "".join(child.cmdline())]
+        assert len(readers) == 2
+        for reader in readers:
+            reader.suspend()
+        steps = -1
+        while steps != session.text().count("Train step"):
+            steps = session.text().count("Train step")
+            time.sleep(1.0)
+        code, seconds = seconds_to_end(session)
+        print(f"exit after {seconds:.2f} s")
+        assert code == 75, session.text()
+        assert "Traceback" not in session.text()
+    assert wait_until_gone(children, SOON_S) == []
+    (checkpoint,) = list_checkpoints(tmp_path / "runs/tiny/checkpoints")
+    assert step_of(checkpoint) == session.text().count("Train step")
+
+
+def memcheck(run: Path) -> tuple[int, dict[str, Any]]:
+    found = run_vesuvius("memcheck", run, "--once", "--json", cwd=run.parent)
+    return found.returncode, json.loads(found.stdout)
+
+
+def test_a_run_that_hangs_says_so_and_so_does_memcheck_until_it_goes_on(
+    remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
+) -> None:
+    """Requests end, and are tried again, after 12 s: by then it has hung for more than three."""
+    store = {"store": {"timeout_s": 12.0, "requests": 4}}
+    config = remote_config(data=store, training={"epochs": 1000}, monitor={"stall_minutes": 0.05})
+    run = tmp_path / "runs/tiny"
+    with Session(config, tmp_path) as session:
+        session.wait_for("Train step 2/")
+        server.set_faults(HANGS)
+        session.wait_for("hung: no batch for 0.1 min: waiting for regions to be read, for sample ")
+        server.set_faults([])
+        session.wait_until(lambda: '"event"' in (run / "metrics.jsonl").read_text(), "the event is recorded")
+        code, found = memcheck(run)
+        assert (code, found["state"], found["stalled"]) == (10, "hung", True)
+        assert "no batch for 0.1 min" in found["state_text"]
+        (stacks,) = (run / "stacks").iterdir()
+        assert "next_batch" in stacks.read_text()
+        steps = session.text().count("Train step")
+        session.wait_for("no longer hung")
+        session.wait_for("Train step", steps + 1)
+        code, found = memcheck(run)
+        assert (code, found["state"], found["stalled"]) == (0, "running", False)
+        assert seconds_to_end(session)[0] == 75
+        assert (session.text().count("ERROR"), session.text().count("no longer hung")) == (1, 1)
+        assert "defect" not in session.text()
+    verdict = next(record for record in read_records(run / "metrics.jsonl") if record["kind"] == "verdict")
+    assert verdict["bound"] == "hung"
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_long_validation_is_no_hang_and_one_without_progress_is(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(
+        training={"validate_every": 1, "validate_patches": 2, "max_steps": 1}, monitor={"stall_minutes": 0.05}
+    )
+
+    def slow_run(self: Validation, denoisers: Any, stop: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 6
+        assert not stop()
+        while time.monotonic() < deadline:
+            assert hangs or not stop()
+            time.sleep(0.1)
+
+    monkeypatch.setattr(Validation, "run", slow_run)
+    assert vesuvius_train(config) == 0
+    hung = [record["what"] for record in records_of("event") if record["event"] == "hung"]
+    assert hung == (["batch of a validation"] if hangs else [])

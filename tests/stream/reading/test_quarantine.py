@@ -1,0 +1,299 @@
+"""Regions that cannot be read: others take their place, the same ones whoever reads, and a run says so and goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import run_vesuvius, textured, write_array
+from tests.stream.test_stream import collect, make_job, open_stream
+from tests.support.chunk_server import ChunkServer
+from vesuvius.commands import train
+from vesuvius.config import StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.runlog.records import read_records
+from vesuvius.stream.reading.quarantine import damaged_box, replaced_share
+from vesuvius.stream.reading.reader import Reader, ReaderJob
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+from vesuvius.volumes.box import intersects
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.volume import Volume
+
+SHAPE = (96, 128, 128)
+BAD_CHUNK = ((32, 32, 32), (64, 64, 64))
+BATCHES = 24
+FAST = StoreConfig(max_pause_s=0.02)
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> Path:
+    return write_array(tmp_path / "sound.zarr", textured(SHAPE))
+
+
+@pytest.fixture
+def torn(tmp_path: Path) -> Path:
+    """The same voxels, with one chunk that cannot be decoded."""
+    path = write_array(tmp_path / "torn.zarr", textured(SHAPE))
+    (path / "1/1/1").write_bytes(b"torn")
+    return path
+
+
+def holds_bad_chunk(region: Any) -> bool:
+    return intersects(region, BAD_CHUNK)
+
+
+def stand_in(voxels: Any, job: ReaderJob, index: int) -> Any:
+    """What comes for sample `index`: the patch of its first attempt whose region is readable."""
+    samples = (job.plan.sample(index, attempt) for attempt in range(100))
+    z, y, x = next(sample.start_zyx for sample in samples if not holds_bad_chunk(sample.region))
+    return voxels[z : z + 8, y : y + 16, x : x + 16]
+
+
+def patches_of(job: ReaderJob, **options: Any) -> tuple[bytes, list[dict[str, Any]]]:
+    with open_stream(job, **options) as stream:
+        patches, _ = collect(stream, BATCHES)
+        return patches.tobytes(), stream.quarantined
+
+
+def test_samples_of_an_unreadable_region_come_from_another_and_no_other_sample_changes(sound: Path, torn: Path) -> None:
+    job, voxels = make_job(torn), textured(SHAPE)
+    with open_stream(make_job(sound)) as stream:
+        expected, _ = collect(stream, BATCHES)
+    with open_stream(job) as stream:
+        patches, indices = collect(stream, BATCHES)
+        records, events = stream.quarantined, list(stream.events)
+    assert indices.tolist() == list(range(4 * BATCHES))
+    replaced = {index for index in range(4 * BATCHES) if holds_bad_chunk(job.plan.sample(index).region)}
+    assert 0 < len(replaced) < 3 * BATCHES
+    for index, patch in enumerate(patches):
+        if index in replaced:
+            np.testing.assert_array_equal(patch, stand_in(voxels, job, index))
+        else:
+            np.testing.assert_array_equal(patch, expected[index])
+    assert [event.kind for event in events] == ["quarantine"] * len(records)
+    (record,) = records  # many regions touch it; what is damaged is one chunk
+    assert damaged_box(record) == (0, BAD_CHUNK)
+    assert (record["volume"], record["number"], record["chunk"]) == (str(torn), 0, [1, 1, 1])
+    assert "Error" in record["cause"]
+
+
+def test_memory_of_a_failed_read_is_not_used_again(torn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zarr goes on with the other chunks of a read that has failed, into the same memory, and may be late."""
+    tainted = []
+
+    def read(volume: Volume, box: Any, out: Any = None) -> Any:
+        try:
+            voxels = honest(volume, box, out)
+        except UnreadableChunkError:
+            tainted.append(out)
+            raise
+        if voxels is not out:
+            tainted.append(out)
+        return voxels
+
+    honest = Volume.read
+    monkeypatch.setattr(Volume, "read", read)
+    job = make_job(torn)
+    reader = Reader(job, ring=2)
+    for task in itertools.islice(job.tasks(0, 10_000), 20):
+        for block in reader.blocks(task):
+            assert not any(np.shares_memory(block, memory) for memory in tainted)
+    reader.close()
+    assert tainted
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("ray_cluster")
+def test_ray_readers_replace_alike(torn: Path) -> None:
+    job = make_job(torn)
+    expected, records = patches_of(job)
+    patches, ray_records = patches_of(job, workers=2)
+    assert patches == expected
+    assert {damaged_box(record) for record in ray_records} == {damaged_box(record) for record in records}
+
+
+# Few regions, of which many hold the chunk: a substitute often holds it too.
+FEW_REGIONS = {"region_size": (64, 64, 64), "patches_per_region": 2}
+
+
+def test_a_stream_that_starts_anywhere_replaces_alike(torn: Path) -> None:
+    job = make_job(torn, **FEW_REGIONS)
+    with open_stream(job, batch_size=1, stop=64) as stream:
+        expected, _ = collect(stream, 64)
+        assert len(stream.quarantined) == 1
+    for first in range(1, 60, 4):
+        with open_stream(job, batch_size=1, first=first) as stream:
+            patches, _ = collect(stream, 4)
+        np.testing.assert_array_equal(patches, expected[first : first + 4], err_msg=f"from sample {first}")
+
+
+def test_ranks_replace_alike(torn: Path) -> None:
+    job = make_job(torn, **FEW_REGIONS)
+    with open_stream(job, batch_size=96) as stream:
+        expected, _ = collect(stream, 1)
+    for rank in range(4):
+        with open_stream(replace(job, rank=rank, world=4), batch_size=24) as stream:
+            patches, _ = collect(stream, 1)
+        np.testing.assert_array_equal(patches, expected[rank::4])
+
+
+def test_a_list_handed_on_gives_the_same_bytes_without_another_try(server: ChunkServer, torn: Path) -> None:
+    job = make_job(server.url_of(torn), store=FAST)
+    expected, records = patches_of(job)
+    assert server.asked_for(torn)["1/1/1"] > 0
+    server.reset()
+    patches, again = patches_of(job, quarantined=records)
+    assert patches == expected
+    assert again == records
+    assert server.asked_for(torn)["1/1/1"] == 0
+
+
+CAUSES: dict[str, tuple[dict[str, Any], str]] = {
+    "corrupt": ({"kind": "corrupt"}, "Error: "),
+    "too short": ({"kind": "status", "status": 416}, r"416 Range Not Satisfiable for 1/1/1 in http://"),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_damage_puts_the_region_into_quarantine_with_its_cause(
+    server: ChunkServer, sound: Path, torn: Path, cause: str
+) -> None:
+    rule, words = CAUSES[cause]
+    expected, records = patches_of(make_job(torn))
+    server.set_faults([rule | {"path": "sound.zarr/1/1/1"}])
+    server.reset()
+    patches, found = patches_of(make_job(server.url_of(sound), store=FAST))
+    assert patches == expected
+    assert [record["box"] for record in found] == [record["box"] for record in records]
+    for record in found:
+        assert (record["volume"], record["number"], record["chunk"]) == (server.url_of(sound), 0, [1, 1, 1])
+        assert re.search(words, record["cause"])
+    assert server.asked_for(sound)["1/1/1"] <= 3 * len(found), "once with its region, twice by itself"
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_voxels_that_are_no_number_are_unreadable(tmp_path: Path, bad: float) -> None:
+    voxels = textured(SHAPE, dtype="float32")
+    voxels[40, 41, 42] = bad
+    job = make_job(write_array(tmp_path / "v.zarr", voxels))
+    with open_stream(job) as stream:
+        patches, _ = collect(stream, BATCHES)
+        records = stream.quarantined
+    assert np.isfinite(patches).all()
+    assert records
+    assert all(record["chunk"] == [1, 1, 1] and "NaN or infinity" in record["cause"] for record in records)
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_more_damage_than_allowed_ends_the_stream(torn: Path, limit: int) -> None:
+    for chunk in ("1/1/2", "0/1/1"):
+        (torn / chunk).write_bytes(b"torn")
+    with (
+        open_stream(make_job(torn, max_quarantined=limit)) as stream,
+        pytest.raises(
+            DataError,
+            match=rf"data.max_quarantined={limit} .*got {limit + 1}, .*torn.zarr.*chunk \[\d, 1, \d\]",
+        ),
+    ):
+        collect(stream, 100)
+
+
+def test_a_volume_without_a_readable_region_ends_the_stream(sound: Path) -> None:
+    job = make_job(sound, max_quarantined=10_000)
+    for chunk in sound.glob("[0-9]/*/*"):
+        chunk.write_bytes(b"torn")
+    words = r"got none in \d+ .*sound\.zarr, region z.*the last because of chunk .* of .*sound\.zarr: .*Error: "
+    with open_stream(job) as stream, pytest.raises(DataError, match=words):
+        next(stream)
+
+
+def test_a_server_that_went_away_is_not_asked_for_one_region_after_the_other(server: ChunkServer, sound: Path) -> None:
+    job = make_job(server.url_of(sound), store=FAST.model_copy(update={"outage_minutes": 0}))
+    with open_stream(job) as stream:
+        server.set_faults([{"path": r"sound\.zarr/\d", "kind": "status"}])
+        server.reset()
+        with pytest.raises(DataError, match="503"):
+            next(stream)
+    ahead = {job.plan.visit(slot).region for slot in range(2 * job.plan.regions_per_task)}
+    chunks = [chunks_in(region) for region in ahead]
+    assert sum(server.asked_for(sound).values()) <= sum(chunks) + len(chunks)
+
+
+def chunks_in(region: Any) -> int:
+    """How many chunks of 32^3 a region touches."""
+    return int(np.prod([-(-hi // 32) - lo // 32 for lo, hi in zip(*region, strict=True)]))
+
+
+# ---- through the door
+
+
+@pytest.fixture
+def torn_volume(volume: Path) -> Path:
+    """The volume of `tiny_config`, with one chunk that cannot be decoded."""
+    (volume / "1/1/1").write_bytes(b"torn")
+    return volume
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_on_past_an_unreadable_chunk_and_its_resume_knows_of_it(
+    tiny_config: Callable[..., Path], torn_volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = tiny_config(), tmp_path / "runs" / "tiny"
+    result = run_vesuvius("train", "--config", config, "training.max_steps=12", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "cannot be read; regions that touch them are replaced by others" in result.stderr
+    records = records_of(run)
+    assert records
+    for record in records:
+        assert record["volume"] == str(torn_volume)
+        assert record["chunk"] == [1, 1, 1]
+        assert holds_bad_chunk(record["box"])
+        assert record["cause"]
+    metrics = read_records(run / "metrics.jsonl")
+    events = [record for record in metrics if record["kind"] == "event"]
+    assert [event["box"] for event in events] == [record["box"] for record in records]
+    assert [record["step"] for record in metrics if record["kind"] == "step"] == list(range(1, 13))
+
+    monkeypatch.chdir(tmp_path)
+    kept = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])["quarantined"]
+    assert [record["box"] for record in kept] == [record["box"] for record in records]
+    (torn_volume / "1/1/1").unlink()  # air from now on: only the list keeps its regions out
+    assert train.main(["--config", str(config), "--resume", "training.max_steps=20"]) == 0
+    assert records_of(run) == records
+    assert load_checkpoint(list_checkpoints(run / "checkpoints")[-1])["quarantined"] == kept
+
+
+@pytest.mark.usefixtures("torn_volume")
+def test_a_run_that_allows_no_unreadable_region_ends_with_exit_6(
+    tiny_config: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--config", str(tiny_config()), "data.max_quarantined=0"]) == 6
+    error = capsys.readouterr().err
+    assert "at most data.max_quarantined=0 places of the volumes may be damaged" in error
+    assert "chunk [1, 1, 1]" in error
+
+
+def test_the_share_that_was_replaced_is_that_of_the_samples_whose_region_is_damaged(volume: Path) -> None:
+    plan, samples = make_job(volume).plan, 700
+    records = [{"number": 0, "box": [[0, 0, 0], [32, 32, 32]]}, {"number": 1, "box": [[0, 0, 0], [96, 128, 128]]}]
+    regions = [plan.sample(index).region for index in range(samples)]
+    replaced = sum(all(start < 32 for start in low) for low, _ in regions) / samples
+    assert 0.02 < replaced < 0.5
+    assert replaced_share(plan, records, samples) == replaced
+    assert replaced_share(plan, records, 20 * samples) == pytest.approx(replaced, abs=0.05)
+    assert replaced_share(plan, records, 0) == replaced_share(plan, [], samples) == 0

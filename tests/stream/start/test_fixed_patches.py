@@ -1,0 +1,218 @@
+"""The fixed patches: held out, the same in every run, replaced where they cannot be read or are air."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import textured, write_array
+from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, StoreConfig, ValidationConfig, VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
+from vesuvius.stream.start.prepare import prepare_data
+
+SHAPE = (96, 128, 128)
+PATCH = (8, 16, 16)
+# Of SHAPE, a slab of one patch is held out across z, the axis that is longest in patches; chunks are 32^3.
+SLAB_START = 88
+FAST = StoreConfig(max_pause_s=0.02)
+
+
+def data_config(*paths: Path, **options: Any) -> DataConfig:
+    volumes = options.pop("volumes", tuple(VolumeConfig(path=str(path)) for path in paths))
+    return DataConfig(**{"volumes": volumes, "patch_size": PATCH, "regions_per_task": 4, "store": FAST} | options)
+
+
+def fixed(config: DataConfig, count: int = 16, seed: int = 0) -> FixedPatches:
+    return read_fixed_patches(prepare_data(seed, config), config, count)
+
+
+def cut(voxels: np.ndarray[Any, Any], found: FixedPatches) -> np.ndarray[Any, Any]:
+    """The patches, taken from the voxels at the places that are said to be theirs."""
+    z_size, y_size, x_size = found.patches.shape[1:]
+    return np.stack([voxels[z : z + z_size, y : y + y_size, x : x + x_size] for z, y, x in found.starts_zyx])
+
+
+def replaced_at(config: DataConfig, count: int, caplog: pytest.LogCaptureFixture) -> tuple[FixedPatches, set[int]]:
+    """The patches, and the numbers of those that the log says have been passed over."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        found = fixed(config, count)
+    return found, {record.args[0] for record in caplog.records if "is passed over" in record.msg}  # type: ignore[index]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.tuples(*[st.integers(20, 150)] * 3),
+    patch=st.tuples(*[st.integers(2, 8)] * 3),
+    fraction=st.floats(0.01, 0.4),
+    guard=st.floats(0, 1.5),
+)
+def test_patches_lie_in_the_held_out_slab_and_a_guard_away_from_what_is_trained_on(
+    tmp_path_factory: pytest.TempPathFactory,
+    shape: tuple[int, int, int],
+    patch: tuple[int, int, int],
+    fraction: float,
+    guard: float,
+) -> None:
+    path = tmp_path_factory.mktemp("sizes") / "v.zarr"
+    zarr.create_array(str(path), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)  # nothing but metadata
+    validation = ValidationConfig(fraction=fraction, guard=guard)
+    config = data_config(path, patch_size=patch, validation=validation, augment=AugmentConfig(turn=False))
+    data = prepare_data(0, config)
+    found = read_fixed_patches(data, config, 8)
+    assert found.held_out
+    train, slab = np.array(data.splits[0].train), np.array(data.splits[0].validation)
+    starts = np.array(found.starts_zyx)
+    assert (starts >= slab[0]).all()
+    assert (starts + patch <= slab[1]).all()
+    gap = (starts - train[1]) / patch  # in patches, along each axis
+    assert (gap.max(axis=1) >= guard).all()
+
+
+def test_patches_hold_the_voxels_of_their_places_as_they_are_stored(volume: Path) -> None:
+    found = fixed(data_config(volume))
+    assert found.patches.dtype == np.uint8
+    assert found.conditions is None
+    assert found.volumes == (0,) * 16
+    assert np.array_equal(found.patches, cut(textured(SHAPE), found))
+    assert len(set(found.starts_zyx)) == 16
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"patches_per_region": 9},
+        {"regions_per_task": 2},
+        {"region_size": (32, 32, 32)},
+        {"reader_mib": 1},
+        {"augment": AugmentConfig(flip=False, turn=False)},
+        {"max_quarantined": 0},
+    ],
+)
+def test_runs_of_other_seeds_mixing_and_readers_look_at_the_same_patches(volume: Path, other: dict[str, Any]) -> None:
+    one, two = fixed(data_config(volume)), fixed(data_config(volume, **other), seed=7)
+    assert one.starts_zyx == two.starts_zyx
+    assert np.array_equal(one.patches, two.patches)
+
+
+def test_the_first_patches_of_many_are_those_of_few(tmp_path: Path) -> None:
+    paths = [write_array(tmp_path / f"{seed}.zarr", textured(SHAPE, seed)) for seed in range(2)]
+    few, many = fixed(data_config(*paths), 5), fixed(data_config(*paths), 40)
+    assert few.volumes == many.volumes[:5]
+    assert few.starts_zyx == many.starts_zyx[:5]
+    assert np.array_equal(few.patches, many.patches[:5])
+
+
+def test_volumes_are_drawn_by_their_weights(tmp_path: Path) -> None:
+    voxels = [textured(SHAPE, seed) for seed in range(2)]
+    paths = [write_array(tmp_path / f"{seed}.zarr", v) for seed, v in enumerate(voxels)]
+    volumes = tuple(VolumeConfig(path=str(path), weight=w) for path, w in zip(paths, (1.0, 3.0), strict=True))
+    found = fixed(data_config(volumes=volumes), 64)
+    assert np.bincount(found.volumes).tolist() == [16, 48]
+    stacked = np.stack([cut(v, found) for v in voxels])
+    assert np.array_equal(found.patches, stacked[list(found.volumes), range(64)])
+
+
+def test_conditions_are_cut_where_their_patches_are(tmp_path: Path) -> None:
+    voxels = textured(SHAPE)
+    scan, labels = write_array(tmp_path / "v", voxels), write_array(tmp_path / "c", 2000 + voxels.astype("uint16"))
+    condition = ArrayConfig(path=str(labels))
+    found = fixed(data_config(volumes=(VolumeConfig(path=str(scan), condition=condition),)))
+    assert found.conditions is not None
+    assert found.conditions.dtype == np.uint16
+    assert np.array_equal(found.conditions, 2000 + found.patches.astype("uint16"))
+    assert found.starts_zyx == fixed(data_config(scan)).starts_zyx, "a condition moves no patch"
+
+
+def test_without_a_split_patches_come_from_what_is_trained_on_and_say_so(volume: Path) -> None:
+    config = data_config(volume, validation=ValidationConfig(fraction=0))
+    found = fixed(config)
+    assert not found.held_out
+    assert np.array_equal(found.patches, cut(textured(SHAPE), found))
+    assert min(z for z, _, _ in found.starts_zyx) < SLAB_START
+    assert found.starts_zyx == fixed(config, seed=3).starts_zyx
+
+
+# ---- air and unreadable chunks
+
+
+def test_a_volume_whose_slab_is_air_is_left_out_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    voxels = textured(SHAPE)
+    ends_in_air = voxels.copy()
+    ends_in_air[64:] = 0  # chunks of the fill value alone are not stored
+    paths = [write_array(tmp_path / "air.zarr", ends_in_air), write_array(tmp_path / "full.zarr", voxels)]
+    with caplog.at_level(logging.WARNING):
+        found = fixed(data_config(*paths, min_foreground=0.5))
+    assert found.volumes == (1,) * 16
+    assert np.array_equal(found.patches, cut(voxels, found))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "air.zarr has no part in validation" in caplog.text
+
+
+def test_patches_hold_the_least_foreground_asked_for(tmp_path: Path) -> None:
+    voxels = textured(SHAPE)
+    voxels[:, :, 32:] = 0
+    path = write_array(tmp_path / "v.zarr", voxels)
+    found = fixed(data_config(path, min_foreground=0.75), 32)
+    assert max(x for _, _, x in found.starts_zyx) <= 20, "three quarters of 16 voxels end at 32"
+
+
+def test_slabs_of_air_alone_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    voxels = textured(SHAPE)
+    voxels[64:] = 0
+    path = write_array(tmp_path / "air.zarr", voxels)
+    with pytest.raises(DataError, match=r"none in 1 volumes; raise data.validation.fraction, or .*validate_every=0"):
+        fixed(data_config(path, min_foreground=0.5))
+
+
+def test_an_unreadable_patch_is_replaced_by_another_the_same_one_every_time(
+    volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = fixed(data_config(volume), 32)
+    (volume / "2/1/1").write_bytes(b"torn")
+    config = data_config(volume)
+    found, replaced = replaced_at(config, 32, caplog)
+    # The slab lies in the last chunks of z; a patch of 16 voxels touches those of 32 to 64 along y and x.
+    touched = {n for n, (_, y, x) in enumerate(whole.starts_zyx) if 16 < y < 64 and 16 < x < 64}
+    assert replaced == touched
+    assert 0 < len(touched) < 32
+    kept = sorted(set(range(32)) - replaced)
+    assert [found.starts_zyx[n] for n in kept] == [whole.starts_zyx[n] for n in kept]
+    assert np.array_equal(found.patches, cut(textured(SHAPE), found))
+    assert min(z for z, _, _ in found.starts_zyx) == SLAB_START
+    assert fixed(config, 32).starts_zyx == found.starts_zyx
+
+
+def test_a_patch_whose_condition_is_unreadable_is_replaced_as_a_whole(
+    tmp_path: Path, volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = write_array(tmp_path / "c.zarr", textured(SHAPE, seed=1))
+    (labels / "2/1/1").write_bytes(b"torn")
+    condition = ArrayConfig(path=str(labels))
+    found, replaced = replaced_at(
+        data_config(volumes=(VolumeConfig(path=str(volume), condition=condition),)), 32, caplog
+    )
+    assert replaced
+    assert found.conditions is not None
+    assert np.array_equal(found.patches, cut(textured(SHAPE), found))
+    assert np.array_equal(found.conditions, cut(textured(SHAPE, seed=1), found))
+
+
+def test_more_unreadable_patches_than_may_be_replaced_are_refused(
+    volume: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for chunk in (volume / "2").glob("*/*"):
+        chunk.write_bytes(b"torn")
+    with pytest.raises(DataError, match=r"replaced data.max_quarantined=3 times; .* patch 0 of .*volume.zarr; restore"):
+        fixed(data_config(volume, max_quarantined=3))
+    assert caplog.text.count("is passed over") == 4, "the patch itself and three others"

@@ -1,0 +1,49 @@
+"""Grey ranges that are estimated from volumes of every dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import textured, write_array
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.stream.start.prepare import GreyRange, prepare_data
+
+FAR = {"int16": -1000, "int32": 2**30, "uint32": 2**32 - 2**20, "int64": 2**40, "uint64": 2**45, "float64": 1e9}
+
+
+def estimated(path: Path, voxels: np.ndarray[Any, Any], fill: Any = 0) -> GreyRange:
+    write_array(path, voxels, fill_value=fill)
+    config = DataConfig(volumes=(VolumeConfig(path=str(path)),), patch_size=(32, 64, 64), validation={"guard": 0})
+    (grey,) = prepare_data(0, config).grey_ranges(config).volumes
+    return grey
+
+
+@pytest.mark.parametrize("dtype", FAR)
+def test_a_range_far_from_0_is_found_and_air_left_out(tmp_path: Path, dtype: str) -> None:
+    """Greys 1..199 above `FAR`; half of the volume is air, -1024 voxels below or 0."""
+    far = FAR[dtype]
+    voxels = textured((96, 96, 96)).astype(dtype) + np.array(far, dtype)
+    air = -1024 if dtype == "int16" else 0
+    voxels[:, ::2] = air
+    grey = estimated(tmp_path / "v.zarr", voxels, fill=air)
+    # Of 199 equally likely greys the 0.5th percentile is the first or second; the 99.5th mirrors it.
+    assert grey.low - far == pytest.approx(1.5, abs=0.6)
+    assert grey.high - far == pytest.approx(198.5, abs=0.6)
+
+
+def test_the_range_of_bool_is_all_of_it(tmp_path: Path) -> None:
+    assert estimated(tmp_path / "v.zarr", textured((96, 96, 96)) > 100, fill=False) == GreyRange(0.0, 1.0)
+
+
+def test_a_volume_of_air_alone_is_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"must hold more than its fill value; got nothing else in \d+ patches of .*v.zarr"
+    ):
+        estimated(tmp_path / "v.zarr", np.zeros((96, 96, 96), "uint8"))
+    with pytest.raises(DataError, match=r"grey values must differ .* got 7 to 7"):
+        estimated(tmp_path / "grey.zarr", np.full((96, 96, 96), 7, "uint8"))

@@ -1,0 +1,185 @@
+"""The start's reads: the same voxels as in the trainer, and a codec that aborts takes another process along."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.conftest import textured, write_array
+from tests.support import fork_server
+from tests.support.poison import poison, write_sharded
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.errors import DataError
+from vesuvius.stream.start.fixed_patches import read_fixed_patches
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.stream.start.start_reads import StartReads
+from vesuvius.volumes.errors import UnreadableChunkError
+
+SHAPE = (128, 128, 128)
+BOX = ((8, 8, 8), (50, 50, 50))
+
+
+def config_of(path: Path, **settings: object) -> DataConfig:
+    return DataConfig(volumes=(VolumeConfig(path=str(path)),), patch_size=(8, 16, 16), **settings)  # type: ignore[arg-type]
+
+
+def process_id(reads: StartReads) -> int:
+    """Of the process that reads; this one may have others, those of a Ray."""
+    assert reads._process is not None
+    return reads._process.pid
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path) -> Path:
+    path = write_sharded(tmp_path / "poisoned.zarr", textured(SHAPE))
+    poison(path, (1, 1, 1))
+    return path
+
+
+def test_a_start_reads_the_same_in_a_process_of_its_own(tmp_path: Path) -> None:
+    voxels = textured(SHAPE)
+    condition = write_array(tmp_path / "condition.zarr", voxels[::-1].copy())
+    path = write_array(tmp_path / "v.zarr", voxels)
+    spec = VolumeConfig(path=str(path), condition={"path": str(condition)})  # type: ignore[arg-type]
+    config = DataConfig(volumes=(spec,), patch_size=(8, 16, 16))
+    data = prepare_data(0, config)
+    with StartReads(config) as reads:
+        assert data.grey_ranges(config, reads.read) == data.grey_ranges(config)
+        apart, here = read_fixed_patches(data, config, 6, reads.read), read_fixed_patches(data, config, 6)
+        child = psutil.Process(process_id(reads))
+    assert apart.starts_zyx == here.starts_zyx
+    np.testing.assert_array_equal(apart.patches, here.patches)
+    assert apart.conditions is not None
+    np.testing.assert_array_equal(apart.conditions, here.conditions)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_abort_ends_the_other_process_and_its_chunk_is_passed_over(
+    poisoned: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with StartReads(config_of(poisoned)) as reads:
+        for _ in range(2):
+            with pytest.raises(UnreadableChunkError, match=r"bytes \d+ to \d+ of an object") as raised:
+                reads.read("volume", 0, BOX)
+            assert (raised.value.volume, raised.value.chunk) == (str(poisoned), (1, 1, 1))
+        sound = ((64, 64, 64), (80, 80, 80))
+        np.testing.assert_array_equal(reads.read("volume", 0, sound), textured(SHAPE)[64:80, 64:80, 64:80])
+    (said,) = [record.getMessage() for record in caplog.records if "reads for the start" in record.getMessage()]
+    assert f"was ended by SIGABRT while it read volume {poisoned}, region z 8:50, y 8:50, x 8:50" in said
+    assert "memory allocation of 1152921504606846976 bytes failed" in said
+    assert said.endswith("; another one reads that with care")
+
+
+def test_grey_range_and_held_out_patches_come_from_what_can_be_read(poisoned: Path) -> None:
+    for chunk in [(0, 0, 0), (0, 3, 3), (3, 1, 0), (3, 3, 2)]:  # also in the slab that is held out
+        poison(poisoned, chunk)
+    config = config_of(poisoned)
+    data = prepare_data(0, config)
+    with StartReads(config) as reads:
+        assert data.grey_ranges(config, reads.read).volumes[0].low >= 0
+        found = read_fixed_patches(data, config, 8, reads.read)
+    for patch, (z, y, x) in zip(found.patches, found.starts_zyx, strict=True):
+        np.testing.assert_array_equal(patch, textured(SHAPE)[z : z + 8, y : y + 16, x : x + 16])
+
+
+def test_a_kill_is_tried_again_and_bounded(poisoned: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with StartReads(config_of(poisoned, max_reader_deaths=1)) as reads:
+        sound = ((64, 64, 64), (80, 80, 80))
+        reads.read("volume", 0, sound)
+        for _ in range(2):
+            os.kill(process_id(reads), signal.SIGKILL)
+            if "SIGKILL" not in caplog.text:
+                reads.read("volume", 0, sound)
+        with pytest.raises(DataError, match=r"max_reader_deaths=1 .*; got 2 at the start, the last by SIGKILL"):
+            reads.read("volume", 0, sound)
+
+
+def test_a_mask_that_aborts_is_an_error_and_a_sound_one_gives_the_same_map(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    mask = write_sharded(tmp_path / "mask.zarr", (textured(SHAPE) > 120).astype(np.uint8))
+    spec = VolumeConfig(path=str(path), mask={"path": str(mask)})  # type: ignore[arg-type]
+    config = DataConfig(volumes=(spec,), patch_size=(8, 16, 16), min_foreground=0.1)
+    with StartReads(config) as reads:
+        apart = prepare_data(0, config, foreground=reads.foreground_map)
+        assert apart.plan.hash == prepare_data(0, config).plan.hash
+        coarser = write_sharded(tmp_path / "half.zarr", np.ones((96, 96, 96), np.uint8))
+        poison(coarser, (0, 0, 2))  # the array ends within its shard, which is then read in part
+        odd = write_array(tmp_path / "odd.zarr", textured((96, 96, 96)))
+        spec = VolumeConfig(path=str(odd), mask={"path": str(coarser)})  # type: ignore[arg-type]
+    config = DataConfig(volumes=(spec,), patch_size=(8, 16, 16), min_foreground=0.1)
+    with (
+        StartReads(config) as reads,
+        pytest.raises(DataError, match=r"got SIGABRT while the mask .*half\.zarr was read"),
+    ):
+        prepare_data(0, config, foreground=reads.foreground_map)
+
+
+def test_an_error_of_the_other_process_is_the_same_here(tmp_path: Path) -> None:
+    missing = config_of(tmp_path / "none.zarr")
+    with StartReads(missing) as reads, pytest.raises(DataError, match="a volume must exist"):
+        reads.read("volume", 0, BOX)
+
+
+LEAVING = """
+import os, subprocess, sys, threading, time
+from vesuvius.config import DataConfig, VolumeConfig
+from vesuvius.stream.start.start_reads import StartReads
+
+folder, busy = sys.argv[1], sys.argv[2] == "busy"
+server = subprocess.Popen(
+    [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"],
+    cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+)
+port = server.stdout.readline().split("port ")[1].split()[0]
+config = DataConfig(volumes=(VolumeConfig(path=f"http://127.0.0.1:{port}/v.zarr"),), patch_size=(8, 16, 16))
+reads = StartReads(config)
+reads.read("volume", 0, ((0, 0, 0), (8, 8, 8)))
+server.kill()
+server.wait()
+if busy:
+    threading.Thread(target=reads.read, args=("volume", 0, ((60, 60, 60), (90, 90, 90))), daemon=True).start()
+    time.sleep(2)
+print(reads._process.pid, flush=True)
+os._exit(75)
+"""
+
+
+@pytest.mark.parametrize("state", ["busy", "idle"])
+def test_a_trainer_that_leaves_in_the_middle_of_a_read_leaves_nothing(tmp_path: Path, state: str) -> None:
+    """The store has gone as well: the read would be tried again for `data.store.outage_minutes`."""
+    write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    left = fork_server.run(
+        [sys.executable, "-c", LEAVING, str(tmp_path), state],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert left.returncode == 75
+    child = int(left.stdout)
+    deadline = time.monotonic() + 30
+    while is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(child)
+    assert list(temporary.iterdir()) == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,315 @@
+"""Python processes that have torch, Ray and vesuvius imported when they start: in milliseconds instead of seconds.
+
+A server, one for each test process, imports them and forks a process for each command.  `Popen` and `run` are those of
+`subprocess` for commands of this interpreter: `-m module`, `-c code` or a script.
+
+What a forked process is not: its environment in /proc, its command line and the options of its interpreter are those of
+the server, and what libraries read from the environment while they are imported has been read.  Tests of these take
+`subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",  # which the first optimizer imports
+    "vesuvius.stream.ray",  # sets the environment that Ray reads when it is imported
+    "ray.data",
+    "zarrs",
+    "matplotlib.pyplot",
+    "PIL.Image",
+    "yaml",
+    "vesuvius.stream.ray.session",
+    "vesuvius.training.run",
+    "vesuvius.commands.train",
+    "vesuvius.commands.sample",
+    "vesuvius.commands.memcheck",
+    "vesuvius.commands.volume",
+)
+_PYTHON = sys.executable
+_INHERIT = -1
+_PR_SET_CHILD_SUBREAPER = 36
+_MOST_FDS = 32
+_LENGTH = struct.Struct("<I")
+
+
+class Popen(subprocess.Popen[Any]):
+    """As `subprocess.Popen`, for a command that begins with `sys.executable`; forked from the server."""
+
+    def _execute_child(  # type: ignore[override]
+        self,
+        args: Sequence[Any],
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: bool,
+        pass_fds: Sequence[int],
+        cwd: Any,
+        env: Any,
+        startupinfo: Any,
+        creationflags: int,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        restore_signals: bool,
+        gid: Any,
+        gids: Any,
+        uid: Any,
+        umask: int,
+        start_new_session: bool,
+        process_group: int,
+    ) -> None:
+        command = [os.fsdecode(os.fspath(word)) for word in args]
+        assert command[0] == sys.executable, command
+        assert command[1] in ("-m", "-c") or not command[1].startswith("-"), "options of the interpreter have no effect"
+        assert preexec_fn is None
+        assert not shell
+        request = {
+            "command": command[1:],
+            "cwd": os.getcwd() if cwd is None else os.fspath(cwd),
+            "env": dict(os.environ if env is None else env),
+            "new_session": start_new_session,
+        }
+        standard = (p2cread, c2pwrite, errwrite)
+        fds = {target: target if fd == _INHERIT else fd for target, fd in enumerate(standard)}
+        self.pid = _server().fork(request, fds | {fd: fd for fd in pass_fds})
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+
+def run(
+    command: Sequence[Any],
+    *,
+    timeout: float = 240,
+    capture_output: bool = False,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """As `subprocess.run`, forked from the server."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(command, **options) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def start(command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
+    """`Popen`, or that of `subprocess` where the interpreter was replaced: to stand in for it in code under test."""
+    return (Popen if sys.executable == _PYTHON else subprocess.Popen)(command, **options)
+
+
+class _Server:
+    """The other end of the server's socket; it ends with this process."""
+
+    def __init__(self) -> None:
+        self._one_at_a_time = threading.Lock()
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=environment
+            )
+        atexit.register(self.close)
+
+    def fork(self, request: dict[str, Any], fds: dict[int, int]) -> int:
+        """Start a process with these descriptors (its number: ours).  Returns its id; it is a child of this process."""
+        message = json.dumps(request | {"fds": list(fds)}).encode()
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        with self._one_at_a_time:
+            # The server's child forks the process and ends, and orphans are given to the nearest subreaper.
+            assert prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+            try:
+                socket.send_fds(self._socket, [_LENGTH.pack(len(message))], list(fds.values()))
+                self._socket.sendall(message)
+                reply = self._socket.recv(_LENGTH.size, socket.MSG_WAITALL)
+            finally:
+                prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        assert len(reply) == _LENGTH.size, "the fork server has ended; see its stderr above"
+        return int(_LENGTH.unpack(reply)[0])
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(10)
+
+
+_servers: dict[int, _Server] = {}
+
+
+def _server() -> _Server:
+    """That of this process: one that was forked from it has none."""
+    if os.getpid() not in _servers:
+        _servers[os.getpid()] = _Server()
+    return _servers[os.getpid()]
+
+
+def _serve(connection: socket.socket) -> dict[str, Any] | None:
+    """Fork a process for each request.  Returns the request in that process, and None in the server at its end."""
+    while True:
+        head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_FDS)
+        if not head:
+            return None
+        request: dict[str, Any] = json.loads(connection.recv(_LENGTH.unpack(head)[0], socket.MSG_WAITALL))
+        read, write = os.pipe()
+        between = os.fork()
+        if not between:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.0005)
+            # Whoever has its number may send signals to it and to its group.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if request["new_session"]:
+                os.setsid()
+            os.write(write, _LENGTH.pack(os.getpid()))
+            for fd in (connection.detach(), read, write):
+                os.close(fd)
+            return request | {"fds": dict(zip(request["fds"], fds, strict=True))}
+        os.close(write)
+        os.waitpid(between, 0)
+        connection.sendall(os.read(read, _LENGTH.size))
+        for fd in (read, *fds):
+            os.close(fd)
+
+
+def _become(request: dict[str, Any], imported: dict[str, str]) -> None:
+    """Take on descriptors, directory and environment of a new process."""
+    high = {target: fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for target, fd in request["fds"].items()}
+    for fd in request["fds"].values():
+        os.close(fd)
+    for target, fd in high.items():
+        os.dup2(fd, target)
+        os.close(fd)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(imported | request["env"])
+    # Set by the Ray of the test process.  Ray's core read the variable when it was imported here, without it, so the
+    # servers of this process's own Ray would want a token that its client does not send.
+    os.environ.pop("RAY_AUTH_MODE", None)
+    sys.path[:0] = [
+        path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path
+    ]
+    tempfile.tempdir = None  # TMPDIR may be another
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - until the process ends
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+def _run(what: str, *arguments: str) -> None:
+    """What the interpreter does with its command line."""
+    if what == "-m":
+        module, *rest = arguments
+        sys.path.insert(0, os.getcwd())
+        sys.argv = [module, *rest]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        code, *rest = arguments
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *rest]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    else:
+        sys.path.insert(0, str(Path(what).parent))
+        sys.argv = [what, *arguments]
+        runpy.run_path(what, run_name="__main__")
+
+
+def _plan_the_tiny_run() -> None:
+    """What each run plans at its start, and remembers: two seconds."""
+    from tests.support.tiny import tiny_sections
+    from vesuvius.config import Config
+    from vesuvius.training.forecast.memory_plan import plan_memory
+
+    config = Config.model_validate_json(json.dumps(tiny_sections("tiny", Path("v.zarr"))))
+    plan_memory(config, amp="off")
+    plan_memory(config, amp="bf16")
+
+
+_interrupted: list[bool] = []
+
+
+def _end_by_interrupt() -> None:
+    """As the interpreter does behind an uncaught KeyboardInterrupt."""
+    if _interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _exit_code_of(command: list[str]) -> int:
+    """Run it, and print the traceback of what it raises."""
+    try:
+        _run(*command)
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        _interrupted.append(True)
+    except BaseException:
+        traceback.print_exc()
+    else:
+        return 0
+    return 1
+
+
+def _end(code: int) -> None:
+    """As the interpreter ends, without taking down its modules: 0.6 s of CPU, as all of their pages would be copied."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = 120
+        except ValueError:  # it was closed
+            pass
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    atexit.register(_end_by_interrupt)  # the last to be called
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the server ends with the tests
+    _before = dict(os.environ)
+    for _name in _PRELOADED:
+        importlib.import_module(_name)
+    _plan_the_tiny_run()
+    _imported = {name: value for name, value in os.environ.items() if _before.get(name) != value}
+    gc.freeze()
+    _request = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if _request is not None:
+        del sys.path[0]  # this folder
+        _become(_request, _imported)
+        _end(_exit_code_of(_request["command"]))

@@ -1,0 +1,269 @@
+"""Runs `vesuvius train` as a real process, kills it without a warning again and again, and goes on with `--resume`."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from tests.support import fork_server
+from vesuvius.runlog.records import read_records
+from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
+
+_EARLY_SHARE = 0.2
+_HANG_S = 300
+
+
+class Session:
+    """One process of a run, or of another door.  A context manager that leaves no process behind."""
+
+    def __init__(
+        self,
+        config: Path,
+        cwd: Path,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        module: str = "vesuvius.train",
+    ) -> None:
+        self._output = cwd / f"{config.stem}.session.txt"
+        self._started = time.monotonic()
+        with self._output.open("w") as out:
+            self.process = fork_server.Popen(
+                [sys.executable, "-m", module, "--config", str(config), *arguments],
+                cwd=cwd,
+                env=os.environ | (environment or {}),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # as a shell does: its process group is its own
+            )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text(encoding="utf-8", errors="replace")
+
+    def wait_for(self, text: str, count: int = 1, at_most_s: float | None = None) -> None:
+        """Wait until it has printed a text so many times, or until it is so old."""
+
+        def happened() -> bool:
+            return (at_most_s is not None and self.age_s >= at_most_s) or self.text().count(text) >= count
+
+        self.wait_until(happened, f"{text!r} x {count}")
+
+    def wait_until(self, happened: Callable[[], bool], what: str, every_s: float = 0.005) -> None:
+        """Wait for something that the living process is to do."""
+        deadline = time.monotonic() + _HANG_S
+        while True:
+            ended = self.process.poll() is not None
+            if happened():
+                return
+            assert not ended, f"the run ended with {self.process.returncode} before {what}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"the run hangs before {what}:\n{self.text()}"
+            time.sleep(every_s)
+
+    def kill(self) -> None:
+        """SIGKILL, which must not come too late."""
+        assert self.process.poll() is None, f"the run was over before it could be killed:\n{self.text()}"
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        """Let it run to its end.  Returns the exit code."""
+        return self.process.wait(timeout=10 * _HANG_S)
+
+
+@dataclass
+class KillFigures:
+    """What the kills of a run met.
+
+    Attributes:
+        kills: so many processes were killed.
+        before_first_step: of these, while they imported, looked at data and checkpoint or started readers.
+        inside_save: of these, while a checkpoint was being written.
+        files_written: how many of the latter left which files, by the names of the files.
+        steps_redone: optimizer steps that were made again, all together.
+        seconds: from the first start to the last end.
+    """
+
+    kills: int = 0
+    before_first_step: int = 0
+    inside_save: int = 0
+    files_written: Counter[str] = field(default_factory=Counter)
+    steps_redone: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        left = "; ".join(f"{count} x {names}" for names, count in sorted(self.files_written.items()))
+        return (
+            f"{self.kills} kills: {self.before_first_step} before the first step, {self.inside_save} inside a save "
+            f"(left behind: {left or 'nothing'}); {self.steps_redone} steps redone; {self.seconds:.0f} s in all"
+        )
+
+    def count(self, run: Path) -> None:
+        """Take in what a kill has left.  Whatever is shown as a checkpoint must be whole."""
+        self.kills += 1
+        for path in list_checkpoints(run / "checkpoints"):
+            assert (damage := find_damage(path)) is None, f"kill {self.kills} left {path} damaged: {damage}"
+        if partial := partial_checkpoint(run):
+            self.inside_save += 1
+            names = [path.name for path in partial.iterdir() if not path.name.startswith(".")]  # safetensors' own
+            self.files_written[", ".join(sorted(names)) or "no file"] += 1
+            # Not to be taken for one of the next session, which may be killed before it deletes what is left.
+            partial.rename(partial.with_name(f".partial-kill-{self.kills}-{partial.name.removeprefix('.partial-')}"))
+
+
+def run_with_kills(
+    config: Path,
+    cwd: Path,
+    kills: int,
+    seed: int,
+    most_steps: int = 5,
+    arguments: Callable[[int], Sequence[str]] = lambda session: (),
+    environment: dict[str, str] | None = None,
+) -> KillFigures:
+    """Kill a run at random moments, go on each time, and let it come to its end.
+
+    A session is killed anywhere in its first `most_steps` + 2 steps, one in five before the first.  The run must be
+    longer than these together.
+
+    Args:
+        arguments: of the command line, for session 0, 1, ...
+    """
+    rng, run = random.Random(seed), run_directory(config, cwd)
+    figures, started, start_s = KillFigures(), time.monotonic(), 0.0
+    for number in range(kills):
+        with Session(config, cwd, "--resume", *arguments(number), environment=environment) as session:
+            early = start_s and rng.random() < _EARLY_SHARE
+            session.wait_for("Train step", at_most_s=rng.uniform(0, start_s) if early else None)
+            if not early:
+                start_s = session.age_s
+                session.wait_for("Train step", count=1 + rng.randrange(most_steps))
+                time.sleep(rng.uniform(0, 2 * _step_s(session.text())))
+            session.kill()
+            figures.before_first_step += "Train step" not in session.text()
+        figures.count(run)
+    with Session(config, cwd, "--resume", *arguments(kills), environment=environment) as session:
+        assert session.end() == 0, session.text()
+    assert not list((run / "checkpoints").glob(".*")), "what the kills left behind is deleted"
+    figures.steps_redone = steps_redone(run)
+    figures.seconds = time.monotonic() - started
+    return figures
+
+
+def kill_inside_save(config: Path, cwd: Path, kills: int, seed: int) -> KillFigures:
+    """Kill a run while it writes a checkpoint; each time it must go on, from the checkpoint before or a later one.
+
+    Only kills that left a partial checkpoint count: the others came when it was just whole.
+    """
+    rng, run = random.Random(seed), run_directory(config, cwd)
+    figures, started = KillFigures(), time.monotonic()
+    reached, save_s = 0, 0.0
+    while figures.inside_save < kills:
+        with Session(config, cwd, "--resume") as session:
+            session.wait_for("Train step")
+            first = int(re.findall(r"Train step (\d+)/", session.text())[0])
+            assert first > reached, f"went on at step {first} though there was a checkpoint of step {reached}"
+            save_s = save_s or _save_s(session, run)
+            wait_for_partial(session, run)
+            time.sleep(rng.uniform(0, save_s))
+            session.kill()
+        figures.count(run)
+        reached = max((step_of(path) for path in list_checkpoints(run / "checkpoints")), default=0)
+    with Session(config, cwd, "--resume", f"training.max_steps={reached + 2}") as session:
+        assert session.end() == 0, session.text()
+    assert not list((run / "checkpoints").glob(".*")), "what the kills left behind is deleted"
+    figures.seconds = time.monotonic() - started
+    return figures
+
+
+def run_directory(config: Path, cwd: Path) -> Path:
+    """Where the run of a config lies."""
+    return cwd / "runs" / str(yaml.safe_load(config.read_text())["name"])
+
+
+def steps_redone(run: Path) -> int:
+    """Optimizer steps that a run has made more than once."""
+    steps = [record["step"] for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
+    return len(steps) - len(set(steps))
+
+
+def partial_checkpoint(run: Path) -> Path | None:
+    """The checkpoint that is being written, or was when the process was killed."""
+    return next((run / "checkpoints").glob(".partial-step_*"), None)
+
+
+def processes_with(marker: str) -> list[str]:
+    """Command lines of the processes that have this text in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if marker.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def final_difference(run: Path, other: Path) -> str | None:
+    """How the last checkpoints of two runs differ in weights, optimizer, averages or scaler; None: not in one bit."""
+    ours, theirs = (list_checkpoints(path / "checkpoints")[-1] for path in (run, other))
+    if ours.name != theirs.name:
+        return f"{ours.name} and {theirs.name}"
+    for name in sorted({path.name for path in [*ours.glob("*.safetensors"), *theirs.glob("*.safetensors")]}):
+        if (ours / name).read_bytes() != (theirs / name).read_bytes():
+            return name
+    states = [torch.load(path / "state.pt", map_location="cpu", weights_only=True) for path in (ours, theirs)]
+    parts = [key for key in states[0] if key in ("model", "optimizer", "scaler") or "ema" in key or "average" in key]
+    assert {"model", "optimizer"} <= set(parts)
+    return next((f"state.pt: {key}" for key in parts if not _same(states[0][key], states[1][key])), None)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
+def _step_s(text: str) -> float:
+    """Seconds of the shortest step so far: the first one holds the start of the readers."""
+    return min(map(float, re.findall(r" step_s ([\d.]+)", text)))
+
+
+def wait_for_partial(session: Session, run: Path) -> None:
+    session.wait_until(lambda: partial_checkpoint(run) is not None, "a checkpoint was being written", every_s=0.0005)
+
+
+def _save_s(session: Session, run: Path) -> float:
+    """Seconds that a checkpoint takes to write: the median of five."""
+    seconds = []
+    for _ in range(5):
+        wait_for_partial(session, run)
+        name, began = partial_checkpoint(run), time.monotonic()
+        session.wait_until(lambda name=name: partial_checkpoint(run) != name, "it was whole", every_s=0.0005)
+        seconds.append(time.monotonic() - began)
+    return sorted(seconds)[2]

@@ -1,0 +1,53 @@
+"""Runs of the door `train` in the current directory, and what they leave, for the tests of whole runs."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import fork_server
+from vesuvius.commands import train
+from vesuvius.runlog.records import read_records
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+from vesuvius.tuning import process as trial_process
+
+WriteConfig = Callable[..., Path]
+
+
+def fork_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the trials of a tune in this process be forked from one that has torch imported."""
+    stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start})
+    monkeypatch.setattr(trial_process, "subprocess", stand_in)
+
+
+def vesuvius_train(config: Path, *arguments: str) -> int:
+    return train.main(["--config", str(config), *arguments])
+
+
+def final_weights(name: str = "tiny") -> dict[str, torch.Tensor]:
+    """The raw weights and each average of the newest checkpoint."""
+    state = load_checkpoint(list_checkpoints(Path("runs") / name / "checkpoints")[-1])
+    averages = {f"{a}.{k}": v for a, average in state["averages"].items() for k, v in average["weights"].items()}
+    return state["model"] | averages
+
+
+def assert_same_weights(name: str, other: str = "tiny") -> None:
+    """Two runs have ended with the same bits."""
+    weights, others = final_weights(name), final_weights(other)
+    assert weights.keys() == others.keys()
+    for key, weight in weights.items():
+        assert torch.equal(weight, others[key]), key
+
+
+def records_of(kind: str, name: str = "tiny") -> list[dict[str, Any]]:
+    return [record for record in read_records(Path("runs") / name / "metrics.jsonl") if record["kind"] == kind]
+
+
+def steps_of(name: str = "tiny") -> list[dict[str, Any]]:
+    return records_of("step", name)

@@ -1,0 +1,43 @@
+"""An experiment of seconds on one core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TINY_MODEL: dict[str, Any] = {
+    "channels": [8, 16],
+    "blocks_per_level": 1,
+    "stem_stride": [1, 2, 2],
+    "full_res_channels": 4,
+    "attention_heads": 2,
+    "norm_groups": 4,
+}
+
+
+def tiny_sections(name: str, volume: Path) -> dict[str, Any]:
+    """Its config: all sections, as YAML has them."""
+    return {
+        "name": name,
+        "data": {
+            "volumes": [{"path": str(volume)}],
+            "patch_size": [8, 16, 16],
+            "patches_per_region": 4,
+            "regions_per_task": 4,
+        },
+        "training": {
+            "train_batch_size": 2,
+            "accumulate_steps": 2,
+            "workers": 0,
+            "steps_per_epoch": 10,
+            "epochs": 2,
+            "warmup_steps": 3,
+            "lr": 1e-3,
+            "ema_decay": 0.9,
+            "save_every": 10,
+            "validate_every": 0,
+        },
+        "diffusion": {"sampler_steps": 3},
+        "monitor": {"tensorboard": False},
+        "model": TINY_MODEL,
+    }

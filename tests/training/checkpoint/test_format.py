@@ -1,0 +1,273 @@
+"""Checkpoints are found, verified and read; what is damaged is passed over, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vesuvius.errors import StorageError
+from vesuvius.training.checkpoint.files import digest
+from vesuvius.training.checkpoint.format import (
+    find_checkpoint,
+    find_damage,
+    list_checkpoints,
+    load_checkpoint,
+    newest_checkpoint,
+    step_of,
+    stored_averages,
+)
+from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
+
+CONFIG = "name: tiny\n"
+NOBODY = 65534
+
+
+def state_of(step: int, size: int = 1000) -> dict[str, Any]:
+    """Weights of this value, two averages of them, and what else a state holds."""
+    weights = {"conv.weight": torch.full((size,), float(step)), "conv.bias": torch.full((), float(step))}
+    averages = {
+        name: {"weights": {key: value + shift for key, value in weights.items()}, "updates": torch.tensor(float(step))}
+        for name, shift in (("ema", 0.5), ("ema_0.999", 0.25))
+    }
+    return {"step": step, "model": weights, "averages": averages, "plain": {"a": [1, 2.5, "x", None]}}
+
+
+def save(directory: Path, step: int, keep_last: int = 3, size: int = 1000, **keep: int | None) -> Path:
+    return save_checkpoint(directory, step, state_of(step, size), CONFIG, RetentionPolicy(keep_last, **keep))
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in list_checkpoints(directory)]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal, to the last bit and the dtype."""
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert type(found) is type(expected)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def flip_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file of this process may grow over `limit` bytes: real writes that fail, without filling a real disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@contextmanager
+def as_nobody() -> Iterator[Path]:
+    """Whom permissions bind, unlike root.  Yields a directory of theirs; pytest's own may be root's alone."""
+    with tempfile.TemporaryDirectory() as directory:
+        if os.geteuid() != 0:
+            yield Path(directory)
+            return
+        os.chown(directory, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+        try:
+            yield Path(directory)
+        finally:
+            os.seteuid(0)
+
+
+def test_a_checkpoint_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    network = torch.nn.Sequential(torch.nn.Conv3d(2, 4, 3), torch.nn.Conv3d(4, 2, 3))
+    network.to(memory_format=torch.channels_last_3d)
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    for _ in range(2):
+        network(torch.randn(1, 2, 8, 8, 8)).square().mean().backward()
+        optimizer.step()
+    weights = {name: weight.detach() for name, weight in network.named_parameters()}
+    state = state_of(2) | {
+        "model": network.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": {},
+        "averages": {
+            "ema": {"weights": {name: weight * 0.1 for name, weight in weights.items()}, "updates": torch.tensor(2.0)},
+            "ema_0.5": {"weights": {name: w.double() for name, w in weights.items()}, "updates": torch.tensor(1.0)},
+        },
+        "half": torch.randn(5).bfloat16(),
+    }
+    path = save_checkpoint(tmp_path, 2, state, CONFIG, RetentionPolicy(1))
+    found = load_checkpoint(path)
+    assert_same(found, state)
+    optimizer.load_state_dict(found["optimizer"])
+    assert newest_checkpoint(tmp_path) == path
+    assert stored_averages(path) == ["ema", "ema_0.5"]
+
+
+@pytest.mark.parametrize(
+    "file", ["state.pt", "model.safetensors", "model_ema_0.999.safetensors", "config.yaml", "manifest.json"]
+)
+@pytest.mark.parametrize("harm", ["flip a byte", "truncate", "remove"])
+def test_a_damaged_file_is_found_named_and_its_checkpoint_passed_over(
+    tmp_path: Path, harm: str, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    match harm:
+        case "flip a byte":
+            flip_a_byte(bad / file)
+        case "truncate":
+            os.truncate(bad / file, 10)
+        case "remove":
+            (bad / file).unlink()
+    assert find_damage(good) is None
+    damage = find_damage(bad)
+    assert damage is not None
+    assert file in damage or file == "manifest.json"
+    with pytest.raises(StorageError, match="step_00000002"):
+        load_checkpoint(bad)
+    assert newest_checkpoint(tmp_path) == good
+    assert f"step_00000002 is damaged ({damage})" in caplog.text
+
+
+def test_where_none_is_whole_there_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert newest_checkpoint(tmp_path / "none") is None
+    assert newest_checkpoint(tmp_path) is None
+    assert caplog.text == ""
+    for step in (1, 2):
+        (save(tmp_path, step) / "state.pt").write_bytes(b"")
+    assert newest_checkpoint(tmp_path) is None
+    assert caplog.text.count("is damaged (state.pt has another checksum) and is passed over") == 2
+
+
+def test_one_that_is_deleted_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    listed = list_checkpoints(tmp_path)
+    save(tmp_path, 2, keep_last=1)
+    answers = [listed]  # what the reader saw before the newer one came
+    monkeypatch.setattr(
+        "vesuvius.training.checkpoint.format.list_checkpoints",
+        lambda path: answers.pop() if answers else list_checkpoints(path),
+    )
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000002"
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("written_by", "age"), [(1, "an earlier"), (3, "a later")])
+def test_one_of_another_version_is_refused_and_not_called_damaged(tmp_path: Path, written_by: int, age: str) -> None:
+    path = save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text()) | {"format": written_by}
+    if written_by == 1:
+        del manifest["format"]
+        manifest["files"] = {"state.pt": manifest["files"]["state.pt"], "ema.safetensors": ""}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    for read in (newest_checkpoint, lambda directory: load_checkpoint(directory / path.name)):
+        with pytest.raises(StorageError, match=f"step_00000001, written by {age} version of vesuvius"):
+            read(tmp_path)
+
+
+def test_what_may_not_be_read_is_an_error_and_not_passed_over() -> None:
+    with as_nobody() as directory:
+        save(directory, 1)
+        newest = save(directory, 2)
+        for hidden in (newest / "state.pt", newest, directory):
+            mode = hidden.stat().st_mode
+            hidden.chmod(0)
+            with pytest.raises(StorageError, match=r"a checkpoint must be readable; got .*change the permissions"):
+                newest_checkpoint(directory)
+            hidden.chmod(mode)
+        assert newest_checkpoint(directory) == newest
+
+
+@pytest.mark.parametrize("file", ["state.pt", "model.safetensors", "config.yaml"])
+def test_a_manifest_that_leaves_a_file_out_is_damaged(tmp_path: Path, file: str) -> None:
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    manifest = json.loads((bad / "manifest.json").read_text())
+    del manifest["files"][file]
+    (bad / "manifest.json").write_text(json.dumps(manifest))
+    assert find_damage(bad) == f"ValueError: manifest.json does not name {file}"
+    assert newest_checkpoint(tmp_path) == good
+
+
+def test_one_that_was_about_to_be_replaced_at_a_kill_is_found_and_only_looked_at(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    replaced = save(tmp_path, 2).rename(tmp_path / ".replaced-step_00000002")
+    assert newest_checkpoint(tmp_path) == replaced, "a reader beside the run must not rename it"
+    assert step_of(replaced) == load_checkpoint(replaced)["step"] == 2
+    newer = save(tmp_path, 3)
+    assert newest_checkpoint(tmp_path) == newer
+    replaced = newer.rename(tmp_path / ".replaced-step_00000003")
+    assert newest_checkpoint(tmp_path) == replaced
+    shutil.copytree(replaced, tmp_path / "step_00000003")
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000003"
+
+
+def test_one_that_is_replaced_while_it_is_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(tmp_path, 1)
+    reads = []
+
+    def save_meanwhile(file: Path) -> str:
+        """Behind the second file of the checkpoint."""
+        reads.append(file)
+        if len(reads) == 2:
+            save_checkpoint(tmp_path, 1, state_of(7), CONFIG, RetentionPolicy(1))
+        return digest(file)
+
+    monkeypatch.setattr("vesuvius.training.checkpoint.format.digest", save_meanwhile)
+    assert newest_checkpoint(tmp_path) == path
+    assert load_checkpoint(path)["step"] == 7
+    assert caplog.text == ""
+
+
+def test_the_search_ends_where_checkpoints_change_faster_than_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+
+    def replace_meanwhile(file: Path) -> str:
+        shutil.copytree(tmp_path / "step_00000001", tmp_path / "copy")
+        shutil.rmtree(tmp_path / "step_00000001")
+        (tmp_path / "copy").rename(tmp_path / "step_00000001")
+        return "another"
+
+    monkeypatch.setattr("vesuvius.training.checkpoint.format.digest", replace_meanwhile)
+    with pytest.raises(StorageError, match=r"must stay while it is read; got 10 in .*keep_last"):
+        newest_checkpoint(tmp_path)
+    assert caplog.text == ""
+
+
+def test_damaged_ones_that_were_about_to_be_replaced_are_named_too(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run/checkpoints"
+    replaced = save(checkpoints, 2).rename(checkpoints / ".replaced-step_00000002")
+    assert find_checkpoint(tmp_path / "run") == replaced
+    (replaced / "state.pt").unlink()
+    with pytest.raises(StorageError, match=r"must be whole; got .replaced-step_00000002 in .*all damaged"):
+        find_checkpoint(tmp_path / "run")

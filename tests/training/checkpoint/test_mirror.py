@@ -1,0 +1,208 @@
+"""The copy of a run in an object store: whole, resumed from elsewhere, and no reason for a run to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.kill_harness import Session, final_difference
+from vesuvius.config import Config
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.runlog.run_dir import RunDir
+from vesuvius.training.checkpoint import mirror as module
+from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, newest_checkpoint
+from vesuvius.training.checkpoint.mirror import Mirror, RunStore, fetch_run, refuse_stored
+from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
+
+WriteConfig = Callable[..., Path]
+
+
+@pytest.fixture
+def store(s3: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> RunStore:
+    """Of a run of this test, in a bucket that wants signatures."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr(module, "_PAUSES_S", (0.1,))
+    return make_store(f"s3://private/{request.node.name[:40]}")
+
+
+def make_store(address: str) -> RunStore:
+    config = {"name": "r", "data": {"volumes": ({"path": "v"},)}, "cluster": {"storage_path": address}}
+    return RunStore(Config.model_validate(config))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    directory = RunDir(tmp_path / "runs/r")
+    directory.make_folders()
+    return directory
+
+
+def save(directory: RunDir, step: int, keep_last: int = 2) -> Path:
+    state = {"model": {"w": torch.full((4,), float(step))}, "averages": {"ema": {"weights": {"w": torch.ones(4)}}}}
+    return save_checkpoint(directory.checkpoints, step, state, "name: r\n", RetentionPolicy(keep_last))
+
+
+def elsewhere(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "other machine/r")
+
+
+def test_what_is_copied_comes_back_whole_on_another_machine(run: RunDir, store: RunStore, tmp_path: Path) -> None:
+    save(run, 10)
+    with Mirror(run, store):
+        save(run, 20)
+        run.metrics.write_text("{}\n")
+        run.log.write_text("one\n")
+    other = elsewhere(tmp_path)
+    fetch_run(store, other)
+    assert newest_checkpoint(other.checkpoints) == other.checkpoints / "step_00000020"
+    assert (other.metrics.read_text(), other.log.read_text()) == ("{}\n", "one\n")
+    save(other, 30)
+    fetch_run(store, other)  # nothing there is newer
+    assert len(list_checkpoints(other.checkpoints)) == 2
+
+
+def test_a_checkpoint_that_was_half_written_or_is_damaged_is_never_chosen(
+    run: RunDir, store: RunStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (10, 20, 30):
+        save(run, step, keep_last=3)
+    whole = Mirror(run, store)
+    for path in list_checkpoints(run.checkpoints)[:2]:
+        whole._upload_checkpoint(path)
+    (half,) = list_checkpoints(run.checkpoints)[2:]
+    for file in half.iterdir():
+        if file.name != "manifest.json":
+            store.put(f"checkpoints/{half.name}/{file.name}", file)
+    (tmp_path / "torn").write_bytes((run.checkpoints / "step_00000020/state.pt").read_bytes()[:-1])
+    store.put("checkpoints/step_00000020/state.pt", tmp_path / "torn")
+    other = elsewhere(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        fetch_run(store, other)
+    assert [path.name for path in list_checkpoints(other.checkpoints)] == ["step_00000010"]
+    assert "step_00000020" in caplog.text
+    assert list(other.checkpoints.glob(".*")) == []
+
+
+def test_a_damaged_checkpoint_of_this_machine_is_replaced_by_the_whole_one(run: RunDir, store: RunStore) -> None:
+    path = save(run, 10)
+    with Mirror(run, store):
+        pass
+    (path / "state.pt").write_bytes(b"torn")
+    fetch_run(store, run)
+    assert newest_checkpoint(run.checkpoints) == path
+    assert find_damage(path) is None
+
+
+def test_a_folder_that_cannot_be_listed_for_a_moment_does_not_end_the_copies(
+    run: RunDir, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, asked = module.list_checkpoints, []
+
+    def stale_once(directory: Path) -> list[Path]:
+        asked.append(directory)
+        if len(asked) == 1:
+            raise StorageError("stale file handle")
+        return honest(directory)
+
+    monkeypatch.setattr(module, "list_checkpoints", stale_once)
+    monkeypatch.setattr(module, "_EVERY_S", 0.05)
+    save(run, 10)
+    with Mirror(run, store):
+        pass
+    assert any(key.startswith("checkpoints/step_") for key in store.list_keys())
+
+
+def test_the_manifest_of_a_checkpoint_is_written_last_and_pruned_ones_go(
+    run: RunDir, store: RunStore, tmp_path: Path
+) -> None:
+    save(run, 10)
+    files = {path.name for path in (run.checkpoints / "step_00000010").iterdir()}
+    order: list[str] = []
+    put = store.put
+    store.put = lambda key, file: (order.append(Path(key).name), put(key, file))[1]  # type: ignore[method-assign]
+    copying = Mirror(run, store)
+    assert copying._copy(at_once=True) == []
+    assert set(order[: len(files)]) == files
+    assert order[len(files) - 1] == "manifest.json"
+    save(run, 20)
+    save(run, 30)  # and 10 is pruned
+    assert copying._copy(at_once=True) == []
+    there = {key.split("/")[1] for key in store.list_keys("checkpoints")}
+    assert there == {"step_00000020", "step_00000030"}
+
+
+def test_a_store_that_is_away_is_told_once_and_what_waits_at_the_end_is_named(
+    run: RunDir, store: RunStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        away = make_store("s3://private/away")
+        monkeypatch.setattr(module, "_EVERY_S", 0.1)
+        monkeypatch.setattr(module, "_END_S", 0.5)
+        save(run, 10)
+        with caplog.at_level(logging.WARNING), Mirror(run, away) as copying:
+            while len(copying._waiting) == 0:
+                time.sleep(0.01)
+        assert caplog.text.count("the run goes on") == 1
+        assert "not uploaded" in caplog.text
+        assert "checkpoints/step_00000010" in caplog.text
+        with pytest.raises(StorageError, match="storage_path must be readable at the start"):
+            fetch_run(away, run)
+
+
+def test_a_store_that_answers_again_gets_what_it_has_missed(
+    run: RunDir, store: RunStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(run, 10)
+    copying, put = Mirror(run, store), store.put
+
+    def refuses(key: str, file: Path) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(store, "put", refuses)
+    assert copying._copy(at_once=False) == ["checkpoints/step_00000010"]
+    monkeypatch.setattr(store, "put", put)
+    with caplog.at_level(logging.INFO):
+        assert copying._copy(at_once=False) == []
+    assert "answers again" in caplog.text
+    assert "checkpoints/step_00000010/manifest.json" in store.list_keys()
+
+
+def test_a_new_run_does_not_overwrite_what_is_stored(run: RunDir, store: RunStore) -> None:
+    refuse_stored(store)
+    save(run, 10)
+    Mirror(run, store)._copy(at_once=True)
+    with pytest.raises(ConfigError, match=r"a new run needs a place of its own.*--resume"):
+        refuse_stored(store)
+
+
+def test_a_run_goes_on_from_the_store_on_another_machine(
+    tiny_config: WriteConfig, tmp_path: Path, store: RunStore
+) -> None:
+    training = {"epochs": 2, "save_every": 5}
+    environment = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    config = tiny_config("r", training=training, cluster={"storage_path": store.address.removesuffix("/r")})
+    with Session(config, tmp_path, "training.max_steps=10", environment=environment) as session:
+        assert session.end() == 0, session.text()
+    shutil.rmtree(tmp_path / "runs/r")
+    with Session(config, tmp_path, "--resume", environment=environment) as session:
+        assert session.end() == 0, session.text()
+        assert "step_00000010 and the records of the run come from s3://" in session.text()
+    with Session(config, tmp_path, environment=environment) as session:
+        assert session.end() == 2
+    tiny_config("whole", training=training)
+    with Session(tmp_path / "whole.yaml", tmp_path) as session:
+        assert session.end() == 0, session.text()
+    assert final_difference(tmp_path / "runs/r", tmp_path / "runs/whole") is None
+    assert "checkpoints/step_00000020/manifest.json" in store.list_keys()

@@ -1,0 +1,94 @@
+"""How far a run is: counted in steps and samples, over sessions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vesuvius.config import Config, DataConfig, TrainingConfig, VolumeConfig
+from vesuvius.training.checkpoint.progress import Best, Progress, TimeLeft
+
+
+def test_progress_comes_back_from_its_state_with_one_session_more() -> None:
+    progress = Progress(quarantined=[{"region": 1}], best=Best(4, 0.5), validated_step=4, previewed_step=2)
+    for _ in range(5):
+        progress.advance(8)
+    progress.pace.extend([1.0, 2.0, 3.0])
+    again = Progress.from_state(progress.state_dict())
+    assert (again.step, again.sample_index, again.sessions) == (5, 40, 2)
+    assert (again.validated_step, again.previewed_step, again.best) == (4, 2, Best(4, 0.5))
+    assert again.quarantined == [{"region": 1}]
+    assert list(again.pace) == [1.0, 2.0, 3.0]
+
+
+def test_a_run_without_a_validation_comes_back_without_a_best() -> None:
+    assert Progress.from_state(Progress().state_dict()).best is None
+
+
+def test_training_time_adds_up_over_sessions_and_the_pause_between_them_does_not_count() -> None:
+    state = Progress(trained_s=100.0).state_dict()
+    assert state["trained_s"] > 100.0
+    second = Progress.from_state(state)
+    assert second.trained_s == state["trained_s"] < second.total_s
+
+
+def run_of(**training: Any) -> Config:
+    """100 steps."""
+    keys = {"epochs": 1, "steps_per_epoch": 100, "warmup_steps": 1, "validate_every": 0, "preview_every": 0}
+    data = DataConfig(volumes=(VolumeConfig(path="v.zarr"),))
+    return Config(name="any", data=data, training=TrainingConfig(**(keys | {"save_every": 1000} | training)))
+
+
+def test_the_time_left_is_that_of_steps_and_of_all_that_comes_between_them() -> None:
+    config = run_of(validate_every=20, preview_every=30, save_every=50)
+    progress = Progress(step=10)
+    assert progress.time_left(config) is None
+    progress.pace.extend([1.0, 1.0, 1.0, 5.0])  # each fourth waits for data
+    assert progress.time_left(config) == TimeLeft(90 * 2.0, at_least=True)
+    for what, seconds in {"validation": [40.0, 80.0], "preview": [10.0], "save": [1.0], "write": [7.0, 9.0]}.items():
+        for each in seconds:
+            progress.note_pause(what, each)
+    # Only the last checkpoint is waited for until it is written.
+    # Validations behind 20, 40, 60, 80 and 100, previews behind 30, 60, 90 and the last step, saves behind 50 and 100.
+    assert progress.time_left(config) == TimeLeft(90 * 2.0 + 5 * 60.0 + 4 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
+    again = Progress.from_state(progress.state_dict())
+    assert again.time_left(config) == progress.time_left(config), "right after a resume"
+    # The line of step 40 comes before the validation behind it, that of 41 behind it.
+    assert progress.time_left(config, 40) == TimeLeft(60 * 2.0 + 4 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
+    progress.validated_step = 40
+    assert progress.time_left(config, 41) == TimeLeft(59 * 2.0 + 3 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
+
+
+def test_pauses_of_long_ago_say_nothing_of_those_to_come() -> None:
+    progress = Progress(step=10)
+    for seconds in [100.0] * 50 + [10.0] * 5:
+        progress.note_pause("validation", seconds)
+    progress.pace.extend([1.0])
+    assert progress.time_left(run_of(validate_every=20)) == TimeLeft(90 * 1.0 + 5 * 10.0, at_least=True)
+
+
+def test_a_limit_of_hours_ends_the_session_before_its_steps_do() -> None:
+    progress = Progress(step=10)
+    progress.pace.extend([60.0])
+    left = progress.time_left(run_of(max_hours=0.5, validate_every=10))
+    assert left is not None
+    assert left.seconds == pytest.approx(1800, abs=5)
+    assert not left.at_least
+    assert progress.time_left(run_of(max_hours=2)) == progress.time_left(run_of())
+
+
+def test_steps_behind_one_that_stopped_the_run_do_not_count() -> None:
+    progress = Progress(step=10, sample_index=80)
+    progress.go_back_to(7, 8)
+    assert (progress.step, progress.sample_index) == (7, 56)
+
+
+@pytest.mark.parametrize(("index", "begins_at"), [(24, 24), (26, 26), (25, 36)])
+def test_a_resume_begins_at_a_sample_that_the_ranks_share_or_at_the_next_whole_batch(
+    index: int, begins_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = Progress(sample_index=index)
+    progress.begin_at_multiple(ranks=2, global_batch=12)
+    assert progress.sample_index == begins_at
+    assert ("samples 25 to 36 are left out" in caplog.text) is (index != begins_at)

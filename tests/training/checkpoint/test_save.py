@@ -1,0 +1,309 @@
+"""Checkpoints are written whole or not at all, and the older one and the best stay whole.
+
+Kills inside a save are in `test_checkpoint_writer.py`, kills of whole runs in `tests/runs/test_kills.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.checkpoint.test_format import CONFIG, as_nobody, save, small_files, state_of, steps_in
+from vesuvius.errors import StorageError
+from vesuvius.training.checkpoint import save as checkpoint_save
+from vesuvius.training.checkpoint.files import sync
+from vesuvius.training.checkpoint.format import find_damage, load_checkpoint, newest_checkpoint
+from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
+
+
+def test_the_averages_are_stored_once_and_with_the_config_beside_them(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    names = ["config.yaml", "manifest.json", "model.safetensors", "model_ema_0.999.safetensors", "state.pt"]
+    assert sorted(file.name for file in path.iterdir()) == names
+    assert load_file(path / "model.safetensors")["conv.weight"][0] == 7.5
+    assert load_file(path / "model_ema_0.999.safetensors")["conv.weight"][0] == 7.25
+    stored = torch.load(path / "state.pt", weights_only=True)["averages"]
+    assert {name: list(average) for name, average in stored.items()} == {"ema": ["updates"], "ema_0.999": ["updates"]}
+    assert (path / "config.yaml").read_text() == CONFIG
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "who may read one may read all"
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"], sorted(manifest["files"])) == (
+        2,
+        7,
+        [n for n in names if n[:2] != "ma"],
+    )
+
+
+def test_the_exported_weights_depend_on_the_weights_alone(tmp_path: Path) -> None:
+    weights = {"b": torch.arange(6.0).reshape(2, 3).T, "a": torch.ones(2)}
+    other = {"a": torch.ones(4)[::2], "b": weights["b"].contiguous()}
+    for step, average in ((1, weights), (99, other)):
+        averages = {"ema": {"weights": average, "updates": torch.tensor(step)}}
+        save_checkpoint(
+            tmp_path / str(step), step, state_of(step) | {"averages": averages}, f"step: {step}\n", RetentionPolicy(1)
+        )
+    first, second = (next(tmp_path.glob(f"{step}/*/model.safetensors")).read_bytes() for step in (1, 99))
+    assert first == second
+
+
+class Kept(NamedTuple):
+    keep: RetentionPolicy
+    steps: list[int]
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        Kept(RetentionPolicy(2), [50, 60]),
+        Kept(RetentionPolicy(9), [10, 20, 30, 40, 50, 60]),
+        Kept(RetentionPolicy(1, keep_every=20), [20, 40, 60]),
+        Kept(RetentionPolicy(2, keep_every=30), [30, 50, 60]),
+        Kept(RetentionPolicy(1, best_step=10), [10, 60]),
+        Kept(RetentionPolicy(2, best_step=60), [50, 60]),
+        Kept(RetentionPolicy(1, best_step=15), [60]),
+        Kept(RetentionPolicy(2, keep_every=40, best_step=20), [20, 40, 50, 60]),
+    ],
+)
+def test_the_newest_the_best_and_multiples_are_kept(tmp_path: Path, kept: Kept) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step, keep_last=9)
+    save_checkpoint(tmp_path, 60, state_of(60), CONFIG, kept.keep)
+    assert steps_in(tmp_path) == kept.steps
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_best_is_a_link_that_follows_the_best_checkpoint(tmp_path: Path) -> None:
+    best = tmp_path / "best"
+    save(tmp_path, 1)
+    assert not best.is_symlink()
+    save(tmp_path, 2, best_step=1)
+    assert best.readlink() == Path("step_00000001")
+    save(tmp_path, 3, best_step=3, keep_last=1)
+    assert best.readlink() == Path("step_00000003")
+    assert steps_in(tmp_path) == [3]
+    save(tmp_path, 4, best_step=99)  # that one was never saved
+    assert best.readlink() == Path("step_00000003")
+    shutil.move(tmp_path, tmp_path.with_name("moved"))
+    assert load_checkpoint(tmp_path.with_name("moved") / "best")["step"] == 3
+
+
+def test_what_best_points_to_stays_until_a_better_one_is_there(tmp_path: Path) -> None:
+    best = tmp_path / "best"
+    save(tmp_path, 4, best_step=4)
+    with small_files(1000), pytest.raises(StorageError):
+        save(tmp_path, 8, best_step=8)
+    for step in (10, 12):
+        save(tmp_path, step, keep_last=1, best_step=8)
+        assert load_checkpoint(best)["step"] == 4
+    save(tmp_path, 14, keep_last=1)  # validation losses from before do not compare any more
+    assert load_checkpoint(best)["step"] == 4
+    save(tmp_path, 16, keep_last=1, best_step=16)
+    assert load_checkpoint(best)["step"] == 16
+    assert steps_in(tmp_path) == [16]
+
+
+def test_best_does_not_move_to_a_damaged_one(tmp_path: Path) -> None:
+    save(tmp_path, 4, best_step=4)
+    (save(tmp_path, 8) / "state.pt").unlink()  # the run goes on from 4 and cannot save the 8 it comes to
+    save(tmp_path, 10, best_step=8)
+    assert load_checkpoint(tmp_path / "best")["step"] == 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_once_a_best_one_was_saved_best_points_to_a_whole_one(tmp_path: Path, seed: int) -> None:
+    """Whatever is better, worse, forgotten, not saved or saved again in between."""
+    rng, step, best, linked = np.random.default_rng(seed), 1, None, None
+    for _ in range(15):
+        step += int(rng.integers(2))  # or the same one again
+        match rng.choice(["better", "worse", "forgotten"], p=[0.4, 0.5, 0.1]):
+            case "better":
+                best = step
+            case "forgotten":
+                best = None
+        before = set(steps_in(tmp_path))
+        if fails := bool(rng.random() < 0.3):
+            with small_files(1000), pytest.raises(StorageError):
+                save(tmp_path, step, keep_last=1, best_step=best)
+            assert set(steps_in(tmp_path)) == before
+        else:
+            save(tmp_path, step, keep_last=1, best_step=best)
+            linked = best if best in {*before, step} else linked
+            assert set(steps_in(tmp_path)) == {step, linked} - {None}, "and no more than that stays"
+        if linked is not None:
+            assert (tmp_path / "best").readlink() == Path(f"step_{linked:08d}"), (step, best, fails)
+            assert find_damage(tmp_path / "best") is None
+
+
+def killed_before(number: int, directory: Path) -> bool:
+    """Whether a save of a step that is there dies before the call that is the `number`-th to change a name on disk."""
+    if (child := os.fork()) == 0:
+        count = 0
+
+        def die(event: str, _: Any) -> None:
+            nonlocal count
+            if event in {"os.rename", "os.remove", "os.rmdir", "os.symlink", "os.mkdir"}:
+                count += 1
+                if count == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(die)
+        try:
+            save_checkpoint(directory, 2, state_of(9), CONFIG, RetentionPolicy(1, best_step=2))
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_step_is_saved_again_whole_wherever_a_kill_falls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found: list[int] = []
+    for number in range(1, 100):
+        directory = tmp_path / str(number)
+        save(directory, 1)
+        save(directory, 2, best_step=2)
+        if not killed_before(number, directory):
+            break
+        newest = newest_checkpoint(directory)
+        assert newest is not None
+        found.append(load_checkpoint(newest)["step"])
+        if newest.name == ".replaced-step_00000002":
+            with small_files(1000), pytest.raises(StorageError):
+                save(directory, 3)
+            assert load_checkpoint(directory / "best")["step"] == 2, "the next save has put it back"
+        save(directory, 3)
+        assert find_damage(directory / "best") is None
+        assert {path.name for path in directory.iterdir()} >= {"best", "step_00000002", "step_00000003"}
+        assert not list(directory.glob(".*"))
+    assert found == sorted(found)
+    assert set(found) == {2, 9}, "kills have fallen before and behind the moment that counts"
+    assert newest_checkpoint(directory) == directory / "step_00000002"
+    assert load_checkpoint(directory / "best")["step"] == 9
+    assert caplog.text == ""
+
+
+def test_a_place_without_links_costs_a_warning_and_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory stands where the link would: that it cannot be made is the same for the saver."""
+    (tmp_path / "best" / "mine").mkdir(parents=True)
+    for step in (1, 2):
+        assert find_damage(save(tmp_path, step, best_step=step)) is None
+    assert caplog.text.count("cannot be made a link to the best checkpoint") == 1
+    assert (tmp_path / "best" / "mine").is_dir()
+
+
+def test_a_damaged_newer_one_does_not_push_out_whole_ones(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    (save(tmp_path, 30) / "manifest.json").unlink()
+    save(tmp_path, 25, keep_last=2)
+    assert steps_in(tmp_path) == [20, 25, 30]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000025"
+    save(tmp_path, 30, keep_last=2)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000030"
+
+
+def test_what_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001.txt").touch()
+    (tmp_path / "step_00000002.bak").mkdir()
+    (tmp_path / "step_00000003").touch()
+    for step in (4, 5):
+        save(tmp_path, step, keep_last=1)
+    assert steps_in(tmp_path) == [5]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_a_killed_save_has_left_is_no_checkpoint_and_goes_with_the_next(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".partial-step_00000002")
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / ".pruned-step_00000000")
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_00000001"
+    save(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000003"]
+
+
+def test_one_that_cannot_be_deleted_costs_a_warning_and_no_save(caplog: pytest.LogCaptureFixture) -> None:
+    with as_nobody() as directory:
+        save(directory, 1).chmod(0o500)
+        assert find_damage(save(directory, 2, keep_last=1)) is None
+        assert "step_00000001 could not be deleted" in caplog.text
+        assert steps_in(directory) == [2]
+        assert find_damage(save(directory, 3, keep_last=1)) is None
+        assert ".pruned-step_00000001 could not be deleted" in caplog.text
+        (directory / ".pruned-step_00000001").chmod(0o700)
+
+
+def test_older_ones_that_cannot_be_listed_cost_a_warning_and_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a network file system that goes away behind the rename."""
+    for error in (OSError("stale file handle"), StorageError("a checkpoint must be readable")):
+
+        def refuse(directory: Path, error: Exception = error) -> list[Path]:
+            raise error
+
+        monkeypatch.setattr(checkpoint_save, "list_checkpoints", refuse)
+        assert find_damage(save(tmp_path, 1)) is None
+        assert f"older checkpoints in {tmp_path} stay: {error}" in caplog.text
+
+
+def test_a_save_flushes_the_names_on_the_way_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power loss: a name is safe once its directory was flushed behind the rename."""
+    checkpoints = tmp_path / "checkpoints"
+    final, flushed = checkpoints / "step_00000001", []
+
+    def note(path: Path) -> None:
+        sync(path)
+        flushed.append((path, final.exists()))
+
+    monkeypatch.setattr(checkpoint_save, "sync", note)
+    save(checkpoints, 1)
+    assert flushed == [(checkpoints / ".partial-step_00000001", False), (checkpoints, True), (tmp_path, True)]
+
+
+def test_without_room_for_all_of_it_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    size = sum(file.stat().st_size for file in save(tmp_path / "elsewhere", 2, size=10**6).iterdir())
+    shutil.rmtree(tmp_path / "elsewhere")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size))
+    with pytest.raises(
+        StorageError, match=r"must fit on the disk; got 1[23]\.\d MiB needed and 11\.\d MiB free for .*step_000"
+    ) as refused:
+        save(tmp_path, 2, keep_last=1, size=10**6)
+    needed = math.floor(2**20 * float(str(refused.value).split(" MiB needed")[0].split()[-1])) - 2**16
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed))
+    with pytest.raises(StorageError, match=r"got ([\d.]+) MiB needed and (?!\1)[\d.]+ MiB free"):
+        save(tmp_path, 2, keep_last=1, size=10**6)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=size + 2 * 2**20))
+    save(tmp_path, 2, size=10**6)
+
+
+@pytest.mark.parametrize(("large", "kind"), [("model", "OSError: .Errno 27"), ("ema", "SafetensorError")])
+def test_a_full_disk_is_an_error_and_leaves_the_older_checkpoint_whole(tmp_path: Path, large: str, kind: str) -> None:
+    """Whichever file it is that does not fit."""
+    old = save(tmp_path, 1)
+    state = state_of(2)
+    weights = state["model"] if large == "model" else state["averages"]["ema"]["weights"]
+    weights["large"] = torch.zeros(10**6)
+    with small_files(100_000), pytest.raises(
+        StorageError, match=rf"must fit on the disk; got {kind}.*step_00000002.*--resume"
+    ):  # fmt: skip
+        save_checkpoint(tmp_path, 2, state, CONFIG, RetentionPolicy(1))
+    assert find_damage(old) is None
+    assert [path.name for path in tmp_path.iterdir()] == [old.name], "nothing half-written is left"
+
+
+def test_a_place_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"must fit on the disk; got .*free some space"):
+        save(tmp_path / "file" / "checkpoints", 1)

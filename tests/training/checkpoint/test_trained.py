@@ -1,0 +1,70 @@
+"""The weights that a new run starts from.  What `vesuvius sample` reads is tested in `tests/runs/test_sample.py`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.training.checkpoint.test_format import flip_a_byte, save
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.training.checkpoint.trained import read_initial_weights
+
+CHECKPOINTS = "runs/other/checkpoints"
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The checkpoints of runs/other: 1 and 2, of which the first is the best."""
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2):
+        save(Path(CHECKPOINTS), step, best_step=1)
+    return Path(CHECKPOINTS)
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "source"),
+    [
+        ("runs/other", 2.5, "step_00000002/model.safetensors"),
+        ("other", 2.5, "step_00000002/model.safetensors"),
+        (f"{CHECKPOINTS}/best", 1.5, "step_00000001/model.safetensors"),
+        (f"{CHECKPOINTS}/step_00000001/state.pt", 1.5, "step_00000001/model.safetensors"),
+        (f"{CHECKPOINTS}/step_00000001/model.safetensors", 1.5, "step_00000001/model.safetensors"),
+        (f"{CHECKPOINTS}/step_00000001/model_ema_0.999.safetensors", 1.25, "step_00000001/model_ema_0.999.safetensors"),
+    ],
+)
+@pytest.mark.usefixtures("checkpoints")
+def test_a_run_a_checkpoint_and_a_file_of_it_give_averaged_weights(given: str, value: float, source: str) -> None:
+    found = read_initial_weights(Path(given))
+    assert found.source == Path(CHECKPOINTS, source)
+    assert sorted(found.weights) == ["conv.bias", "conv.weight"]
+    assert found.weights["conv.weight"].unique().tolist() == [value]
+
+
+def test_a_file_from_elsewhere_gives_its_weights_in_float32(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}, file)
+    weights = read_initial_weights(file).weights
+    assert weights["w"].dtype == torch.float32
+    assert weights["w"].tolist() == [1.5, -2.0]
+
+
+def test_what_is_no_model_and_what_is_damaged_is_refused_by_the_name_of_the_key(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"training.init_from must be a run directory.*got nowhere, which is not ther"
+    ):
+        read_initial_weights(Path("nowhere"))
+    file = checkpoints / "step_00000001/model.safetensors"
+    flip_a_byte(file)
+    for given in (file, file.parent):
+        with pytest.raises(StorageError, match=r"got model.safetensors has another checksum"):
+            read_initial_weights(given)
+    alone = shutil.copy(file, tmp_path / "alone.safetensors")
+    alone.write_bytes(b"no weights")
+    with pytest.raises(StorageError, match=r"got SafetensorError: .*alone.safetensors"):
+        read_initial_weights(alone)

@@ -1,0 +1,242 @@
+"""The thread that writes checkpoints: what it writes, what becomes of errors, and kills in the middle."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY
+from tests.support import fork_server
+from tests.training.checkpoint.test_format import CONFIG, assert_same, small_files, state_of, steps_in
+from vesuvius.training.checkpoint import writer as checkpoint_writer
+from vesuvius.training.checkpoint.files import tensors_in
+from vesuvius.training.checkpoint.format import find_damage, load_checkpoint, newest_checkpoint
+from vesuvius.training.checkpoint.save import RetentionPolicy
+from vesuvius.training.checkpoint.writer import CheckpointWriter
+
+
+def writer_in(directory: Path, keep_last: int = 3, keep_every: int | None = None) -> CheckpointWriter:
+    return CheckpointWriter(directory, RetentionPolicy(keep_last, keep_every), CONFIG)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Saves begin when it is opened."""
+    gate, save_checkpoint = threading.Event(), checkpoint_writer.save_checkpoint
+
+    def gated(*arguments: Any) -> Path:
+        assert gate.wait(60)
+        return save_checkpoint(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "save_checkpoint", gated)
+    return gate
+
+
+def test_what_is_changed_in_place_behind_a_save_does_not_reach_the_disk(tmp_path: Path, gate: threading.Event) -> None:
+    state = state_of(1, size=1_000_000)
+    with writer_in(tmp_path) as writer:
+        writer.prepare(state)
+        writer.save(1, state)
+        assert steps_in(tmp_path) == [], "the save is not waited for"
+        for tensor in tensors_in(state):
+            tensor.fill_(torch.nan)
+        gate.set()
+    assert_same(load_checkpoint(tmp_path / "step_00000001"), state_of(1, size=1_000_000))
+
+
+def test_the_next_save_waits_for_the_last_and_says_for_how_long(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(checkpoint_writer, "_SAY_WAITS_OVER_S", 0.0)
+    state = state_of(1)
+    with writer_in(tmp_path) as writer:
+        writer.save(1, state)
+        threading.Timer(0.2, gate.set).start()
+        state["model"]["conv.weight"].fill_(2)
+        writer.save(2, state)
+        assert find_damage(tmp_path / "step_00000001") is None
+    found = [load_checkpoint(tmp_path / f"step_0000000{step}")["model"]["conv.weight"][0] for step in (1, 2)]
+    assert found == [1, 2]
+    assert "s for the writer of checkpoints" in caplog.text
+    assert f"saved {tmp_path / 'step_00000002'}" in caplog.text
+
+
+def test_a_long_wait_says_what_it_waits_for(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint_writer, "_WARN_EVERY_S", 0.1)
+    threading.Timer(0.35, gate.set).start()
+    with pytest.raises(KeyError, match="mine"), writer_in(tmp_path) as writer:  # noqa: PT012 - the save must be under way
+        writer.save(7, state_of(7))
+        raise KeyError("mine")
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) >= 2
+    assert f" s: it is writing the checkpoint of step 7 in {tmp_path}; look whether the disk answers" in said[0]
+    assert find_damage(tmp_path / "step_00000007") is None
+
+
+def test_what_is_to_be_kept_reaches_the_thread(tmp_path: Path) -> None:
+    with writer_in(tmp_path, keep_last=1, keep_every=4) as writer:
+        for step in range(1, 8):
+            writer.save(step, state_of(step), best_step=2 if step >= 2 else None)
+    assert steps_in(tmp_path) == [2, 4, 7]
+    assert (tmp_path / "best").readlink() == Path("step_00000002")
+
+
+def test_a_save_that_fails_is_told_of_and_a_later_one_succeeds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with writer_in(tmp_path, keep_last=1) as writer:
+        assert writer.wait() is None
+        writer.save(1, state_of(1))
+        assert writer.wait() is None
+        with small_files(1000):
+            writer.save(2, state_of(2))
+            error = writer.wait()
+        assert error is not None
+        assert "must fit on the disk" in str(error)
+        assert list(writer.failures) == [(2, str(error))]
+        assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"], "nothing half-written is left"
+        assert find_damage(tmp_path / "step_00000001") is None
+        assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [str(error)]
+        writer.save(3, state_of(3))
+        assert writer.wait() is None
+    assert steps_in(tmp_path) == [3]
+
+
+def unpicklable() -> dict[str, Any]:
+    return state_of(1) | {"no plain data": threading.Lock()}
+
+
+def test_a_defect_on_the_thread_surfaces_in_the_next_call_once(tmp_path: Path) -> None:
+    with writer_in(tmp_path) as writer:
+        for step, call in enumerate((writer.wait, lambda: writer.save(9, state_of(9))), start=1):
+            writer.save(step, unpicklable())
+            with pytest.raises(TypeError, match="pickle"):
+                call()
+        writer.save(3, state_of(3))
+        assert writer.wait() is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003"]
+
+
+def test_a_defect_of_the_last_save_surfaces_at_the_end_and_hides_no_other_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(TypeError, match="pickle"), writer_in(tmp_path) as writer:
+        writer.save(1, unpicklable())
+    with pytest.raises(KeyError, match="mine"), writer_in(tmp_path) as writer:  # noqa: PT012 - the save must be under way
+        writer.save(1, unpicklable())
+        raise KeyError("mine")
+    (record,) = caplog.records
+    assert record.message == "the writer of checkpoints has failed as well"
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], TypeError)
+
+
+def test_an_error_on_its_way_out_waits_for_the_save_in_hand(tmp_path: Path, gate: threading.Event) -> None:
+    threading.Timer(0.2, gate.set).start()
+    with pytest.raises(KeyError, match="mine"), writer_in(tmp_path) as writer:  # noqa: PT012 - the save must be under way
+        writer.save(1, state_of(1))
+        raise KeyError("mine")
+    assert find_damage(tmp_path / "step_00000001") is None
+
+
+def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    with writer_in(tmp_path, keep_last=1) as writer:
+        writer.save(5, state_of(5))
+        writer.save(5, state_of(7), best_step=5)
+        assert writer.wait() is None
+    assert load_checkpoint(tmp_path / "best")["step"] == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step_00000005"]
+
+
+def buffers_of(length: int) -> int:
+    """How many tensors of so many values there are."""
+    gc.collect()
+    return sum(type(found) is torch.Tensor and found.shape == (length,) for found in gc.get_objects())
+
+
+def test_a_copy_that_does_not_fit_the_memory_fails_the_save_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = torch.ones(1).expand(54321)
+    large = torch.ones(1).expand(2**45)  # one value, whose copy would be larger than an address space
+    with writer_in(tmp_path) as writer:
+        writer.prepare(state_of(1) | {"large": large})
+        assert writer.wait() is None
+        assert [record.levelname for record in caplog.records] == ["WARNING"], "the save counts"
+        writer.save(1, state_of(1) | {"small": small, "large": large})
+        error = writer.wait()
+        assert error is not None
+        assert str(error).startswith("a copy of the training state must fit the host's memory; got ")
+        assert "(35184372088832,), torch.float32; give the run more memory" in str(error)
+        assert list(writer.failures) == [(1, str(error))]
+        assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+        assert buffers_of(54321) == 1, "the failure holds no memory: this one is ours"
+        writer.save(2, state_of(2))
+        assert writer.wait() is None
+    assert steps_in(tmp_path) == [2]
+
+
+# Weights of 8 MB, and two averages of them.
+SAVER = """
+import sys
+from itertools import count
+from pathlib import Path
+from tests.training.checkpoint.test_format import state_of
+from tests.training.checkpoint.test_writer import writer_in
+directory = Path(sys.argv[1])
+with writer_in(directory, keep_last=1) as writer:
+    for step in count(int(sys.argv[2])):
+        writer.save(step, state_of(step, size=2_000_000), best_step=step)
+"""
+
+
+def kill_while_saving(directory: Path, times: int, seed: int) -> None:
+    """Kill a process that saves without end until so many kills fell inside a save, and check what each left."""
+    rng, first, inside, attempts = random.Random(seed), 1, 0, 0
+    while inside < times:
+        assert attempts < 10 * times, f"only {inside} of {attempts} kills fell inside a save, {times} must"
+        attempts += 1
+        command = [sys.executable, "-c", SAVER, str(directory), str(first)]
+        with fork_server.Popen(command, cwd=REPOSITORY) as process:
+            while not (steps := steps_in(directory)) or steps[-1] < first:
+                assert process.poll() is None
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.2))
+            process.send_signal(signal.SIGKILL)
+        inside += any(directory.glob(".partial-*"))
+        newest = newest_checkpoint(directory)
+        assert newest is not None
+        state = load_checkpoint(newest)
+        assert newest.name == f"step_{state['step']:08d}"
+        assert_same(state, state_of(state["step"], size=2_000_000))
+        assert find_damage(directory / "best") is None
+        assert state["step"] >= first
+        first = state["step"] + 1
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kill_while_saving(tmp_path, times=3, seed=0)
+    assert caplog.text == "", "none is damaged"
+
+
+@pytest.mark.long
+def test_a_hundred_kills_in_the_middle_of_a_save_leave_whole_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kill_while_saving(tmp_path, times=100, seed=1)
+    assert caplog.text == "", "none is damaged"

@@ -1,0 +1,233 @@
+"""A GPU that has no memory left: the text, and a whole run that meets it, faked at the allocator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.config_text import MINIMAL, read
+from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
+from vesuvius.config import Config
+from vesuvius.monitor.probes.vram import Vram, VramUse
+from vesuvius.runlog.units import GIB
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+from vesuvius.training.forecast.gpu_memory import (
+    gpu_memory_error,
+    is_gpu_memory_error,
+    memory_table,
+    remedy,
+    smaller_batch,
+)
+from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES, plan_memory
+
+MIB = 2**20
+CPU = torch.device("cpu")
+# As torch 2.13 words it.
+CUDA_TEXT = (
+    "CUDA out of memory. Tried to allocate 640.00 MiB. GPU 0 has a total capacity of 79.25 GiB of which 512.69 MiB is "
+    "free. Including non-PyTorch memory, this process has 78.74 GiB memory in use. Of the allocated memory 77.11 GiB "
+    "is allocated by PyTorch, and 1.10 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+    "is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation "
+    "for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+)
+USE = VramUse(
+    allocated_bytes=70 * GIB,
+    reserved_bytes=75 * GIB,
+    peak_bytes=74 * GIB,
+    free_bytes=1 * GIB,
+    total_bytes=80 * GIB,
+    retries=12,
+    failures=1,
+)
+MODEL = (
+    "data.patch_size=[8, 16, 16]",
+    "model={channels: [8, 16], blocks_per_level: 1, stem_stride: [1, 2, 2], full_res_channels: 4, attention_heads: 2, "
+    "norm_groups: 4}",
+)
+
+
+class ToldVram(Vram):
+    """Tells what it was given."""
+
+    def __init__(self, use: VramUse | None) -> None:
+        self.use = use
+
+    def read(self, new_window: bool = True) -> VramUse | None:
+        return self.use
+
+
+def small(*overrides: str) -> Config:
+    return read(MINIMAL, *MODEL, *overrides)
+
+
+def batches(batch: int, accumulate: int) -> tuple[str, str]:
+    return f"training.train_batch_size={batch}", f"training.accumulate_steps={accumulate}"
+
+
+def gpu_of(total_bytes: int, foreign_bytes: int = CONTEXT_BYTES) -> VramUse:
+    """A full GPU on which others hold so much."""
+    return replace(
+        USE, total_bytes=total_bytes, free_bytes=0, reserved_bytes=total_bytes - foreign_bytes, allocated_bytes=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "fitting", "expected"),
+    [
+        (4, 4, 3, (2, 8)),  # 3 fit, and do not divide 16
+        (6, 1, 4, (3, 2)),
+        (6, 1, None, (3, 2)),
+        (8, 1, 8, (4, 2)),  # what has just failed is never proposed, whatever the plan says
+        (8, 1, 0, None),
+        (1, 16, None, None),
+    ],
+)
+def test_the_smaller_batch_fits_and_keeps_the_effective_batch(
+    batch: int, accumulate: int, fitting: int | None, expected: tuple[int, int] | None
+) -> None:
+    found = smaller_batch(small(*batches(batch, accumulate)), fitting)
+    assert found == expected
+    assert found is None or found[0] * found[1] == batch * accumulate
+
+
+def test_the_plan_finds_the_largest_batch_that_fits_beside_other_processes() -> None:
+    config = small(*batches(8, 1), "training.amp=bf16")
+    accumulating = small(*batches(3, 2), "training.amp=bf16")
+    enough = plan_memory(accumulating, amp="bf16").vram_bytes
+    alone, others = gpu_of(enough), gpu_of(enough + 5 * GIB, 5 * GIB + CONTEXT_BYTES)
+    for use in (alone, others):  # memory of other processes is not ours
+        text = remedy(config, CPU, use)
+        assert ", and 3 fit: go on with --resume training.train_batch_size=2 training.accumulate_steps=4" in text
+
+
+def test_a_batch_that_should_have_fitted_is_said_to_and_fragments_and_neighbours_are_named() -> None:
+    text = remedy(small(*batches(4, 2)), CPU, USE)
+    for part in (
+        "should fit the 76.60 GiB that other processes leave",
+        "5.00 GiB reserved without tensors",
+        "4.00 GiB are not torch's",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "training.train_batch_size=2 training.accumulate_steps=4",
+    ):
+        assert part in text
+
+
+def test_a_plan_that_fails_is_said_and_the_next_smaller_batch_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no\nway")
+
+    monkeypatch.setattr("vesuvius.training.forecast.gpu_memory.plan_memory", fail)
+    text = str(gpu_memory_error(small(*batches(4, 1)), CPU, torch.OutOfMemoryError(CUDA_TEXT), 7, ToldVram(USE)))
+    assert "not known (the memory plan has no answer: no way)" in text
+    assert "--resume training.train_batch_size=2 training.accumulate_steps=2" in text
+
+
+def test_where_not_even_one_patch_fits_the_network_must_shrink() -> None:
+    config = small(*batches(2, 1), "training.lean_norm=false")
+    text = remedy(config, CPU, gpu_of(GIB // 2))
+    assert "of 0.50 GiB, and not even one patch fits: set training.lean_norm=true, name more" in text
+    assert "train_batch_size=" not in text
+
+
+def test_the_text_has_the_rule_the_value_the_remedy_and_the_table() -> None:
+    error = gpu_memory_error(small(*batches(4, 1)), CPU, torch.OutOfMemoryError(CUDA_TEXT), 12, ToldVram(USE))
+    first, *table, last = str(error).splitlines()
+    assert error.exit_code == 3
+    assert re.match(
+        r"a step must fit the GPU's memory; got train_batch_size 4: out of memory \(Tried to allocate 640.00 MiB\); ",
+        first,
+    )
+    assert table == memory_table(USE)
+    assert last == "checkpoint: step 12 is saved, and nothing is lost"
+    for row in (
+        "allocated  70.00 GiB in tensors",
+        "reserved   75.00 GiB held by torch, of which 5.00 GiB without",
+        "peak       74.00 GiB",
+        "others     4.00 GiB",
+        "free       1.00 GiB of 80.00 GiB",
+        "retries    12 allocations had to wait for memory to be given back, 1 failed",
+    ):
+        assert any(row in line for line in table), row
+
+
+def test_what_was_not_saved_is_said() -> None:
+    text = str(gpu_memory_error(small(), CPU, torch.OutOfMemoryError(CUDA_TEXT), None))
+    assert "none could be saved now; --resume goes on from the last one" in text
+    assert "not known (the GPU's memory cannot be read)" in text
+
+
+def test_every_librarys_way_of_saying_it_is_known() -> None:
+    assert is_gpu_memory_error(torch.OutOfMemoryError(CUDA_TEXT))
+    assert is_gpu_memory_error(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    )
+    assert is_gpu_memory_error(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    assert not is_gpu_memory_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_gpu_memory_error(ValueError("CUDA error: out of memory"))
+
+
+@pytest.fixture
+def failing_allocator(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Convolutions on more than so many patches find no memory from optimizer step 3 on, in their own function."""
+    convolve = torch.nn.functional.conv3d
+
+    def fail_beyond(batch: int) -> None:
+        def conv3d(input: Tensor, *rest: Any, **options: Any) -> Tensor:
+            if len(input) > batch and len(steps_of()) >= 2:
+                raise torch.OutOfMemoryError(CUDA_TEXT)
+            return convolve(input, *rest, **options)
+
+        monkeypatch.setattr("torch.nn.functional.conv3d", conv3d)
+
+    return fail_beyond
+
+
+def test_a_run_that_meets_it_saves_and_exits_3_and_goes_on_with_what_it_proposes(
+    tiny_config: WriteConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failing_allocator: Callable[[int], None],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(training={"train_batch_size": 4, "accumulate_steps": 1, "max_steps": 5})
+    failing_allocator(2)
+    assert vesuvius_train(config) == 3
+    checkpoints = list_checkpoints(Path("runs/tiny/checkpoints"))
+    assert [load_checkpoint(path)["step"] for path in checkpoints] == [2]
+    assert records_of("run_end")[-1]["exit_code"] == 3
+    for text in (capsys.readouterr().err, Path("runs/tiny/logs/train_full.log").read_text()):
+        assert "out of memory (Tried to allocate 640.00 MiB)" in text
+        assert "checkpoint: step 2 is saved" in text
+    overrides = re.search(r"--resume (training\.train_batch_size=\d+ training\.accumulate_steps=\d+)", text)
+    assert overrides
+    assert vesuvius_train(config, "--resume", *overrides[1].split()) == 0
+    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 5]
+
+
+def test_an_update_that_was_torn_is_not_saved(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some weights have taken the step and others have not: that is no state to go on from."""
+    monkeypatch.chdir(tmp_path)
+    update = torch.optim.AdamW.step
+
+    def torn(self: torch.optim.AdamW, *rest: Any) -> Any:
+        result = update(self, *rest)
+        if len(steps_of()) == 2:
+            raise torch.OutOfMemoryError(CUDA_TEXT)
+        return result
+
+    config = tiny_config(training={"save_every": 1})
+    monkeypatch.setattr(torch.optim.AdamW, "step", torn)
+    assert vesuvius_train(config) == 3
+    checkpoints = list_checkpoints(Path("runs/tiny/checkpoints"))
+    assert load_checkpoint(checkpoints[-1])["step"] == 2
+    assert "none could be saved now" in Path("runs/tiny/logs/train_full.log").read_text()

@@ -1,0 +1,351 @@
+"""The plan against what real steps take: their saved tensors, the allocator's own record, a GPU's peak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.conftest import REPOSITORY
+from vesuvius.config import Config
+from vesuvius.config.load import read_config
+from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.loss import loss_per_sample
+from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import ConfigError
+from vesuvius.runlog.units import GIB
+from vesuvius.training.forecast import memory_plan
+from vesuvius.training.forecast.memory_plan import largest_batch, plan_memory
+from vesuvius.training.step.network import build_network, lay_out_network
+from vesuvius.training.step.step import AmpMode, TrainStep
+
+CPU = torch.device("cpu")
+EXP001 = REPOSITORY / "configs" / "exp001_full.yaml"
+
+
+def make_config(
+    training: dict[str, Any] | None = None, model: dict[str, Any] | None = None, condition: str | None = None
+) -> Config:
+    """The parts of the default network, with less of each, on patches small enough for a CPU."""
+    return Config.model_validate(
+        {
+            "name": "t",
+            "data": {
+                "volumes": ({"path": "v", "condition": {"path": condition} if condition else None},),
+                "patch_size": (16, 32, 32),
+            },
+            "training": {"train_batch_size": 2, "warmup_steps": 0} | (training or {}),
+            "model": {"channels": (16, 32, 64), "full_res_channels": 16, "blocks_per_level": 1} | (model or {}),
+        }
+    )
+
+
+NO_STEM = {"stem_stride": (1, 1, 1), "full_res_channels": 0}
+CASES = {
+    "default": make_config(),
+    "plain": make_config({"lean_norm": False}),
+    "no_stem": make_config(model=NO_STEM),
+    "no_attention": make_config(model={"attention_heads": 0}),
+    "added_skips": make_config(model={"skips": "add"}),
+    "channels_last": make_config({"channels_last": True}),
+    "checkpointed": make_config({"checkpoint_levels": (0, 1)}),
+    "plain_checkpointed": make_config({"lean_norm": False, "checkpoint_levels": (0, 1, 2, 3)}),
+    "conditional": make_config(model={"scalars": ("voxel_size",)}, condition="c"),
+}
+cases = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+FEW = ("default", "plain", "no_stem", "plain_checkpointed")
+few_cases = pytest.mark.parametrize("config", [CASES[name] for name in FEW], ids=FEW)
+precisions = pytest.mark.parametrize("amp", ["off", "bf16"])
+# Without kernels for bf16 oneDNN converts all to float32, in minutes and twice the memory.
+needs_bf16_kernels = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor has no kernels for bf16"
+)
+kernels = pytest.mark.parametrize("amp", ["off", pytest.param("bf16", marks=needs_bf16_kernels)])
+
+
+def with_training(config: Config, **keys: Any) -> Config:
+    return config.model_copy(update={"training": config.training.model_copy(update=keys)})
+
+
+def a_batch(config: Config, device: torch.device = CPU) -> tuple[Tensor, Condition]:
+    batch, size_zyx = config.training.train_batch_size, config.data.patch_size
+    channels, scalars = config.condition_channels, len(config.model.scalars)
+    condition = Condition(
+        torch.zeros(batch, channels, *size_zyx, device=device) if channels else None,
+        torch.zeros(batch, scalars + 1, device=device) if scalars else None,
+    )
+    return torch.zeros(batch, 1, *size_zyx, device=device), condition
+
+
+def real_loss(config: Config, amp: AmpMode, network: torch.nn.Module) -> Tensor:
+    """A forward pass written without `TrainStep`, which the plan traces; what it needs no more is gone."""
+    schedule = Schedule.from_config(config.diffusion)
+    x_0, condition = a_batch(config)
+    t, eps = torch.arange(len(x_0)), torch.ones_like(x_0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp == "bf16"):
+        prediction = predict(network, schedule, schedule.q_sample(x_0, eps, t), t, condition)
+    return loss_per_sample(prediction, x_0, eps, t, schedule, config.diffusion).mean()
+
+
+def allocated_bytes(record: profile) -> np.ndarray[Any, Any]:
+    """Bytes in use after each of the CPU allocator's acts, relative to the start of the record."""
+    assert record.profiler is not None
+    acts = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return np.cumsum([event.nbytes() for event in sorted(acts, key=lambda event: event.start_ns())])
+
+
+def record_memory() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+@pytest.mark.sample(3)
+@cases
+@precisions
+def test_activations_are_those_that_a_real_forward_pass_saves(config: Config, amp: AmpMode) -> None:
+    plan, network = plan_memory(config, amp=amp), build_network(config, CPU)
+    parameters = {weight.data_ptr() for weight in network.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = real_loss(config, amp, network)
+    measured = sum(size for pointer, size in saved.items() if pointer not in parameters)
+    assert loss.requires_grad
+    # The issue allows 5 %.  Left over are numbers of a few bytes: the loss is averaged in another way here.
+    assert plan.activation_bytes + plan.weight_copy_bytes == pytest.approx(measured, rel=1e-3)
+
+
+@pytest.mark.sample(3)
+@few_cases
+@precisions
+def test_activations_are_what_the_allocator_still_holds_after_a_real_forward_pass(config: Config, amp: AmpMode) -> None:
+    plan, network = plan_memory(config, amp=amp), build_network(config, CPU)
+    with record_memory() as record:
+        loss = real_loss(config, amp, network)
+    held = allocated_bytes(record)[-1]
+    assert loss.requires_grad
+    # What no hook sees (a tensor kept beside `save_for_backward`) would show here.  1 %: masks of samples, t, the loss.
+    assert plan.activation_bytes + plan.weight_copy_bytes == pytest.approx(held, rel=0.01)
+
+
+@few_cases
+@kernels
+def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
+    config = with_training(config, amp=amp, train_batch_size=4)  # activations outweigh what is there all the time
+    plan = plan_memory(config, amp=amp)
+    step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
+
+    def train() -> None:
+        x_0, condition = a_batch(config)
+        step.accumulate(x_0, np.arange(len(x_0)), np.zeros(len(x_0), np.int64), condition)
+        del x_0, condition
+        step.apply(1e-4)
+
+    train()  # the optimizer makes its moments
+    there_before = plan.fixed_bytes - plan.gradient_bytes
+    with record_memory() as record:
+        train()
+    measured = there_before + allocated_bytes(record).max()
+    # No kernel takes less than its tensors (1e-3: scalars).  oneDNN's take more: copies of input and output in another
+    # order, which is what the workspace allows for, and for bf16 some float32 sums of gradients, hence 5 %.
+    assert plan.peak_bytes * 0.999 <= measured <= (plan.peak_bytes + plan.workspace_bytes) * 1.05
+
+
+@few_cases
+def test_what_a_patch_takes_does_not_depend_on_the_batch(config: Config) -> None:
+    one, three = plan_memory(config, 1), plan_memory(config, 3)
+    # 1e-3: constants such as the table of frequencies
+    assert three.activation_bytes_per_patch == pytest.approx(one.activation_bytes_per_patch, rel=1e-3)
+    assert three.flops_per_step == 3 * one.flops_per_step
+    assert three.fixed_bytes == one.fixed_bytes
+    assert three.weight_copy_bytes == one.weight_copy_bytes
+
+
+@pytest.mark.sample(3)
+@few_cases
+@precisions
+def test_a_batch_that_is_not_traced_is_planned_as_its_own_trace_would_be(config: Config, amp: AmpMode) -> None:
+    step = memory_plan._TracedStep(memory_plan._what_matters(config), amp)
+    assert memory_plan._plan(step, 7) == step.trace(7)
+
+
+def test_fixed_bytes_are_five_float32_numbers_a_parameter() -> None:
+    config = make_config()
+    plan, parameters = plan_memory(config), sum(p.numel() for p in lay_out_network(config).parameters())
+    assert plan.weight_bytes == plan.gradient_bytes == plan.ema_bytes == 4 * parameters
+    tensors = len(list(lay_out_network(config).parameters()))
+    assert plan.optimizer_bytes == 8 * parameters + 4 * tensors, "two moments, and a step count for each tensor"
+
+
+def test_muon_keeps_one_moment_of_a_kernel_and_adds_no_flops_to_a_patch() -> None:
+    adamw, muon = (plan_memory(make_config(training={"optimizer": name})) for name in ("adamw", "muon"))
+    kernels = [p for p in lay_out_network(make_config()).parameters() if p.ndim == 5 and len(p) > 1]
+    assert adamw.optimizer_bytes - muon.optimizer_bytes == 4 * sum(p.numel() for p in kernels)
+    assert adamw.flops_per_step == muon.flops_per_step
+
+
+def test_flops_are_three_times_the_forward_pass_but_for_gradients_of_the_input() -> None:
+    config = make_config(model={"attention_heads": 0})
+    size_zyx = config.data.patch_size
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        lay_out_network(config)(torch.empty(1, 2, *size_zyx), torch.zeros(1, dtype=torch.int64))
+    first_convolution = 2 * 16 * 32 * 32 * 27 * 2 * 16  # 2 -> 16 channels at full resolution
+    first_linear = 2 * 128 * 64  # 128 waves of t -> 4 x 16 numbers
+    forward = counter.get_total_flops()
+    assert plan_memory(config, 1).flops_per_step == 3 * forward - first_convolution - first_linear
+
+
+def test_a_checkpointed_level_is_computed_again() -> None:
+    config = make_config()
+    once = plan_memory(config).flops_per_step
+    again = plan_memory(with_training(config, checkpoint_levels=(0, 1, 2, 3))).flops_per_step
+    # All but stem, changes of level and attention run a third time; four instead of three passes at most.
+    assert 1.2 * once < again < 4 / 3 * once
+
+
+def test_accumulated_gradients_live_through_the_forward_passes() -> None:
+    one = plan_memory(make_config({"train_batch_size": 8}))
+    four = plan_memory(make_config({"train_batch_size": 8, "accumulate_steps": 4}))
+    assert four.flops_per_step == 4 * one.flops_per_step
+    assert four.activation_bytes == one.activation_bytes
+    # At the peak, early in the backward pass, most gradients are not there yet unless an earlier micro-batch left them.
+    assert 0.5 * one.gradient_bytes < four.peak_bytes - one.peak_bytes <= one.gradient_bytes
+
+
+def test_float16_is_planned_as_bfloat16_is() -> None:
+    bf16, fp16 = plan_memory(make_config(), amp="bf16"), plan_memory(make_config(), amp="fp16")
+    assert fp16.peak_bytes == pytest.approx(bf16.peak_bytes, abs=1024)  # the scaler's own numbers
+
+
+def test_planning_draws_from_no_global_generator() -> None:
+    before = torch.get_rng_state()
+    memory_plan._TracedStep.cache_clear()  # it may know the answer
+    plan_memory(make_config())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_nothing_to_a_step_is_not_traced_again() -> None:
+    plan_memory(make_config())
+    misses = memory_plan._TracedStep.cache_info().misses
+    plan_memory(with_training(make_config(), workers=7, prefetch_factor=5, lr=0.5, accumulate_steps=1))
+    assert memory_plan._TracedStep.cache_info().misses == misses
+    plan_memory(with_training(make_config(), accumulate_steps=7))
+    assert memory_plan._TracedStep.cache_info().misses == misses + 1
+
+
+def test_a_plan_allocates_no_tensors() -> None:
+    config = read_config(EXP001, [])
+    memory_plan._TracedStep.cache_clear()  # it may know the answer
+    with record_memory() as record:
+        plan = plan_memory(config)
+    assert plan.peak_bytes > 4 * GIB
+    assert allocated_bytes(record).max() < 2**20, "schedule tables, and no more"
+
+
+def test_compile_is_planned_as_the_eager_step() -> None:
+    config = make_config()
+    assert plan_memory(with_training(config, compile=True)) == plan_memory(config)
+
+
+@pytest.mark.parametrize("vram_gib", [0.7, 0.9])
+def test_the_largest_batch_fits_and_one_more_does_not(vram_gib: float) -> None:
+    config, vram_bytes = make_config(), int(vram_gib * GIB)
+    batch = largest_batch(config, vram_bytes)
+    assert batch > 2
+    assert plan_memory(config, batch).vram_bytes <= vram_bytes < plan_memory(config, batch + 1).vram_bytes
+
+
+def test_a_gpu_that_holds_not_even_the_weights_holds_no_patch() -> None:
+    assert largest_batch(make_config(), vram_bytes=GIB // 4) == 0
+
+
+def test_the_largest_batch_stays_below_32_bit_indexing() -> None:
+    config = read_config(EXP001, [])
+    batch = largest_batch(config, vram_bytes=1000 * GIB)
+    assert plan_memory(config, batch).vram_bytes < 200 * GIB, "memory is not the limit"
+    with pytest.raises(ConfigError, match=r"2\^31"):
+        plan_memory(config, batch + 1)
+
+
+def test_tiny_networks_are_not_traced_beyond_any_use() -> None:
+    assert largest_batch(make_config(), vram_bytes=80 * GIB) == 1024
+
+
+def test_80_gib_hold_the_batches_that_were_asked_for() -> None:
+    config = read_config(EXP001, [])
+    assert config.training.checkpoint_levels == ()
+    # The figures of issue 4: 8 patches of 72x136x136 with the plain form, 16 with the lean one.
+    assert largest_batch(with_training(config, lean_norm=False), 80 * GIB) >= 8
+    assert largest_batch(with_training(config, lean_norm=True), 80 * GIB) >= 16
+
+
+def test_the_default_network_has_the_documented_cost() -> None:
+    plan = plan_memory(read_config(EXP001, ["training.accumulate_steps=1"]), 1)
+    # The documented figures, to the digits given there: 5.3 TFLOP forward, twice that backward.
+    assert round(plan.weight_bytes / 4e6) == 155
+    assert round(plan.flops_per_step / 3e12, 1) == 5.3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"lean_norm": False}, {"checkpoint_levels": (0, 1)}, {"accumulate_steps": 2}],
+    ids=["lean", "plain", "checkpointed", "accumulated"],
+)
+def test_the_peak_is_that_of_a_gpu(keys: dict[str, Any], amp: AmpMode, batch: int) -> None:
+    config = with_training(
+        read_config(EXP001, []), **{"train_batch_size": batch, "amp": amp, "accumulate_steps": 1} | keys
+    )
+    plan, device = plan_memory(config, amp=amp), torch.device("cuda")
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    if free_bytes < plan.vram_bytes:
+        pytest.skip(f"needs {plan.vram_bytes / GIB:.1f} GiB of free GPU memory; {free_bytes / GIB:.1f} GiB are")
+    measured = measured_peak_bytes(config, device)
+    # The issue's 15 %, of the tensors and the allowance for cuDNN: which kernels it takes, and with them their
+    # workspaces, differs between GPUs.
+    assert measured == pytest.approx(plan.peak_bytes + plan.workspace_bytes, rel=0.15)
+
+
+def measured_peak_bytes(config: Config, device: torch.device) -> int:
+    """What CUDA's allocator says of the third step: kernels are chosen and moments there."""
+    before = torch.cuda.memory_allocated(device)
+    step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion), device)
+    batch, x_0 = config.training.train_batch_size, a_batch(config, device)[0]
+    # Without cuDNN's trials: they fill whatever memory is free.
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False):
+        for _ in range(3):
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            for _ in range(config.training.accumulate_steps):
+                step.accumulate(x_0, np.arange(batch), np.zeros(batch, np.int64))
+            step.apply(1e-4)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def test_a_rank_with_sharded_weights_is_planned_with_its_part_of_them() -> None:
+    ranks = {"train_batch_size": 1, "accumulate_steps": 1, "ranks": 4}
+    whole, part = (plan_memory(make_config(ranks | {"sharding": sharding})) for sharding in ("none", "fsdp"))
+    for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes", "ema_bytes"):
+        assert getattr(part, name) == pytest.approx(getattr(whole, name) / 4, abs=4)
+    held = whole.fixed_bytes - whole.gradient_bytes
+    assert 0 < part.gathered_bytes < whole.weight_bytes
+    assert whole.peak_bytes - part.peak_bytes == pytest.approx(0.75 * held - part.gathered_bytes, abs=4)
+    accumulating = plan_memory(make_config(ranks | {"sharding": "fsdp", "accumulate_steps": 2}))
+    assert accumulating.gradient_bytes == whole.gradient_bytes
+    vram = part.vram_bytes
+    fit = [largest_batch(make_config(ranks | {"sharding": sharding}), vram) for sharding in ("none", "fsdp")]
+    assert fit[0] < fit[1]

@@ -1,0 +1,104 @@
+"""Model FLOPs utilisation: known peaks of whole names, and the operations that the mathematics of a step needs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vesuvius.config import Config
+from vesuvius.training.forecast import mfu
+from vesuvius.training.ranks.part import part_of
+
+
+@pytest.mark.parametrize(
+    ("name", "amp", "tf32", "tflops"),
+    [
+        ("NVIDIA H200", "bf16", True, 989.5),
+        ("NVIDIA H100 80GB HBM3", "off", True, 494.7),
+        ("NVIDIA H100 PCIe", "bf16", True, 756),
+        ("NVIDIA A100-SXM4-80GB", "fp16", True, 312),
+        ("NVIDIA A100 80GB PCIe", "off", False, 19.5),
+        ("NVIDIA GeForce RTX 3090", "bf16", True, 71),  # with float32 sums: half of what is advertised
+        ("Tesla V100-SXM2-32GB", "off", True, 15.7),  # has no TF32
+        ("Tesla T4", "fp16", True, 65),
+    ],
+)
+def test_known_peaks(name: str, amp: mfu.AmpMode, tf32: bool, tflops: float) -> None:
+    assert mfu.peak_flops_s(name, amp, tf32) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "amp"),
+    [
+        ("NVIDIA A10G", "bf16"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
+        ("NVIDIA GeForce RTX 4090 D", "bf16"),
+        ("Tesla T4", "bf16"),  # computes it without units for it
+        ("AMD Instinct MI300X", "bf16"),
+    ],
+)
+def test_what_only_resembles_a_known_gpu_has_no_peak(name: str, amp: mfu.AmpMode) -> None:
+    assert mfu.peak_flops_s(name, amp, True) is None
+
+
+def test_a_faster_dtype_is_never_slower() -> None:
+    for peaks in mfu._PEAKS.values():
+        assert peaks.half >= (peaks.bf16 or peaks.half) >= (peaks.tf32 or 0)
+        assert peaks.half > peaks.fp32
+        assert (peaks.tf32 or peaks.fp32) >= peaks.fp32
+
+
+def small(**training: object) -> Config:
+    return Config.model_validate(
+        {
+            "name": "x",
+            "data": {"volumes": ({"path": "v.zarr"},), "patch_size": (8, 16, 16)},
+            "training": {"train_batch_size": 1, **training},
+            "model": {"channels": (4, 8), "full_res_channels": 4},
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def _planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 10 TFLOP, of 5 more where blocks are computed again, and 3 with Muon: tracing one takes seconds."""
+
+    def plan(config: Config, amp: str) -> Any:
+        assert amp == "bf16"
+        training = config.training
+        flops = 10e12 + 5e12 * bool(training.checkpoint_levels) + 3e12 * (training.optimizer == "muon")
+        return SimpleNamespace(flops_per_step=flops * training.accumulate_steps)
+
+    monkeypatch.setattr(mfu, "plan_memory", plan)
+
+
+def test_memory_saved_by_computing_again_and_the_optimizer_are_no_work_of_the_model() -> None:
+    assert mfu.model_flops(small(), "bf16") == 10e12
+    assert mfu.model_flops(small(checkpoint_levels=(0, 1, 2), optimizer="muon"), "bf16") == 10e12
+
+
+def test_the_figure_is_the_share_of_the_peak_and_absent_where_that_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, gpu = small(amp="bf16", accumulate_steps=2), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    assert mfu.seconds_at_peak(config, torch.device("cpu"), part_of(config, 0, 1)) is None
+    assert mfu.seconds_at_peak(config, gpu, part_of(config, 0, 1)) == pytest.approx(20 / 312)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
+    assert mfu.seconds_at_peak(config, gpu, part_of(config, 0, 1)) is None
+
+
+def test_a_step_that_cannot_be_traced_costs_the_figure_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(config: Config, amp: str) -> Any:
+        raise NotImplementedError("an operator without a fake")
+
+    monkeypatch.setattr(mfu, "plan_memory", failing)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    assert mfu.seconds_at_peak(small(amp="bf16"), torch.device("cuda"), part_of(small(), 0, 1)) is None
+    assert "an operator without a fake" in caplog.text

@@ -1,0 +1,43 @@
+"""A global batch is the same samples whatever the number of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vesuvius.config import Config, DataConfig, TrainingConfig, VolumeConfig
+from vesuvius.errors import ConfigError
+from vesuvius.training.ranks.part import config_of, most_at_work, part_of
+
+
+def config(batch: int, accumulate: int, ranks: int) -> Config:
+    training = TrainingConfig(train_batch_size=batch, accumulate_steps=accumulate, ranks=ranks)
+    data = DataConfig(volumes=(VolumeConfig(path="scroll.zarr"),), patch_size=(16, 16, 16))
+    return Config(name="x", data=data, training=training)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 40))
+def test_the_ranks_at_work_share_each_place_once_in_micro_batches_that_fit(
+    batch: int, accumulate: int, ranks: int, there: int
+) -> None:
+    asked = config(batch, accumulate, ranks)
+    world = most_at_work(asked.global_batch, there)
+    parts = [part_of(asked, rank, world) for rank in range(world)]
+    assert np.array_equal(np.sort(np.concatenate([part.places for part in parts])), np.arange(asked.global_batch))
+    assert len({(part.micro_batch, part.accumulate_steps) for part in parts}) == 1
+    assert all(part.micro_batch * part.accumulate_steps == len(part.places) for part in parts)
+    assert parts[0].micro_batch <= batch
+    assert config_of(asked, parts[0]).global_batch == len(parts[0].places)
+
+
+def test_a_rank_of_the_configured_number_does_what_the_config_says() -> None:
+    part = part_of(config(3, 5, 4), 2, 4)
+    assert (part.micro_batch, part.accumulate_steps) == (3, 5)
+    assert part.places[:3].tolist() == [2, 6, 10]
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_numbers_that_do() -> None:
+    with pytest.raises(ConfigError, match="got 12 samples for 5 ranks; use 4 or 6 ranks"):
+        part_of(config(3, 1, 4), 0, 5)

@@ -1,0 +1,197 @@
+"""Ranks agree before a step, and hear of each other's failures; here as threads over a real TCPStore."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.rank_runs import output_of, started_ranks
+from vesuvius.errors import EXIT_ERROR, DataError
+from vesuvius.training.ranks import ranks as module
+from vesuvius.training.ranks.join import launched_ranks
+from vesuvius.training.ranks.ranks import RankError, RankLostError, Ranks
+
+WORLD = 3
+
+
+@pytest.fixture
+def ranks() -> list[Ranks]:
+    """Three of them, each with a connection of its own."""
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    server = store("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    others = [store("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(WORLD - 1)]
+    return [Ranks(rank, WORLD, timeout_s=30, _store=one) for rank, one in enumerate([server, *others])]
+
+
+def on_all(ranks: list[Ranks], act: Callable[[Ranks], Any]) -> list[Any]:
+    """What each returns or raises, all at once."""
+
+    def settled(one: Ranks) -> Any:
+        try:
+            return act(one)
+        except RankError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(settled, ranks))
+
+
+def test_a_stop_of_one_is_the_stop_of_all_and_rank_0_hears_everybody(ranks: list[Ranks]) -> None:
+    agreed = on_all(ranks, lambda one: one.agree(None, {"rank": one.rank}))
+    assert [one.stop for one in agreed] == [None] * WORLD
+    assert [dict(told) for told in agreed[0].told] == [{"rank": rank} for rank in range(WORLD)]
+    stops = {1: (75, "SIGTERM"), 2: (4, "memory guard")}
+    agreed = on_all(ranks, lambda one: one.agree(stops.get(one.rank), {}))
+    assert [one.stop for one in agreed] == [(75, "SIGTERM")] * WORLD  # the lowest rank's
+
+
+def test_a_thousand_steps_leave_nothing_behind_in_the_store(ranks: list[Ranks]) -> None:
+    on_all(ranks, lambda one: [one.agree(None, {}) for _ in range(300)])
+    assert ranks[0]._store.num_keys() < 10
+
+
+def test_the_failure_of_one_reaches_all_with_its_cause_and_exit_code(ranks: list[Ranks]) -> None:
+    def act(one: Ranks) -> Any:
+        if one.rank == 2:
+            one.fail(DataError("a volume must be readable; got nothing"))
+            return None
+        return one.agree(None, {})
+
+    failures = on_all(ranks, act)[:2]
+    assert [str(failure) for failure in failures] == ["rank 2 failed: a volume must be readable; got nothing"] * 2
+    assert [failure.exit_code for failure in failures] == [6, 6]
+    ranks[0].fail(DataError("later"))  # the first counts
+    assert "got nothing" in str(ranks[1].explain(RuntimeError("connection closed by gloo")))
+
+
+def test_an_error_of_the_network_without_a_cause_is_a_lost_rank_and_a_defect_stays_one(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, defect = RuntimeError("[../gloo/transport/tcp] connection closed by peer"), KeyError("x")
+    monkeypatch.setattr(module, "_CAUSE_S", 1.0)
+    found = on_all(ranks[:2], lambda one: one.explain(lost if one.rank == 0 else defect))
+    assert isinstance(found[0], RankLostError)
+    assert found[1] is defect
+
+
+def test_a_rank_that_lives_is_waited_for_and_one_that_is_silent_is_not(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SILENT_S", 1.5)
+    signs: list[float] = []
+    ranks[0].on_sign = lambda: signs.append(time.monotonic())
+    ranks[1].watch()  # it beats and comes late; the other one is not there
+    came = threading.Timer(3.0, lambda: ranks[1]._store.set("step/1/1", json.dumps({"stop": None, "tell": {}})))
+    came.start()
+    with pytest.raises(RankLostError, match="rank 2 has been silent"):
+        ranks[0].agree(None, {})
+    assert signs[-1] - signs[0] > 1.5
+    ranks[1]._ended.set()
+
+
+def test_a_rank_that_lives_and_does_not_come_is_waited_for_until_the_timeout(ranks: list[Ranks]) -> None:
+    ranks[0].timeout_s = 1.0
+    ranks[1].watch()
+    with pytest.raises(RankLostError, match=r"rank 0 waited for rank 1 to begin the step.*rank_timeout_minutes"):
+        ranks[0].agree(None, {})
+    ranks[1]._ended.set()
+
+
+def test_only_the_environment_of_a_launcher_makes_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")  # as SLURM scripts set it
+    assert launched_ranks() is None
+    for name in ("RANK", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    assert launched_ranks() == 4
+
+
+def test_what_is_larger_than_a_value_of_the_store_reaches_all(ranks: list[Ranks]) -> None:
+    value = {"large": bytes(range(256)) * 80_000}  # 20 MB
+    ranks[0].publish(value)
+    assert on_all(ranks[1:], lambda one: one.await_main() == value) == [True] * (WORLD - 1)
+
+
+def test_the_checks_of_rank_0_may_take_longer_than_a_step(ranks: list[Ranks]) -> None:
+    ranks[1].timeout_s = 0.5
+    ranks[0].watch()  # it lives
+    threading.Timer(2.0, lambda: ranks[0].publish("checked")).start()
+    assert ranks[1].await_main() == "checked"
+    ranks[0]._ended.set()
+
+
+def test_a_call_of_rank_0_is_answered_by_all_while_they_wait_for_the_step(ranks: list[Ranks]) -> None:
+    answered: list[tuple[int, str]] = []
+    for one in ranks[1:]:
+        one.on_call = lambda what, rank=one.rank: answered.append((rank, what))  # type: ignore[misc]
+
+    def act(one: Ranks) -> None:
+        if one.is_main:
+            for number, what in enumerate(["state", "ema"], 1):
+                one.call(what)
+                while len(answered) < number * (WORLD - 1):  # as a collective would
+                    time.sleep(0.01)
+        one.agree(None, {})
+        one.end_calls()
+
+    on_all(ranks, act)
+    assert sorted(answered) == [(1, "ema"), (1, "state"), (2, "ema"), (2, "state")]
+
+
+def test_a_call_is_answered_before_what_was_set_after_it_is_taken(ranks: list[Ranks]) -> None:
+    """On a GPU rank 0 only enqueues its part of a collective, and begins the next step at once."""
+    answered: list[str] = []
+    ranks[1].on_call = answered.append
+    ranks[0].call("state")
+    assert ranks[0]._store is not None
+    ranks[0]._store.set("later", "value")
+    assert ranks[1]._get("later", 0, "go on") == b"value"
+    assert answered == ["state"]
+    for one in ranks:
+        one._ended.set()
+
+
+HANGS = """
+import os, signal, sys, threading, time
+from vesuvius.training.ranks import ranks as module
+from vesuvius.training.ranks.join import open_ranks
+module._UNWIND_S = module._STORE_GRACE_S = 1.0
+with open_ranks("cpu", float(sys.argv[1]), 2) as ranks:
+    ranks.agree(None, {})
+    if ranks.rank == int(sys.argv[2]):
+        eval(sys.argv[3])
+    try:
+        ranks.agree(None, {})
+    except module.RankError as error:
+        print(error, flush=True)
+        ranks.fail(error)
+        os._exit(error.exit_code)
+"""
+SLEEPS, STOPS = "time.sleep(1e6)", "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.parametrize(
+    ("rank", "hang", "said"),
+    [
+        (1, SLEEPS, "rank 0 waited for rank 1 to begin the step"),
+        pytest.param(0, SLEEPS, "rank 1 waited for rank 0 to begin the step", marks=pytest.mark.long),
+        pytest.param(1, STOPS, "rank 1 has been silent", marks=pytest.mark.long),
+        (0, STOPS, "rank 0 has not answered"),
+    ],
+)
+def test_a_rank_that_hangs_or_is_stopped_ends_the_others_by_the_timeout(
+    tmp_path: Path, rank: int, hang: str, said: str
+) -> None:
+    with started_ranks(Path("none"), tmp_path, 2, program=("-c", HANGS, "6", str(rank), hang)) as processes:
+        assert processes[1 - rank].wait(timeout=60) == EXIT_ERROR
+        if hang == SLEEPS:  # nor does the one that hangs stay behind
+            assert processes[rank].wait(timeout=60) == EXIT_ERROR
+        assert said in output_of(tmp_path, 2)

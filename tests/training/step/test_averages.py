@@ -1,0 +1,87 @@
+"""Moving averages of the weights: their recurrence, their lengths, and lengths that come and go."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from vesuvius.config import TrainingConfig
+from vesuvius.training.step.averages import MovingAverage, average_decays, load_averages
+
+APPLIED, SKIPPED = torch.tensor(True), torch.tensor(False)
+
+
+def make_network() -> nn.Module:
+    network = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(1.0)
+    return network
+
+
+def move(network: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.fill_(value)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.15, 0.5, 0.9999])
+def test_an_average_follows_its_recurrence_with_warm_up(decay: float) -> None:
+    network = make_network()
+    average = MovingAverage(network, decay)
+    expected = 1.0
+    for n in range(6):
+        move(network, 2.0 + n)
+        average.update(APPLIED)
+        d = min(decay, (1 + n) / (10 + n))
+        expected = d * expected + (1 - d) * (2.0 + n)
+    for weight in average.weights.values():
+        torch.testing.assert_close(weight, torch.full_like(weight, expected), rtol=1e-6, atol=0)  # rounding of lerp
+    assert float(average.updates) == 6
+
+
+def test_a_step_that_was_not_applied_is_no_update() -> None:
+    network = make_network()
+    average = MovingAverage(network, 0.5)
+    move(network, 2.0)
+    average.update(APPLIED)
+    before = copy.deepcopy(average.state_dict())
+    move(network, 3.0)
+    average.update(SKIPPED)
+    torch.testing.assert_close(average.state_dict(), before, rtol=0, atol=0)
+
+
+def test_each_average_has_a_name_of_its_own_however_near_its_decay_is_to_one() -> None:
+    config = TrainingConfig(ema_decay=0.9999, extra_ema_decays=(0.999, 0.9999999, 0.99999999, 0.5))
+    assert average_decays(config) == {
+        "ema": 0.9999,
+        "ema_0.999": 0.999,
+        "ema_0.9999999": 0.9999999,
+        "ema_0.99999999": 0.99999999,
+        "ema_0.5": 0.5,
+    }
+
+
+def test_a_length_that_comes_starts_from_the_raw_weights_and_one_that_goes_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = make_network()
+    before = {name: MovingAverage(network, decay) for name, decay in {"ema": 0.9, "ema_0.5": 0.5}.items()}
+    move(network, 2.0)
+    for average in before.values():
+        average.update(APPLIED)
+    stored = copy.deepcopy({name: average.state_dict() for name, average in before.items()})
+    now = {name: MovingAverage(make_network(), decay) for name, decay in {"ema": 0.9, "ema_0.8": 0.8}.items()}
+    with caplog.at_level(logging.INFO):
+        load_averages(now, stored, network.state_dict())
+    torch.testing.assert_close(now["ema"].state_dict(), stored["ema"], rtol=0, atol=0)
+    assert all((weight == 2.0).all() for weight in now["ema_0.8"].weights.values())
+    assert float(now["ema_0.8"].updates) == 0
+    assert [(record.levelname, record.args) for record in caplog.records] == [
+        ("WARNING", ("ema_0.8",)),
+        ("INFO", ("ema_0.5",)),
+    ]

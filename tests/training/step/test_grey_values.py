@@ -1,0 +1,100 @@
+"""Model values of every stored dtype, against exact fractions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.training.step.grey_values import grey_scales, normalised
+
+on_each_device = pytest.mark.parametrize(
+    "device",
+    [
+        torch.device("cpu"),
+        pytest.param(
+            torch.device("cuda"),
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ),
+    ],
+    ids=str,
+)
+
+# Low and high: all of a dtype, and little of it far from 0, where a rounding before low is subtracted loses the range.
+RANGES: list[tuple[str, float, float]] = [
+    ("bool", 0, 1),
+    ("uint8", 0.5, 254.25),
+    ("int8", -128, 127),
+    ("int16", -1024, 3071),
+    ("int16", 32000, 32010),
+    ("uint16", 107.3, 60000.1),
+    ("uint16", 65000, 65010),
+    ("int32", -(2.0**31), 2.0**31 - 1),
+    ("int32", 2**30, 2**30 + 1000),
+    ("int32", -(2**30) - 1000.75, -(2**30) + 0.25),
+    ("uint32", 0, 2**32 - 1),
+    ("uint32", 2**32 - 2000, 2**32 - 1000),
+    ("int64", -(2.0**63), 2.0**63),
+    ("int64", 2**30 + 0.5, 2**30 + 1000.5),
+    ("int64", 2**53, 2**53 + 1000),
+    ("int64", -(2**62), -(2**62) + 4096),
+    ("uint64", 0, 2.0**64),
+    ("uint64", 2**32 - 500, 2**32 + 500),
+    ("uint64", 2**63 - 4096, 2**63 + 4096),
+    ("float16", -2.5, 1000.0),
+    ("float32", -1e-3, 2e-3),
+    ("float32", 2.0**30, 2.0**30 + 1024),
+    ("float64", 1e12, 1e12 + 0.125),
+    ("float64", -1e-30, 1e-30),
+]
+
+
+def voxels_in(dtype: str, low: float, high: float) -> NDArray[np.generic]:
+    """64 values from low to high and a little beyond on either side, as far as the dtype goes."""
+    steps = [Fraction(low) + (Fraction(high) - Fraction(low)) * Fraction(n, 59) for n in range(-2, 62)]
+    if dtype.startswith("float"):
+        return np.array([float(value) for value in steps], dtype)
+    ends = (0, 1) if dtype == "bool" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    return np.array([min(max(round(value), ends[0]), ends[1]) for value in steps], dtype)
+
+
+@on_each_device
+@pytest.mark.parametrize(("dtype", "low", "high"), RANGES)
+@pytest.mark.parametrize(("gain", "shift"), [(1.0, 0.0), (1.25, -0.5)])
+def test_model_values_are_exact_up_to_float32(
+    dtype: str, low: float, high: float, gain: float, shift: float, device: torch.device
+) -> None:
+    stored = voxels_in(dtype, low, high)
+    assert len(set(stored.tolist())) >= min(64, high - low) / 4 or dtype.startswith("float"), "the range is covered"
+    expected = [
+        ((Fraction(v.item()) - Fraction(low)) * 2 / (Fraction(high) - Fraction(low)) - 1) * Fraction(gain)
+        + Fraction(shift)
+        for v in stored
+    ]
+    raw = torch.from_numpy(stored.reshape(1, 1, 4, 4, 4)).to(device)
+    found = normalised(raw, grey_scales([GreyRange(low, high)]), [gain], [shift])
+    assert found.dtype == torch.float32
+    assert found.shape == raw.shape
+    # Values up to 2 (before -1), rounded in 4 operations by up to 2^-24 of that each.
+    np.testing.assert_allclose(found.cpu().numpy().ravel(), [float(v) for v in expected], rtol=0, atol=8 * 2.0**-24)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint64", "float64"])
+def test_each_sample_has_its_own_range_gain_and_shift(dtype: str) -> None:
+    raw = torch.from_numpy(np.full((3, 1, 2, 2, 2), 100, dtype))
+    scales = grey_scales([GreyRange(0, 100), GreyRange(100, 200), GreyRange(0, 200)])
+    found = normalised(raw, scales, [1.0, 2.0, 1.0], [0.0, 0.5, 0.25])
+    expected = torch.tensor([1.0, -1.5, 0.25]).view(3, 1, 1, 1, 1).expand_as(found)
+    torch.testing.assert_close(found, expected, rtol=0, atol=8 * 2.0**-24)  # as above
+
+
+def test_the_stored_voxels_stay_as_they_are() -> None:
+    for dtype in ("uint8", "float32", "float64", "int64"):
+        raw = torch.arange(8).to(torch.from_numpy(np.empty(0, dtype)).dtype).view(1, 1, 2, 2, 2)
+        before = raw.clone()
+        normalised(raw, grey_scales([GreyRange(3, 5)]))
+        assert torch.equal(raw, before)

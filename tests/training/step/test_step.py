@@ -1,0 +1,457 @@
+"""The optimizer step: accumulation, precision, schedules, sets of weights, and what is never applied."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vesuvius.config import Config
+from vesuvius.diffusion.condition import NO_CONDITION, Condition
+from vesuvius.diffusion.preconditioning import predict
+from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import ConfigError
+from vesuvius.training.step import step as step_module
+from vesuvius.training.step.network import build_network
+from vesuvius.training.step.outcome import StepOutcome, StepResult
+from vesuvius.training.step.step import TrainStep, holds_trials, learning_rate, make_optimizer, resolve_amp
+
+CPU = torch.device("cpu")
+
+
+def make_config(conditional: bool = False, condition_dropout: float = 0.1, **training: Any) -> Config:
+    settings = {"steps_per_epoch": 100, "warmup_steps": 10, "lr": 1e-3, "ema_decay": 0.9} | training
+    volume: dict[str, Any] = {"path": "v"} | ({"condition": {"path": "c"}} if conditional else {})
+    return Config.model_validate(
+        {
+            "name": "t",
+            "data": {"volumes": (volume,), "patch_size": (8, 16, 16)},
+            "diffusion": {"condition_dropout": condition_dropout},
+            "training": settings,
+            "model": {
+                "channels": (8, 16),
+                "blocks_per_level": 1,
+                "stem_stride": (1, 2, 2),
+                "full_res_channels": 4,
+                "attention_heads": 2,
+                "norm_groups": 4,
+            },
+        }
+    )
+
+
+def make_step(config: Config) -> TrainStep:
+    return TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
+
+
+def train(step: TrainStep, config: Config, steps: int = 5, scale: float = 1.0) -> list[float]:
+    """Some optimizer steps on fixed patches.  Returns their losses."""
+    batch, losses = config.global_batch, []
+    x_0 = torch.tanh(torch.randn(batch, 1, 8, 16, 16, generator=torch.Generator().manual_seed(1))) * scale
+    for number in range(steps):
+        t = (np.arange(batch) * 997 + number * 131) % 1000
+        indices = np.arange(batch) + number * batch
+        for part in np.split(np.arange(batch), config.training.accumulate_steps):
+            shown = Condition(x_0[part].repeat(1, 2, 1, 1, 1), None) if config.has_condition else NO_CONDITION
+            step.accumulate(x_0[part], indices[part], t[part], shown)
+        losses.append(step.apply(config.training.lr).read().loss)
+    return losses
+
+
+def good_step(step: TrainStep) -> StepOutcome:
+    """An optimizer step on four patches of nothing."""
+    step.accumulate(torch.zeros(4, 1, 8, 16, 16), np.arange(4), np.arange(4))
+    return step.apply(1e-3).read()
+
+
+def bad_step(step: TrainStep) -> StepOutcome:
+    """The same with one voxel of the third patch that is not a number."""
+    x_0 = torch.zeros(4, 1, 8, 16, 16)
+    x_0[2, 0, 3, 3, 3] = math.nan
+    step.accumulate(x_0, np.arange(4), np.arange(4))
+    return step.apply(1e-3).read()
+
+
+def weights(step: TrainStep) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in step.network.named_parameters()}
+
+
+@pytest.mark.parametrize("split", [(4, 2), (2, 4), (1, 8)])
+def test_accumulation_equals_one_large_batch(split: tuple[int, int]) -> None:
+    large = make_config(train_batch_size=8, accumulate_steps=1, extra_ema_decays=(0.3, 0.99))
+    small = make_config(train_batch_size=split[0], accumulate_steps=split[1], extra_ema_decays=(0.3, 0.99))
+    one, many = make_step(large), make_step(small)
+    # The same sums in another order: float32 rounding, passed through 5 steps of AdamW.
+    np.testing.assert_allclose(train(one, large), train(many, small), rtol=1e-5)
+    for name, weight in weights(one).items():
+        torch.testing.assert_close(weight, weights(many)[name], rtol=1e-4, atol=1e-5)
+        for key, average in one.averages.items():
+            torch.testing.assert_close(average.weights[name], many.averages[key].weights[name], rtol=1e-4, atol=1e-5)
+    for step in (one, many):
+        assert [float(average.updates) for average in step.averages.values()] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("conditional", [pytest.param(False, marks=pytest.mark.long), True])
+def test_any_split_into_ranks_and_micro_batches_trains_on_the_same_numbers(conditional: bool) -> None:
+    # 1 rank x 4 micro-batches, 2 x 2 and 4 x 1 of 2 samples each.  A rank's micro-batches are slices of the global
+    # batch; adding up the ranks' gradients is what their all-reduce does.
+    ends = [_train_ranks(ranks, 4 // ranks, conditional) for ranks in (1, 2, 4)]
+    for losses, parameters in ends[1:]:
+        # 1e-6: the same sums of gradients in another order, passed through 20 steps of AdamW.
+        np.testing.assert_allclose(losses, ends[0][0], rtol=0, atol=1e-6)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, ends[0][1][name], rtol=0, atol=1e-6, msg=name)
+
+
+def _train_ranks(ranks: int, accumulate: int, conditional: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """20 steps; their losses and the weights behind them."""
+    per_rank = make_config(train_batch_size=2, accumulate_steps=4, lr=1e-4, conditional=conditional)
+    steps = [make_step(per_rank) for _ in range(ranks)]
+    losses = []
+    for number in range(20):
+        t = stratified_timesteps(0, number, 8, 1000)
+        for place in range(0, 8, 2):
+            indices = np.arange(place, place + 2) + 8 * number
+            x_0 = torch.tanh(sample_noise(1, indices, (1, 8, 16, 16)))
+            condition = Condition(torch.sign(x_0.repeat(1, 2, 1, 1, 1)), None) if conditional else NO_CONDITION
+            steps[place // (2 * accumulate)].accumulate(x_0, indices, t[place : place + 2], condition)
+        _all_reduce(steps)
+        results = [step.apply(1e-4).read() for step in steps]
+        losses.append(results[0].loss)
+    return losses, weights(steps[0])
+
+
+def _all_reduce(steps: list[TrainStep]) -> None:
+    """Give each rank the sum of all ranks' gradients and losses."""
+    for same in zip(*(step.network.parameters() for step in steps), strict=True):
+        total = torch.stack([p.grad for p in same if p.grad is not None]).sum(0)
+        for parameter in same:
+            parameter.grad = total.clone()
+    loss = torch.stack([step._loss for step in steps]).sum()
+    for step in steps:
+        step._loss = loss.clone()
+
+
+def test_a_dropped_condition_has_no_influence_and_a_kept_one_has() -> None:
+    config = make_config(train_batch_size=4, conditional=True, condition_dropout=0.5)
+    # The first layers of a fresh network have no gradient yet: its branches end in zeros.
+    step = make_step(config)
+    train(step, config, steps=3)
+    x_0, t = torch.tanh(sample_noise(1, range(4), (1, 8, 16, 16))), np.array([100, 300, 500, 700])
+    kept = condition_kept(config.seed, range(4), 0.5)
+    assert kept.any(), "the seed draws both"
+    assert not kept.all(), "the seed draws both"
+
+    def loss(channels: torch.Tensor) -> float:
+        step.accumulate(x_0, np.arange(4), t, Condition(channels, None))
+        return step.apply(0.0).read().loss
+
+    shown = torch.ones(4, 2, 8, 16, 16)
+    other = shown.clone()
+    other[~kept] = -3.0
+    assert loss(other) == loss(shown)
+    other[kept] = -3.0
+    assert loss(other) != loss(shown)
+
+
+@pytest.mark.parametrize("name", ["raw", "ema", "ema_0.2"])
+def test_a_denoiser_predicts_with_the_weights_of_its_name_and_the_condition(name: str) -> None:
+    config = make_config(train_batch_size=2, conditional=True, extra_ema_decays=(0.2,))
+    step = make_step(config)
+    train(step, config, steps=5)
+    x_t, t = sample_noise(2, range(2), (1, 8, 16, 16)), torch.tensor([400, 400])
+    condition = Condition(torch.ones(2, 2, 8, 16, 16), None)
+    assert step.weight_names == ("raw", "ema", "ema_0.2")
+    predictions = {key: step.denoiser(key)(x_t, t, condition) for key in step.weight_names}
+    prediction = predictions.pop(name)
+    assert not prediction.requires_grad
+    assert not torch.equal(prediction, step.denoiser(name)(x_t, t, condition.left_out()))
+    assert all(not torch.equal(prediction, other) for other in predictions.values()), "each has weights of its own"
+    if name != "raw":
+        step.network.load_state_dict(step.averages[name].weights)
+    schedule = Schedule.from_config(config.diffusion)
+    torch.testing.assert_close(predict(step.network, schedule, x_t, t, condition), prediction, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_autocast_trains_close_to_float32(amp: str) -> None:
+    config = make_config(train_batch_size=4, amp=amp)
+    reduced, full = make_step(config), make_step(make_config(train_batch_size=4, amp="off"))
+    assert reduced.amp == amp
+    # bf16 has 8 bits of mantissa; losses of a few steps stay within a percent or so
+    np.testing.assert_allclose(train(reduced, config), train(full, config), rtol=0.03)
+    assert all(p.dtype == torch.float32 for p in reduced.network.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str, optimizer: str) -> None:
+    config = make_config(train_batch_size=4, amp=amp, extra_ema_decays=(0.5,), optimizer=optimizer)
+    step = make_step(config)
+    train(step, config, steps=2)
+    before = copy.deepcopy(step.state_dict())
+    result = bad_step(step)
+    assert not result.finite
+    assert not result.applied
+    assert not result.overflowed, "a NaN loss is not the scaler's business"
+    assert [math.isfinite(loss) for loss in result.losses] == [True, True, False, True]
+    after = step.state_dict()
+    for key in ("model", "averages"):
+        torch.testing.assert_close(after[key], before[key], rtol=0, atol=0)
+    torch.testing.assert_close(after["optimizer"]["state"], before["optimizer"]["state"], rtol=0, atol=0)
+    assert math.isfinite(train(step, config, steps=1)[0]), "and the next step is clean"
+
+
+def test_an_fp16_overflow_is_skipped_counted_and_lowers_the_scale() -> None:
+    config = make_config(train_batch_size=4, amp="fp16")
+    step = make_step(config)
+    train(step, config, steps=1)
+    step.scaler.update(2.0**40)  # gradients of this scale exceed fp16
+    before = weights(step)
+    result = good_step(step)
+    assert result.overflowed
+    assert not result.finite
+    assert result.scale == 2.0**40
+    assert step.scaler.get_scale() == 2.0**39
+    for name, weight in weights(step).items():
+        assert torch.equal(weight, before[name])
+
+
+def test_behind_the_last_bad_step_nothing_is_applied_however_late_the_host_looks() -> None:
+    # On a GPU the host reads a step or more late, and has launched others by then.
+    config = make_config(train_batch_size=4, max_nonfinite=2)
+    step = make_step(config)
+    outcomes = [bad_step(step), good_step(step), bad_step(step)]
+    before = copy.deepcopy(step.state_dict())
+    outcomes += [bad_step(step), good_step(step), good_step(step)]
+    assert [outcome.applied for outcome in outcomes] == [False, True, False, False, False, False]
+    assert [outcome.finite for outcome in outcomes] == [False, True, False, False, True, True]
+    assert [outcome.nonfinite_in_a_row for outcome in outcomes] == [1, 0, 1, 2, 2, 2]
+    after = step.state_dict() | {"nonfinite_in_a_row": before["nonfinite_in_a_row"]}
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_an_fp16_overflow_neither_counts_as_a_bad_step_nor_ends_a_row_of_them() -> None:
+    config = make_config(train_batch_size=4, amp="fp16", max_nonfinite=2)
+    step = make_step(config)
+    outcomes = [good_step(step), bad_step(step)]
+    step.scaler.update(2.0**40)  # gradients of this scale exceed fp16
+    outcomes.append(good_step(step))
+    step.scaler.update(1024.0)
+    outcomes += [bad_step(step), good_step(step)]
+    assert [outcome.overflowed for outcome in outcomes] == [False, False, True, False, False]
+    assert [outcome.nonfinite_in_a_row for outcome in outcomes] == [0, 1, 1, 2, 2]
+    assert [outcome.applied for outcome in outcomes] == [True, False, False, False, False]
+
+
+@pytest.mark.parametrize("split", [(4, 1), (2, 2), (1, 4)])
+def test_the_losses_of_the_samples_come_in_the_order_of_the_global_batch(split: tuple[int, int]) -> None:
+    config = make_config(train_batch_size=split[0], accumulate_steps=split[1])
+    step = make_step(config)
+    x_0 = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 1, 8, 16, 16)
+    for part in np.split(np.arange(4), split[1]):
+        step.accumulate(x_0[part], part, np.full(len(part), 500))
+    outcome = step.apply(0.0).read()
+    # A fresh network predicts 0, so the loss of v grows with the patch's value.
+    assert list(outcome.losses) == sorted(set(outcome.losses))
+    assert len(outcome.losses) == 4
+    assert outcome.loss == pytest.approx(np.mean(outcome.losses), rel=1e-6)  # float32 sums
+
+
+def test_the_gradient_is_clipped_to_the_norm_and_reported_before() -> None:
+    config = make_config(train_batch_size=4, clip_norm=1e-3, weight_decay=0.0)
+    step = make_step(config)
+    x_0 = torch.ones(4, 1, 8, 16, 16)
+    step.accumulate(x_0, np.arange(4), np.array([10, 300, 600, 900]))
+    step.optimizer = torch.optim.SGD(step.network.parameters(), lr=1.0, fused=True)  # moves by the gradient itself
+    before = weights(step)
+    result = step.apply(1.0).read()
+    moved = torch.sqrt(sum(((p - before[n]) ** 2).sum() for n, p in weights(step).items()))  # type: ignore[arg-type]
+    assert result.grad_norm > 1e-3
+    torch.testing.assert_close(moved, torch.tensor(1e-3), rtol=1e-3, atol=0)
+
+
+def test_the_learning_rate_warms_up_in_steps_and_falls_to_zero_at_the_horizon() -> None:
+    config = make_config(lr=1.0, warmup_steps=10, steps_per_epoch=50, epochs=2).training
+    assert learning_rate(0, config) == 0.1
+    assert learning_rate(9, config) == 1.0
+    assert learning_rate(10, config) == 1.0
+    assert learning_rate(55, config) == pytest.approx(0.5)
+    assert learning_rate(100, config) == pytest.approx(0.0)
+    constant = config.model_copy(update={"lr_schedule": "constant"})
+    assert learning_rate(99, constant) == 1.0
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10])
+def test_the_inverse_square_root_halves_the_rate_over_four_times_the_steps(warmup: int) -> None:
+    config = make_config(lr=1.0, warmup_steps=warmup, lr_schedule="inverse_sqrt").training
+    peak = max(warmup, 1)
+    assert learning_rate(peak - 1, config) == 1.0, "it meets the end of the warm-up"
+    assert learning_rate(4 * peak - 1, config) == pytest.approx(0.5)
+    assert learning_rate(100 * peak - 1, config) == pytest.approx(0.1), "also beyond the horizon"
+
+
+def test_max_steps_does_not_move_the_schedule() -> None:
+    config = make_config(lr=1.0).training
+    assert learning_rate(50, config.model_copy(update={"max_steps": 60})) == learning_rate(50, config)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_saved_and_loaded_step_goes_on_bit_by_bit(optimizer: str) -> None:
+    config = make_config(train_batch_size=4, accumulate_steps=2, extra_ema_decays=(0.5,), optimizer=optimizer)
+    straight, first = make_step(config), make_step(config)
+    train(straight, config, steps=3)
+    train(first, config, steps=3)
+    second = make_step(config.model_copy(update={"seed": 5}))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    second._config = config
+    assert train(straight, config) == train(second, config)
+    torch.testing.assert_close(second.state_dict(), straight.state_dict(), rtol=0, atol=0)
+
+
+def test_a_run_that_starts_from_given_weights_has_them_in_every_average() -> None:
+    config = make_config(train_batch_size=2, extra_ema_decays=(0.5,))
+    first, second = make_step(config), make_step(config)
+    train(first, config, steps=2)
+    second.set_weights(first.ema.weights)
+    for name, weight in first.ema.weights.items():
+        for own in (weights(second), *(average.weights for average in second.averages.values())):
+            assert torch.equal(own[name], weight), name
+    train(second, config, steps=1)
+    assert float(second.ema.updates) == 1
+
+
+def test_weights_of_another_network_are_refused_by_name() -> None:
+    step = make_step(make_config())
+    given = dict(step.ema.weights)
+    names = list(given)
+    del given[names[0]]
+    given["other"] = torch.zeros(1)
+    given[names[1]] = torch.zeros(3)
+    with pytest.raises(ConfigError, match=r"init_from needs .* missing, other unexpected, .* \(3,\) instead of \("):
+        step.set_weights(given)
+    with pytest.raises(ConfigError, match=rf"and {len(names) - 3} more"):
+        step.set_weights({})
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weight_decay_spares_biases_and_norms(optimizer: str) -> None:
+    config = make_config(optimizer=optimizer)
+    network = build_network(config, CPU)
+    *decayed, spared = make_optimizer(network, config.training).param_groups
+    assert [group["weight_decay"] for group in decayed] == [0.01] * len(decayed)
+    assert spared["weight_decay"] == 0.0
+    found = [p for group in decayed for p in group["params"]]
+    assert all(p.ndim > 1 for p in found)
+    assert all(p.ndim <= 1 for p in spared["params"])
+    assert len(found) + len(spared["params"]) == len(list(network.parameters()))
+
+
+def test_muon_takes_the_kernels_but_for_the_one_with_a_single_output() -> None:
+    config = make_config(optimizer="muon")
+    network = build_network(config, CPU)
+    kernels, others, _ = make_optimizer(network, config.training).param_groups
+    taken = {id(p) for p in kernels["params"]}
+    assert taken == {id(p) for name, p in network.named_parameters() if p.ndim == 5 and name != "conv_out.weight"}
+    assert {p.ndim for p in others["params"]} == {2, 5}
+
+
+def test_auto_precision_is_off_on_a_cpu() -> None:
+    assert resolve_amp("auto", CPU) == "off"
+    assert resolve_amp("bf16", CPU) == "bf16"
+
+
+@pytest.mark.long  # compiling takes a minute
+def test_a_compiled_network_trains_alike() -> None:
+    config = make_config(train_batch_size=2, compile=True)
+    # Compiled kernels add in another order: float32 rounding.
+    np.testing.assert_allclose(
+        train(make_step(config), config, steps=2),
+        train(make_step(make_config(train_batch_size=2)), config, steps=2),
+        rtol=1e-4,
+    )
+
+
+def test_a_run_may_turn_to_fp16_and_back() -> None:
+    plain, half = make_config(train_batch_size=2), make_config(train_batch_size=2, amp="fp16")
+    first = make_step(plain)
+    train(first, plain, steps=2)
+    second = make_step(half)
+    second.load_state_dict(first.state_dict())
+    train(second, half, steps=2)
+    third = make_step(plain)
+    third.load_state_dict(second.state_dict())
+    assert math.isfinite(train(third, plain, steps=1)[0])
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_run_may_turn_to_channels_last_and_back(channels_last: bool) -> None:
+    configs = [make_config(train_batch_size=2, channels_last=last) for last in (channels_last, not channels_last)]
+    straight, first = make_step(configs[0]), make_step(configs[0])
+    train(straight, configs[0], steps=4)
+    train(first, configs[0], steps=2)
+    second = make_step(configs[1])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(second, configs[1], steps=2)
+    train(first, configs[0], steps=2)  # on the same patches as `second`
+    for name, weight in weights(first).items():
+        # The same sums in another order: float32 rounding, passed through AdamW.
+        torch.testing.assert_close(weights(second)[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(amp: str, optimizer: str) -> None:
+    config = make_config(train_batch_size=2, accumulate_steps=2, amp=amp, optimizer=optimizer)
+    device = torch.device("cuda")
+    step = TrainStep(config, build_network(config, device), Schedule.from_config(config.diffusion), device)
+    x_0 = torch.zeros(2, 1, 8, 16, 16, device=device)
+
+    def one() -> None:
+        for part in range(2):
+            step.accumulate(x_0, np.arange(2) + 2 * part, np.array([10, 500]))
+        results.append(step.apply(1e-3))
+
+    results: list[StepResult] = []
+    one()  # the first step makes the optimizer's state and cuDNN's choices
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert all(result.read().finite for result in results)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_memory_of_cudnns_trials_is_given_back_once_behind_the_first_step(
+    holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(step_module, "holds_trials", lambda device, config: holds)
+    step = make_step(make_config(train_batch_size=2, accumulate_steps=2))
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: calls.append(step.optimizer.state[_first(step)]["step"].item())
+    )
+    train(step, make_config(train_batch_size=2, accumulate_steps=2), steps=3)
+    assert calls == ([1] if holds else []), "the optimizer had made its first step"
+
+
+def _first(step: TrainStep) -> torch.Tensor:
+    return next(iter(step.network.parameters()))
+
+
+def test_only_cuda_with_cudnns_benchmark_leaves_trials_behind() -> None:
+    cuda = torch.device("cuda")
+    assert holds_trials(cuda, make_config().training)
+    assert not holds_trials(CPU, make_config().training)
+    assert not holds_trials(cuda, make_config(cudnn_benchmark=False).training)
+    assert not holds_trials(cuda, make_config(deterministic=True).training)

@@ -1,0 +1,109 @@
+"""Signals at awkward moments, with real Ray readers, sent as a terminal or a scheduler sends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from vesuvius.runlog.records import read_records
+from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
+
+LONG_RUN = {"epochs": 1000, "workers": 2}
+
+
+@contextmanager
+def start(config: Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """`vesuvius train` in a process group of its own, as a shell starts it; killed if it outlives the test."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vesuvius.train", "--config", str(config)],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the run ended with {process.wait()} before it said {text!r}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_a_signal_while_ray_starts_stops_the_run_as_any_other(
+    tiny_config: Callable[..., Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    with start(tiny_config(training=LONG_RUN), tmp_path) as process:
+        wait_for(process, "INFO model")  # Ray is started next, which takes seconds and takes the handler of SIGTERM
+        try:
+            process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=120)
+    expected = 75 if number == signal.SIGTERM else 130
+    assert process.returncode == expected, output
+    assert "Traceback" not in output
+    assert read_records(tmp_path / "runs/tiny/metrics.jsonl")[-1]["exit_code"] == expected
+
+
+@pytest.mark.long
+def test_ctrl_c_in_a_terminal_reaches_the_readers_too_and_still_saves(
+    tiny_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    with start(tiny_config(training=LONG_RUN), tmp_path) as process:
+        wait_for(process, "Train step 3/")
+        os.killpg(process.pid, signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    (checkpoint,) = list_checkpoints(tmp_path / "runs/tiny/checkpoints")
+    assert load_checkpoint(checkpoint)["step"] >= 3
+
+
+def test_a_second_signal_ends_at_once(tiny_config: Callable[..., Path], tmp_path: Path) -> None:
+    # A step of many micro-batches, none of which is waited for: the first signal waits for it, the second does not.
+    training = {"epochs": 1000, "workers": 0, "accumulate_steps": 2000, "prefetch_factor": 100}
+    with start(tiny_config(training=training), tmp_path) as process:
+        wait_for(process, "INFO model")
+        try:
+            process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+        wait_for(process, "stopping after the step in hand")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGTERM
+
+
+TIME_IS_UP = """
+import os, signal
+from vesuvius.training.stop import StopRequest
+with StopRequest(max_hours=0) as stop:
+    assert stop.wanted() and stop.exit_code == 75
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("saves", stop.exit_code, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("still there", flush=True)
+"""
+
+
+def test_the_first_signal_behind_the_time_limit_is_no_second_one() -> None:
+    done = subprocess.run([sys.executable, "-c", TIME_IS_UP], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "saves 75\n"), done.stderr

@@ -1,0 +1,285 @@
+"""Verdicts on real steps: what is gathered, when it is said, and that it names what was made slow."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.chunk_server import ChunkServer
+from tests.training.stand_ins import FixedMachine, StillStream, run_context
+from vesuvius.config import Config
+from vesuvius.config.load import read_config
+from vesuvius.diffusion.randomness import stratified_timesteps
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.probes.rates import Rates
+from vesuvius.runlog.records import read_records
+from vesuvius.runlog.step_times import StepTimes
+from vesuvius.stream.feeder import FeederFigures
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading.reader_figures import ReaderFigures
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.training.checkpoint.data_facts import DataFacts
+from vesuvius.training.replay.file import ReplayWriter
+from vesuvius.training.report import StepReporter
+from vesuvius.training.step.conditioning import Conditioner, volume_scalars
+from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.network import build_network
+from vesuvius.training.step.step import TrainStep
+from vesuvius.training.validation.data_spectrum import measure_spectrum
+from vesuvius.training.verdicts import Verdicts
+
+CPU = torch.device("cpu")
+WriteConfig = Callable[..., Path]
+SOME = StepTimes(step_s=1.0, data_s=0.05, h2d_s=0.0, forward_s=0.3, backward_s=0.5, optimizer_s=0.1)
+
+
+@pytest.fixture(autouse=True)
+def _captured(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vesuvius")
+
+
+def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any]]:
+    """The steps of a run as `Run` makes them, with neither checkpoints nor validation; returns what was recorded."""
+    data = prepare_data(config.seed, config.data)
+    greys, scalars = data.grey_ranges(config.data), volume_scalars(config, data)
+    conditioner = Conditioner(config.data.condition_classes, greys.conditions, scalars, CPU)
+    step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
+    options = StreamOptions.from_config(config.training, config.cluster)
+    feed = DeviceFeed(CPU, options, data.job, greys.volumes, conditioner)
+    spectrum = measure_spectrum(data, config.data, greys, data.read)
+    replays = ReplayWriter(directory / "nonfinite", config, DataFacts.of(data, greys, spectrum, scalars), step)
+    run, clock = run_context(config, directory), HostClock()
+    with feed.open() as stream:
+        reporter = StepReporter(run, clock, stream, FixedMachine(), replays)
+        for number in range(steps):
+            batches = []
+            timesteps = stratified_timesteps(config.seed, number, config.global_batch, config.diffusion.timesteps)
+            for t in np.split(timesteps, config.training.accumulate_steps):
+                batch = feed.next(clock)
+                step.accumulate(batch.x_0, batch.indices, t, batch.condition, clock.computing)
+                batches.append((batch.stored, t))
+            result = step.apply(1e-3, clock.computing)
+            clock.step_done()
+            reporter.launched(number + 1, number * config.global_batch, 1e-3, result, batches)
+            reporter.report()
+        reporter.finish()
+    run.metrics.close()
+    return read_records(directory / "metrics.jsonl")
+
+
+def test_a_run_that_computes_is_compute_bound_and_its_records_say_where_every_second_went(
+    tmp_path: Path, tiny_config: WriteConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A network that is heavy for its patches: reading 16 of them takes milliseconds."""
+    model = {"channels": [48, 96], "full_res_channels": 16, "norm_groups": 4}
+    path = tiny_config(monitor={"verdict_every": 6}, model=model)
+    records = run_steps(read_config(path, ()), tmp_path, 12)
+    steps = [record for record in records if record["kind"] == "step"]
+    for record in steps:
+        parts = [record[f"{name}_s"] for name in ("data", "h2d", "forward", "backward", "optimizer", "other")]
+        assert math.fsum(parts) == pytest.approx(record["step_s"], rel=1e-12)
+        assert record["gpu_s"] == record["forward_s"] + record["backward_s"] + record["optimizer_s"]
+        assert min(parts[2:5]) > 0
+        assert record["pause_s"] == 0
+    first, second = [record for record in records if record["kind"] == "verdict"]
+    assert (first["step"], first["steps"]) == (6, 5), "the first step holds the start of the readers"
+    assert (second["step"], second["steps"]) == (12, 6)
+    assert (second["bound"], second["cause"], second["overrides"]) == ("compute-bound", None, [])
+    assert second["advice"] == "nothing to change: the device is a CPU"
+    for name in ("step_s", "data_s", "forward_s", "backward_s", "optimizer_s", "other_s"):
+        assert second[name] == pytest.approx(math.fsum(record[name] for record in steps[6:]), rel=1e-12)
+    (line,) = [text for text in caplog.messages if text.startswith("Verdict step 12/20")]
+    assert re.search(r"compute-bound: computed [\d.]+ % of the time .*; step p50 [\d.]+ s, p95 [\d.]+ s; nothing", line)
+
+
+@pytest.mark.long
+def test_a_run_whose_store_is_slow_is_data_bound_by_its_latency(
+    tmp_path: Path, volume: Path, tiny_config: WriteConfig
+) -> None:
+    """A step's four patches need some twelve chunks, which take 0.1 s each, one after the other.  Computing takes some
+    0.05 s, and would have to take 5 s before the run counted as compute-bound."""
+    with ChunkServer(tmp_path) as server:
+        store = {"requests": 1}
+        data = {"volumes": [{"path": server.url_of(volume)}], "store": store, "patches_per_region": 1}
+        config = read_config(tiny_config(data=data, monitor={"verdict_every": 50}), ())
+        server.set_faults([{"path": r"\.zarr/\d", "kind": "delay", "delay_s": 0.1}])
+        records = run_steps(config, tmp_path, 7)
+    (verdict,) = [record for record in records if record["kind"] == "verdict"]
+    assert verdict["step"] == 7, "at the end of the run, though no multiple of verdict_every"
+    assert (verdict["bound"], verdict["cause"]) == ("data-bound", "store latency")
+    assert verdict["overrides"] == ["data.store.requests=2"]
+    assert verdict["read_s"] > verdict["decode_s"]
+    assert verdict["requests"] > 0
+    assert verdict["ran_empty"] > 0
+    last = [record for record in records if record["kind"] == "step"][-1]
+    assert last["readers"]["read_s"] >= verdict["read_s"]
+    assert last["readers"]["requests"] >= verdict["requests"], "totals of the session"
+    assert last["feeder"]["batches"] == 14
+
+
+class WorkingPath(StillStream):
+    """A stream of which the test says what it has done."""
+
+    def work(self, **figures: Any) -> None:
+        """A step's worth of decoding and cutting."""
+        self.reader_totals = replace(self.reader_totals, decode_s=self.reader_totals.decode_s + 1.9)
+        more = FeederFigures(0.01, 0.97, 0.0, 2, 2, 4000)
+        self.feeder_figures = FeederFigures(
+            *(a + b for a, b in zip(astuple(self.feeder_figures), astuple(more), strict=True))
+        )
+
+
+@dataclass
+class Judged:
+    """Verdicts over a fake stream with two readers."""
+
+    config: Config
+    directory: Path
+    rates: Rates | None = None
+    short: bool = False
+
+    def __post_init__(self) -> None:
+        self.path = WorkingPath(StreamOptions(2, workers=2))
+        run = run_context(self.config, self.directory)
+        self.verdicts = Verdicts(run, self.path, FixedMachine(self.rates, self.short))
+
+    def steps(self, first: int, last: int, times: StepTimes = SOME) -> None:
+        for step in range(first, last + 1):
+            self.path.work()
+            self.verdicts.add(step, times, None)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return read_records(self.directory / "metrics.jsonl")
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """Step and number of steps of each verdict."""
+        return [(record["step"], record["steps"]) for record in self.records]
+
+
+@pytest.fixture
+def judged(tmp_path: Path, tiny_config: WriteConfig) -> Callable[..., Judged]:
+    def make(rates: Rates | None = None, **monitor: Any) -> Judged:
+        return Judged(read_config(tiny_config(monitor=monitor), ()), tmp_path, rates)
+
+    return make
+
+
+def test_a_verdict_comes_at_every_multiple_and_at_the_end_where_enough_steps_are_left(
+    judged: Callable[..., Judged],
+) -> None:
+    one = judged(verdict_every=10)
+    one.steps(1, 25)
+    one.verdicts.finish()
+    assert one.windows == [(10, 9), (20, 10), (25, 5)]
+
+
+def test_a_few_steps_at_the_end_say_nothing(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=10)
+    one.steps(1, 24)
+    one.verdicts.finish()
+    assert one.windows == [(10, 9), (20, 10)]
+
+
+def test_a_session_that_begins_just_before_a_multiple_waits_for_the_next(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=10)
+    one.steps(8, 20)
+    assert one.windows == [(20, 12)]
+
+
+def test_verdicts_on_few_steps_can_be_asked_for(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=2)
+    one.steps(1, 6)
+    assert one.windows == [(4, 3), (6, 2)]
+
+
+def test_zero_means_no_verdict(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=0)
+    one.steps(1, 60)
+    one.verdicts.finish()
+    assert one.windows == []
+
+
+def test_a_window_holds_what_was_done_in_it_and_not_before(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=10)
+    one.steps(1, 20)
+    record = one.records[1]
+    assert record["decode_s"] == pytest.approx(19.0)
+    assert (record["batches"], record["ran_empty"], record["delivered_bytes"]) == (20, 20, 40000)
+    assert record["read_s"] is None
+
+
+def test_readers_that_are_started_anew_begin_a_new_window(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=20)
+    one.steps(1, 8)
+    one.path.options = replace(one.path.options, workers=1)
+    one.steps(9, 9, replace(SOME, step_s=6.0, data_s=5.05))  # the start of the new reader
+    one.steps(10, 20)
+    ((step, steps),) = one.windows
+    assert (step, steps) == (20, 9)
+    assert one.records[0]["step_s"] == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize(("cores", "cause"), [(8.0, "workers too few"), (3.0, "decoding")])
+def test_idle_cores_and_those_of_the_readers_are_weighed_in(
+    judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch, cores: float, cause: str
+) -> None:
+    monkeypatch.setattr("vesuvius.training.verdicts.bound_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr("vesuvius.training.verdicts.usable_cores", lambda pid: cores)
+    periods = iter([(100, 1), (100, 1), (200, 3), (200, 3)])
+    monkeypatch.setattr("vesuvius.training.verdicts.quota_periods", lambda pid: next(periods))
+    rates = Rates((0.5, 0.9, 0.0, 0.1, 0.0), {41: 0.9, 42: 0.95, 99: 1.0}, 0.0, 0.0, 0.0, 0.0)
+    one = judged(rates, verdict_every=10)
+    one.path.readers = {41: ReaderFigures(), 42: ReaderFigures(), 43: ReaderFigures()}
+    one.steps(1, 10, replace(SOME, data_s=0.6, forward_s=0.1, backward_s=0.2))
+    (record,) = one.records
+    assert record["idle_cores"] == pytest.approx(2.5)
+    assert record["reader_cores"] == pytest.approx(1.85), "of the readers that were seen, and of nobody else"
+    assert record["own_cores"] == pytest.approx(2.85)
+    assert record["throttled_share"] == pytest.approx(0.02)
+    assert (record["bound"], record["cause"]) == ("data-bound", cause)
+
+
+def test_a_quota_that_begins_to_hold_the_run_up_is_an_event_once(
+    judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used_up = [0, 0, 4, 4, 10, 10, 16, 16, 16, 16, 30, 30]  # asked at the end of each window of 100 and anew behind it
+    periods = ((100 * (number // 2), throttled) for number, throttled in enumerate(used_up))
+    monkeypatch.setattr("vesuvius.training.verdicts.quota_periods", lambda pid: next(periods))
+    one = judged(verdict_every=10)
+    one.steps(1, 50)
+    shares = [record["throttled_share"] for record in one.records if record["kind"] == "verdict"]
+    assert shares == pytest.approx([0.04, 0.06, 0.06, 0.0, 0.14])
+    events = [record for record in one.records if record["kind"] == "event"]
+    assert [(e["event"], e["step"]) for e in events] == [("cpu_throttled", 20), ("cpu_throttled", 50)]
+    assert events[0]["throttled_share"] == pytest.approx(0.06)
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert ["6 %" in warned[0], "14 %" in warned[1], len(warned)] == [True, True, 2]
+
+
+def test_pauses_are_no_part_of_the_percentiles(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=10)
+    one.steps(1, 9)
+    one.steps(10, 10, replace(SOME, step_s=31.0, pause_s=30.0))
+    (record,) = one.records
+    assert (record["step_p50_s"], record["step_p95_s"]) == (1.0, 1.0)
+    assert record["bound"] == "compute-bound"
+
+
+def test_the_steps_around_a_readers_death_are_left_out(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=10)
+    one.steps(1, 15)
+    one.path.reader_deaths = 1
+    one.steps(16, 30)
+    assert one.windows == [(10, 9), (30, 12)]

@@ -1,0 +1,91 @@
+"""Grids of pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from vesuvius.training.validation.montage import GAP, HEADING, PAPER, Cell, draw_grid, magnification, orthogonal_slices
+
+
+def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
+    patch = np.full((2, 3, 5), -1.0)
+    patch[1], patch[:, 1], patch[:, :, 2] = 0.0, 0.5, 1.0
+    picture = orthogonal_slices(patch, 2)
+    assert picture.shape == (2 * (3 + 2) + 2 * GAP, 2 * (5 + 2) + 2 * GAP)
+    across_z, across_y, across_x = picture[:6, :10], picture[6 + GAP : 10 + GAP, :10], picture[:6, 10 + GAP : 14 + GAP]
+    assert across_z[::2, ::2].tolist() == [
+        [127, 127, 255, 127, 127],
+        [191, 191, 255, 191, 191],
+        [127, 127, 255, 127, 127],
+    ]
+    assert across_y[::2, ::2].tolist() == [[191, 191, 255, 191, 191]] * 2
+    assert (across_x == 255).all()
+    assert (picture == PAPER).sum() == picture.size - across_z.size - across_y.size - across_x.size, "nothing elsewhere"
+
+
+def test_a_patch_of_air_is_seen_on_its_paper() -> None:
+    picture = np.asarray(draw_grid([Cell("1", orthogonal_slices(np.full((4, 8, 8), -1.0), 12))], "t"))
+    assert (picture == 0).sum() == 12 * 12 * (8 * 8 + 2 * 4 * 8)
+    assert (picture == PAPER).sum() > GAP * 12 * 8
+
+
+def test_the_slice_across_x_lies_beside_its_rows() -> None:
+    patch = np.full((2, 3, 4), -1.0)
+    patch[1, 2, 2] = 1.0
+    picture = orthogonal_slices(patch, 1)
+    assert np.argwhere(picture == 255).tolist() == [[2, 2], [2, 4 + GAP + 1]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "factor"), [((8, 16, 16), 6), ((72, 136, 136), 1), ((96, 96, 96), 1), ((4, 95, 4), 2)]
+)
+def test_small_patches_are_enlarged(shape: tuple[int, int, int], factor: int) -> None:
+    assert magnification(shape) == factor
+
+
+@pytest.mark.parametrize("count", [1, 7, 64])
+def test_a_grid_shows_every_cell_once_and_is_no_ribbon(count: int) -> None:
+    cells = [Cell(str(number), np.full((100, 120), 100 + number, np.uint8)) for number in range(count)]
+    picture = np.asarray(draw_grid(cells, "t"))
+    found = [int((picture == 100 + number).sum()) for number in range(count)]
+    # a few pixels of the letters may be as grey as a cell
+    assert all(abs(n - 100 * 120) < 200 for n in found), found
+    height, width = picture.shape
+    assert 0.3 < (height - HEADING) / width < 2
+
+
+def test_a_grid_leaves_no_place_empty_where_another_number_of_columns_near_fills_it() -> None:
+    cells = [Cell(str(number), np.full((100, 120), 100, np.uint8)) for number in range(64)]
+    height, width = np.asarray(draw_grid(cells, "t")).shape
+    assert (height - HEADING) // (100 + HEADING) * (width // (120 + 3 * GAP)) == 64
+
+
+@pytest.mark.parametrize("letter", ["W", "i"])
+@pytest.mark.parametrize("columns", range(3, 13))
+def test_no_text_is_cut_or_runs_into_the_next_at_any_width(columns: int, letter: str) -> None:
+    """`W` is the widest letter: room by the count of letters would cut it off."""
+    title, caption = 60 * letter, 20 * letter
+    cells = [Cell(caption, np.zeros((20, 30), np.uint8))] * columns
+    picture = np.asarray(draw_grid(cells, title, columns))
+    lit = [int((whole_text(text) > PAPER).sum()) for text in (title, caption)]
+    heading, captions = picture[:HEADING], picture[HEADING : 2 * HEADING]
+    assert (heading > PAPER).sum() == lit[0]
+    assert (captions > PAPER).sum() == columns * lit[1], "none is drawn over another"
+    assert (heading[:, -GAP:] == PAPER).all()
+    assert narrowest_gap(captions) >= 2 * GAP, "between captions"
+
+
+def whole_text(text: str) -> NDArray[np.uint8]:
+    image = Image.new("L", (2000, HEADING), PAPER)
+    ImageDraw.Draw(image).text((GAP, 2), text, fill=255)
+    return np.asarray(image)
+
+
+def narrowest_gap(strip: NDArray[np.uint8]) -> int:
+    """Pixels between two captions; letters of one have less than `GAP` between them."""
+    lit = np.flatnonzero((strip > PAPER).any(0))
+    gaps = np.diff(lit) - 1
+    return int(gaps[gaps > GAP].min())

@@ -1,0 +1,200 @@
+"""The preview: real patches of a reference, small made-up networks, the picture and its record."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from vesuvius.config import Config
+from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.runlog.records import JsonLines, read_records
+from vesuvius.stream.start.fixed_patches import FixedPatches
+from vesuvius.stream.start.prepare import GreyRange, GreyRanges
+from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.validation.montage import GAP, HEADING
+from vesuvius.training.validation.preview import make_preview
+from vesuvius.training.validation.reference import Reference
+from vesuvius.training.validation.texture import HISTOGRAM_EDGES, measure_texture
+
+SHAPE = (8, 16, 16)
+SIDE = 6 * (16 + 8) + 2 * GAP  # of a patch in the picture: z beside x, and below y
+COLUMN = SIDE + 3 * GAP
+GREYS = (GreyRange(0, 255),)
+CPU = torch.device("cpu")
+
+
+def config(count: int = 2, steps: int = 3) -> Config:
+    sections: dict[str, Any] = {
+        "data": {"volumes": ({"path": "scroll.zarr"},), "patch_size": SHAPE},
+        "training": {"preview_count": count},
+        "diffusion": {"sampler_steps": steps, "noise": "cosine", "prediction": "x_0"},
+    }
+    return Config.model_validate({"name": "tiny", **sections})
+
+
+def reference(patches: int = 3, held_out: bool = True) -> Reference:
+    """Its condition is the patch itself."""
+    stored = np.random.default_rng(0).integers(0, 256, (patches, *SHAPE)).astype(np.uint8)
+    fixed = FixedPatches(held_out, (0,) * patches, ((0, 0, 0),) * patches, stored, stored)
+    conditioner = Conditioner(None, GREYS, np.zeros((1, 0), np.float32), CPU)
+    return Reference(fixed, GreyRanges(GREYS, GREYS), conditioner, CPU)
+
+
+def smooth(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    return torch.nn.functional.avg_pool3d(x_t, 3, 1, 1)
+
+
+def preview(run: Path, used: Config | None = None, step: int = 500, **options: Any) -> dict[str, Any]:
+    used = used or config()
+    options = {"denoise": smooth, "reference": reference(), "stop": lambda: False} | options
+    record = make_preview(used, run, step, schedule=Schedule.from_config(used.diffusion), **options)
+    assert record is not None
+    return record
+
+
+def pixels(run: Path, step: int = 500) -> NDArray[np.uint8]:
+    return np.asarray(Image.open(run / f"samples/step_{step:08d}.png"))
+
+
+def columns_of(picture: NDArray[np.uint8], count: int = 2) -> list[NDArray[np.uint8]]:
+    """Real patches, their conditions, patches drawn under them, and without them: the pixels of each."""
+    rows = picture[2 * HEADING :][: count * SIDE]
+    return [rows[:, left : left + SIDE] for left in range(0, 4 * COLUMN, COLUMN)]
+
+
+def test_the_picture_has_a_row_a_patch_and_the_curves_below(tmp_path: Path) -> None:
+    preview(tmp_path)
+    picture = pixels(tmp_path)
+    assert picture.shape == (2 * HEADING + 2 * SIDE + 300, 4 * COLUMN, 3), "the curves are as wide as the columns"
+    real, condition, under, without = columns_of(picture)
+    assert np.array_equal(real, condition), "the reference's condition is the patch itself"
+    assert min(column.std() for column in (real, under, without)) > 10
+    assert not np.array_equal(under, real)
+    assert not np.array_equal(real[:SIDE], real[SIDE:])
+    assert picture[-300:].std() > 10
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000500.png"]
+
+
+def test_patches_are_drawn_under_the_conditions_of_the_real_ones_beside_them(tmp_path: Path) -> None:
+    def echo(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        assert condition.channels is not None
+        return condition.channels[:, :1]
+
+    record = preview(tmp_path, config(count=3), denoise=echo)
+    real, _, under, without = columns_of(pixels(tmp_path), count=3)
+    assert np.array_equal(under, real)
+    assert (without[:90, :90] == 127).all(), "left out it is 0"
+    assert math.isnan(record["unconditional"]["planarity"])
+    assert record["histogram_distance"] == 0
+    # 1e-4: what the sampler's float32 leaves.
+    assert abs(record["spectrum_distance_db"]) < 1e-4
+
+
+def test_the_curves_are_means_over_the_generated_patches_and_the_whole_reference(tmp_path: Path) -> None:
+    patches = reference(5)
+    record = preview(tmp_path, config(count=1), reference=patches)
+    real = measure_texture(patches.x_0(range(5))[:, 0].numpy())
+    assert record["histogram"]["real"] == real.histogram.tolist()
+    assert record["spectrum"]["real"] == real.power.tolist()
+    assert record["correlation"]["real"] == [along.tolist() for along in real.correlation]
+    assert record["air"]["real"] == real.air
+    assert len(record["histogram"]["edges"]) == len(HISTOGRAM_EDGES)
+    assert record["spectrum"]["frequency"] == real.frequency.tolist()
+    assert sum(record["histogram"]["generated"]) == pytest.approx(1)
+    assert record["histogram_distance"] > 0.1
+    assert record["spectrum_distance_db"] > 1
+    assert record["picture"] == "samples/step_00000500.png"
+
+
+def test_one_step_gives_one_picture_byte_by_byte(tmp_path: Path) -> None:
+    records = [preview(tmp_path / run) for run in ("a", "b")]
+    assert records[0] == records[1]
+    first, second = (tmp_path / run / "samples/step_00000500.png" for run in ("a", "b"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_patch_is_the_same_at_every_step_and_beside_any_number_of_others(tmp_path: Path) -> None:
+    for run, count, step in (("a", 1, 500), ("b", 2, 1000)):
+        preview(tmp_path / run, config(count=count), step)
+    of_one, of_two = pixels(tmp_path / "a"), pixels(tmp_path / "b", 1000)
+    for one, two in zip(columns_of(of_one, 1), columns_of(of_two), strict=True):
+        assert np.array_equal(one, two[:SIDE])
+    assert not np.array_equal(of_one[:HEADING], of_two[:HEADING]), "the title says the step"
+
+
+@pytest.mark.parametrize("calls", [1, 4])
+def test_a_stop_ends_it_after_the_sampling_step_in_hand_and_leaves_no_file(tmp_path: Path, calls: int) -> None:
+    called = 0
+
+    def counted(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        nonlocal called
+        called += 1
+        return smooth(x_t, t, condition)
+
+    used = config(count=2, steps=3)
+    schedule = Schedule.from_config(used.diffusion)
+    assert make_preview(used, tmp_path, 500, counted, schedule, reference(), lambda: called >= calls) is None
+    assert called == calls
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_heading_says_whether_training_saw_the_real_patches(tmp_path: Path) -> None:
+    for run, held_out in (("a", True), ("b", False)):
+        preview(tmp_path / run, reference=reference(held_out=held_out))
+    held, seen = pixels(tmp_path / "a"), pixels(tmp_path / "b")
+    assert not np.array_equal(held[HEADING : 2 * HEADING], seen[HEADING : 2 * HEADING])
+    assert np.array_equal(held[2 * HEADING :], seen[2 * HEADING :])
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_are_not_finite_are_shown_and_reported_and_have_no_distance(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+
+    def broken(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        x_0 = torch.sin(x_t)
+        x_0[..., 0], x_0[..., 1], x_0[..., 2] = math.nan, math.inf, -1e38
+        return x_0
+
+    record = preview(tmp_path, denoise=broken)
+    (warning,) = [record for record in caplog.records if record.name == "vesuvius.training.validation.preview"]
+    assert warning.levelname == "WARNING"
+    assert "must be finite; got 512 of 4096 voxels that are not, at step 500;" in warning.getMessage()
+    generated = columns_of(pixels(tmp_path))[2]
+    assert (generated[:90, 0] == 0).all(), "NaN is black"
+    assert generated[:90, 18:90].std() > 10, "the rest is seen"
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.write("preview", **record)
+    lines.close()
+    (written,) = read_records(tmp_path / "metrics.jsonl")
+    assert written["histogram_distance"] is None
+    assert written["spectrum_distance_db"] is None
+    assert written["correlation_distance"] is None
+    assert written["spectrum"]["generated"] == [None] * 7
+    assert sum(written["histogram"]["generated"]) == pytest.approx(1)
+    json.dumps(written, allow_nan=False)
+
+
+def test_a_picture_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    preview(tmp_path, step=500)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))  # a full disk without one; Python ignores SIGXFSZ
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            preview(tmp_path, step=1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000500.png"]

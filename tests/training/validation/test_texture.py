@@ -1,0 +1,224 @@
+"""Histogram, radial power spectrum and planarity against closed forms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from vesuvius.training.validation.texture import (
+    HISTOGRAM_EDGES,
+    correlation_distance,
+    histogram_distance,
+    measure_texture,
+    radial_power,
+    shell_frequencies,
+    spectrum_distance_db,
+)
+
+Shape = tuple[int, int, int]
+BIN = float(HISTOGRAM_EDGES[1] - HISTOGRAM_EDGES[0])
+
+
+def planarity(patch: NDArray[Any]) -> float:
+    return measure_texture([patch]).planarity
+
+
+def noise(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(0, 0.3, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 16), (9, 15, 13), (16, 8, 12)])
+def test_white_noise_has_its_variance_at_every_frequency(shape: Shape) -> None:
+    powers = np.array([radial_power(patch) for patch in noise((1000, *shape))])
+    standard_error = powers.std(0) / math.sqrt(len(powers))
+    assert (standard_error < 0.03 * 0.3**2).all(), "or the next line could not fail"
+    with_the_mean = np.array([0.03 * 0.3**2] + [0] * (powers.shape[1] - 1))  # of the lowest
+    assert (np.abs(powers.mean(0) - 0.3**2) < 5 * standard_error + with_the_mean).all()
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 16), (72, 136, 136), (9, 15, 13)])
+def test_frequencies_rise_from_the_third_lowest_of_the_longest_axis_to_a_half(shape: Shape) -> None:
+    frequency = shell_frequencies(shape)
+    assert frequency[0] == 2 / max(shape)
+    assert 0.5 - 0.5 / max(shape) <= frequency[-1] <= 0.5
+    assert radial_power(noise(shape)).shape == frequency.shape
+
+
+@pytest.mark.parametrize("wave", [(0.25, 0, 0), (0, 0.25, 0), (0, 0, 0.25), (0.125, 0.25, -0.25), (0, 0.3, 0.4)])
+def test_a_sinusoid_peaks_at_its_frequency_whichever_way_it_runs(wave: tuple[float, float, float]) -> None:
+    shape = (16, 32, 24)
+    phase = sum(f * axis for f, axis in zip(wave, np.indices(shape), strict=True))
+    power = radial_power(np.cos(2 * np.pi * phase))
+    # A shell is 1/32 wide: the wave lies in it or at its edge.
+    assert abs(shell_frequencies(shape)[power.argmax()] - math.hypot(*wave)) <= 0.5 / 32 + 1e-12
+
+
+def test_twice_the_amplitude_is_four_times_the_power() -> None:
+    patch = noise((8, 16, 16))
+    assert np.array_equal(radial_power(2 * patch), 4 * radial_power(patch))
+
+
+def test_a_brighter_patch_has_the_same_spectrum() -> None:
+    patch = noise((8, 16, 12)).astype(np.float64)
+    # 1e-9: rounding in float64 at a level 3000 times the noise's.
+    assert np.allclose(radial_power(patch + 1000), radial_power(patch), rtol=1e-9)
+
+
+def test_the_order_of_the_axes_does_not_matter() -> None:
+    patch = noise((9, 16, 12)).astype(np.float64)
+    for order in ((1, 2, 0), (2, 0, 1), (0, 2, 1)):
+        # 1e-9: rounding; of the last axis only half the frequencies are computed.
+        assert np.allclose(radial_power(patch.transpose(order)), radial_power(patch), rtol=1e-9)
+
+
+def test_flat_and_cubic_patches_of_one_texture_agree() -> None:
+    size = 96
+    radius = np.sqrt(sum(f**2 for f in np.meshgrid(*[np.fft.fftfreq(size)] * 3, indexing="ij")))
+    truth = 1 / (1 + (shell_frequencies((32, 32, 32)) / 0.2) ** 2)
+    field = np.fft.ifftn(np.fft.fftn(noise((size,) * 3)) / np.sqrt(1 + (radius / 0.2) ** 2)).real / 0.3
+    for z, y, x in ((32, 32, 32), (16, 32, 32), (32, 12, 32)):
+        starts = np.ndindex(size // z, size // y, size // x)
+        powers = [radial_power(field[i * z :, j * y :, k * x :][:z, :y, :x]) for i, j, k in starts]
+        ratio = np.mean(powers, axis=0) / truth
+        # A window of 12 voxels blurs the top of the spectrum, where it bends most, by 18 %; then it is straighter.
+        assert np.allclose(ratio, 1, atol=0.25), (z, y, x)
+        assert np.allclose(ratio[shell_frequencies((z, y, x)) > 0.2], 1, atol=0.05), (z, y, x)
+
+
+def test_a_histogram_sums_to_1_with_what_lies_outside_in_the_end_bins() -> None:
+    patches = np.zeros((2, 4, 4, 4), np.float32)
+    patches[0, 0], patches[0, 1], patches[1, 0] = -7, 2.9999, 1e30
+    histogram = measure_texture(patches).histogram
+    assert histogram.sum() == 1
+    assert (histogram[0], histogram[-1]) == (16 / 128, 32 / 128)
+    assert histogram[48] == 80 / 128
+
+
+@pytest.mark.parametrize("shift", [0.02, 0.3, -0.7])
+def test_greys_that_are_shifted_are_that_far_apart(shift: float) -> None:
+    patches = noise((3, 8, 16, 16)).clip(-0.7, 0.7)
+    assert (
+        abs(histogram_distance(measure_texture(patches + np.float32(shift)), measure_texture(patches)) - abs(shift))
+        <= BIN
+    )
+
+
+def test_a_texture_is_no_distance_from_itself_and_as_far_from_another_as_that_from_it() -> None:
+    one, other = measure_texture(noise((3, 8, 16, 16))), measure_texture(noise((3, 8, 16, 16), seed=1))
+    assert histogram_distance(one, one) == spectrum_distance_db(one, one) == 0
+    assert histogram_distance(one, other) == histogram_distance(other, one) > 0
+    assert math.isclose(spectrum_distance_db(one, other), spectrum_distance_db(other, one))
+    assert spectrum_distance_db(one, other) > 0
+
+
+def test_twice_the_amplitude_is_6_decibels_away() -> None:
+    patches = noise((3, 8, 16, 16))
+    assert math.isclose(
+        spectrum_distance_db(measure_texture(2 * patches), measure_texture(patches)), 20 * math.log10(2)
+    )
+
+
+def test_means_are_over_patches() -> None:
+    patches = noise((2, 8, 16, 16)) * np.array([1, 3], np.float32).reshape(2, 1, 1, 1)
+    both, (first, second) = measure_texture(patches), (measure_texture(patch[None]) for patch in patches)
+    assert np.allclose(both.power, (first.power + second.power) / 2)
+    assert np.allclose(both.histogram, (first.histogram + second.histogram) / 2)
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_are_not_finite_are_counted_and_kept_out_of_the_curves() -> None:
+    patches = noise((3, 8, 16, 16))
+    patches[0, 0, 0, :3] = math.nan, math.inf, -math.inf
+    found = measure_texture(patches)
+    assert found.nonfinite == 3
+    assert np.array_equal(found.power, measure_texture(patches[1:]).power)
+    finite = patches[np.isfinite(patches)].clip(-3, 3)
+    assert np.allclose(found.histogram, np.histogram(finite, HISTOGRAM_EDGES)[0] / finite.size)
+    nothing = measure_texture(np.full((2, 8, 16, 16), math.nan, np.float32))
+    assert np.isnan(nothing.histogram).all()
+    assert np.isnan(nothing.power).all()
+    assert nothing.power.shape == nothing.frequency.shape
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_spectrum_without_power_is_infinitely_far_away() -> None:
+    empty, real = measure_texture(np.zeros((1, 8, 16, 16), np.float32)), measure_texture(noise((1, 8, 16, 16)))
+    assert spectrum_distance_db(empty, real) == math.inf
+
+
+def waves(shape: tuple[int, int, int], *directions: tuple[float, float, float]) -> np.ndarray[Any, Any]:
+    """The sum of plane waves with these wave vectors, in cycles per voxel."""
+    z, y, x = np.indices(shape)
+    return np.sum([np.sin(2 * np.pi * (a * z + b * y + c * x)) for a, b, c in directions], axis=0)
+
+
+@pytest.mark.parametrize("direction", [(0.1, 0, 0), (0, 0.1, 0), (0, 0, 0.1), (0.06, 0.05, 0.06)])
+def test_sheets_are_planar_whichever_way_they_lie(direction: tuple[float, float, float]) -> None:
+    assert planarity(waves((16, 32, 32), direction)) > 0.95
+
+
+def test_fibres_grains_and_noise_are_not_planar() -> None:
+    """A measure that only asked whether there is any direction would call fibres, which have one, planar."""
+    shape = (24, 24, 24)
+    sheets = planarity(waves(shape, (0, 0.1, 0)))
+    fibres = planarity(waves(shape, (0, 0.1, 0), (0, 0, 0.1)))
+    grains = planarity(waves(shape, (0.1, 0, 0), (0, 0.1, 0), (0, 0, 0.1)))
+    noise = planarity(np.random.default_rng(0).standard_normal(shape))
+    assert noise < 0.5
+    assert max(fibres, grains) < 0.7
+    assert sheets > 0.95
+
+
+def test_planarity_does_not_depend_on_contrast_brightness_or_the_order_of_axes() -> None:
+    patch = waves((12, 16, 20), (0.03, 0.1, 0)) + np.random.default_rng(0).standard_normal((12, 16, 20))
+    assert 0.6 < planarity(patch) < 0.95
+    assert planarity(7 - 3 * patch) == pytest.approx(planarity(patch))
+    assert planarity(patch.transpose(2, 0, 1)) == pytest.approx(planarity(patch))
+
+
+def test_planarity_of_patches_counts_each_place_by_its_contrast_and_of_none_is_unknown() -> None:
+    sheets = waves((16, 16, 16), (0, 0.1, 0)).astype(np.float32)
+    air = np.full_like(sheets, -1)
+    assert measure_texture([sheets, air]).planarity == pytest.approx(planarity(sheets))
+    assert math.isnan(planarity(air))
+
+
+def test_the_spread_of_means_is_over_patches() -> None:
+    patches = [np.full((4, 4, 4), grey, np.float32) for grey in (-1, 0, 1)]
+    assert measure_texture(patches).means_std == pytest.approx(math.sqrt(2 / 3))
+    patches[0][0, 0, 0] = np.nan
+    assert measure_texture(patches).means_std == pytest.approx(0.5)
+
+
+def test_air_is_what_is_darker_than_the_material() -> None:
+    patch = np.linspace(-1.49, 1, 1000, dtype=np.float32).reshape(10, 10, 10)
+    patch[:3] = -2.16
+    assert measure_texture([patch]).air == pytest.approx(0.3)
+    patch[:3] = -5  # beyond the histogram, which counts it in its first bin
+    assert measure_texture([patch]).air == pytest.approx(0.3)
+
+
+def test_the_two_point_correlation_of_a_process_whose_own_is_known() -> None:
+    """First-order autoregression along x alone: 0.8^distance there, none along z and y."""
+    rng = np.random.default_rng(0)
+    lines = rng.standard_normal((20, 16, 16, 64))
+    for x in range(1, 64):
+        lines[..., x] = 0.8 * lines[..., x - 1] + 0.6 * lines[..., x]
+    z, y, x_axis = measure_texture(lines.astype(np.float32)).correlation
+    assert (len(z), len(y), len(x_axis)) == (9, 9, 33)
+    assert np.allclose(x_axis, 0.8 ** np.arange(33), atol=0.02)
+    assert np.allclose(np.concatenate([z[1:], y[1:]]), 0, atol=0.02)
+
+
+def test_brightness_that_differs_between_patches_correlates_far_apart() -> None:
+    """Patch by patch, with a mean of its own each, there would be no correlation to see."""
+    detail = noise((40, 8, 16, 16))
+    brightness = np.random.default_rng(1).standard_normal((40, 1, 1, 1)).astype(np.float32) * 0.3
+    found, expected = measure_texture(detail + brightness), brightness.var() / (brightness.var() + detail.var())
+    assert all(along[-1] == pytest.approx(expected, abs=0.02) for along in found.correlation)
+    assert correlation_distance(found, measure_texture(detail)) == pytest.approx(expected, abs=0.02)
+    assert correlation_distance(found, found) == 0

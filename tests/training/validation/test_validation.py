@@ -1,0 +1,309 @@
+"""Validation: the loss of training on fixed inputs, per noise level and set of weights, that nothing else moves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.training.step.test_step import make_config, make_step, train
+from vesuvius.config import Config, DiffusionConfig
+from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.stream.start.fixed_patches import FixedPatches
+from vesuvius.stream.start.prepare import GreyRange, GreyRanges
+from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.validation.reference import Reference
+from vesuvius.training.validation.validation import Losses, Validation, ValidationResult
+
+CPU = torch.device("cpu")
+PATCHES, BINS = 3, 8
+
+
+def config_of(batch: int = 4, conditional: bool = False, patches: int = PATCHES, **diffusion: Any) -> Config:
+    config = make_config(conditional, train_batch_size=batch, validate_patches=patches)
+    return config.model_copy(update={"diffusion": DiffusionConfig(**{"noise": "cosine"} | diffusion)})
+
+
+def make_reference(
+    count: int = PATCHES, conditional: bool = False, grey: int | None = None, device: torch.device = CPU
+) -> Reference:
+    """Patches of random voxels, or of one grey value; 0 ... 255 are the model values -1 ... 1."""
+    voxels = np.random.default_rng(0).integers(0, 256, (count, 8, 16, 16)).astype("uint8")
+    if grey is not None:
+        voxels[...] = grey
+    greys = GreyRanges((GreyRange(0, 255),), (GreyRange(0, 255),) if conditional else ())
+    conditioner = Conditioner(None, greys.conditions, np.zeros((1, 0), np.float32), device)
+    fixed = FixedPatches(True, (0,) * count, ((0, 0, 0),) * count, voxels, 255 - voxels if conditional else None)
+    return Reference(fixed, greys, conditioner, device)
+
+
+def spectrum() -> Spectrum:
+    return Spectrum.of(make_reference().x_0(range(PATCHES))[:, 0])
+
+
+def run(
+    config: Config, denoisers: dict[str, Any], reference: Reference | None = None, stop: Callable[[], bool] = bool
+) -> ValidationResult | None:
+    reference = reference or make_reference(conditional=config.has_condition)
+    schedule = Schedule.from_config(config.diffusion, spectrum())
+    return Validation(config, reference, schedule, spectrum(), CPU).run(denoisers, stop)
+
+
+def result_of(config: Config, denoisers: dict[str, Any], reference: Reference | None = None) -> ValidationResult:
+    result = run(config, denoisers, reference)
+    assert result is not None
+    return result
+
+
+def half(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+    """A network whose prediction is half of what it is shown."""
+    return x_t / 2
+
+
+class Recorder:
+    """Predicts half of x_t, and keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.x_t: list[Tensor] = []
+        self.t: list[int] = []
+        self.conditions: list[Condition] = []
+        self.grad_enabled = False
+
+    def __call__(self, x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        self.x_t += [x_t]
+        self.t += t.tolist()
+        self.conditions += [condition]
+        self.grad_enabled |= torch.is_grad_enabled()
+        return half(x_t, t, condition)
+
+
+@pytest.mark.parametrize(
+    "diffusion",
+    [
+        {"prediction": "v", "min_snr_gamma": 5.0},
+        {"prediction": "eps", "min_snr_gamma": None},
+        {"prediction": "x_0", "min_snr_gamma": 2.0, "loss": "huber", "huber_delta": 0.3},
+        {"prediction": "v", "min_snr_gamma": None, "timesteps": 5, "sampler_steps": 2},
+    ],
+)
+def test_validation_equals_the_loss_written_out_in_float64(diffusion: dict[str, Any]) -> None:
+    config, reference = config_of(**diffusion), make_reference()
+    schedule = Schedule.from_config(config.diffusion)
+    timesteps = validation_timesteps(PATCHES, schedule.timesteps)
+    expected = np.zeros(timesteps.shape)
+    for (patch, bin_), t in np.ndenumerate(timesteps):
+        x_0 = reference.x_0([patch])[0].double().numpy()
+        number = patch * timesteps.shape[1] + bin_
+        eps = sample_noise(0, [number], (1, 8, 16, 16), purpose=Purpose.VALIDATION)[0].double().numpy()
+        alpha_bar = schedule.alpha_bar_64[t]
+        alpha, sigma, snr = np.sqrt(alpha_bar), np.sqrt(1 - alpha_bar), alpha_bar / (1 - alpha_bar)
+        prediction = (alpha * x_0 + sigma * eps) / 2
+        target = {"v": alpha * eps - sigma * x_0, "eps": eps, "x_0": x_0}[config.diffusion.prediction]
+        error, delta = np.abs(prediction - target), config.diffusion.huber_delta
+        if config.diffusion.loss == "huber":
+            losses = np.where(error < delta, error**2 / 2, delta * (error - delta / 2))
+        else:
+            losses = error**2
+        gamma = config.diffusion.min_snr_gamma
+        per_snr = {"v": 1 / (snr + 1), "eps": 1 / snr, "x_0": 1.0}[config.diffusion.prediction]
+        expected[patch, bin_] = losses.mean() * (1.0 if gamma is None else min(snr, gamma) * per_snr)
+    result = result_of(config, {"ema": half})
+    # 1e-4: the schedule's float32 tables; near t = 0 the signal-to-noise ratio carries the rounding of 1 - alpha_bar.
+    np.testing.assert_allclose(result.weights["ema"].bins, expected.mean(axis=0), rtol=1e-4)
+    assert result.loss == pytest.approx(expected.mean(), rel=1e-4)
+    assert len(result.weights["ema"].bins) == min(BINS, schedule.timesteps)
+
+
+def test_a_fault_at_some_noise_levels_shows_in_their_bin_only() -> None:
+    config, reference = config_of(prediction="x_0", min_snr_gamma=None), make_reference(grey=200)
+    truth = float(reference.x_0([0]).mean())
+    low, high = timestep_bins(1000)[3:5]
+
+    def denoise(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        fault = ((t >= low) & (t < high)).float().view(-1, 1, 1, 1, 1)
+        return torch.full_like(x_t, truth) + fault
+
+    result = result_of(config, {"ema": denoise}, reference)
+    # 1e-12: the square of float32's rounding of a model value.
+    assert result.weights["ema"].bins == pytest.approx([0, 0, 0, 1, 0, 0, 0, 0], abs=1e-6)
+    assert max(loss for bin_, loss in enumerate(result.weights["ema"].bins) if bin_ != 3) < 1e-12
+    assert result.loss == pytest.approx(1 / 8, abs=1e-6)
+
+
+def test_the_micro_batch_changes_nothing() -> None:
+    step = make_step(config_of())
+    results = [result_of(config_of(batch), {"ema": step.denoiser("ema")}) for batch in (1, 5, 1000)]
+    for result in results[1:]:
+        # 1e-5: a convolution over another batch sums in another order, in float32.
+        np.testing.assert_allclose(result.weights["ema"].bins, results[0].weights["ema"].bins, rtol=1e-5)
+
+
+def test_every_patch_is_shown_once_in_every_bin_in_batches_no_larger_than_in_training() -> None:
+    recorder = Recorder()
+    result_of(config_of(batch=5), {"ema": recorder})
+    assert recorder.t == validation_timesteps(PATCHES, 1000).ravel().tolist()
+    assert [len(x_t) for x_t in recorder.x_t] == [5, 5, 5, 5, 4]
+    assert not recorder.grad_enabled, "a graph would hold the activations of a backward pass"
+
+
+def test_all_sets_of_weights_are_shown_the_same() -> None:
+    raw, ema = Recorder(), Recorder()
+    result_of(config_of(), {"raw": raw, "ema": ema})
+    assert raw.t == ema.t
+    assert all(torch.equal(a, b) for a, b in zip(raw.x_t, ema.x_t, strict=True))
+
+
+def test_runs_of_other_seeds_and_later_steps_are_shown_the_same() -> None:
+    first, again, other = Recorder(), Recorder(), Recorder()
+    config = config_of()
+    for recorder, seed in ((first, 0), (again, 0), (other, 7)):
+        result_of(config.model_copy(update={"seed": seed}), {"ema": recorder})
+    for recorder in (again, other):
+        assert first.t == recorder.t
+        assert all(torch.equal(a, b) for a, b in zip(first.x_t, recorder.x_t, strict=True))
+
+
+def test_only_the_patches_asked_for_are_measured() -> None:
+    few = result_of(config_of(), {"ema": half}, make_reference(PATCHES))
+    of_many = result_of(config_of(), {"ema": half}, make_reference(PATCHES + 4))
+    assert few == of_many
+    assert few.patches == PATCHES
+
+
+def test_the_condition_is_always_shown() -> None:
+    recorder = Recorder()
+    config = config_of(conditional=True, condition_dropout=0.9)
+    result_of(config, {"ema": recorder})
+    for condition, x_t in zip(recorder.conditions, recorder.x_t, strict=True):
+        assert condition.channels is not None
+        assert condition.channels.shape[:2] == (len(x_t), 2)
+        assert condition.channels[:, 1].unique().tolist() == [1.0]
+        assert condition.channels[:, 0].std() > 0.1
+
+
+def test_raw_and_averaged_weights_are_measured_each_by_itself() -> None:
+    config = config_of()
+    step = make_step(config)
+    denoisers = {name: step.denoiser(name) for name in step.weight_names}
+    before = result_of(config, denoisers)
+    assert before.weights["raw"] == before.weights["ema"], "before the first step both are the same"
+    train(step, config)
+    after = result_of(config, denoisers)
+    assert after.weights["raw"].loss != after.weights["ema"].loss
+    assert after.loss == after.weights["ema"].loss != before.loss
+
+
+def test_validation_leaves_weights_gradients_modes_and_generators_alone() -> None:
+    config = config_of()
+    step = make_step(config)
+    train(step, config, steps=1)
+    step.network.train()
+    weights = {name: value.clone() for name, value in step.network.state_dict().items()}
+    averages = {name: value.clone() for name, value in step.ema.weights.items()}
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    result_of(config, {name: step.denoiser(name) for name in step.weight_names})
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
+    assert all(torch.equal(value, weights[name]) for name, value in step.network.state_dict().items())
+    assert all(torch.equal(value, averages[name]) for name, value in step.ema.weights.items())
+    assert all(parameter.grad is None for parameter in step.network.parameters())
+    assert step.network.training
+    assert torch.is_grad_enabled()
+
+
+def test_a_stop_between_two_batches_ends_it_without_a_result() -> None:
+    recorder = Recorder()
+    assert run(config_of(batch=5), {"ema": recorder}, stop=lambda: len(recorder.x_t) == 2) is None
+    assert len(recorder.x_t) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_do_not_make_the_host_wait_for_the_gpu() -> None:
+    device, asked = torch.device("cuda"), 0
+    config = config_of(batch=4)
+
+    def stop() -> bool:
+        """Called before each of 6 batches: waits are errors from the second on, as the first fills caches, to the last,
+        behind which the result is waited for."""
+        nonlocal asked
+        asked += 1
+        torch.cuda.set_sync_debug_mode("error" if 1 < asked < 6 else "default")
+        return False
+
+    schedule = Schedule.from_config(config.diffusion).to(device)
+    validation = Validation(config, make_reference(device=device), schedule, spectrum(), device)
+    try:
+        assert validation.run({"raw": half, "ema": half}, stop) is not None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert asked == 6
+
+
+def test_a_loss_that_is_not_finite_is_reported_as_it_is() -> None:
+    result = result_of(config_of(), {"raw": lambda x_t, t, condition: x_t * float("nan"), "ema": half})
+    assert np.isnan(result.weights["raw"].loss)
+    assert np.isfinite(result.loss)
+
+
+def test_the_record_and_the_line_say_everything() -> None:
+    losses = {
+        "raw": Losses(0.0312, (0.03, 0.0324), (4.0, 1.0)),
+        "ema": Losses(0.0298, (0.0296, 0.03), (0.25, 1.0)),
+        "ema_0.999": Losses(0.0305, (0.03, 0.031), (1.0, 1.0)),
+    }
+    result = ValidationResult(16, (0, 500, 1000), losses)
+    assert json.loads(json.dumps(result.record())) == {
+        "loss": 0.0298,
+        "relative_error": 0.5,
+        "patches": 16,
+        "bin_edges": [0, 500, 1000],
+        "weights": {
+            "raw": {"loss": 0.0312, "bins": [0.03, 0.0324], "relative_error": 2.0, "relative_bins": [4.0, 1.0]},
+            "ema": {"loss": 0.0298, "bins": [0.0296, 0.03], "relative_error": 0.5, "relative_bins": [0.25, 1.0]},
+            "ema_0.999": {"loss": 0.0305, "bins": [0.03, 0.031], "relative_error": 1.0, "relative_bins": [1.0, 1.0]},
+        },
+    }
+    assert result.line(500, 128000) == (
+        "Validation step 500/128000 loss_raw 0.03120 loss_ema 0.02980 loss_ema_0.999 0.03050 "
+        "bins_raw 0.03000 0.03240 bins_ema 0.02960 0.03000 relative_error 0.5000 relative_bins 0.250 1.000"
+    )
+
+
+@pytest.mark.parametrize(("noise", "prediction"), [("edm", "v"), ("cosine", "v"), ("cosine", "x_0")])
+def test_the_linear_denoiser_is_1_and_one_that_knows_the_answer_is_0(noise: str, prediction: str) -> None:
+    """At every level: none counts more than another, whatever the loss weighs."""
+    config, reference = config_of(prediction=prediction, noise=noise), make_reference()
+    schedule = Schedule.from_config(config.diffusion, spectrum())
+    x_0 = reference.x_0(range(PATCHES))
+
+    def alpha(t: Tensor) -> Tensor:
+        return schedule.sqrt_alpha_bar[t].view(-1, 1, 1, 1, 1)
+
+    def predicting(guess: Tensor, x_t: Tensor, t: Tensor) -> Tensor:
+        """What a network says that takes x_0 for `guess`."""
+        sigma = schedule.sqrt_one_minus_alpha_bar[t].view(-1, 1, 1, 1, 1)
+        return schedule.target(
+            config.diffusion.prediction, guess, (x_t - alpha(t) * schedule.standardised(guess)) / sigma, t
+        )
+
+    def linear(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        return predicting(schedule.linear_x_0(spectrum(), x_t, t), x_t, t)
+
+    def sure(x_t: Tensor, t: Tensor, condition: Condition) -> Tensor:
+        candidates = alpha(t)[:, None] * schedule.standardised(x_0)[None]  # [B, PATCHES, 1, Z, Y, X]
+        nearest = (candidates - x_t[:, None]).square().flatten(2).sum(2).argmin(1)
+        return predicting(x_0[nearest], x_t, t)
+
+    result = result_of(config, {"ema": linear, "raw": sure}, reference)
+    np.testing.assert_allclose(result.weights["ema"].relative, 1, rtol=0.02)
+    assert result.relative_error == pytest.approx(1, rel=0.01)
+    assert min(result.weights["raw"].relative) < 1e-3

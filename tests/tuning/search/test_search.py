@@ -1,0 +1,397 @@
+"""The policy on simulated machines: near the best, within the memory and the budget, the same each time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from statistics import fmean
+
+import pytest
+
+from tests.tuning.simulated import (
+    BY_NAME,
+    GIB,
+    MACHINES,
+    RUNG,
+    SLOW,
+    SOURCE,
+    BiasedPlanner,
+    Machine,
+    SimulatedLab,
+    best_rate,
+    tune,
+)
+from vesuvius.tuning.block import Block, Ended, Kind
+from vesuvius.tuning.search.policy import recommend
+from vesuvius.tuning.search.recommendation import Entry, Recommendation
+from vesuvius.tuning.search.search import Search
+from vesuvius.tuning.setting import Knob, Setting
+from vesuvius.tuning.space import Space
+
+DIES = BY_NAME["dies above a threshold"]
+every_machine = pytest.mark.parametrize("name", BY_NAME)
+
+
+def drifting(machine: Machine, drift: float) -> Machine:
+    return replace(machine, disturbance=replace(machine.disturbance, drift=drift))
+
+
+@cache
+def tuned(name: str, seed: int = 0, drift: float = 0.0) -> tuple[tuple[Entry, ...], Recommendation]:
+    machine = drifting({**BY_NAME, SLOW.name: SLOW}[name], drift)
+    entries, found = tune(machine, seed, machine.space(budget_s=1800.0))
+    return tuple(entries), found
+
+
+def shares(drift: float, seeds: int) -> dict[str, float]:
+    """Mean share of the optimum, by machine."""
+    return {
+        name: fmean(machine.rate(tuned(name, seed, drift)[1].best) / best_rate(machine) for seed in range(seeds))
+        for name, machine in BY_NAME.items()
+    }
+
+
+def same(drift: float, seeds: int) -> dict[str, float]:
+    """Share of tunes with the most frequent recommendation, by machine."""
+    picks = {name: Counter(tuned(name, seed, drift)[1].best for seed in range(seeds)) for name in BY_NAME}
+    return {name: count.most_common(1)[0][1] / seeds for name, count in picks.items()}
+
+
+@pytest.mark.parametrize(("drift", "least", "seeds"), [(0.0, 0.97, 1), (0.05, 0.97, 2), (0.10, 0.93, 2)])
+def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: float, seeds: int) -> None:
+    found = shares(drift, seeds)
+    assert fmean(found.values()) >= least, found
+    assert min(found.values()) >= 0.88, found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("drift", "least", "alike"), [(0.05, 0.97, 0.85), (0.10, 0.93, 0.7)])
+def test_thirty_tunes_end_near_the_best_and_agree(drift: float, least: float, alike: float) -> None:
+    found, agreed = shares(drift, seeds=30), same(drift, seeds=30)
+    print(f"\ndrift {drift:.0%}: shares of the optimum {found}\nthe same: {agreed}")
+    assert fmean(found.values()) >= least
+    assert fmean(agreed.values()) >= alike
+
+
+@every_machine
+def test_no_block_is_beyond_the_memory_or_the_budget(name: str) -> None:
+    machine, (entries, _) = BY_NAME[name], tuned(name)
+    for entry in entries:
+        assert machine.ram_bytes(entry.step.setting) <= RUNG * machine.ram_limit_gib * GIB
+        vram = machine.vram_bytes(entry.step.setting)
+        assert vram is None or vram <= RUNG * machine.vram_limit_gib * GIB
+        assert machine.scale_batch or entry.step.setting.global_batch == machine.source.global_batch
+    assert sum(entry.block.seconds for entry in entries) <= 1800.0
+    assert {entry.block.ended for entry in entries} <= ({"ok", "killed"} if machine is DIES else {"ok"})
+
+
+@every_machine
+def test_the_same_blocks_give_the_same_questions_and_answer(name: str) -> None:
+    machine, (entries, found) = BY_NAME[name], tuned(name)
+    again = Search(Recorded(entries), machine.space(budget_s=1800.0), BiasedPlanner(machine))
+    assert recommend(again) == found
+    assert [entry.step for entry in again.entries] == [entry.step for entry in entries]
+
+
+class Recorded:
+    """Answers with the blocks of a tune."""
+
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        self.blocks = [entry.block for entry in entries]
+
+    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        block = self.blocks.pop(0)
+        assert (block.setting, block.kind) == (setting, kind)
+        return block
+
+
+@every_machine
+def test_every_changed_knob_has_a_reason_with_figures_and_the_gain_was_measured_in_turn(name: str) -> None:
+    _, found = tuned(name)
+    assert set(found.reasons) == set(found.best.changes(BY_NAME[name].source))
+    assert all(any(c.isdigit() for c in why) or why.startswith("made room") for why in found.reasons.values())
+    assert found.verdict == "better"
+    assert found.gain is not None
+    assert found.gain.pairs >= 3
+    assert found.gain.low is not None
+
+
+def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> None:
+    entries, found = tuned("data-bound on cores")
+    assert found.best.workers in (5, 6)
+    assert found.ended["readers"].startswith("cap: all 5 cores are busy at ")
+    assert {entry.step.stage for entry in entries} <= {"baseline", "readers", "confirm"}
+    assert found.ended["switches"].startswith("not entered: readers deliver ")
+
+
+def test_what_kills_unforeseen_bars_all_that_is_no_smaller() -> None:
+    entries, found = tuned(DIES.name)
+    died = [entry.step.setting.workers for entry in entries if entry.block.ended == "killed"]
+    assert 1 <= len(died) == len(set(died)) <= 2
+    assert died == sorted(died, reverse=True)
+    assert found.best.workers == 6
+
+
+def test_a_memory_cap_is_named_with_its_figures() -> None:
+    _, found = tuned("RAM-capped")
+    assert "of RAM predicted, limit 34.44 GiB" in found.ended["readers"]
+
+
+def test_a_fed_trainer_keeps_fewer_readers() -> None:
+    assert tuned("compute-bound")[1].best.workers == 1
+
+
+def test_latency_is_hidden_by_requests_and_readers() -> None:
+    best = tuned("data-bound on latency")[1].best
+    assert best.requests > SOURCE.requests
+    assert best.workers > 1
+
+
+def test_requests_stay_as_they_are_on_a_disk() -> None:
+    assert {entry.step.setting.requests for entry in tuned("data-bound on cores")[0]} == {SOURCE.requests}
+
+
+def test_bursts_are_met_by_prefetch_once_the_run_waits_though_the_readers_could_deliver() -> None:
+    entries, found = tuned("bursts")
+    assert found.best.prefetch_factor == 16
+    assert {e.step.stage for e in entries if e.step.setting.prefetch_factor > 1} == {"confirm"}
+
+
+def test_a_faster_step_and_more_readers_are_found_though_neither_gains_alone() -> None:
+    best = tuned("coupled")[1].best
+    assert (best.workers, best.train_batch_size) == (8, 4)
+
+
+def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
+    tried = {knob for entry in tuned("CPU")[0] for knob in entry.step.setting.changes(BY_NAME["CPU"].source)}
+    assert tried.isdisjoint({"amp", "cudnn_benchmark", "cuda_allocator", "checkpoint_levels"})
+    assert "compile" in tried
+
+
+def test_compiling_is_not_tried_where_it_would_take_much_of_the_budget() -> None:
+    machine = BY_NAME["CPU"]
+    entries, found = tune(machine, 0, machine.space(budget_s=400.0))
+    assert not any(entry.step.setting.compile for entry in entries)
+    assert "compile false -> true not tried: compiling would take 15% of the budget" in found.ended["switches"]
+
+
+def test_cudnn_times_no_kernels_where_runs_are_to_repeat() -> None:
+    machine = Machine("eager", sample_s=0.4, source=replace(SOURCE, cudnn_benchmark=False))
+    free, _ = tune(machine, 0)
+    bound, _ = tune(machine, 0, replace(machine.space(), deterministic=True))
+    assert any(entry.step.setting.cudnn_benchmark for entry in free)
+    assert not any(entry.step.setting.cudnn_benchmark for entry in bound)
+
+
+@pytest.mark.parametrize(("source_amp", "tried"), [("off", True), ("auto", False), ("bf16", False), ("fp16", False)])
+def test_a_number_format_that_the_config_names_stays(source_amp: str, tried: bool) -> None:
+    machine = replace(BY_NAME["switches matter"], name=f"amp {source_amp}", source=replace(SOURCE, amp=source_amp))
+    entries, _ = tune(machine, 0)
+    assert {entry.step.setting.amp for entry in entries} == ({"off", "auto"} if tried else {source_amp})
+
+
+def test_the_allocator_changes_only_where_it_makes_room_for_a_larger_micro_batch() -> None:
+    for name in BY_NAME:
+        best, source = tuned(name)[1].best, BY_NAME[name].source
+        if best.cuda_allocator != source.cuda_allocator:
+            assert best.train_batch_size > source.train_batch_size
+
+
+def test_the_goal_cost_is_met_by_fewer_readers_within_10_percent() -> None:
+    machine = Machine("shallow", cores=8, decode_s=0.06, sample_s=0.01, trainer_cores_s=0.0)
+    _, fast = tune(machine, 0)
+    _, cheap = tune(machine, 0, machine.space(goal="cost"))
+    assert cheap.best.workers <= fast.best.workers
+    assert machine.rate(cheap.best) >= 0.88 * best_rate(machine)
+
+
+def test_the_effective_batch_grows_only_where_it_may() -> None:
+    machine = BY_NAME["larger batches"]
+    entries, free = tuned(machine.name)
+    _, bound = tune(machine, 0, replace(machine.space(), scale_batch=False))
+    assert free.best.global_batch > machine.source.global_batch
+    assert bound.best.global_batch == machine.source.global_batch
+    assert max(entry.step.setting.train_batch_size for entry in entries) <= machine.space().most_batch
+    assert "--scale-batch" in tune(SLOW, 0)[1].ended["batch"]
+
+
+@pytest.mark.parametrize("budget_s", [60.0, 120.0, 300.0])
+def test_a_budget_that_is_spent_first_leaves_it_undecided_with_what_is_known(budget_s: float) -> None:
+    machine = BY_NAME["VRAM-capped"]
+    entries, found = tune(machine, 0, machine.space(budget_s=budget_s))
+    assert found.verdict == "undecided"
+    assert found.reason.startswith("the budget was spent: ")
+    assert sum(entry.block.seconds for entry in entries) <= budget_s
+    assert machine.rate(found.best) >= 0.97 * machine.rate(machine.source)
+
+
+def test_a_budget_for_nothing_measures_nothing() -> None:
+    entries, found = tune(MACHINES[0], 0, MACHINES[0].space(budget_s=30.0))
+    assert entries == []
+    assert (found.verdict, found.best) == ("none", MACHINES[0].source)
+
+
+def test_nothing_to_change_is_said_where_nothing_helps() -> None:
+    machine = Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1))
+    _, found = tune(machine, 0)
+    assert found.verdict == "unchanged"
+    assert found.best == machine.source
+
+
+def test_a_source_that_does_not_fit_the_ram_begins_smaller() -> None:
+    source = replace(SOURCE, workers=12, prefetch_factor=4)
+    machine = replace(BY_NAME["RAM-capped"], name="too many readers", source=source)
+    entries, found = tune(machine, 0)
+    assert entries[0].step.setting.workers < 12
+    assert "the unchanged config does not fit" in entries[0].step.why
+    assert all(entry.block.ended == "ok" for entry in entries)
+    assert found.best.global_batch == source.global_batch
+
+
+def test_a_source_that_does_not_fit_the_gpu_gets_smaller_pieces() -> None:
+    source = replace(SOURCE, workers=4, train_batch_size=32, accumulate_steps=1)
+    machine = replace(BY_NAME["VRAM-capped"], name="too large a batch", source=source, bias=(1.0, 0.8, 0.75, 1.2))
+    first = tune(machine, 0)[0][0].step.setting
+    assert (first.train_batch_size, first.accumulate_steps) == (4, 8)
+    assert (first.workers, first.prefetch_factor) == (source.workers, source.prefetch_factor)
+
+
+@pytest.mark.parametrize(("kept", "next_one"), [((), (6, 1)), (("prefetch_factor",), (6, 2)), (("workers",), (12, 1))])
+def test_a_baseline_that_dies_is_made_smaller_by_the_knobs_that_may_be_turned(
+    kept: tuple[Knob, ...], next_one: tuple[int, int]
+) -> None:
+    machine = replace(DIES, name="dies at once", source=replace(SOURCE, workers=12), dies_at_workers=1)
+    entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
+    assert (entries[1].step.setting.workers, entries[1].step.setting.prefetch_factor) == next_one
+    assert found.verdict == "none"
+    assert found.best == machine.source
+    assert "was ended by a kill" in found.reason
+
+
+@pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "VRAM-capped", "CPU", "bursts"])
+@pytest.mark.parametrize("kept", [("workers",), ("prefetch_factor", "compile"), ("train_batch_size",)])
+def test_knobs_that_are_to_be_kept_are_turned_by_no_block(name: str, kept: tuple[Knob, ...]) -> None:
+    machine = BY_NAME[name]
+    entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
+    for setting in (found.best, *(entry.step.setting for entry in entries)):
+        assert not set(kept) & setting.changes(machine.source).keys()
+
+
+def test_what_is_to_be_kept_is_named_where_nothing_else_fits() -> None:
+    source = replace(SOURCE, workers=4, train_batch_size=32, accumulate_steps=1)
+    machine = replace(BY_NAME["VRAM-capped"], name="too large a batch", source=source)
+    entries, found = tune(machine, 0, replace(machine.space(), kept=("train_batch_size",)))
+    assert entries == []
+    assert found.reason.startswith("even the smallest setting does not fit with --keep train_batch_size: up to ")
+
+
+def test_an_error_of_the_config_ends_it_at_once() -> None:
+    class Broken(SimulatedLab):
+        def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+            return Block(setting, kind, "failed", "data.volumes[0].path must exist; got x.zarr", 4.0)
+
+    search = Search(Broken(MACHINES[0], 0), MACHINES[0].space(), BiasedPlanner(MACHINES[0]))
+    found = recommend(search)
+    assert (found.verdict, len(search.entries)) == ("none", 1)
+    assert "got x.zarr" in found.reason
+
+
+def test_half_an_hour_feeds_a_run_of_18_s_a_step() -> None:
+    entries, found = tuned(SLOW.name)
+    assert SLOW.rate(found.best) >= 0.95 * best_rate(SLOW)
+    assert {entry.block.ended for entry in entries} == {"ok"}
+
+
+@pytest.mark.parametrize("workers", [1, 5, 0])
+def test_a_baseline_too_slow_to_measure_is_tried_with_more_readers_and_then_the_budget_is_named(workers: int) -> None:
+    machine = replace(SLOW, name="too slow", decode_s=1e5, source=replace(SLOW.source, workers=workers))
+    entries, found = tune(machine, 0, machine.space(budget_s=3600.0))
+    tried = [entry.step.setting.workers for entry in entries]
+    assert tried == sorted(set(tried))
+    assert 2 <= len(tried) <= 3
+    assert found.verdict == "none"
+    assert found.reason.endswith("; a larger --budget gives each block more time")
+
+
+class EndsBadly(SimulatedLab):
+    """A machine on which some run blocks end badly."""
+
+    def __init__(self, machine: Machine, bad: Callable[[Setting, int], bool], ended: Ended = "guard") -> None:
+        super().__init__(machine, 0)
+        self.bad, self.ended, self.runs = bad, ended, 0
+
+    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        block = super().measure(setting, kind, seconds, limit_s)
+        self.runs += kind == "run"
+        return Block(setting, kind, self.ended, "so", 20.0) if kind == "run" and self.bad(setting, self.runs) else block
+
+
+def ended_badly(name: str, bad: Callable[[Setting, int], bool], ended: Ended = "guard") -> Recommendation:
+    machine = BY_NAME[name]
+    return recommend(Search(EndsBadly(machine, bad, ended), machine.space(), BiasedPlanner(machine)))
+
+
+@pytest.mark.parametrize("ended", ["guard", "killed", "timeout", "failed"])
+def test_what_ends_badly_when_it_is_confirmed_is_not_taken_and_nothing_is_called_decided(ended: Ended) -> None:
+    source = BY_NAME["switches matter"].source
+    found = ended_badly("switches matter", lambda setting, _: setting != source, ended)
+    assert found.best == source
+    assert found.verdict == "undecided"
+    assert "was ended by" in found.reason
+
+
+def test_where_the_whole_cannot_be_confirmed_its_readers_are() -> None:
+    found = ended_badly("coupled", lambda setting, _: setting.train_batch_size > 1)
+    assert found.best.workers > BY_NAME["coupled"].source.workers
+    assert found.best.train_batch_size == 1
+
+
+def test_a_baseline_that_ends_badly_the_second_time_gives_no_gain() -> None:
+    source = BY_NAME["data-bound on cores"].source
+    found = ended_badly("data-bound on cores", lambda setting, runs: setting == source and runs > 1, "failed")
+    assert found.gain is None
+    assert found.verdict == "undecided"
+
+
+def test_a_source_that_died_is_never_recommended() -> None:
+    machine = replace(BY_NAME["RAM-capped"], name="half", bias=(0.5,) * 4, source=replace(SOURCE, workers=12))
+    for budget_s in (60.0, 100.0, 200.0, 1800.0):
+        entries, found = tune(machine, 0, machine.space(budget_s=budget_s))
+        died = {entry.step.setting for entry in entries if entry.block.ended == "guard"}
+        assert machine.source in died
+        assert found.verdict == "none" or found.best not in died
+
+
+def test_a_death_by_a_switch_says_nothing_of_those_without_it() -> None:
+    machine = BY_NAME["switches matter"]
+
+    class DiesCompiled(SimulatedLab):
+        def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+            block = super().measure(setting, kind, seconds, limit_s)
+            return Block(setting, kind, "killed", "signal 9", 20.0) if setting.compile else block
+
+    search = Search(DiesCompiled(machine, 0), machine.space(), BiasedPlanner(machine))
+    found = recommend(search)
+    assert found.best.amp == "auto"
+    assert not found.best.compile
+    assert search.memory.risk(found.best) == "low"
+
+
+def test_a_trainer_that_reads_itself_gets_readers() -> None:
+    machine = Machine("reads itself", decode_s=0.05, sample_s=0.07, source=replace(SOURCE, workers=0))
+    _, found = tune(machine, 0)
+    assert found.best.workers >= 1
+    assert machine.rate(found.best) > 1.5 * machine.rate(machine.source)
+
+
+def test_a_space_survives_its_record() -> None:
+    space = replace(SLOW.space(), levels=(1, 2), kept=("workers",))
+    assert Space.from_record(json.loads(json.dumps(space.record()))) == space
+
+
+def test_a_block_survives_its_record() -> None:
+    for entry in tuned("CPU")[0]:
+        assert Block.from_record(json.loads(json.dumps(entry.block.record()))) == entry.block

@@ -1,0 +1,92 @@
+"""What a tune begins with follows from the config and the machine it runs on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from vesuvius.config import Config
+from vesuvius.config.load import read_config
+from vesuvius.monitor.probes.cores import usable_cores
+from vesuvius.runlog.units import GIB
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.tuning.setting import Setting, in_words
+from vesuvius.tuning.space import Space
+from vesuvius.tuning.survey import ConfigPlanner, describe_machine, ram_left, survey
+
+WriteConfig = Callable[..., Path]
+
+
+def surveyed(config: Config, scale_batch: bool = False) -> Space:
+    data = prepare_data(config.seed, config.data)
+    return survey(config, data, goal="samples_s", scale_batch=scale_batch, budget_s=1800.0)
+
+
+def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfig) -> None:
+    space = surveyed(read_config(tiny_config()))
+    assert space.most_workers == max(int(usable_cores(os.getpid())), 1)
+    assert not space.remote
+    assert not space.on_gpu
+    assert space.vram_limit_bytes is None
+    assert Space.from_record(space.record()) == space
+
+
+def test_what_the_source_has_is_never_beyond_the_caps(tiny_config: WriteConfig) -> None:
+    config = read_config(tiny_config(training={"workers": 50, "prefetch_factor": 40}))
+    space = surveyed(config)
+    assert space.most_workers == 50
+    assert space.most_prefetch == 40
+
+
+def test_micro_batches_stay_within_the_effective_batch_unless_it_may_grow(tiny_config: WriteConfig) -> None:
+    config = read_config(tiny_config())
+    assert surveyed(config).most_batch == config.global_batch == 4
+    assert surveyed(config, scale_batch=True).most_batch > 4
+
+
+def test_levels_that_may_be_computed_twice_are_those_of_the_network(tiny_config: WriteConfig) -> None:
+    config = read_config(tiny_config())
+    assert surveyed(config).levels == tuple(range(len(config.model.channels) + 1))
+    without = read_config(tiny_config(), ["model.full_res_channels=0"])
+    assert surveyed(without).levels == tuple(range(1, len(config.model.channels) + 1))
+
+
+def test_prefetch_is_not_raised_where_the_config_limits_its_bytes(tiny_config: WriteConfig) -> None:
+    assert surveyed(read_config(tiny_config())).most_prefetch == 16
+    limited = read_config(tiny_config(training={"prefetch_mib": 1}))
+    assert surveyed(limited).most_prefetch == limited.training.prefetch_factor
+
+
+def test_a_configured_limit_leaves_less_than_the_guards_first_rung(tiny_config: WriteConfig) -> None:
+    config = read_config(tiny_config(monitor={"ram_limit_gib": 2.0}))
+    assert 0 < ram_left(config) <= 0.84 * 2 * GIB
+    assert ram_left(read_config(tiny_config())) > ram_left(config)
+
+
+def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_config: WriteConfig) -> None:
+    long = {"steps_per_epoch": 100_000, "warmup_steps": 3}
+    config = read_config(tiny_config(training=long))
+    planner = ConfigPlanner(config, prepare_data(config.seed, config.data), on_gpu=False)
+    source = Setting.of(config)
+    two, four = replace(source, workers=2), replace(source, workers=4)
+    assert planner.ram_bytes(source) < planner.ram_bytes(two) < planner.ram_bytes(four)
+    assert planner.ram_bytes(source) < planner.ram_bytes(replace(source, train_batch_size=4, accumulate_steps=1))
+    assert planner.later_bytes(source) == 0, "nobody hands over where the trainer reads"
+    assert 0 < planner.later_bytes(two) < planner.later_bytes(four)
+    assert planner.vram_bytes(source) is None
+
+
+def test_a_setting_goes_into_a_config_and_comes_back(tiny_config: WriteConfig) -> None:
+    config = read_config(tiny_config())
+    source = Setting.of(config)
+    turned = replace(source, workers=3, requests=64, compile=True, checkpoint_levels=(1,), cuda_allocator="expandable")
+    assert Setting.of(turned.applied_to(config)) == turned
+    assert Setting.of(read_config(tiny_config(), turned.overrides(source))) == turned
+    assert in_words(turned, source).startswith("workers 0 -> 3, requests 16 -> 64, compile false -> true")
+    assert in_words(source, source) == "nothing"
+
+
+def test_a_machine_is_described_alike_each_time() -> None:
+    assert describe_machine() == describe_machine()

@@ -1,0 +1,254 @@
+"""Bytes by key, from a folder, a web server and an object store: ranges, absence, refusals, retries and listings."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from obstore.store import GCSStore, S3Store
+
+from tests.conftest import textured, write_array
+from tests.stream.test_stream import collect, make_job, open_stream
+from tests.support.chunk_server import ChunkServer
+from tests.support.s3 import upload
+from tests.volumes.test_volume import LAYOUTS
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.volumes.errors import ClosedError, UnreadableChunkError
+from vesuvius.volumes.listing import list_chunks
+from vesuvius.volumes.store import retry
+from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.store.object_store import open_store
+from vesuvius.volumes.store.source import Source
+from vesuvius.volumes.volume import open_volume
+
+FAST = StoreConfig(outage_minutes=0.01, max_pause_s=0.02)
+DATA = bytes(range(256)) * 4
+
+
+@pytest.fixture
+def signed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
+
+@pytest.fixture(params=["disk", "http", "s3"])
+def source(request: pytest.FixtureRequest, tmp_path: Path, server: ChunkServer, s3: Any) -> Source:
+    """A store with the object `a/data`."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/data").write_bytes(DATA)
+    addresses = {
+        "disk": lambda: str(tmp_path),
+        "http": lambda: server.url_of(tmp_path),
+        "s3": lambda: upload(s3, tmp_path, "public", tmp_path.name),
+    }
+    return Source(addresses[request.param](), FAST)
+
+
+def test_objects_and_ranges_of_them_come_as_they_are_and_absent_ones_as_none(source: Source) -> None:
+    assert source.get("a/data") == DATA
+    assert source.get("a/data", ByteRange(3, 20)) == DATA[3:20]
+    assert source.get("a/data", ByteRange(1000)) == DATA[1000:]
+    assert source.get("a/data", ByteRange(-7)) == DATA[-7:]
+    for key in ("a/none", "none/data", *(["a"] if source.remote else [])):
+        assert source.get(key) is None
+        assert source.get(key, ByteRange(-7)) is None
+    assert source.submit("a/data", ByteRange(0, 2)).result() == DATA[:2]
+    assert source.exists("a/data")
+    assert source.absent(["a/none", "a/data", "b"]) == ["a/none", "b"]
+    assert source.figures.retries == 0
+    assert source.figures.bytes_fetched == 1024 + 17 + 24 + 7 + 2
+
+
+@pytest.mark.parametrize("kind", ["reset", "truncate", "stall"])
+def test_half_a_body_is_never_taken_for_the_whole(server: ChunkServer, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "data").write_bytes(DATA * 1000)
+    source = Source(server.url_of(tmp_path), FAST.model_copy(update={"timeout_s": 0.3}))
+    server.set_faults([{"path": "data", "kind": kind, "times": 2}])
+    assert source.get("data") == DATA * 1000
+    assert source.figures.retries == 2
+    assert source.figures.bytes_fetched == len(DATA) * 1000
+
+
+def test_a_closed_source_neither_waits_nor_tries_again(
+    server: ChunkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process ends when its threads do: a pause must not hold it."""
+    monkeypatch.setattr(retry, "_FIRST_PAUSE_S", 1000.0)
+    source = Source(server.url_of(tmp_path), StoreConfig(requests=1, max_pause_s=1000, outage_minutes=1000))
+    server.set_faults([{"path": "data", "kind": "status"}])
+    trying, waiting = source.submit("data"), source.submit("data")
+    while not source.figures.retries:
+        time.sleep(0.01)
+    source.close()
+    with pytest.raises(ClosedError):
+        trying.result(timeout=5)
+    with pytest.raises(CancelledError):
+        waiting.result(timeout=5)
+    with pytest.raises(ClosedError):
+        source.submit("data")
+    assert server.asked_for(tmp_path) == {"data": 1}
+
+
+def test_many_reads_are_under_way_at_once_but_no_more_than_allowed(server: ChunkServer, tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(DATA)
+    server.set_faults([{"path": "data", "kind": "delay", "delay_s": 0.1}])
+    source = Source(server.url_of(tmp_path), StoreConfig(requests=6))
+    futures = [source.submit("data", ByteRange(n, n + 1)) for n in range(24)]
+    assert b"".join(future.result() or b"" for future in futures) == DATA[:24]
+    assert server.stats()["max_in_flight"] == 6
+
+
+# ---- addresses
+
+ADDRESSES = [
+    ("ftp://host/v.zarr", "a folder or an address of http, https, s3, gs; got ftp://host/v.zarr"),
+    ("s3://", "must be one that its store accepts; got .* for s3://; correct it, or the AWS_"),
+    ("gs://", "must be one that its store accepts; got .* for gs://"),
+    ("http://", "must be one that its store accepts; got .* for http://"),
+]
+
+
+@pytest.mark.parametrize(("address", "message"), ADDRESSES)
+def test_what_is_no_address_is_refused_in_one_line(address: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        open_volume(ArrayConfig(path=address))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_an_address_of_google_needs_no_network_to_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS"):
+        monkeypatch.delenv(name, raising=False)
+    opened = open_store("gs://bucket/scroll.zarr", StoreConfig())
+    assert isinstance(opened, GCSStore)
+    assert opened.config["bucket"] == "bucket"
+    assert opened.prefix == "scroll.zarr"
+    assert opened.config["skip_signature"]
+
+
+def test_requests_to_s3_are_signed_where_there_is_something_to_sign_with(
+    monkeypatch: pytest.MonkeyPatch, s3: Any
+) -> None:
+    def unsigned(**settings: Any) -> bool:
+        opened = open_store("s3://bucket/v", StoreConfig(**settings))
+        assert isinstance(opened, S3Store)
+        return bool(opened.config.get("skip_signature"))
+
+    assert unsigned()
+    assert not unsigned(anonymous=False)
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/token")
+    assert not unsigned()
+    assert unsigned(anonymous=True)
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
+@pytest.mark.parametrize("bucket", ["public", "private"])
+def test_a_volume_on_s3_streams_and_lists_as_on_disk(
+    s3: Any, tmp_path: Path, request: pytest.FixtureRequest, bucket: str, layout: str
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)), **LAYOUTS[layout])
+    (path / {"v2": "1/1/1", "v3-sharded": "c/1/1/1"}[layout]).unlink()
+    with open_stream(make_job(path)) as stream:
+        expected, _ = collect(stream, 8)
+    address = upload(s3, path, bucket, f"{tmp_path.name}/v.zarr")
+    if bucket == "private":
+        request.getfixturevalue("signed")
+    with open_stream(make_job(address, store=FAST)) as stream:
+        patches, _ = collect(stream, 8)
+        assert not stream.events
+    np.testing.assert_array_equal(patches, expected)
+    occupancy = list_chunks(open_volume(ArrayConfig(path=address), FAST))
+    np.testing.assert_array_equal(occupancy, list_chunks(open_volume(ArrayConfig(path=str(path)))))
+    assert 0 < occupancy.sum() < occupancy.size
+
+
+def test_a_bucket_that_wants_a_signature_says_what_to_do(s3: Any, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)))
+    address = upload(s3, path, "private", tmp_path.name)
+    with pytest.raises(DataError, match=r"store must answer; got .*403 Forbidden .*credentials \(AWS_\*") as caught:
+        open_volume(ArrayConfig(path=address), FAST)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_bucket_or_volume_that_is_not_there_is_one_line() -> None:
+    for address in ("s3://no-such-bucket/v.zarr", "s3://public/none.zarr"):
+        with pytest.raises(
+            DataError, match=f"must be a zarr array or group; got {address}, which is neither"
+        ) as caught:
+            open_volume(ArrayConfig(path=address), FAST)
+        assert "\n" not in str(caught.value)
+
+
+# ---- listings
+
+
+@pytest.mark.parametrize("source", ["disk", "s3"], indirect=True)
+def test_a_listing_holds_what_lies_below_a_prefix_of_whole_segments(source: Source, tmp_path: Path, s3: Any) -> None:
+    for key in ("1/2/3", "1/20", "10/2", "1.x"):
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(b"")
+    if source.remote:
+        upload(s3, tmp_path, "public", tmp_path.name)
+        assert source.list_one_level("") == (["1.x"], ["1", "10", "a"])
+    assert sorted(source.list_keys("1")) == ["1/2/3", "1/20"]
+    assert sorted(source.list_keys("")) == ["1.x", "1/2/3", "1/20", "10/2", "a/data"]
+    assert list(source.list_keys("none")) == []
+
+
+@pytest.mark.parametrize("source", ["disk"], indirect=True)
+def test_a_listing_of_what_is_no_folder_is_an_error(source: Source) -> None:
+    with pytest.raises(DataError, match=r"must be listable; got .*Not a directory"):
+        list(source.list_keys("a/data"))
+
+
+def test_slabs_that_are_links_to_other_disks_are_listed_and_read(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 64, 64)))
+    (tmp_path / "disk2").mkdir()
+    (path / "1").rename(tmp_path / "disk2/slab")
+    (path / "1").symlink_to(tmp_path / "disk2/slab")
+    volume = open_volume(ArrayConfig(path=str(path)))
+    assert list_chunks(volume).all()
+    np.testing.assert_array_equal(volume.read(((0, 0, 0), (96, 64, 64))), textured((96, 64, 64)))
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
+@pytest.mark.parametrize("kind", ["dangling link", "file"])
+def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(
+    tmp_path: Path, layout: str, kind: str
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((96, 64, 64)), **LAYOUTS[layout])
+    slab = path / {"v2": "1", "v3": "c/1", "v3-sharded": "c/1"}[layout]
+    slab.rename(tmp_path / "unmounted")
+    if kind == "dangling link":
+        slab.symlink_to(tmp_path / "disk2/slab")
+        words = f"a link to what is not there, {slab}"
+    else:
+        slab.write_bytes(b"")
+        words = f"a file in place of the folder {slab}"
+    volume = open_volume(ArrayConfig(path=str(path)))
+    with pytest.raises(DataError, match=f"a folder of chunks must be a folder; got {words}; mount the disk"):
+        list_chunks(volume)
+    with pytest.raises(UnreadableChunkError, match=words):
+        volume.read(((64, 0, 0), (96, 64, 64)) if layout == "v3-sharded" else ((32, 0, 0), (64, 64, 64)))
+
+
+@pytest.mark.parametrize("source", ["http"], indirect=True)
+def test_a_web_server_cannot_list_and_the_error_says_what_to_do(source: Source) -> None:
+    for listing in (lambda: list(source.list_keys("a")), lambda: source.list_one_level("a")):
+        with pytest.raises(
+            DataError, match=r"a web server; put a `.chunk_occupancy.npz` beside level 0, or set data\."
+        ):
+            listing()
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_listing_that_is_refused_says_why() -> None:
+    source = Source("s3://no-such-bucket/v", FAST)
+    with pytest.raises(DataError, match=r"must be listable; got .*404 Not Found.*allow listing, or set"):
+        list(source.list_keys(""))

@@ -1,0 +1,149 @@
+"""How well the accounted memory of a run agrees with the kernel's own account of it.
+
+    python tools/bench/accounting.py -- python -m vesuvius.train --config configs/demo.yaml
+
+Runs a command in a new memory cgroup and looks at it every second, as the monitor does: private memory of all its
+processes and shared memory once (`SystemSample.used_bytes`) against what the kernel charges the cgroup with (version 1
+`total_rss` + `total_shmem`, version 2 `anon` + `shmem`).  Prints the median and the largest difference in percent of
+the kernel's figure, and the processor time that a look took.  Needs root.
+
+What the difference is made of: a look takes some milliseconds, in which a growing run grows, and a process that ends in
+between counts in one figure only (so looks without such a change are summed up in a line of their own); pages that a
+fork shares count twice; shared memory that no process holds open any more is the cgroup's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests use the same cgroups
+
+from tests.support.real_cgroup import MemoryCgroup, memory_cgroup
+
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.runlog.units import GIB
+
+_RAY_ENDS_S = 5.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look.
+
+    Attributes:
+        accounted_bytes, charged_bytes: ours and the kernel's.
+        shared_bytes: the part of ours that is shared memory.
+        cpu_s: processor time of the look.
+        steady: the processes were those of the look before.
+    """
+
+    accounted_bytes: int
+    charged_bytes: int
+    shared_bytes: int
+    cpu_s: float
+    processes: int
+    steady: bool
+
+    @property
+    def difference(self) -> float:
+        """Share of the kernel's figure, with its sign."""
+        return self.accounted_bytes / self.charged_bytes - 1
+
+
+def watch(
+    command: Sequence[str], group: MemoryCgroup, every_s: float, seconds: float | None
+) -> tuple[list[Sample], int]:
+    """Run a command in a cgroup and look at it until it ends, or for some seconds; returns the looks and its status."""
+    began = time.monotonic()
+    samples: list[Sample] = []
+    before: set[int] = set()
+    process = group.popen(command)
+    watcher = Watcher(process.pid)
+    try:
+        while process.poll() is None and (seconds is None or time.monotonic() - began < seconds):
+            time.sleep(every_s)
+            started = time.thread_time()
+            try:
+                sample = watcher.sample()
+            except ProcessLookupError:
+                break
+            cpu_s = time.thread_time() - started
+            now = {use.pid for use in sample.processes}
+            if sample.cgroup is not None and sample.cgroup.path.endswith(group.path.name):
+                samples.append(_sample(sample, cpu_s, steady=now == before))
+            before = now
+    finally:
+        process.terminate()
+        process.wait()
+    return samples, process.returncode
+
+
+def _sample(sample: SystemSample, cpu_s: float, steady: bool) -> Sample:
+    assert sample.cgroup is not None
+    charged = sample.cgroup.anon_bytes + sample.cgroup.shmem_bytes
+    return Sample(sample.used_bytes, max(charged, 1), sample.shared_bytes, cpu_s, len(sample.processes), steady)
+
+
+def report(samples: Sequence[Sample]) -> None:
+    """Print the comparison."""
+    for name, chosen in (
+        ("all looks", list(samples)),
+        ("processes unchanged", [sample for sample in samples if sample.steady]),
+    ):
+        if not chosen:
+            print(f"{name}: none")
+            continue
+        differences = [sample.difference for sample in chosen]
+        print(
+            f"{name}: {len(chosen)}, difference median {100 * statistics.median(map(abs, differences)):.2f} %, "
+            f"largest {100 * max(differences, key=abs):+.2f} %"
+        )
+    top = max(samples, key=lambda sample: sample.charged_bytes)
+    print(
+        f"peak: accounted {top.accounted_bytes / GIB:.3f} GiB, cgroup {top.charged_bytes / GIB:.3f} GiB; "
+        f"shared memory at most {max(sample.shared_bytes for sample in samples) / GIB:.3f} GiB"
+    )
+    costs = [1000 * sample.cpu_s for sample in samples]
+    print(
+        f"a look: median {statistics.median(costs):.2f} ms, largest {max(costs):.2f} ms of processor time, "
+        f"{max(sample.processes for sample in samples)} processes at most"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every-s", type=float, default=1.0, help="seconds between looks")
+    parser.add_argument("--seconds", type=float, help="stop the command (SIGTERM) after so long")
+    parser.add_argument("--table", action="store_true", help="print each look")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, after --")
+    arguments = parser.parse_args()
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if not command:
+        parser.error("a command to run is needed, after --")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that neither command nor cgroup is left behind
+    with memory_cgroup(None) as group:
+        samples, status = watch(command, group, arguments.every_s, arguments.seconds)
+        time.sleep(_RAY_ENDS_S)
+    if arguments.table:
+        for number, sample in enumerate(samples):
+            print(
+                f"{number:4d} accounted {sample.accounted_bytes / GIB:7.3f} cgroup {sample.charged_bytes / GIB:7.3f} "
+                f"GiB {100 * sample.difference:+6.2f} % processes {sample.processes}"
+                f"{'' if sample.steady else ' changed'}"
+            )
+    if samples:
+        report(samples)
+    else:
+        print("the command ended before the first look, or its cgroup could not be read", file=sys.stderr)
+    return 0 if samples and (status == 0 or arguments.seconds is not None) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""What the trainer costs beside the network: `vesuvius train` against a bare PyTorch loop with the same model.
+
+    python tools/bench/overhead.py                                    # on a CPU: a few minutes
+    python tools/bench/overhead.py --patch 72,136,136 --batch 4 --width 64 --turn-steps 10
+
+Ours is the whole of `training/run.py`: clock, log file and terminal (the null device), metrics.jsonl, TensorBoard,
+monitor, reporter, the check for numbers that are not finite, clipping, EMA, noise that depends on (seed, sample) alone,
+random symmetries.  The bare loop has what a script would have: noise from `torch.randn`, the network, mean squared
+error, `clip_grad_norm_`, fused AdamW, an EMA by one `lerp_` a tensor; it logs nothing, mirrors nothing, and never looks
+at its loss.
+
+Both have the same network, batch, accumulation and precision (float32 on a CPU, bf16 on a GPU) and take their voxels
+from the same few batches in memory.  So the readers, Ray and the copy out of shared memory are not compared
+(`vesuvius bench --loader`), nor are checkpoints, validation and previews, which come every so many steps.
+
+The two take turns in one process, `--turn-steps` steps each, so that what else the machine does disturbs both alike.
+The monitor's thread works in our turns only, and is charged to them in full.  Figures are medians over the turns; the
+overhead is the median over pairs of turns.  With `--same` the bare loop is compared with itself: what the method adds.
+With `--monitor` ours with its monitor is compared with ours without (`--turn-steps` should then be some seconds).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius train` does
+
+import numpy as np
+import torch
+import zarr
+from machine import describe_machine
+from torch import Tensor
+
+import vesuvius.training.run
+import vesuvius.training.step.device
+from vesuvius.config import Config, Triple
+from vesuvius.config.load import dump_config
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.runlog.logfile import close_logs, log_to_terminal
+from vesuvius.stream.feeder import Batch, FeederFigures
+from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.reading.reader_figures import ReaderTotals
+from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.stream.stream import PatchStream
+from vesuvius.training.step.network import build_network
+from vesuvius.training.step.step import autocast, choose_device, parameter_count, resolve_amp
+
+_BATCHES = 8
+
+
+class MemoryStream:
+    """In place of `PatchStream`: the same few batches again and again, from memory.
+
+    Attributes:
+        kept: these batches; of the class, because the run makes the object.
+    """
+
+    kept: Sequence[Batch] = ()
+
+    def __init__(self, job: Any, options: Any, *, first: int, stop: int, buffers: Sequence[Any] = (), **_: Any) -> None:
+        self._batches = itertools.cycle(self.kept)
+        self._buffers = itertools.cycle(buffers) if buffers else None
+        self._first = first
+        self.options = options
+        self.readers: dict[int, Any] = {}
+        self.reader_deaths = 0
+        self.reader_totals = ReaderTotals()
+        self.feeder_figures = FeederFigures()
+        self.events: deque[Any] = deque()
+        self.quarantined: list[dict[str, Any]] = []
+
+    def __enter__(self) -> MemoryStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __next__(self) -> Batch:
+        kept = next(self._batches)
+        patches = kept.patches
+        if self._buffers is not None:
+            buffer = next(self._buffers)
+            np.copyto(buffer, patches)
+            patches = buffer
+        samples = tuple(replace(sample, index=self._first + n) for n, sample in enumerate(kept.samples))
+        self._first += len(patches)
+        return Batch(patches, samples)
+
+    def reader_memory(self) -> dict[int, int]:
+        return {}
+
+    def waiting_for(self) -> str:
+        return "memory"
+
+    def dump_reader_stacks(self, path: Path) -> None:
+        pass
+
+
+class BareLoop:
+    """A training script without a trainer."""
+
+    def __init__(self, config: Config, batches: Sequence[Batch], device: torch.device) -> None:
+        training = config.training
+        self._config, self._device = config, device
+        self._amp = resolve_amp(training.amp, device)
+        self._network = build_network(config, device)
+        self._optimizer = torch.optim.AdamW(self._network.parameters(), lr=training.lr, fused=True)
+        self._ema = [p.detach().clone() for p in self._network.parameters()]
+        self._schedule = Schedule.from_config(config.diffusion).to(device)
+        voxels = [torch.from_numpy(batch.patches.copy()) for batch in batches]
+        self._batches = itertools.cycle([v.pin_memory() if device.type == "cuda" else v for v in voxels])
+
+    def step(self) -> None:
+        """One optimizer step."""
+        training = self._config.training
+        for _ in range(training.accumulate_steps):
+            raw = next(self._batches).to(self._device, non_blocking=True)
+            x_0 = raw.unsqueeze(1).float() / 127.5 - 1
+            t = torch.randint(0, self._config.diffusion.timesteps, (len(x_0),), device=self._device)
+            eps = torch.randn_like(x_0)
+            x_t = self._schedule.q_sample(x_0, eps, t)
+            with autocast(self._device, self._amp):
+                prediction: Tensor = self._network(x_t, t)
+            error = prediction.float() - self._schedule.target("v", x_0, eps, t)
+            (error.square().mean() / training.accumulate_steps).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._network.parameters(), training.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for average, parameter in zip(self._ema, self._network.parameters(), strict=True):
+                average.lerp_(parameter, 1 - training.ema_decay)
+
+
+@dataclass
+class Turns:
+    """Lets ours and another loop take turns: to be called with the number of each of our steps, as a progress bar is.
+
+    Attributes:
+        ours, others: seconds per step in each turn.
+        our_turn: set while it is ours.
+    """
+
+    other: Callable[[], None]
+    turn_steps: int
+    device: torch.device
+    ours: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+    our_turn: threading.Event = field(default_factory=threading.Event)
+    _begun: float | None = None
+
+    def __call__(self, step: int) -> None:
+        if step % self.turn_steps:
+            return
+        now = self._now()
+        if self._begun is not None:
+            self.ours.append((now - self._begun) / self.turn_steps)
+        self.our_turn.clear()
+        other_begun = self._now()
+        for _ in range(self.turn_steps):
+            self.other()
+        seconds = (self._now() - other_begun) / self.turn_steps
+        if self._begun is not None:  # the first turn of both is a warm-up
+            self.others.append(seconds)
+        self.our_turn.set()
+        self._begun = self._now()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+@dataclass
+class MonitorTurns(Turns):
+    """Ours all the time; in the turns of the other the monitor does not look."""
+
+    def __call__(self, step: int) -> None:
+        if step % self.turn_steps:
+            return
+        now = self._now()
+        if self._begun is not None:
+            looking = self.our_turn.is_set()
+            (self.ours if looking else self.others).append((now - self._begun) / self.turn_steps)
+            if looking:
+                self.our_turn.clear()
+            else:
+                self.our_turn.set()
+        self._begun = self._now()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a table, and write it as JSON where asked to."""
+    arguments = _parser().parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    device = choose_device()
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        config = _config(arguments)
+        data = prepare_data(config.seed, config.data)
+        batches = _read_batches(config, data)
+        bare = BareLoop(config, batches, device)
+        if arguments.same:
+            turns = _bare_against_itself(arguments, BareLoop(config, batches, device), bare, device)
+        else:
+            kind = MonitorTurns if arguments.monitor else Turns
+            turns = _ours_against(config, batches, kind(bare.step, arguments.turn_steps, device))
+        parameters = parameter_count(build_network(config, device))
+    _report(arguments, turns, device, parameters)
+
+
+def _ours_against(config: Config, batches: Sequence[Batch], turns: Turns) -> Turns:
+    turns.our_turn.set()
+    look = Watcher.look
+
+    def look_in_our_turn(watcher: Watcher) -> SystemSample:
+        turns.our_turn.wait()
+        return look(watcher)
+
+    MemoryStream.kept = batches
+    source = Path("bench.yaml")
+    source.write_text(dump_config(config), encoding="utf-8")
+    with (
+        mock.patch.object(vesuvius.training.step.device, "PatchStream", MemoryStream),
+        mock.patch.object(Watcher, "look", look_in_our_turn),
+        _terminal_read_by_nobody(),
+    ):
+        vesuvius.training.run.train(config, source, resume=False, on_step=turns)
+    return turns
+
+
+def _bare_against_itself(arguments: argparse.Namespace, one: BareLoop, other: BareLoop, device: torch.device) -> Turns:
+    turns = Turns(other.step, arguments.turn_steps, device)
+    for step in range(1, arguments.turn_steps * (arguments.turns + 1) + 1):
+        one.step()
+        turns(step)
+    return turns
+
+
+@contextlib.contextmanager
+def _terminal_read_by_nobody() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        log_to_terminal()
+        try:
+            yield
+        finally:
+            close_logs()
+
+
+def _read_batches(config: Config, data: PreparedData) -> list[Batch]:
+    options = StreamOptions.from_config(config.training, config.cluster)
+    with PatchStream(data.job, options) as stream:
+        return [Batch(batch.patches.copy(), batch.samples) for batch, _ in zip(stream, range(_BATCHES), strict=False)]
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    """A config on a volume of random voxels, written here."""
+    shape = tuple(4 * edge for edge in arguments.patch)
+    array = zarr.create_array("volume.zarr", shape=shape, dtype="uint8", chunks=(32, 32, 32), zarr_format=2)
+    array[...] = np.random.default_rng(0).integers(1, 255, shape, dtype=np.uint8)
+    steps = arguments.turn_steps * (1 + arguments.turns * (1 + arguments.monitor))
+    width = arguments.width
+    return Config.model_validate(
+        {
+            "name": "bench_overhead",
+            "data": {
+                "volumes": ({"path": "volume.zarr"},),
+                "patch_size": arguments.patch,
+                "normalize": {"low": 0.0, "high": 255.0},
+            },
+            "training": {
+                "train_batch_size": arguments.batch,
+                "accumulate_steps": arguments.accumulate,
+                "workers": 0,
+                "steps_per_epoch": steps,
+                "warmup_steps": 0,
+                "ema_decay": 0.999,
+                "save_every": steps + 1,
+                "validate_every": 0,
+            },
+            "diffusion": {"noise": "cosine"},  # the loop it is compared with knows no spectrum
+            "model": {
+                "channels": (width, 2 * width, 4 * width),
+                "full_res_channels": width // 2,
+                "attention_heads": 4,
+            },
+        }
+    )
+
+
+def _report(arguments: argparse.Namespace, turns: Turns, device: torch.device, parameters: int) -> None:
+    overheads = [100 * (ours / other - 1) for ours, other in zip(turns.ours, turns.others, strict=True)]
+    low, _, high = statistics.quantiles(overheads, n=4)
+    about = describe_machine(["torch", "numpy"])
+    found = about | {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "parameters": parameters,
+        "ours_s": turns.ours,
+        "bare_s": turns.others,
+        "overhead_percent": statistics.median(overheads),
+        "quartiles_percent": [low, high],
+    }
+    patch = "x".join(map(str, arguments.patch))
+    print(f"{about['machine']['cpu']}, {found['device']}, {found['threads']} threads, torch {torch.__version__}")
+    print(f"{parameters / 1e6:.1f} M parameters, patches {patch}, batch {arguments.batch} x {arguments.accumulate}")
+    one, other = ("monitor", "no monitor") if arguments.monitor else ("bare" if arguments.same else "ours", "bare")
+    print(f"\n| {one}, s a step | {other}, s a step | more | quartiles | pairs of turns |")
+    print("| --- | --- | --- | --- | --- |")
+    print(
+        f"| {statistics.median(turns.ours):.4f} | {statistics.median(turns.others):.4f} | "
+        f"{found['overhead_percent']:+.2f} % | {low:+.2f} % to {high:+.2f} % | {len(overheads)} x "
+        f"{arguments.turn_steps} steps |"
+    )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--patch", type=_size, default=(16, 64, 64), help="z,y,x voxels (default: 16,64,64)")
+    parser.add_argument("--batch", type=int, default=2, help="patches of a micro-batch")
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--width", type=int, default=24, help="channels of the network's first level")
+    parser.add_argument("--turns", type=int, default=60, help="pairs of turns that count")
+    parser.add_argument("--turn-steps", type=int, default=2, help="steps of a turn; more on a GPU, whose steps overlap")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    parser.add_argument("--same", action="store_true", help="the bare loop against itself")
+    parser.add_argument("--monitor", action="store_true", help="ours with its monitor against ours without")
+    parser.add_argument("--json", type=lambda path: Path(path).absolute(), help="also write the figures there")
+    return parser
+
+
+def _size(text: str) -> Triple:
+    z, y, x = (int(part) for part in text.split(","))
+    return z, y, x
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Step time against the number of ranks, predicted: for GPUs, or beside what `vesuvius bench --ranks` measured here.
+
+    python tools/bench/ranks.py                       # 8, 64 and 512 GPUs, from the figures below or given ones
+    python tools/bench/ranks.py --step-s 2.9 --parameters 155e6 --samples 4 --node-gbit 200 --store-gbit 100
+    python tools/bench/ranks.py --measured runs/NAME/benches/TIME/benchmark_results.json
+
+The prediction knows the step of one rank alone and two figures of the machine: how much slower a rank computes beside
+others, and how long an all-reduce of the gradient's bytes takes (here alone, in a loop).
+
+    step = compute x crowding + exposed + agreement,  exposed = max(0, all-reduce - overlap x last backward pass)
+    all-reduce of a ring = 2 (N - 1) / N x bytes / bandwidth + 2 (N - 1) x latency
+    data: where readers or the store deliver fewer samples/s than this, they set the pace
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from vesuvius.config.load import parse_stored
+from vesuvius.diffusion.network.unet import build_unet
+
+_NODE_GPUS = 8
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce travels over: bytes/s of each rank's share, and seconds of one hop."""
+
+    bytes_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One rank's part of a step.
+
+    Attributes:
+        compute_s: seconds of all its micro-batches.
+        last_backward_s: of these, the backward pass that the all-reduce may hide behind.
+        gradient_bytes: of the network.
+        samples: of one rank and step.
+        readers_samples_s: what one rank's readers deliver.
+        store_samples_s: what the store delivers to all ranks together.
+        overlap: share of that backward pass that really hides the all-reduce: the first bucket is ready only then.
+    """
+
+    compute_s: float
+    last_backward_s: float
+    gradient_bytes: float
+    samples: int
+    readers_samples_s: float = float("inf")
+    store_samples_s: float = float("inf")
+    overlap: float = 0.8
+
+
+def all_reduce_s(ranks: int, gradient_bytes: float, link: Link) -> float:
+    """Seconds of a ring all-reduce.  Pure."""
+    return 2 * (ranks - 1) / ranks * gradient_bytes / link.bytes_s + 2 * (ranks - 1) * link.latency_s
+
+
+def step_s(work: Workload, ranks: int, link: Link, crowding: float = 1.0, agreement_s: float = 0.0) -> float:
+    """Predicted seconds of a step.  Pure.
+
+    Args:
+        crowding: how much slower a rank computes beside the others.
+        agreement_s: of the exchange before each step.
+    """
+    hidden_s = work.overlap * work.last_backward_s * crowding
+    exposed_s = max(0.0, all_reduce_s(ranks, work.gradient_bytes, link) - hidden_s) if ranks > 1 else 0.0
+    pace_s = work.compute_s * crowding + exposed_s + (agreement_s if ranks > 1 else 0.0)
+    data_s = max(work.samples / work.readers_samples_s, ranks * work.samples / work.store_samples_s)
+    return max(pace_s, data_s)
+
+
+def predict(args: argparse.Namespace) -> None:
+    """Print step time, speed-up and days for 20 TB at 1 to 512 GPUs."""
+    work = Workload(
+        args.step_s,
+        args.step_s * 0.6,
+        4 * args.parameters,
+        args.samples,
+        args.readers_samples_s,
+        args.store_gbit * 1e9 / 8 / args.bytes_per_sample,
+    )
+    voxels = args.terabytes * 1e12
+    print(f"{args.terabytes:g} TB = {voxels / args.voxels_per_sample:.3g} patches; one GPU: {args.step_s:g} s a step")
+    _print_row("GPUs", "step s", "samples/s", "speed-up", "efficiency", "days for one pass")
+    _print_row(*["---"] * 6)
+    alone = work.samples / step_s(work, 1, Link(1, 0))
+    for ranks in (1, 8, 64, 512):
+        gbit = args.nvlink_gbit if ranks <= _NODE_GPUS else args.node_gbit / _NODE_GPUS
+        seconds = step_s(work, ranks, Link(gbit * 1e9 / 8, 2e-5), agreement_s=2e-4 + 2e-5 * ranks)
+        rate = ranks * work.samples / seconds
+        days = voxels / args.voxels_per_sample / rate / 86400
+        speed_up = rate / alone
+        _print_row(ranks, f"{seconds:.3g}", f"{rate:.3g}", f"{speed_up:.3g}", f"{speed_up / ranks:.0%}", f"{days:.3g}")
+
+
+def _print_row(*cells: object) -> None:
+    print("| " + " | ".join(map(str, cells)) + " |")
+
+
+def compare(path: Path) -> None:
+    """Print what was measured beside what is predicted from the cell of one rank."""
+    found = json.loads(path.read_text())
+    config, cells = parse_stored(found["config"]), [each for each in found["results"] if each["samples_s"]]
+    one = cells[0]["figures"]
+    gradient_bytes = 4 * sum(p.numel() for p in build_unet(config.model, seed=0).parameters())
+    last_backward_s = one["backward_s"] / config.training.accumulate_steps
+    print(f"gradient {gradient_bytes / 1e6:.2f} MB, {os.cpu_count()} cores")
+    _print_row("ranks", "step s", "samples/s", "efficiency", "comm s", "predicted s", "error")
+    _print_row(*["---"] * 7)
+    for cell in cells:
+        count, got = cell["ranks"], cell["figures"]
+        crowding = max(1.0, count / (os.cpu_count() or 1))
+        seconds = one["compute_s"] * crowding + one["step_s"] - one["compute_s"]
+        if count > 1:
+            together = _collective(count, gradient_bytes)
+            exposed_s = together["all_reduce_s"] - Workload.overlap * last_backward_s * crowding
+            seconds += max(0.0, exposed_s) + together["barrier_s"]
+        error = f"{seconds / got['step_s'] - 1:+.1%}"
+        efficiency = "-" if cell["efficiency"] is None else f"{cell['efficiency']:.0%}"
+        figures = (f"{got['step_s']:.4f}", f"{cell['samples_s']['mid']:.2f}", efficiency, f"{got['comm_s']:.4f}")
+        _print_row(count, *figures, f"{seconds:.4f}", error)
+
+
+_COLLECTIVE = """
+import sys, time, statistics, json, os
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+tensor, sums, barriers = torch.zeros(int(sys.argv[1]) // 4), [], []
+for _ in range(60):
+    dist.barrier(); began = time.perf_counter(); dist.barrier(); barriers.append(time.perf_counter() - began)
+    began = time.perf_counter(); dist.all_reduce(tensor); sums.append(time.perf_counter() - began)
+if dist.get_rank() == 0:
+    print(json.dumps({"all_reduce_s": statistics.median(sums[10:]), "barrier_s": statistics.median(barriers[10:])}))
+"""
+
+
+def _collective(ranks: int, gradient_bytes: int) -> dict[str, float]:
+    """Seconds of an all-reduce of these bytes and of a barrier."""
+    found: dict[str, float] = json.loads(_run_ranks(ranks, ["-c", _COLLECTIVE, str(int(gradient_bytes))]))
+    return found
+
+
+def _run_ranks(ranks: int, arguments: list[str]) -> str:
+    """Start them as torchrun does, one thread each; returns what rank 0 prints."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        processes.append(
+            subprocess.Popen([sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    output = [process.communicate(timeout=1800)[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        raise SystemExit(f"ranks must end well; got exit codes {codes}")
+    return output[0].strip().splitlines()[-1] if output[0].strip() else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", type=Path, metavar="JSON", help="of a bench here; compare it instead")
+    parser.add_argument("--step-s", type=float, default=2.9, help="measured step of one GPU, s")
+    parser.add_argument("--samples", type=int, default=8, help="samples of one GPU and step")
+    parser.add_argument("--parameters", type=float, default=155.3e6)
+    parser.add_argument("--readers-samples-s", type=float, default=300.0, help="what one rank's readers deliver")
+    parser.add_argument("--bytes-per-sample", type=float, default=1.4e6, help="read from the store per patch")
+    parser.add_argument("--voxels-per-sample", type=float, default=72 * 136 * 136)
+    parser.add_argument("--terabytes", type=float, default=20.0, help="voxels of one byte")
+    parser.add_argument("--nvlink-gbit", type=float, default=2400.0, help="of one GPU within a node")
+    parser.add_argument("--node-gbit", type=float, default=200.0, help="network of a node of 8 GPUs")
+    parser.add_argument("--store-gbit", type=float, default=100.0, help="of the volume store, to all nodes")
+    args = parser.parse_args()
+    if args.measured:
+        compare(args.measured)
+    else:
+        predict(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What a network has learned at each noise level with different recipes of training, on the same held-out patches.
+
+    python tools/bench/recipes.py --volume volumes/demo.zarr --volume scroll.zarr --seeds 3 --steps 600 \
+        --recipe adamw --recipe "muon training.optimizer=muon training.steps_per_epoch=550" --json recipes.json
+
+A recipe is a name and keys of the config; without any, those of the project's past and present are compared.  For each
+volume and seed the demo's network is trained for the same steps with each recipe, and shown the same held-out patches
+at the same levels.  Figures: the squared error of x_0 over that of the best linear denoiser, at levels from 0.02 to
+four times the largest amplitude of the spectrum (deviations of the data); their geometric mean, for each average of the
+weights; and the seconds of a step (median), which say how many steps another recipe could have done in the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from vesuvius.config.load import read_config
+from vesuvius.diffusion.condition import NO_CONDITION
+from vesuvius.diffusion.randomness import sample_noise
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.training.checkpoint.format import find_checkpoint
+from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
+from vesuvius.training.forecast.preflight import preflight
+from vesuvius.training.step.averages import average_decays
+from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.validation.reference import Reference
+
+_FALLING = "training.lr_schedule=inverse_sqrt training.warmup_steps=50"
+RECIPES = [
+    "edm",
+    "cosine_noise diffusion.noise=cosine diffusion.min_snr_gamma=5.0",  # what stood before edm
+    f"inverse_sqrt {_FALLING}",
+    "muon training.optimizer=muon",
+    f"muon_inverse_sqrt training.optimizer=muon {_FALLING}",
+]
+LEVELS, PATCHES = 11, 48
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+
+
+def main() -> None:
+    """Run, print a line for each, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--volume", action="append", required=True, metavar="PATH", help="may be given again")
+    parser.add_argument("--recipe", action="append", metavar="'NAME [KEY=VALUE ...]'", help="may be given again")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for volume in arguments.volume:
+        for seed in range(arguments.seeds):
+            for recipe in arguments.recipe or RECIPES:
+                name, *keys = recipe.split()
+                found = measure(Path(volume).resolve(), seed, keys, arguments.steps)
+                rows.append({"volume": volume, "seed": seed, "recipe": name} | found)
+                print(json.dumps(rows[-1]), flush=True)
+    for line in summary(rows):
+        print(line)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2))
+
+
+def measure(volume: Path, seed: int, keys: list[str], steps: int) -> dict[str, Any]:
+    """Train, and return errors by level, their geometric mean for each set of weights, and the seconds of a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(yaml.safe_dump(demo_config(volume, seed, steps)))
+        command = [sys.executable, "-m", "vesuvius.train", "--config", str(path), *keys, "training.validate_every=0"]
+        done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        run = Path(folder) / "runs" / "recipe"
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        seconds = statistics.median(record["step_s"] for record in records if "step_s" in record)
+        errors = relative_errors(path, keys, run)
+    means = {weights: round(geometric_mean(of_levels), 4) for weights, of_levels in errors.items()}
+    return {"errors": [round(error, 3) for error in errors["ema"]], "mean": means, "step_s": round(seconds, 3)}
+
+
+def demo_config(volume: Path, seed: int, steps: int) -> dict[str, Any]:
+    """The demo's config on another volume, without conditions and Ray, with AdamW and cosine decay to begin with."""
+    config: dict[str, Any] = yaml.safe_load(DEMO.read_text())
+    del config["diffusion"]  # the dropout of conditions
+    config["data"] = {"volumes": [{"path": str(volume)}], "patch_size": config["data"]["patch_size"]}
+    config["training"] |= {
+        "workers": 0,
+        "steps_per_epoch": steps,
+        "epochs": 1,
+        "optimizer": "adamw",
+        "lr_schedule": "cosine",
+        "warmup_steps": 20,
+        "save_every": steps,
+        "validate_every": steps,
+        "validate_patches": PATCHES,
+        "preview_every": 0,
+    }
+    return config | {"name": "recipe", "seed": seed, "monitor": {"tensorboard": False}}
+
+
+@torch.no_grad()
+def relative_errors(config_path: Path, keys: list[str], run: Path) -> dict[str, list[float]]:
+    """By weights and level, over the run's held-out patches: squared error of x_0 over that of the linear denoiser."""
+    trained, device = read_checkpoint_info(find_checkpoint(run)), torch.device("cpu")
+    config = read_config(config_path, keys)
+    found = preflight(config.model_copy(update={"name": "another"}), resume=False, checkpoint=None)
+    assert found.fixed is not None
+    conditioner = Conditioner(None, found.facts.greys.conditions, found.facts.scalars, device)
+    x_0 = Reference(found.fixed, found.facts.greys, conditioner, device).x_0(range(PATCHES))
+    spectrum = found.spectrum
+    schedule = Schedule.from_config(config.diffusion, trained.data.spectrum)
+    table = np.sqrt(1 / schedule.alpha_bar_64 - 1) * schedule.std  # in model values
+    errors: dict[str, list[float]] = {}
+    for weights in average_decays(config.training):
+        network = Denoiser(trained, weights, schedule, device)
+        for number, sigma in enumerate(np.geomspace(0.02, 4 * np.sqrt(spectrum.peak), LEVELS)):
+            t = torch.full((PATCHES,), int(np.abs(np.log(table) - np.log(sigma * spectrum.std)).argmin()))
+            x_t = schedule.q_sample(x_0, sample_noise(number, range(PATCHES), tuple(x_0.shape[1:]), device), t)
+            guess, _ = schedule.x_0_and_eps(config.diffusion.prediction, network(x_t, t, NO_CONDITION), x_t, t)
+            linear = schedule.linear_x_0(spectrum, x_t, t)
+            relative = (guess - x_0).square().mean() / (linear - x_0).square().mean()
+            errors.setdefault(weights, []).append(float(relative))
+    return errors
+
+
+def geometric_mean(values: list[float]) -> float:
+    """Of positive numbers."""
+    return float(np.exp(np.mean(np.log(values))))
+
+
+def summary(rows: list[dict[str, Any]]) -> list[str]:
+    """A table: for each recipe the mean error over seeds by volume, and in how many pairs it beat the first recipe."""
+    names = list(dict.fromkeys(row["recipe"] for row in rows))
+    volumes = list(dict.fromkeys(row["volume"] for row in rows))
+    found = {(row["recipe"], row["volume"], row["seed"]): row["mean"]["ema"] for row in rows}
+    lines = [
+        f"| recipe | {' | '.join(volumes)} | better than {names[0]} | step s |",
+        "| --- |" + " --- |" * (len(volumes) + 2),
+    ]
+    for name in names:
+        pairs = [(error, found[names[0], *place]) for (of, *place), error in found.items() if of == name]
+        means = [geometric_mean([e for (of, at, _), e in found.items() if (of, at) == (name, v)]) for v in volumes]
+        seconds = statistics.median(row["step_s"] for row in rows if row["recipe"] == name)
+        wins = f"{sum(own < first for own, first in pairs)} of {len(pairs)}"
+        lines.append(f"| {name} | {' | '.join(f'{mean:.3f}' for mean in means)} | {wins} | {seconds:.3f} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""One measurement of `gpu_check.py`: some training steps of one network, timed by the device's clock, with its memory.
+
+The data lie on the device: what is measured is the step (noise of the CPU and its copy included), not the reading.
+Without a GPU everything runs on the CPU with memory figures None: that is the rehearsal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from gpu.networks import Spec, Triple, build, experiment
+from torch import Tensor
+
+from vesuvius.config import Config
+from vesuvius.diffusion.randomness import stratified_timesteps
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.errors import one_line
+from vesuvius.monitor.clock import Timed, make_clock, untimed
+from vesuvius.runlog.step_times import StepTimes
+from vesuvius.training.forecast.gpu_memory import is_gpu_memory_error
+from vesuvius.training.step.outcome import StepResult
+from vesuvius.training.step.step import TrainStep
+
+Row = dict[str, Any]
+
+WARM_UP_STEPS = 2  # the first makes the optimizer's state and cuDNN's choices
+LEAST_STEPS, MOST_STEPS = 3, 30
+REHEARSED_BATCH = 2  # in a rehearsal larger micro-batches "do not fit"
+
+# What cuDNN says where it has no kernel, or none whose workspace fits: "unable to find an engine to execute this
+# computation" is torch's own text.
+NO_KERNEL = ("unable to find an engine", "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_INTERNAL_ERROR")
+NEARLY_FULL = 0.6  # a workspace is at most some tensors of a convolution
+
+# Dense tensor-core TFLOP/s with float32 accumulation: (bf16 and fp16, TF32), from NVIDIA's data sheets, whose sparse
+# figures are twice these.  The first name found in the device's name counts.
+PEAK_TFLOPS = {
+    "B200": (2250.0, 1125.0),
+    "GH200": (989.5, 494.7),
+    "H200 NVL": (835.5, 417.5),
+    "H200": (989.5, 494.7),
+    "H100 PCIe": (756.5, 378.0),
+    "H100 NVL": (835.5, 417.5),
+    "H100": (989.5, 494.7),
+    "A100": (312.0, 156.0),
+    "A30": (165.0, 82.0),
+    "A40": (149.7, 74.8),
+    "RTX A6000": (154.8, 77.4),
+    "A10G": (70.0, 35.0),
+    "A10": (125.0, 62.5),
+    "L40S": (362.0, 183.0),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 60.0),
+}
+
+
+class OutOfTimeError(BaseException):
+    """The budget is used up.  No `Exception`, so that nothing on the way takes it for a failure of the step."""
+
+
+class Budget:
+    """The time that is left, and an alarm that ends a measurement which exceeds it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
+    @contextlib.contextmanager
+    def enforced(self) -> Iterator[None]:
+        """Raise OutOfTimeError in the main thread once nothing is left.  It waits for the kernel that runs."""
+
+        def ring(number: int, frame: FrameType | None) -> None:
+            raise OutOfTimeError
+
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, max(self.left_s, 0.01))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and on what is measured.
+
+    Attributes:
+        device: cuda, or in a rehearsal cpu.
+        patch_zyx: voxels of a patch.
+        seconds: least length of a timed window.
+        peak_tflops: of 16-bit and of TF32 products; None: unknown, no MFU.
+    """
+
+    device: torch.device
+    patch_zyx: Triple
+    seconds: float
+    peak_tflops: tuple[float, float] | None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def find_peak_tflops(device_name: str) -> tuple[float, float] | None:
+    """Peak of 16-bit and TF32 products by the device's name; None where the table has it not.  Pure."""
+    # "NVIDIA L40S" must not be taken for L4: longer names stand first.
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name.lower() in device_name.lower()), None)
+
+
+# ---- a step, timed
+
+
+def attempt(bench: Bench, budget: Budget, row: Row, measure: Callable[[], Row]) -> Row:
+    """`row` with what `measure` found and outcome ok; or with an outcome that says why it found nothing.
+
+    Outcomes: ok, out of memory, out of time, or the name of the error.
+    """
+    try:
+        with budget.enforced():
+            row = row | measure() | {"outcome": "ok"}
+    except OutOfTimeError:
+        row = row | {"outcome": "out of time"}
+    except Exception as error:
+        short = is_out_of_memory(error, _used_share(bench))
+        row = row | {"outcome": "out of memory" if short else type(error).__name__, "detail": one_line(error)}
+    # Only here: as long as an error is handled, its frames hold the tensors.
+    gc.collect()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if bench.on_gpu:
+        torch.cuda.empty_cache()
+    return row
+
+
+def is_out_of_memory(error: Exception, used_share: float) -> bool:
+    """Whether a measurement failed for lack of memory.  Pure.
+
+    cuDNN says it in two ways: that an allocation failed, and, where each of its kernels wants more workspace than is
+    left, that it knows no kernel.  The latter may be a kernel that is missing: it counts where memory was nearly full.
+
+    Args:
+        error: what torch raised.
+        used_share: allocated at the most, of what this process may take.
+    """
+    no_kernel = isinstance(error, RuntimeError) and any(text in str(error) for text in NO_KERNEL)
+    return is_gpu_memory_error(error) or (no_kernel and used_share >= NEARLY_FULL)
+
+
+def _used_share(bench: Bench) -> float:
+    if not bench.on_gpu:
+        return 0.0
+    may_take = torch.cuda.get_per_process_memory_fraction() * torch.cuda.get_device_properties(0).total_memory
+    return torch.cuda.max_memory_allocated() / may_take
+
+
+def measured(bench: Bench, spec: Spec, batch: int, budget: Budget, flops_per_patch: int, **training: Any) -> Row:
+    """Patches/s, memory and shares of the step.  `batch`: the micro-batch; `training`: fields of `TrainingConfig`."""
+    row: Row = {"system": spec.name, "micro_batch": batch, "settings": spec.switches | training}
+    config = experiment(spec, bench.patch_zyx, batch, **training)
+    return attempt(bench, budget, row, lambda: _timed_steps(bench, spec, config, flops_per_patch))
+
+
+def fits(bench: Bench, spec: Spec, batch: int, budget: Budget, **training: Any) -> bool | None:
+    """Whether two optimizer steps go through; None where something else than memory forbids it."""
+    config = experiment(spec, bench.patch_zyx, batch, **training)
+
+    def two_steps() -> Row:
+        prepare_device(bench, config)
+        step, x_0 = make_step(bench, spec, config), resident_patches(bench, batch)
+        for number in range(2):  # moments come with the first, gradients beside them with the second
+            one_step(step, config, x_0, number)
+        synchronize(bench)
+        return {}
+
+    outcome = attempt(bench, budget, {}, two_steps)["outcome"]
+    # ConfigError: a tensor would reach 2^31 elements, which is a limit as well.
+    return {"ok": True, "out of memory": False, "ConfigError": False}.get(outcome)
+
+
+def prepare_device(bench: Bench, config: Config) -> None:
+    """cuDNN as the run would have it, and memory counted from here."""
+    torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
+    if bench.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    elif config.training.train_batch_size > REHEARSED_BATCH:
+        raise torch.OutOfMemoryError(f"rehearsed: micro-batches above {REHEARSED_BATCH} do not fit")
+
+
+def _timed_steps(bench: Bench, spec: Spec, config: Config, flops_per_patch: int) -> Row:
+    batch = config.training.train_batch_size
+    prepare_device(bench, config)
+    step = make_step(bench, spec, config)
+    x_0 = resident_patches(bench, batch)
+    started = time.perf_counter()
+    for number in range(WARM_UP_STEPS):
+        warm_up_s = time.perf_counter() - started
+        one_step(step, config, x_0, number)
+        synchronize(bench)
+    step_s = time.perf_counter() - started - warm_up_s
+    count = min(max(math.ceil(bench.seconds / step_s), LEAST_STEPS), MOST_STEPS)
+    times = _clocked(bench, step, config, x_0, count)
+    median_s = statistics.median(one.step_s for one in times)
+    row: Row = {
+        "amp": step.amp,
+        "parameters": sum(p.numel() for p in step.network.parameters()),
+        "steps": count,
+        "step_s": median_s,
+        "step_s_range": [min(one.step_s for one in times), max(one.step_s for one in times)],
+        "first_step_s": warm_up_s,
+        "patches_s": batch / median_s,
+        **shares(times),
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated() if bench.on_gpu else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved() if bench.on_gpu else None,
+    }
+    row["mfu"] = _mfu(bench, step.amp, row["patches_s"], flops_per_patch)
+    return row
+
+
+def make_step(bench: Bench, spec: Spec, config: Config) -> TrainStep:
+    """The training step of a run, around any of the networks."""
+    network = build(spec, config, bench.device)
+    return TrainStep(config, network, Schedule.from_config(config.diffusion), bench.device)
+
+
+def resident_patches(bench: Bench, batch: int) -> Tensor:
+    """Smooth model values, float32 [batch, 1, Z, Y, X], on the device."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randn(batch, 1, *(max(size // 4, 1) for size in bench.patch_zyx), generator=generator)
+    return torch.tanh(F.interpolate(coarse.to(bench.device), size=bench.patch_zyx, mode="trilinear"))
+
+
+def one_step(step: TrainStep, config: Config, x_0: Tensor, number: int, timed: Timed = untimed) -> StepResult:
+    """Optimizer step `number` of a run whose batch is always the same patches."""
+    batch = len(x_0)
+    t = stratified_timesteps(config.seed, number, batch, config.diffusion.timesteps)
+    step.accumulate(x_0, np.arange(batch, dtype=np.int64) + number * batch, t, timed=timed)
+    return step.apply(config.training.lr, timed)
+
+
+def _clocked(bench: Bench, step: TrainStep, config: Config, x_0: Tensor, count: int) -> list[StepTimes]:
+    """Steps as the training loop runs them: the host never waits for the device."""
+    clock = make_clock(bench.device)
+    times = []
+    for number in range(WARM_UP_STEPS, WARM_UP_STEPS + count):
+        with clock.waiting():
+            batch = x_0  # it is there already
+        one_step(step, config, batch, number, clock.computing)
+        clock.step_done()
+        times += clock.finished()
+    return times + clock.finished(wait=True)
+
+
+def shares(times: list[StepTimes]) -> Row:
+    """Shares of the step time, each of the sum over all steps, and those beside computing together."""
+    total_s = sum(one.step_s for one in times)
+    parts = {name: sum(getattr(one, f"{name}_s") for one in times) / total_s for name in ("data", "h2d", "other")}
+    return {f"{name}_share": share for name, share in parts.items()} | {"waiting_share": sum(parts.values())}
+
+
+def synchronize(bench: Bench) -> None:
+    if bench.on_gpu:
+        torch.cuda.synchronize()
+
+
+def _mfu(bench: Bench, amp: str, patches_s: float, flops_per_patch: int) -> float | None:
+    if bench.peak_tflops is None:
+        return None
+    half, tf32 = bench.peak_tflops
+    return patches_s * flops_per_patch / 1e12 / (tf32 if amp == "off" else half)
+
+
+# ---- what the device is busy with
+
+
+def kernel_share(bench: Bench, spec: Spec, batch: int, budget: Budget) -> Row:
+    """Shares of the wall time in which kernels ran, and copies from the host, by torch's profiler.
+
+    The check of the clock's shares.  Needs a GPU, and CUPTI.
+    """
+    row: Row = {"system": spec.name, "micro_batch": batch, "kernel_share": None, "copy_share": None}
+    return attempt(bench, budget, row, lambda: _profiled(bench, spec, batch))
+
+
+def _profiled(bench: Bench, spec: Spec, batch: int) -> Row:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    if not bench.on_gpu:
+        raise RuntimeError("the profile needs a GPU")
+    config = experiment(spec, bench.patch_zyx, batch)
+    prepare_device(bench, config)
+    step, x_0 = make_step(bench, spec, config), resident_patches(bench, batch)
+    for number in range(WARM_UP_STEPS):
+        one_step(step, config, x_0, number)
+    synchronize(bench)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for number in range(LEAST_STEPS):
+            one_step(step, config, x_0, WARM_UP_STEPS + number)
+        synchronize(bench)
+    # Annotations, such as the optimizer's, span kernels and the gaps between them.
+    events = [
+        event
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and "#" not in event.name
+    ]
+    if not events:
+        raise RuntimeError("the profiler saw no kernels: is CUPTI allowed here?")
+    begin, end = min(e.time_range.start for e in events), max(e.time_range.end for e in events)
+    copies = [e for e in events if e.name.startswith("Memcpy HtoD")]
+    kernels = [e for e in events if not e.name.startswith("Memcpy HtoD")]
+    return {
+        "kernel_share": _covered(kernels) / (end - begin),
+        "copy_share": _covered(copies) / (end - begin),
+    }
+
+
+def _covered(events: list[Any]) -> float:
+    """Microseconds in which at least one of the events was under way."""
+    total, until = 0.0, 0.0
+    for event in sorted(events, key=lambda e: e.time_range.start):
+        begin, end = max(event.time_range.start, until), event.time_range.end
+        if end > begin:
+            total, until = total + end - begin, end
+    return total
+
+
+def predicted(spec: Spec, bench: Bench, row: Row) -> Row:
+    """What the memory plan says of a measured row of ours, or in `prediction` why it says nothing."""
+    try:
+        from vesuvius.training.forecast.memory_plan import plan_memory
+
+        plan = plan_memory(experiment(spec, bench.patch_zyx, row["micro_batch"], **row["settings"]), amp=row["amp"])
+    except Exception as error:  # the plan is checked here, so that its failure must not end the check
+        return {"prediction": f"{type(error).__name__}: {one_line(error)}"}
+    # The allocator also hands out what the kernels work in.
+    return {"predicted_peak_bytes": plan.peak_bytes + plan.workspace_bytes, "predicted_vram_bytes": plan.vram_bytes}
