@@ -16,6 +16,7 @@ import psutil
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, parse_stored
+from vesuvius.config.trial import trial_config
 from vesuvius.doctor.check import Finding
 from vesuvius.doctor.host import busy
 from vesuvius.errors import one_line
@@ -38,14 +39,11 @@ _ONE_STEP = {
     "epochs": 1,
     "workers": 0,
     "validate_every": 0,
-    "preview_every": 0,
     "warmup_steps": 0,
-    "max_hours": None,
-    "resume": "never",
     "compile": False,
     "cudnn_benchmark": False,
 }
-_ONE_SAMPLE = {"train_batch_size": 1, "accumulate_steps": 1}
+_ONE_SAMPLE = {"train_batch_size": 1}
 
 
 def start_ray(address: str | None, within_s: float) -> Finding:
@@ -68,14 +66,7 @@ def train_one_step(config: Config, on_gpu: bool, within_s: float) -> Finding:
     """One step of a config in a folder that is removed: on a GPU with its own batch, on a CPU with one sample."""
     batch = {} if on_gpu else _ONE_SAMPLE
     what = f"a step of {config.training.train_batch_size if on_gpu else 1} x 1 samples, without readers"
-    training = config.training.model_copy(update=_ONE_STEP | batch | {"accumulate_steps": 1, "init_from": None})
-    nobody = {"tensorboard": False, "prometheus_port": None, "webhook": None, "trackers": ()}
-    sections = {
-        "training": training,
-        "monitor": config.monitor.model_copy(update=nobody),
-        "cluster": config.cluster.model_copy(update={"storage_path": None}),
-    }
-    config = config.model_copy(update={"name": "doctor", **sections})
+    config = trial_config(config, "doctor", _ONE_STEP | batch | {"accumulate_steps": 1})
     with tempfile.TemporaryDirectory(prefix="vesuvius-doctor-") as folder:
         source = Path(folder) / "doctor.yaml"
         source.write_text(dump_config(config), encoding="utf-8")

@@ -11,8 +11,10 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vesuvius.config import Config
+from vesuvius.config.trial import NEVER, trial_config
 from vesuvius.errors import ConfigError, VesuviusError, one_line
 from vesuvius.monitor.window import Thresholds
 from vesuvius.profile.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, observed_by, observed_in_place
@@ -34,7 +36,6 @@ log = logging.getLogger(__name__)
 
 FOLDER = "profiles"
 TRACE = "trace.json.gz"
-_ENDLESS = 10**8
 
 
 @dataclass(frozen=True)
@@ -152,36 +153,12 @@ class StoppedBeforeError(VesuviusError):
 
 def profiled(config: Config, name: str, steps: int, after: int = 0) -> Config:
     """The config of the run that is profiled: that of the training, but for what is not a step.  Pure."""
-    training = {
-        "max_hours": None,
-        "resume": "never",
-        "init_from": None,
-        "autotune": "off",
-        "save_every": _ENDLESS,
-        "keep_every": None,
-        "validate_every": 0,
-        "preview_every": 0,
-    }
+    training: dict[str, Any] = {"validate_every": 0}
     least = after + 2 * (steps + MOST_STEPS_BESIDE)  # readers go on beyond the steps that count, as in a long run
     if config.stop_step < least:
         training |= {"steps_per_epoch": least, "epochs": 1, "max_steps": None}
-    monitor = {
-        "tensorboard": False,
-        "prometheus_port": None,
-        "webhook": None,
-        "trackers": (),
-        "verdict_every": _ENDLESS,
-        "write_every_s": max(1.0, config.monitor.sample_every_s),
-    }
-    changed = config.model_copy(
-        update={
-            "name": name,
-            "training": config.training.model_copy(update=training),
-            "monitor": config.monitor.model_copy(update=monitor),
-            "cluster": config.cluster.model_copy(update={"storage_path": None}),
-        }
-    )
-    return Config.model_validate(changed.model_dump())
+    monitor = {"verdict_every": NEVER, "write_every_s": max(1.0, config.monitor.sample_every_s)}
+    return trial_config(config, name, training, monitor)
 
 
 def _write(request: Request, run: Path, folder: Path, observed: Observed) -> Path:

@@ -14,6 +14,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
+from vesuvius.config.trial import without_listeners
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import EXIT_OK, GpuMemoryError, StorageError, VesuviusError, one_line
 from vesuvius.monitor.alerts.watchdog import Watchdog
@@ -155,12 +156,7 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
         log_last_session(checked.directory, ranks)
         if ranks.local_rank == 0:
             prepare_cache(config.data.store)
-        monitor = config.monitor.model_copy(
-            update={"tensorboard": False, "prometheus_port": None, "webhook": None, "trackers": ()}
-        )
-        return _train_and_record(
-            config.model_copy(update={"monitor": monitor}), checked, stop, lambda step: None, make_autotuner, ranks
-        )
+        return _train_and_record(without_listeners(config), checked, stop, lambda step: None, make_autotuner, ranks)
 
 
 def _before_the_run(

@@ -16,6 +16,7 @@ import numpy as np
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
+from vesuvius.config.trial import NEVER, trial_config
 from vesuvius.errors import EXIT_DATA, EXIT_GPU_MEMORY, EXIT_GUARD, StorageError, one_line
 from vesuvius.monitor.postmortem.death import headline
 from vesuvius.monitor.postmortem.post_mortem import record_run_death
@@ -29,7 +30,6 @@ from vesuvius.tuning.setting import Setting
 _CAUSE_LENGTH = 400
 # A trainer that lives writes a sample of its memory this often at least.
 _WRITES_WITHIN_S = 10.0
-_ENDLESS = 10**9
 _WHOLE_FILE = 2**30
 # With less free space than this, the log may not contain the cause of a failure.
 _DISK_FULL_BYTES = 2**20
@@ -167,41 +167,22 @@ def trainer_config(config: Config, setting: Setting, number: int) -> Config:
     """
     applied, at = setting.applied_to(config), config.monitor.prefetch_at
     training = {
-        "steps_per_epoch": _ENDLESS,
+        "steps_per_epoch": NEVER,
         "epochs": 1,
         "max_steps": None,
-        "max_hours": None,
-        "resume": "never",
-        "init_from": None,
-        "autotune": "off",
-        "save_every": _ENDLESS,
         "keep_last": 1,
-        "keep_every": None,
-        "validate_every": _ENDLESS if config.training.validate_every else 0,
+        "validate_every": NEVER if config.training.validate_every else 0,
         "validate_patches": setting.train_batch_size,
-        "preview_every": 0,
         "lr": min(config.training.lr, 1e-6),
-        "max_nonfinite": _ENDLESS,
+        "max_nonfinite": NEVER,
     }
     monitor = {
-        "tensorboard": False,
-        "prometheus_port": None,
-        "webhook": None,
-        "trackers": (),
-        "verdict_every": _ENDLESS,
+        "verdict_every": NEVER,
         "sample_every_s": 0.5,
         "write_every_s": 1.0,
         "guard": "act",
         "worker_at": at,
         "exit_at": at,
     }
-    changed = applied.model_copy(
-        update={
-            "name": f"{number:03d}",
-            "seed": int(np.random.default_rng((config.seed, number)).integers(2**31)),
-            "training": applied.training.model_copy(update=training),
-            "monitor": applied.monitor.model_copy(update=monitor),
-            "cluster": applied.cluster.model_copy(update={"storage_path": None}),
-        }
-    )
-    return Config.model_validate(changed.model_dump())
+    seed = int(np.random.default_rng((config.seed, number)).integers(2**31))
+    return trial_config(applied, f"{number:03d}", training, monitor, seed=seed)
