@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from vesuvius.bench.cells.training import Bounds, TrainingLab
 from vesuvius.bench.ledger import Measurement
-from vesuvius.bench.training_cell import Bounds, TrainingLab
 from vesuvius.commands import bench as command
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK

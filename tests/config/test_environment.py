@@ -10,7 +10,7 @@ import yaml
 
 from tests.support.config_text import MINIMAL
 from vesuvius.commands import train
-from vesuvius.commands.config import take_config
+from vesuvius.commands.arguments.config import take_config
 from vesuvius.config import Config, VolumeConfig
 from vesuvius.config.describe import iter_keys
 from vesuvius.config.environment import key_of_variable

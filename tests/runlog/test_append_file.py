@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_disk import fill, small_disk
-from vesuvius.runlog.append_file import AppendFile
+from vesuvius.runlog.files.append_file import AppendFile
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vesuvius.runlog.whole_file import write_whole
+from vesuvius.runlog.files.whole_file import write_whole
 
 
 def test_a_reader_at_any_moment_finds_one_of_the_two_whole(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
 from tests.support.chunk_server import ChunkServer
-from vesuvius.commands.volume_text import info_text
+from vesuvius.commands.output.volume import info_text
 from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.stream.start.prepare import prepare_data

@@ -23,7 +23,7 @@ from tests.support.chunk_server import ChunkServer
 from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.commands import volume
-from vesuvius.commands.volume_text import verify_text
+from vesuvius.commands.output.volume import verify_text
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volume_tools import verify

@@ -16,7 +16,7 @@ from numcodecs import Delta
 
 from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
-from vesuvius.commands.volume_text import info_text
+from vesuvius.commands.output.volume import info_text
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import prepare_data

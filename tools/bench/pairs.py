@@ -14,12 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from vesuvius.bench.command_cell import measure_command
+from vesuvius.bench.cells.command import measure_command
+from vesuvius.bench.cells.training import Bounds
 from vesuvius.bench.grid import Cell
 from vesuvius.bench.ledger import Ledger, Measurement
 from vesuvius.bench.results import Result, results_of
 from vesuvius.bench.rounds import measure_rounds
-from vesuvius.bench.training_cell import Bounds
 from vesuvius.config.load import parse_stored
 
 _PRODUCTS = 100  # of a sample of the faster one

@@ -35,7 +35,7 @@ except ImportError:  # MONAI does without it
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # not installed in this environment
 
-from vesuvius.bench.peers import PREFETCH, Batches, Feed, LoaderFeed, Setup, child_pids, open_array, run_feed
+from vesuvius.bench.cells.peers import PREFETCH, Batches, Feed, LoaderFeed, Setup, child_pids, open_array, run_feed
 
 SYSTEMS = ("zarrdataset", "monai-ram")
 

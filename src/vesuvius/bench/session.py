@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-from vesuvius.bench.command_cell import measure_command
+from vesuvius.bench.cells.command import measure_command
+from vesuvius.bench.cells.training import Bounds, TrainingLab
 from vesuvius.bench.grid import Cell
 from vesuvius.bench.ledger import Ledger, Measurement
 from vesuvius.bench.page import Memory, build_page
 from vesuvius.bench.pictures import draw_comparison, draw_table
 from vesuvius.bench.results import Result, results_of
 from vesuvius.bench.rounds import measure_rounds
-from vesuvius.bench.training_cell import Bounds, TrainingLab
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.report.files import new_folder, write_pages
 from vesuvius.report.records import figure, read_run
+from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, number
-from vesuvius.runlog.whole_file import write_whole
 from vesuvius.training.step.step import choose_device
 from vesuvius.tuning.alone import locked, signals_to, storage_errors
 from vesuvius.tuning.lab import TuneInterrupted

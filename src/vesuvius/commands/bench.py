@@ -7,8 +7,8 @@ import os
 import shlex
 from pathlib import Path
 
+from vesuvius.commands.arguments.config import take_variables
 from vesuvius.commands.command import positive_number, run_command, say
-from vesuvius.commands.config import take_variables
 from vesuvius.commands.tune import duration
 from vesuvius.errors import EXIT_ERROR, EXIT_OK
 
@@ -28,10 +28,10 @@ def _main(argv: list[str]) -> int:
     if args.peer and not args.loader:
         parser.error("--peer is about loaders; it goes with --loader")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
-    from vesuvius.bench.command_cell import loader_cells  # these import torch
+    from vesuvius.bench.cells.command import loader_cells  # these import torch
+    from vesuvius.bench.cells.training import Bounds
     from vesuvius.bench.grid import make_cells, parse_axis
     from vesuvius.bench.session import PAGE, Request, bench
-    from vesuvius.bench.training_cell import Bounds
 
     sweeps = [parse_axis(text) for text in args.sweep]
     if args.ranks:

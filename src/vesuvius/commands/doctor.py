@@ -7,8 +7,8 @@ import logging
 import os
 from pathlib import Path
 
+from vesuvius.commands.arguments.config import take_config
 from vesuvius.commands.command import run_command, say
-from vesuvius.commands.config import take_config
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, ConfigError, one_line
 

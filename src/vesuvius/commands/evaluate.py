@@ -7,9 +7,9 @@ import os
 import shlex
 from pathlib import Path
 
+from vesuvius.commands.arguments.sample import add_keys, natural, overrides_of, positive
 from vesuvius.commands.command import run_command, say
-from vesuvius.commands.progress import progress
-from vesuvius.commands.sample_arguments import add_keys, natural, overrides_of, positive
+from vesuvius.commands.output.progress import progress
 from vesuvius.errors import EXIT_OK
 
 LEAST = 16

@@ -208,7 +208,7 @@ def _plan(config_path: Path, overrides: list[str], viewpoint: Viewpoint, as_line
     """
     found = MachineInspector(viewpoint).inspect()
     try:
-        from vesuvius.commands.config import take_config
+        from vesuvius.commands.arguments.config import take_config
         from vesuvius.stream.start.prepare import prepare_data
         from vesuvius.training.forecast.memory_plan import plan_memory
         from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning

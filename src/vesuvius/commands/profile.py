@@ -7,8 +7,8 @@ import os
 import shlex
 from pathlib import Path
 
+from vesuvius.commands.arguments.config import take_config
 from vesuvius.commands.command import run_command, say
-from vesuvius.commands.config import take_config
 from vesuvius.errors import EXIT_OK
 
 _LEAST_STEPS = 5

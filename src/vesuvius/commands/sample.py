@@ -6,9 +6,9 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from vesuvius.commands import sample_arguments
+from vesuvius.commands.arguments import sample as sample_arguments
 from vesuvius.commands.command import run_command, say
-from vesuvius.commands.progress import progress
+from vesuvius.commands.output.progress import progress
 from vesuvius.errors import EXIT_OK
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from vesuvius.commands.arguments.config import take_config
 from vesuvius.commands.command import positive_number, run_command, say
-from vesuvius.commands.config import take_config
 from vesuvius.config import Config
 from vesuvius.config.load import explain_config
 from vesuvius.errors import EXIT_OK

@@ -9,8 +9,8 @@ import shlex
 from pathlib import Path
 from typing import get_args
 
+from vesuvius.commands.arguments.config import take_config
 from vesuvius.commands.command import run_command, say
-from vesuvius.commands.config import take_config
 from vesuvius.config.environment import variables
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
+from vesuvius.commands.arguments.volume import parser
 from vesuvius.commands.command import run_command, say
-from vesuvius.commands.volume_arguments import parser
-from vesuvius.commands.volume_text import (
+from vesuvius.commands.output.volume import (
     copy_text,
     info_json,
     info_text,

@@ -1,7 +1,7 @@
 """Environment variables -> config keys: `VESUVIUS_TRAINING__WORKERS=4` is `training.workers=4`.
 
 Two underscores stand for a dot, a number for an item of a list (`VESUVIUS_DATA__VOLUMES__0__PATH`), and the value is
-YAML, as in an override.  Commands that read a config file obey them: `commands/config.py`.
+YAML, as in an override.  Commands that read a config file obey them: `commands/arguments/config.py`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from vesuvius.monitor.probes.cores import quota_periods, usable_cores
 from vesuvius.monitor.probes.roots import Roots
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.window import THROTTLED
-from vesuvius.runlog.file_lock import take_lock
+from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.namesake import namesake_problem
 from vesuvius.runlog.units import GIB, format_percent, size_text
 

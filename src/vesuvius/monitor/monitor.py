@@ -27,7 +27,7 @@ from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.system_record import Window, monitor_line, system_figures
-from vesuvius.runlog.delayed import DelayedWrites
+from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.rotated import RotatedFile
 

@@ -18,7 +18,7 @@ from vesuvius.monitor.probes.cgroup import read_cgroup
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.probes.roots import Roots
-from vesuvius.runlog.whole_file import write_whole
+from vesuvius.runlog.files.whole_file import write_whole
 
 # The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.
 _SAME_START_S = 0.005

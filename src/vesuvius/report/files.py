@@ -14,7 +14,7 @@ from vesuvius.report.markdown import render_markdown
 from vesuvius.report.model import RunReport, Table, build
 from vesuvius.report.pictures import Picture, embed
 from vesuvius.report.records import read_run
-from vesuvius.runlog.whole_file import write_whole
+from vesuvius.runlog.files.whole_file import write_whole
 
 FOLDER = "reports"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from vesuvius.runlog.append_file import AppendFile
+from vesuvius.runlog.files.append_file import AppendFile
 from vesuvius.runlog.step_times import StepTimes
 from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from vesuvius.runlog.append_file import AppendFile
+from vesuvius.runlog.files.append_file import AppendFile
 
 
 class LineFile(Protocol):

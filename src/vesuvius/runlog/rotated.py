@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from vesuvius.runlog.append_file import AppendFile
+from vesuvius.runlog.files.append_file import AppendFile
 from vesuvius.runlog.records import read_records, records_in
 
 log = logging.getLogger(__name__)

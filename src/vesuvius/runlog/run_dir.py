@@ -19,9 +19,9 @@ import torch
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_source
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.runlog.file_lock import take_lock
+from vesuvius.runlog.files.file_lock import take_lock
+from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.find_run import runs_root
-from vesuvius.runlog.whole_file import write_whole
 
 TUNE, BENCHES = "tune", "benches"
 _BESIDE = (TUNE, BENCHES, "profiles", "reports")

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.runlog.file_lock import take_lock
+from vesuvius.runlog.files.file_lock import take_lock
 
 log = logging.getLogger(__name__)
 

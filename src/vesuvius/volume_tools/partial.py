@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.runlog.file_lock import take_lock
-from vesuvius.runlog.whole_file import write_whole
+from vesuvius.runlog.files.file_lock import take_lock
+from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.pyramid import halve
 

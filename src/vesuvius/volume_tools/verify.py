@@ -29,7 +29,7 @@ from obstore.store import HTTPStore
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.runlog.file_lock import take_lock
+from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.volume_tools.child_reads import BrokenChunk, FinishedTask, Reading, read_in_children
 from vesuvius.volumes.listing import Bools, kept_file, list_objects, read_sidecar
 from vesuvius.volumes.missing import StoredChunks

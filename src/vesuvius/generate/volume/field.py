@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.generate.volume.tiling import Tiling, shared_part
-from vesuvius.runlog.whole_file import write_whole
+from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.volumes.box import Box, grid_shape, shape_of
 
 

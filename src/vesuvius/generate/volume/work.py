@@ -32,7 +32,7 @@ from vesuvius.errors import NonFiniteError
 from vesuvius.generate.volume.field import Field, Predictions
 from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_noise, box_noise, corrected, passes_of
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.runlog.whole_file import write_whole
+from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.volumes.box import Box, format_box
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from vesuvius.monitor.alerts.notices import Notice
 from vesuvius.monitor.memory.trend import MIN_POINTS, theil_sen
-from vesuvius.runlog.disk_use import directory_bytes
+from vesuvius.runlog.files.disk_use import directory_bytes
 from vesuvius.runlog.units import format_duration, size_text
 
 WARN_BELOW_S = 24 * 3600.0

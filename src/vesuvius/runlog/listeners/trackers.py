@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from vesuvius.errors import ConfigError
-from vesuvius.runlog.delayed import DelayedWrites
+from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.listeners.scalars import SystemPace, scalars_of
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vesuvius.config.experiment import is_web_address
-from vesuvius.runlog.delayed import DelayedWrites
+from vesuvius.runlog.files.delayed import DelayedWrites
 
 log = logging.getLogger(__name__)
 

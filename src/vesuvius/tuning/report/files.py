@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vesuvius.errors import StorageError
-from vesuvius.runlog.whole_file import write_whole
+from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.tuning.report.curves import draw_curves
 from vesuvius.tuning.report.report import Report
 from vesuvius.tuning.report.text import render_markdown

@@ -21,7 +21,7 @@ from typing import Any
 from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
 from vesuvius.errors import ConfigError, StorageError, one_line
-from vesuvius.runlog.whole_file import write_whole
+from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.tuning.setting import Setting, key_of
 
 MARK = "Written by vesuvius tune"

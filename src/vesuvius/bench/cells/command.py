@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from vesuvius.bench.cells.loader import OURS, PEERS, setup_of
+from vesuvius.bench.cells.training import Bounds
 from vesuvius.bench.grid import Cell
 from vesuvius.bench.ledger import Measurement
-from vesuvius.bench.loader_cell import OURS, PEERS, setup_of
-from vesuvius.bench.training_cell import Bounds
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.errors import ConfigError, one_line
@@ -49,7 +49,7 @@ def loader_cells(cells: Sequence[Cell], peers: Sequence[str]) -> list[Cell]:
 
 
 def _own(system: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "vesuvius.bench.loader_cell", system)
+    return (sys.executable, "-m", "vesuvius.bench.cells.loader", system)
 
 
 def measure_command(

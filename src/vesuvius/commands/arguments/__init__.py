@@ -1,0 +1,1 @@
+"""What several commands take: the config with its overrides, volumes, the options of sampling."""
