@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.small_disk import small_disk
-from vesuvius.runlog.files import rotated
+from vesuvius.runlog import rotated
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.rotated import ROTATE_BYTES, RotatedFile, read_rotated
 
