@@ -51,8 +51,9 @@ def passes_checks(config: Config) -> bool:
     return preflight(config, resume=False, checkpoint=None, caches=False).free_bytes > 0
 
 
-def test_a_bare_array_is_trained_as_the_config_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With readers, and no override but the number of steps."""
+def test_a_bare_array_gets_a_config_that_fits_it_and_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_array(tmp_path / "scroll.zarr", textured((96, 128, 128)))
     assert init.main(["scroll.zarr"]) == EXIT_OK
     text = capsys.readouterr().out
@@ -67,6 +68,13 @@ def test_a_bare_array_is_trained_as_the_config_says(tmp_path: Path, capsys: pyte
     config = read_config(Path("configs/scroll.yaml"))
     assert (config.name, config.data.volumes[0].path, config.training.workers) == ("scroll", "scroll.zarr", 1)
     assert passes_checks(config)
+
+
+@pytest.mark.long
+def test_what_was_written_for_a_bare_array_trains_and_samples(tmp_path: Path) -> None:
+    """With readers, and no override but the number of steps."""
+    write_array(tmp_path / "scroll.zarr", textured((96, 128, 128)))
+    assert init.main(["scroll.zarr"]) == EXIT_OK
     assert vesuvius_train(Path("configs/scroll.yaml"), "training.max_steps=2") == EXIT_OK
     assert len(steps_of("scroll")) == 2
     assert sample.main(["--checkpoint", "scroll", "--count", "1", "--steps", "2"]) == EXIT_OK, "as it was printed"

@@ -54,6 +54,7 @@ def kill_and_compare(config: WriteConfig, cwd: Path, kills: int, seed: int, save
     return figures
 
 
+@pytest.mark.long
 def test_a_run_killed_at_random_moments_ends_with_the_weights_of_an_undisturbed_one(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:

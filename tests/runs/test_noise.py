@@ -20,7 +20,8 @@ from vesuvius.training import run as run_module
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 
 EDM = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 3}
-VALIDATED = {"validate_every": 10, "validate_patches": 4}
+# Of four steps, two of them before a resume.
+VALIDATED = {"steps_per_epoch": 2, "save_every": 2, "validate_every": 2, "validate_patches": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +46,12 @@ def test_a_run_measures_its_data_once_and_goes_on_and_is_sampled_with_what_it_fo
     assert vesuvius_train(config) == 0
     assert re.search(r"noise edm: sigma 0\.02 to \d", Path("runs/straight/logs/train_full.log").read_text())
     config = tiny_config("parts", diffusion=EDM, training=VALIDATED)
-    assert vesuvius_train(config, "training.max_steps=10") == 0
+    assert vesuvius_train(config, "training.max_steps=2") == 0
     assert vesuvius_train(config, "--resume") == 0
     straight, parts = final_weights("straight"), final_weights("parts")
     assert all(torch.equal(weight, parts[name]) for name, weight in straight.items())
     found = records_of("validation", "parts")
-    assert [record["step"] for record in found] == [10, 20]
+    assert [record["step"] for record in found] == [2, 4]
     for record in found:
         of_levels = record["weights"]["ema"]["relative_bins"]
         assert record["relative_error"] == pytest.approx(np.exp(np.mean(np.log(of_levels))))
@@ -85,13 +86,13 @@ def test_a_checkpoint_of_before_is_sampled_and_resumed(
         del state["spectrum"]
         diffusion = state["config"]["diffusion"]
         diffusion["schedule"] = diffusion.pop("noise")
-        return state | {"best": {"step": 10, "loss": 0.1}}
+        return state | {"best": {"step": 2, "loss": 0.1}}
 
     config = tiny_config(training=VALIDATED, diffusion={"noise": "linear", "sampler_steps": 3})
     with monkeypatch.context() as patched:
         patched.setattr(run_module, "run_state", before)
-        assert vesuvius_train(config, "training.max_steps=10") == 0
+        assert vesuvius_train(config, "training.max_steps=2") == 0
     assert drawn("tiny", "sampled").size
     assert vesuvius_train(config, "--resume") == 0
     assert "spectrum" in load_checkpoint(newest("tiny"))
-    assert records_of("validation")[-1]["best_step"] == 20, "a loss does not compare with an error over another"
+    assert records_of("validation")[-1]["best_step"] == 4, "a loss does not compare with an error over another"

@@ -103,8 +103,8 @@ def test_a_healthy_log_does_not_alarm(tiny_config: WriteConfig) -> None:
 
 @pytest.mark.usefixtures("ray_cluster")
 def test_ray_readers_train_the_same_weights_as_none(tiny_config: WriteConfig) -> None:
-    assert vesuvius_train(tiny_config("alone"), "training.max_steps=6") == 0
-    assert vesuvius_train(tiny_config("ray"), "training.max_steps=6", "training.workers=2") == 0
+    assert vesuvius_train(tiny_config("alone"), "training.max_steps=4") == 0
+    assert vesuvius_train(tiny_config("ray"), "training.max_steps=4", "training.workers=2") == 0
     assert_same_weights("alone", "ray")
     log = Path("runs/ray/logs/train_full.log").read_text()
     assert re.search(r"workers 2 worker_max_gib \d\.\d", log)
@@ -112,7 +112,7 @@ def test_ray_readers_train_the_same_weights_as_none(tiny_config: WriteConfig) ->
 
 def test_the_order_of_samples_does_not_depend_on_how_a_step_is_cut(tiny_config: WriteConfig) -> None:
     for name, cut in {"1x4": (1, 4), "2x2": (2, 2), "4x1": (4, 1)}.items():
-        training = {"train_batch_size": cut[0], "accumulate_steps": cut[1], "max_steps": 8}
+        training = {"train_batch_size": cut[0], "accumulate_steps": cut[1], "max_steps": 3}
         assert vesuvius_train(tiny_config(name, training=training)) == 0
     losses = [[s["loss"] for s in steps_of(name)] for name in ("1x4", "2x2", "4x1")]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)  # float32 sums in another order
@@ -160,8 +160,8 @@ def test_a_run_validates_previews_and_keeps_what_it_was_asked_to_keep(tiny_confi
 
 def test_validation_and_previews_change_no_weight(tiny_config: WriteConfig) -> None:
     training = {"validate_every": 2, "validate_patches": 2, "preview_every": 3, "preview_count": 1}
-    assert vesuvius_train(tiny_config("watched", training=training), "training.max_steps=8") == 0
-    assert vesuvius_train(tiny_config("alone"), "training.max_steps=8") == 0
+    assert vesuvius_train(tiny_config("watched", training=training), "training.max_steps=4") == 0
+    assert vesuvius_train(tiny_config("alone"), "training.max_steps=4") == 0
     assert_same_weights("alone", "watched")
 
 
@@ -292,6 +292,7 @@ def test_the_full_experiment_says_how_to_get_data_on_a_fresh_clone(capsys: pytes
     assert "data.volumes=" in error
 
 
+@pytest.mark.long
 @needs_scroll_data
 def test_the_full_experiment_passes_its_dry_run_on_a_real_scroll(capsys: pytest.CaptureFixture[str]) -> None:
     override = f"data.volumes=[{{path: {SCROLL_DATA / 'scroll_v2_blosc.zarr'}, level: 0}}]"

@@ -13,11 +13,15 @@ import pytest
 
 from tests.support.kill_harness import Session, processes_with
 from tests.support.runs import WriteConfig, fork_trials, vesuvius_train
+from tests.tuning.simulated import Machine, SimulatedLab
 from vesuvius.commands import tune
+from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from vesuvius.runlog.records import read_records
+from vesuvius.tuning import session
 from vesuvius.tuning.ledger import Ledger
+from vesuvius.tuning.setting import Setting
 
 TUNE = Path("runs/tiny/tune")
 LONG = {"steps_per_epoch": 100_000, "epochs": 1}
@@ -38,26 +42,62 @@ def report() -> dict[str, Any]:
     return found
 
 
+class SimulatedTrainers(SimulatedLab):
+    """In the place of `TrainerLab`: micro-batches of which each costs as much as ten samples."""
+
+    def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
+        super().__init__(Machine("launches", Setting.of(config), on_gpu=False, sample_s=0.01, launch_s=0.1), seed=0)
+
+    def __enter__(self) -> SimulatedTrainers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
 def test_a_tune_leaves_a_report_and_a_config_that_trains(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, "TrainerLab", SimulatedTrainers)
+    config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
+    arguments = ("--budget", "30m", "--keep", "workers,prefetch_factor", "training.lr=2e-3")
+    assert vesuvius_tune(config, *arguments) == EXIT_OK
+    check_tune(config, arguments, capsys.readouterr().out, "better")
+    assert read_config(Path("tiny.tuned.yaml")).training.train_batch_size == 8
+    text = Path("tiny.tuned.yaml").read_text()
+    assert "extends: tiny.yaml" in text
+    assert "given on the command line of the tune" in text
+
+
+@pytest.mark.long
+def test_a_tune_of_real_trainers_leaves_a_report_and_a_config_that_trains(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of micro-batches of 1: larger ones of the same effective batch are much faster, on a CPU too."""
     config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
     arguments = ("--budget", "60s", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
     assert vesuvius_tune(config, *arguments) == EXIT_OK
-    found, blocks = report(), Ledger.read(TUNE / "ledger.jsonl").blocks
-    assert found["verdict"] in ("better", "undecided")  # a minute is short on a busy machine
-    assert [block["number"] for block in found["blocks"]] == list(range(len(blocks)))
+    check_tune(config, arguments, capsys.readouterr().out, "better", "undecided")  # a minute is short on a busy machine
+    blocks = Ledger.read(TUNE / "ledger.jsonl").blocks
     steps = {block.setting.train_batch_size: block.rate for block in blocks if block.kind == "step"}
     assert steps[max(steps)] > 1.2 * steps[1]
     assert sum(block.seconds for block in blocks) < 60 + blocks[-1].seconds
+
+
+def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: str) -> None:
+    """What any tune that went to its end leaves behind."""
+    found, blocks = report(), Ledger.read(TUNE / "ledger.jsonl").blocks
+    assert found["verdict"] in verdicts
+    assert [block["number"] for block in found["blocks"]] == list(range(len(blocks)))
     assert all((TUNE / name).stat().st_size > 1000 for name in ("report.md", "report.json", "curves.png", "tune.log"))
     assert not list(TUNE.glob("trials/*/checkpoints"))
     tuned = read_config(Path("tiny.tuned.yaml"))
     assert tuned.global_batch == 8
     assert tuned.training.train_batch_size > 1
     assert tuned.training.lr == 2e-3, "given on the command line of the tune"
-    text = capsys.readouterr().out
     assert "run it: vesuvius train --config" in text
     assert vesuvius_train(Path("tiny.tuned.yaml"), "training.max_steps=2") == 0, "in the run directory of the tune"
     assert vesuvius_tune(config, *arguments, "--resume", "--dry-run") == EXIT_OK

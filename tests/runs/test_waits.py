@@ -61,7 +61,8 @@ def wait_until_starved(session: Session, server: ChunkServer) -> None:
         time.sleep(1.0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_while_a_batch_is_waited_for_saves_and_a_resume_is_bit_identical(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer, number: signal.Signals
 ) -> None:
@@ -195,8 +196,8 @@ def memcheck(run: Path) -> tuple[int, dict[str, Any]]:
 def test_a_run_that_hangs_says_so_and_so_does_memcheck_until_it_goes_on(
     remote_config: WriteConfig, tmp_path: Path, server: ChunkServer
 ) -> None:
-    """Requests end, and are tried again, after 12 s: by then it has hung for more than three."""
-    store = {"store": {"timeout_s": 12.0, "requests": 4}}
+    """Requests end, and are tried again, after 7 s: by then it has hung for more than three."""
+    store = {"store": {"timeout_s": 7.0, "requests": 4}}
     config = remote_config(data=store, training={"epochs": 1000}, monitor={"stall_minutes": 0.05})
     run = tmp_path / "runs/tiny"
     with Session(config, tmp_path) as session:
@@ -228,11 +229,11 @@ def test_a_long_validation_is_no_hang_and_one_without_progress_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = tiny_config(
-        training={"validate_every": 1, "validate_patches": 2, "max_steps": 1}, monitor={"stall_minutes": 0.05}
+        training={"validate_every": 1, "validate_patches": 2, "max_steps": 1}, monitor={"stall_minutes": 0.03}
     )
 
     def slow_run(self: Validation, denoisers: Any, stop: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 6
+        deadline = time.monotonic() + 4
         assert not stop()
         while time.monotonic() < deadline:
             assert hangs or not stop()

@@ -149,6 +149,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
     assert Block.from_record(json.loads(json.dumps(first.record()))) == first
 
 
+@pytest.mark.long
 def test_readers_of_ray_are_added_to_a_living_trainer(config: Config, trials: Path) -> None:
     setting = Setting.of(config)
     with TrainerLab(config, trials) as lab:

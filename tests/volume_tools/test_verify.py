@@ -172,7 +172,7 @@ DOOR = (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGINT])
 def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
     server: ChunkServer, tmp_path: Path, number: int, cache_home: Path
 ) -> None:

@@ -104,7 +104,7 @@ def record_memory() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @cases
 @precisions
 def test_activations_are_those_that_a_real_forward_pass_saves(config: Config, amp: AmpMode) -> None:
@@ -137,6 +137,7 @@ def test_activations_are_what_the_allocator_still_holds_after_a_real_forward_pas
     assert plan.activation_bytes + plan.weight_copy_bytes == pytest.approx(held, rel=0.01)
 
 
+@pytest.mark.sample(3)
 @few_cases
 @kernels
 def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
