@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
-# Processes that share the tests.  Each starts a Ray of its own where its tests need one.
-TEST_PROCESSES ?= 2
+# Processes that share the tests: one more than cores, since they wait for other processes half of the time.  Each
+# starts a Ray of its own where its tests need one.
+TEST_PROCESSES ?= 3
 
 # With it each of some hundred test processes would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE

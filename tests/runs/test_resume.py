@@ -136,7 +136,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwrit
 def test_restart_damaged_begins_anew_and_keeps_the_damaged_checkpoints(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, checkpoints = tiny_config(training={"save_every": 2, "validate_every": 2}), Path("runs/tiny/checkpoints")
+    config, checkpoints = (
+        tiny_config(training={"save_every": 2, "validate_every": 2, "validate_patches": 2}),
+        Path("runs/tiny/checkpoints"),
+    )
     assert vesuvius_train(config, "training.max_steps=4") == 0
     whole = vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=6")
     assert (whole, [s["step"] for s in steps_of()]) == (0, [1, 2, 3, 4, 5, 6]), "from a whole checkpoint it goes on"

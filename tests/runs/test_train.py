@@ -20,6 +20,7 @@ from tests.conftest import REPOSITORY, SCROLL_DATA, needs_scroll_data, run_vesuv
 from tests.support import fork_server
 from tests.support.kill_harness import processes_with
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
+from vesuvius import __version__
 from vesuvius.commands import cli
 from vesuvius.config.load import parse_stored, read_config
 from vesuvius.runlog.records import read_records
@@ -138,22 +139,22 @@ def test_the_printed_parts_of_a_step_add_up_within_rounding(tiny_config: WriteCo
 def test_a_run_validates_previews_and_keeps_what_it_was_asked_to_keep(tiny_config: WriteConfig) -> None:
     training = {"validate_every": 3, "validate_patches": 2, "preview_every": 4, "preview_count": 1}
     keep = {"save_every": 2, "keep_last": 1, "keep_every": 8, "extra_ema_decays": [0.5]}
-    config = tiny_config(training=training | keep, monitor={"tensorboard": True})
+    config = tiny_config(training=training | keep | {"steps_per_epoch": 5}, monitor={"tensorboard": True})
     assert vesuvius_train(config) == 0
     validations = records_of("validation")
-    assert [v["step"] for v in validations] == [3, 6, 9, 12, 15, 18, 20]
+    assert [v["step"] for v in validations] == [3, 6, 9, 10]
     for validation in validations:
         assert list(validation["weights"]) == ["raw", "ema", "ema_0.5"]
         for figures in validation["weights"].values():
             assert figures["loss"] == pytest.approx(np.mean(figures["bins"]), rel=1e-6)  # equal bins, float32 sums
             assert len(figures["bins"]) == 8
-    assert [p["step"] for p in records_of("preview")] == [4, 8, 12, 16, 20]
+    assert [p["step"] for p in records_of("preview")] == [4, 8, 10]
     best = min(validations, key=lambda v: v["relative_error"])["step"]
     kept = {step_of(path) for path in list_checkpoints(Path("runs/tiny/checkpoints"))}
-    assert kept == {8, 16, 20, best}
+    assert kept == {8, 10, best}
     assert step_of(Path("runs/tiny/checkpoints/best").resolve()) == best
     log = Path("runs/tiny/logs/train_full.log").read_text()
-    assert len(re.findall(r"INFO Validation step \d+/20 loss_raw [\d.]+ loss_ema [\d.]+", log)) == 7
+    assert len(re.findall(r"INFO Validation step \d+/10 loss_raw [\d.]+ loss_ema [\d.]+", log)) == 4
     assert not re.search(r"killed|oom|out of memory|(?<!relative_)error|warn", log, re.IGNORECASE)
     assert list(Path("runs/tiny/tb").glob("events.*"))
 
@@ -304,10 +305,12 @@ def test_the_module_and_the_command_are_the_same_door(tiny_config: WriteConfig, 
     result = run_vesuvius("train", "--config", tiny_config(), "training.max_steps=1", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    script = Path(sys.executable).with_name("vesuvius")
-    again = subprocess.run([script, "train", "--config", "tiny.yaml"], cwd=tmp_path, text=True, capture_output=True)
+    again = run_vesuvius("train", "--config", "tiny.yaml", cwd=tmp_path)
     assert again.returncode == 2
     assert "--resume" in again.stderr
+    script = Path(sys.executable).with_name("vesuvius")
+    said = subprocess.run([script, "--version"], cwd=tmp_path, text=True, capture_output=True, check=True)
+    assert said.stdout == f"vesuvius {__version__}\n"
 
 
 HELP_THEN_HEAVY_MODULES = """
