@@ -64,7 +64,7 @@ def same(drift: float, seeds: int) -> dict[str, float]:
 def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: float, seeds: int) -> None:
     found = shares(drift, seeds)
     assert fmean(found.values()) >= least, found
-    assert min(found.values()) >= 0.88, found
+    assert min(found.values()) >= 0.92, found
 
 
 @pytest.mark.long

@@ -139,13 +139,15 @@ def _allocator_for_batch(search: Search) -> None:
 
 
 def _recompute_for_batch(search: Search) -> None:
-    """Checkpoint levels if only that lets larger micro-batches fit and they gain."""
+    """Checkpoint levels if only that lets larger micro-batches fit and the largest of these gains."""
     larger = _larger_batch(search, search.best)
     if search.best.checkpoint_levels or larger is None or search.memory.obstacle(larger) is None:
         return
     for count in range(1, min(_MOST_LEVELS, len(search.space.levels)) + 1):
         setting = replace(larger, checkpoint_levels=search.space.levels[:count])
         if search.memory.obstacle(setting) is None:
+            while (more := _larger_batch(search, setting)) is not None and search.memory.obstacle(more) is None:
+                setting = more
             gain = _step_gain(search, setting, "batch", "recomputed levels make room for a larger micro-batch")
             if gain is not None and gain >= SMALLEST_GAIN:
                 search.note(search.best, setting, f"together {percent(gain)} samples/s of the steps alone")
