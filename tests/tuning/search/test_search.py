@@ -64,7 +64,8 @@ def same(drift: float, seeds: int) -> dict[str, float]:
 def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: float, seeds: int) -> None:
     found = shares(drift, seeds)
     assert fmean(found.values()) >= least, found
-    assert min(found.values()) >= 0.92, found
+    assert min(found.values()) >= 0.88, found
+    assert found["VRAM-capped"] >= 0.97, "the micro-batch that only a recomputed level makes room for"
 
 
 @pytest.mark.long
