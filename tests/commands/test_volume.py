@@ -72,7 +72,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing_behind(tmp_path):
     assert process.returncode == 130
     assert out == ""
     assert err.endswith(" ERROR interrupted\n")
-    assert len(err.splitlines()) == 1
+    assert all(" INFO writing: " in line for line in err.splitlines()[:-1]), "on a slow machine it says how far it is"
     assert list(tmp_path.iterdir()) == []
 
 
