@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +27,33 @@ def test_a_second_process_is_kept_out_while_the_first_is_at_work(tmp_path: Path)
         pass
     with directory.locked(new=False):
         pass
+
+
+def test_a_process_that_may_wait_gets_the_lock_once_the_one_before_has_let_go_and_no_later_than_it_may(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, caplog_at = RunDir(tmp_path / "x"), caplog.at_level(logging.INFO)
+    held = directory.locked(new=True)
+    held.__enter__()
+    with pytest.raises(ConfigError, match=rf"after 0.3 s: process {os.getpid()} on "), directory.locked(False, 0.3):
+        pass
+    first = directory.mark()
+    threading.Timer(0.5, lambda: held.__exit__(None, None, None)).start()
+    with caplog_at, directory.locked(new=False, wait_s=60):
+        assert directory.mark() not in ("", first)
+    assert f"is locked by {first}; waiting up to 60 s" in caplog.text
+
+
+def test_a_path_that_is_another_folder_on_this_node_is_refused_and_a_late_one_is_not(tmp_path: Path) -> None:
+    ours, theirs = RunDir(tmp_path / "a/x"), RunDir(tmp_path / "b/x")
+    with ours.locked(new=True), theirs.locked(new=True):
+        ours.refuse_other_path(ours.mark(), within_s=0)
+        with pytest.raises(ConfigError, match=r"a path that all nodes share; got .*/b/x.*VESUVIUS_RUNS"):
+            theirs.refuse_other_path(ours.mark(), within_s=0.3)
+    mark, lock = ours.mark(), ours.path / ".lock"
+    lock.write_text("of the session before")
+    threading.Timer(0.5, lambda: lock.write_text(mark)).start()
+    ours.refuse_other_path(mark)
 
 
 def test_a_new_run_never_takes_an_existing_directory(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 
 from tests.support.kill_harness import Session, processes_with
 from tests.support.rank_runs import ends_of, output_of, started_ranks
+from tests.support.runs import vesuvius_train
 from vesuvius.errors import StorageError
 from vesuvius.runlog.metrics import current_records
 from vesuvius.runlog.records import read_records
@@ -36,7 +38,7 @@ from vesuvius.commands import train
 from vesuvius.errors import DataError
 from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.ranks import ranks
-ranks._UNWIND_S = 3.0
+ranks._UNWIND_S, ranks._CAUSE_S = 3.0, 1.0
 one_step = TrainingLoop._one_step
 def step(loop, *arguments):
     if loop.run.progress.step == 2 and os.environ["RANK"] == "1":
@@ -59,10 +61,11 @@ def relative(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) -
     return max(abs(one[step][name] / other[step][name] - 1) for step in one for name in figures)
 
 
-def train_with(worlds: list[tuple[int, int]], config: Path, cwd: Path, *overrides: str) -> None:
-    """Sessions of a run, each of so many ranks up to a step."""
-    for number, (world, step) in enumerate(worlds):
-        arguments = (f"training.max_steps={step}", *overrides, *(["--resume"] if number else []))
+def train_with(worlds: list[tuple[int, int, str]], config: Path, cwd: Path, *overrides: str) -> None:
+    """Sessions of a run, each of so many ranks up to a step, with weights sharded or not."""
+    for number, (world, step, sharding) in enumerate(worlds):
+        arguments = (f"training.max_steps={step}", f"training.sharding={sharding}", *overrides)
+        arguments += ("--resume",) if number else ()
         with started_ranks(config, cwd, world, *arguments) as ranks:
             assert ends_of(ranks) == [0] * world, output_of(cwd, world)
 
@@ -72,28 +75,37 @@ FOUR = {"train_batch_size": 3, "accumulate_steps": 1, "ranks": 4, "epochs": 5, "
 
 
 @pytest.mark.parametrize(
-    "worlds", [[(2, 3), (3, 6)], pytest.param([(4, 12), (2, 25), (3, 38), (4, 50)], marks=pytest.mark.long)]
+    ("shardings", "optimizer"),
+    [
+        pytest.param(shardings.split(), optimizer, marks=[pytest.mark.long] if long else [])
+        for shardings, optimizer, long in [
+            ("none fsdp", "adamw", False),
+            ("none none none none", "adamw", True),
+            ("fsdp fsdp fsdp fsdp", "adamw", True),
+            ("fsdp none none fsdp", "muon", True),
+            ("none fsdp fsdp none", "adamw", True),
+        ]
+    ],
 )
-@pytest.mark.parametrize(
-    "sharding",
-    [{}, {"sharding": "fsdp"}, pytest.param({"sharding": "fsdp", "optimizer": "muon"}, marks=pytest.mark.long)],
-)
-def test_any_number_of_ranks_over_resumes_trains_on_the_same_numbers_as_one(
-    tiny_config: WriteConfig, tmp_path: Path, worlds: list[tuple[int, int]], sharding: dict[str, str]
+def test_any_number_of_ranks_over_resumes_sharded_or_not_trains_on_the_same_numbers_as_one(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shardings: list[str], optimizer: str
 ) -> None:
-    tiny_config("one", training=FOUR | sharding)
-    several = tiny_config("several", training=FOUR | sharding)
+    places = [(2, 3), (3, 6)] if len(shardings) == 2 else [(4, 12), (2, 25), (3, 38), (4, 50)]
+    worlds = [(world, step, sharding) for (world, step), sharding in zip(places, shardings, strict=True)]
+    tiny_config("one", training=FOUR | {"optimizer": optimizer})
+    several = tiny_config("several", training=FOUR | {"optimizer": optimizer})
     train_with(worlds, several, tmp_path)
-    with Session(tmp_path / "one.yaml", tmp_path, "training.ranks=1", "training.accumulate_steps=4") as session:
-        session.wait_for(f"Train step {worlds[-1][1]}/")
-        session.process.terminate()
-        session.end()
-    one = {step: record for step, record in steps_of(tmp_path / "runs/one").items() if step <= worlds[-1][1]}
+    monkeypatch.chdir(tmp_path)
+    alone = ("training.ranks=1", "training.accumulate_steps=4", f"training.max_steps={worlds[-1][1]}")
+    assert vesuvius_train(tmp_path / "one.yaml", *alone) == 0
+    one = steps_of(tmp_path / "runs/one")
     found = steps_of(tmp_path / "runs/several")
     assert len(found) == worlds[-1][1]
     assert relative(found, one) < 1e-5
     ranks = steps_of(tmp_path / "runs/several", "ranks")
-    assert all(len(record["times"]) == next(w for w, last in worlds if step <= last) for step, record in ranks.items())
+    assert all(
+        len(record["times"]) == next(w for w, last, _ in worlds if step <= last) for step, record in ranks.items()
+    )
     told = [one for record in ranks.values() for one in record["times"]]
     assert all(one["node"] == platform.node() and one["trainer_bytes"] > 2**20 for one in told)
     for record in found.values():
@@ -107,9 +119,9 @@ def test_ranks_with_sharded_weights_validate_draw_and_save_as_one_rank_does(
 ) -> None:
     due = {"validate_every": 2, "validate_patches": 2, "preview_every": 2, "preview_count": 1, "save_every": 2}
     due |= {"accumulate_steps": 1, "epochs": 1, "steps_per_epoch": 4, "warmup_steps": 1}
-    several = tiny_config("several", training=due | {"ranks": 2, "sharding": "fsdp"})
+    several = tiny_config("several", training=due | {"ranks": 2})
     tiny_config("one", training=due | {"train_batch_size": 4})
-    train_with([(2, 4)], several, tmp_path)
+    train_with([(2, 4, "fsdp")], several, tmp_path)
     with Session(tmp_path / "one.yaml", tmp_path) as session:
         assert session.end() == 0, session.text()
     found, expected = (steps_of(tmp_path / "runs" / name, "validation") for name in ("several", "one"))
@@ -182,12 +194,71 @@ PLAIN = {"save_every": 4, "workers": 1}
 
 def assert_trained_as_one_rank(tiny_config: WriteConfig, tmp_path: Path, run: Path, epochs: int) -> None:
     steps = steps_of(run)
-    tiny_config("whole", training=PLAIN | {"epochs": epochs, "accumulate_steps": 2, "workers": 0})
-    with Session(tmp_path / "whole.yaml", tmp_path, f"training.max_steps={len(steps)}") as whole:
-        assert whole.end() == 0
+    whole = tiny_config("whole", training=PLAIN | {"epochs": epochs, "accumulate_steps": 2, "workers": 0})
+    with chdir(tmp_path):
+        assert vesuvius_train(whole, f"training.max_steps={len(steps)}") == 0
     assert relative(steps, steps_of(tmp_path / "runs/whole")) < 1e-5
 
 
+# What a worker of Ray Train does, with a bulletin in its own process.
+AS_RAY_TRAIN = """
+import os, sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+import ray
+from vesuvius.config.load import read_config
+from vesuvius.launch import ray_train
+from vesuvius.launch.rank import Request
+from vesuvius.training.ranks import ranks
+
+ranks._CAUSE_S = ranks._LEAVE_S = 1.0
+board = ray_train.Bulletin.__ray_metadata__.modified_class()
+if "--again" in sys.argv:
+    board.start(0), board.start(1)
+    board.lose({1: "its process is gone"})
+
+def ask():
+    while not Path("stop").exists():
+        time.sleep(0.02)
+    board.ask(75, "SIGTERM")
+
+class Actor:
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=getattr(board, name))
+
+threading.Thread(target=ask, daemon=True).start()
+ray_train.ray = SimpleNamespace(get=lambda value, timeout=None: value, exceptions=ray.exceptions)
+path = Path(sys.argv[2])
+job = ray_train._Job(Request(read_config(path), path, False), os.getcwd(), time.time(), Actor())
+sys.exit(ray_train._rank({"job": job})[0])
+"""
+
+
+def test_ranks_that_have_lost_one_end_go_on_from_the_last_checkpoint_and_stop_when_asked(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    training = PLAIN | {"epochs": 1000, "accumulate_steps": 1, "ranks": 2, "workers": 0}
+    config, run, program = tiny_config("killed", training=training), tmp_path / "runs/killed", ("-c", AS_RAY_TRAIN)
+    with started_ranks(config, tmp_path, 2, program=program) as ranks:
+        wait_for_step(run, 6, ranks)
+        kill_rank(run, 1)
+        assert ranks[0].wait(timeout=60) == 1
+        assert "RankLostError" in output_of(tmp_path, 1)
+    saved = step_of(list_checkpoints(run / "checkpoints")[-1])
+    assert saved >= 4
+    with started_ranks(config, tmp_path, 2, "--again", program=program) as ranks:
+        wait_for_step(run, saved + 3, ranks)
+        (tmp_path / "stop").touch()
+        assert ends_of(ranks) == [75, 75], output_of(tmp_path, 2)
+    log = (run / "logs/train_full.log").read_text()
+    assert log.count("restart 1 of at most 10, as ranks were lost: rank 1: its process is gone") == 1
+    assert f"going on from runs/killed/checkpoints/step_{saved:08d}" in log
+    assert "was killed" in (run / "ranks/1/logs/train_full.log").read_text()
+    assert step_of(list_checkpoints(run / "checkpoints")[-1]) == max(steps_of(run))
+    assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=1000)
+
+
+@pytest.mark.long
 def test_ray_train_starts_all_ranks_again_when_one_is_killed_and_a_signal_stops_them_with_a_checkpoint(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:

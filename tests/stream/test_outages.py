@@ -25,6 +25,7 @@ from vesuvius.volumes.store import retry
 
 SHAPE = (96, 128, 128)
 BATCHES = 60
+QUICK = StoreConfig(max_pause_s=0.2)
 WORKERS = pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 
 
@@ -37,24 +38,30 @@ def own_server(tmp_path: Path) -> Iterator[ChunkServer]:
 
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize(
-    ("workers", "gone_s"),
-    [(0, 8), *(pytest.param(*case, marks=pytest.mark.long) for case in itertools.product((0, 2), (8, 180, 600)))],
+    ("workers", "gone_s", "store"),
+    [
+        (0, 4, QUICK),
+        *(
+            pytest.param(*case, StoreConfig(), marks=pytest.mark.long)
+            for case in itertools.product((0, 2), (8, 180, 600))
+        ),
+    ],
 )
 def test_a_server_that_is_gone_for_a_while_costs_time_and_nothing_else(
-    own_server: ChunkServer, tmp_path: Path, workers: int, gone_s: float
+    own_server: ChunkServer, tmp_path: Path, workers: int, gone_s: float, store: StoreConfig
 ) -> None:
-    """A limited number of tries ends after seconds, whatever the pauses between them."""
+    """A limited number of tries ends after seconds, whatever the pauses between them: 10 of `QUICK` end after 2 s."""
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     with open_stream(make_job(path)) as stream:
         expected, _ = collect(stream, BATCHES)
-    with open_stream(make_job(own_server.url_of(path)), workers=workers, stop=4 * BATCHES) as stream:
+    with open_stream(make_job(own_server.url_of(path), store=store), workers=workers, stop=4 * BATCHES) as stream:
         first, _ = collect(stream, 4)
         own_server.stop()
         stopped = time.monotonic()
         back = threading.Timer(gone_s, own_server.start)
         back.start()
         told: list[str] = []
-        asked = threading.Timer(gone_s - 3, lambda: told.append(stream.waiting_for()))
+        asked = threading.Timer(gone_s / 2, lambda: told.append(stream.waiting_for()))
         asked.start()
         rest, _ = collect(stream, BATCHES - 4)
         took_s = time.monotonic() - stopped
@@ -70,9 +77,7 @@ def test_a_server_that_is_gone_for_a_while_costs_time_and_nothing_else(
     told_as = r"regions to be read, for sample \d+ on \(http://\S+ has not answered since 20.*: Connection refused\) "
     assert re.match(told_as, told[0])
     assert first.tobytes() + rest.tobytes() == expected.tobytes()
-    assert gone_s <= took_s < gone_s + 2 * StoreConfig().max_pause_s + 10, (
-        "the outage was met, and not outlasted by long"
-    )
+    assert gone_s <= took_s < gone_s + 2 * store.max_pause_s + 10, "the outage was met, and not outlasted by long"
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -81,11 +86,11 @@ def test_a_server_that_stays_away_ends_the_stream_without_quarantine(
     own_server: ChunkServer, tmp_path: Path, workers: int
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    job = make_job(own_server.url_of(path), store=StoreConfig(outage_minutes=0.05))
+    job = make_job(own_server.url_of(path), store=QUICK.model_copy(update={"outage_minutes": 0.03}))
     with open_stream(job, workers=workers) as stream:
         collect(stream, 4)
         own_server.stop()
-        with pytest.raises(DataError, match=r"outage_minutes=0.05; got Connection refused since .* --resume") as caught:
+        with pytest.raises(DataError, match=r"outage_minutes=0.03; got Connection refused since .* --resume") as caught:
             collect(stream, 500)
         assert caught.value.exit_code == 6
         assert not stream.quarantined
@@ -95,12 +100,12 @@ def test_a_server_that_stays_away_ends_the_stream_without_quarantine(
 def test_the_trainer_says_that_it_waits(
     own_server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "_SAID_AFTER_S", 0.5)
+    monkeypatch.setattr(retry, "_SAID_AFTER_S", 0.3)
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    with caplog.at_level(logging.INFO), open_stream(make_job(own_server.url_of(path))) as stream:
+    with caplog.at_level(logging.INFO), open_stream(make_job(own_server.url_of(path), store=QUICK)) as stream:
         collect(stream, 4)
         own_server.stop()
-        threading.Timer(3, own_server.start).start()
+        threading.Timer(1.5, own_server.start).start()
         collect(stream, BATCHES)
     lines = [record.getMessage() for record in caplog.records]
     assert re.match(

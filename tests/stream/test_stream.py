@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, replace
@@ -29,6 +30,7 @@ from vesuvius.stream.options import (
     check_store_need,
 )
 from vesuvius.stream.ray import blocks as ray_stream
+from vesuvius.stream.ray.deaths import exit_of
 from vesuvius.stream.reading.reader import Reader, ReaderJob
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
@@ -68,7 +70,8 @@ def test_patches_are_the_voxels_that_the_plan_names(volume: Path, job: ReaderJob
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("workers", [2, *(pytest.param(workers, marks=pytest.mark.long) for workers in (1, 3))])
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [1, 2, 3])
 def test_batches_are_byte_identical_whoever_reads_them(job: ReaderJob, workers: int) -> None:
     with open_stream(job) as stream:
         expected, expected_indices = collect(stream, 20)
@@ -127,19 +130,24 @@ def test_a_stream_goes_on_at_any_sample(job: ReaderJob, workers: int, first: int
     np.testing.assert_array_equal(patches, expected[first:])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 7])
+@pytest.mark.parametrize("first", [0, 7])
 def test_regions_of_different_sizes_travel_in_blocks_of_one_size(tmp_path: Path, first: int) -> None:
-    """Ray would merge short blocks and split long ones."""
-    path = write_array(tmp_path / "ragged.zarr", textured((70, 90, 101)))
-    job = make_job(path, patches_per_region=5)
-    sizes = {tuple(b - a for a, b in zip(*job.plan.visit(slot).region, strict=True)) for slot in range(50)}
-    assert len(sizes) > 3
+    job = ragged_job(tmp_path)
     with open_stream(job, first=first) as stream:
         expected, _ = collect(stream, 20)
     with open_stream(job, workers=1, first=first) as stream:
         patches, _ = collect(stream, 20)
     assert patches.tobytes() == expected.tobytes()
+
+
+def ragged_job(tmp_path: Path) -> ReaderJob:
+    """Of regions of different sizes: Ray would merge short blocks and split long ones."""
+    job = make_job(write_array(tmp_path / "ragged.zarr", textured((70, 90, 101))), patches_per_region=5)
+    sizes = {tuple(b - a for a, b in zip(*job.plan.visit(slot).region, strict=True)) for slot in range(50)}
+    assert len(sizes) > 3
+    return job
 
 
 def test_the_last_batch_may_be_short(job: ReaderJob) -> None:
@@ -220,14 +228,17 @@ def test_a_stream_can_be_given_any_number_of_batches_ahead(workers: int, ahead: 
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_chain_of_executions_is_one_sequence(job: ReaderJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_of_executions_is_one_sequence_from_any_sample_with_regions_of_different_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ragged_job(tmp_path)
     monkeypatch.setattr(ray_stream, "TASKS_PER_SEGMENT", 8)
-    with open_stream(job) as stream:
+    with open_stream(job, first=7) as stream:
         expected, _ = collect(stream, 40)
-    with open_stream(job, workers=1, stop=160) as stream:
+    with open_stream(job, workers=1, first=7, stop=167) as stream:
         patches, indices = collect(stream, 40)
         assert stream.reader_deaths == 0, "those of an execution that is over have not died"
-    assert indices.tolist() == list(range(160))
+    assert indices.tolist() == list(range(7, 167))
     np.testing.assert_array_equal(patches, expected)
 
 
@@ -239,30 +250,50 @@ def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: R
     with open_stream(job) as stream:
         for batch in itertools.islice(stream, 40 * (kills + 1)):
             expected.update(batch.patches)
-    got = hashlib.sha256()
+    got, victims = hashlib.sha256(), list[int]()
     with open_stream(job, workers=2) as stream:
         for kill in range(kills + 1):
             for batch in itertools.islice(stream, 40):
                 got.update(batch.patches)
             if kill < kills:
                 time.sleep(rng.uniform(0, 0.5))
-                os.kill(int(rng.choice([pid for pid in stream.readers if psutil.pid_exists(pid)])), signal.SIGKILL)
+                victims.append(int(rng.choice([pid for pid in stream.readers if psutil.pid_exists(pid)])))
+                os.kill(victims[-1], signal.SIGKILL)
         died = [event for event in stream.events if event.kind == "reader_died"]
     assert got.hexdigest() == expected.hexdigest()
     assert died
-    assert "was killed or died" in died[0].text
+    for ended in died:
+        assert ended.fields["pid"] in victims
+        assert ended.fields["exit_type"] == "SYSTEM_ERROR"
+        assert "\n" not in ended.fields["exit_detail"]
+        assert "oom" not in ended.fields["exit_detail"].lower(), "Ray's guesses are left out"
+        assert abs(ended.fields["exit_time"] - time.time()) < 600
+        said = f"reader {ended.fields['pid']} on {socket.gethostname()} was killed or died (SYSTEM_ERROR: Worker"
+        assert said in ended.text
+        assert exit_of(ended.fields["pid"], b"another machine") is None
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_readers_and_prefetch_change_during_a_run_and_no_byte_does(job: ReaderJob) -> None:
+def test_readers_and_prefetch_change_during_a_run_and_no_byte_does_and_their_work_is_remembered(job: ReaderJob) -> None:
     with open_stream(job) as stream:
         expected, expected_indices = collect(stream, 33)
     with open_stream(job, workers=0) as stream:
         parts = [collect(stream, 5)]
         stream.reconfigure(workers=2)
         parts.append(collect(stream, 7))
+        assert len(stream.readers) >= 1
+        assert os.getpid() not in stream.readers
+        before = stream.reader_totals
         stream.reconfigure(workers=1, prefetch_factor=4, prefetch_bytes=100_000)
+        assert stream.readers == {}
+        assert stream.reader_totals.bytes_read >= before.bytes_read > 0, "what was read ahead may still have come"
+        assert stream.options.workers == 1
         parts.append(collect(stream, 10))
+        living = sum(figures.bytes_read for figures in stream.readers.values())
+        after = stream.reader_totals
+        assert after.bytes_read >= before.bytes_read + living
+        assert after.decode_s > before.decode_s
+        assert after.read_s is None, "null, not 0: on disk nobody can tell reading from decoding"
         stream.reconfigure(workers=0)
         parts.append(collect(stream, 11))
         assert [event.kind for event in stream.events] == ["reconfigured"] * 3
@@ -271,13 +302,15 @@ def test_readers_and_prefetch_change_during_a_run_and_no_byte_does(job: ReaderJo
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("batches", [5, *(pytest.param(batches, marks=pytest.mark.long) for batches in (1, 4, 11))])
+@pytest.mark.parametrize(
+    ("workers", "batches"), [(0, 5), *(pytest.param(2, batches, marks=pytest.mark.long) for batches in (1, 4, 5, 11))]
+)
 def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
-    volume: Path, job: ReaderJob, batches: int
+    volume: Path, job: ReaderJob, workers: int, batches: int
 ) -> None:
     with open_stream(job) as stream:
         expected, _ = collect(stream, 20)
-    with open_stream(job, workers=2) as stream:
+    with open_stream(job, workers=workers) as stream:
         collect(stream, batches)
         state = json.loads(json.dumps(stream.state_dict()))
     assert {"seed", "sample_index", "plan_hash"} <= state.keys()
@@ -362,7 +395,7 @@ def test_what_the_feeder_did_is_counted_over_its_reopenings(volume: Path) -> Non
 def test_a_feeder_whose_batches_nobody_takes_is_full_and_a_trainer_that_outruns_it_finds_nothing(
     job: ReaderJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, slow_s = Reader.blocks, 0.1
+    read, slow_s = Reader.blocks, 0.03
 
     def slowly(self: Reader, *arguments: Any) -> Iterator[Any]:
         for block in read(self, *arguments):
@@ -387,23 +420,6 @@ def test_a_feeder_whose_batches_nobody_takes_is_full_and_a_trainer_that_outruns_
     assert hungry.ran_empty >= 2, "at least where a task begins, its four blocks are waited for"
     assert hungry.starved_s >= 7 * slow_s, "of two tasks at least, but for the last block of the second"
     assert hungry.cut_s + hungry.starved_s + hungry.full_s <= elapsed_s, "no second is counted twice"
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_what_readers_did_is_remembered_after_their_end(job: ReaderJob) -> None:
-    with open_stream(job, workers=2) as stream:
-        collect(stream, 12)
-        before = stream.reader_totals
-        stream.reconfigure(workers=1)
-        assert stream.readers == {}
-        assert stream.reader_totals.bytes_read >= before.bytes_read > 0, "what was read ahead may still have come"
-        assert stream.options.workers == 1
-        collect(stream, 8)
-        living = sum(figures.bytes_read for figures in stream.readers.values())
-        after = stream.reader_totals
-    assert after.bytes_read >= before.bytes_read + living
-    assert after.decode_s > before.decode_s
-    assert after.read_s is None, "null, not 0: on disk nobody can tell reading from decoding"
 
 
 @pytest.mark.usefixtures("ray_cluster")

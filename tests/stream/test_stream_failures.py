@@ -18,6 +18,7 @@ import pytest
 
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
+from tests.support import fork_server
 from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.stream import closing
@@ -148,15 +149,16 @@ sys.exit(3)
 """
 
 
+@pytest.mark.parametrize("run", [fork_server.run, pytest.param(subprocess.run, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("workers", "streams", "end"), [(0, 1, "exit"), (1, 1, "exit"), pytest.param(1, 3, "error", marks=pytest.mark.long)]
 )
 def test_a_stream_that_nobody_closes_does_not_keep_the_interpreter(
-    tmp_path: Path, workers: int, streams: int, end: str
+    tmp_path: Path, workers: int, streams: int, end: str, run: Callable[..., Any]
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
     command = [sys.executable, "-c", LEFT_OPEN, str(path), str(workers), str(streams), end]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = run(command, capture_output=True, text=True, timeout=200, check=False)
     ended = time.time()
     assert done.returncode == {"exit": 3, "error": 1}[end], done.stderr
     began, *children = done.stdout.split()

@@ -23,6 +23,7 @@ from vesuvius.stream.reading.reader_figures import ReaderFigures
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.autotune import Autotuner
 from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.ranks.ranks import Ranks
 
 WriteConfig = Callable[..., Path]
 MIB, GIB = 2**20, 2**30
@@ -200,6 +201,19 @@ def test_what_would_pass_the_guards_first_rung_is_not_done_and_said_once(
     run.monitor.used_bytes -= 20
     run.hears(FEW_WORKERS)
     assert run.stream.options.workers == 3, "as many as there is memory for, which is one"
+
+
+def test_ranks_of_one_node_share_the_memory_that_is_left(loop: Callable[..., Loop]) -> None:
+    run = loop()
+    run.tuner._run = replace(run.tuner._run, ranks=Ranks(1, 8, local_rank=1, local_world=2))
+    store = store_need_bytes(run.job, StreamOptions(2, 3)) - store_need_bytes(run.job, StreamOptions(2, 2))
+    need = 2 * (300 * MIB + store)
+    run.monitor.used_bytes = int(0.84 * 64 * GIB) - 2 * need + 10
+    run.hears(FEW_WORKERS)
+    assert run.feed.changes == [], "the other one may take as much"
+    run.monitor.used_bytes -= 20
+    run.hears(FEW_WORKERS)
+    assert run.stream.options.workers == 3
 
 
 def test_nothing_is_raised_once_the_memory_guard_has_acted(loop: Callable[..., Loop]) -> None:

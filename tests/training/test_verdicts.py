@@ -29,6 +29,7 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.reading.reader_figures import ReaderFigures
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.data_facts import DataFacts
+from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.replay.file import ReplayWriter
 from vesuvius.training.report import StepReporter
 from vesuvius.training.step.conditioning import Conditioner, volume_scalars
@@ -147,10 +148,11 @@ class Judged:
     directory: Path
     rates: Rates | None = None
     short: bool = False
+    ranks: Ranks = SINGLE
 
     def __post_init__(self) -> None:
         self.path = WorkingPath(StreamOptions(2, workers=2))
-        run = run_context(self.config, self.directory)
+        run = replace(run_context(self.config, self.directory), ranks=self.ranks)
         self.verdicts = Verdicts(run, self.path, FixedMachine(self.rates, self.short))
 
     def steps(self, first: int, last: int, times: StepTimes = SOME) -> None:
@@ -249,6 +251,26 @@ def test_idle_cores_and_those_of_the_readers_are_weighed_in(
     assert record["own_cores"] == pytest.approx(2.85)
     assert record["throttled_share"] == pytest.approx(0.02)
     assert (record["bound"], record["cause"]) == ("data-bound", cause)
+
+
+def test_ranks_of_one_node_share_its_idle_processors(
+    tmp_path: Path, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the verdict of each of four advises, all of them do."""
+    monkeypatch.setattr("vesuvius.training.verdicts.bound_cores", lambda: set(range(32)))
+    monkeypatch.setattr("vesuvius.training.verdicts.usable_cores", lambda pid: 32.0)
+    rates = Rates((0.0,) * 18 + (1.0,) * 14, {41: 0.9, 42: 0.95, 99: 1.0}, 0.0, 0.0, 0.0, 0.0)
+    overrides = []
+    for world in (1, 4, 20):
+        (directory := tmp_path / str(world)).mkdir()
+        ranks = Ranks(0, 64, local_world=world)
+        one = Judged(read_config(tiny_config(monitor={"verdict_every": 10}), ()), directory, rates, ranks=ranks)
+        one.path.options = replace(one.path.options, workers=6)
+        one.path.readers = {41: ReaderFigures(), 42: ReaderFigures()}
+        one.steps(1, 20, replace(SOME, data_s=0.6, forward_s=0.1, backward_s=0.2))
+        overrides.append(one.records[-1]["overrides"])
+    assert overrides[:2] == [["training.workers=12"], ["training.workers=10"]], "18 idle ones, and 4.5"
+    assert "training.workers=7" not in overrides[2], "0.9"
 
 
 def test_a_quota_that_begins_to_hold_the_run_up_is_an_event_once(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import shutil
 import signal
 import threading
@@ -25,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, VesuviusError, one_line
+from vesuvius.launch.log_lines import LogLines
 from vesuvius.launch.rank import Request, train_as_rank
 from vesuvius.runlog.logfile import close_logs
 from vesuvius.runlog.run_dir import run_dir
@@ -39,7 +41,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _HEARD_WITHIN_S = 60.0
 _LONGEST_CAUSE = 300
-_LAST_CHARACTERS = 100_000
 _LEAST_STORE_BYTES = 2**28  # for what Ray itself needs
 
 
@@ -51,10 +52,12 @@ class Start:
         again: there was a start before.
         restarts: after losses, so far.
         lost: ranks that were lost since the start before, and why; empty where Ray Train only changed their number.
+        begun: rank 0 has made a step before.
         ended: how a rank has ended that no restart can help: exit code and message.
     """
 
     again: bool
+    begun: bool
     restarts: int
     lost: dict[int, str]
     ended: tuple[int, str] | None
@@ -67,7 +70,7 @@ class Bulletin:
     def __init__(self) -> None:
         self._losses: list[dict[int, str]] = []
         self._seen: dict[int, int] = {}  # losses that a rank has heard of, by rank
-        self._started = False
+        self._started = self._begun = False
         self._stop: tuple[int, str] | None = None
         self._heard = False
         self._ended: tuple[int, str] | None = None
@@ -77,7 +80,11 @@ class Bulletin:
         new = self._losses[self._seen.get(rank, 0) :]
         again, self._started = self._started, self._started or rank == 0
         self._seen[rank] = len(self._losses)
-        return Start(again, len(self._losses), new[-1] if new else {}, self._ended)
+        return Start(again, self._begun, len(self._losses), new[-1] if new else {}, self._ended)
+
+    def begin(self) -> None:
+        """Note that rank 0 has made a step."""
+        self._begun = True
 
     def lose(self, ranks: dict[int, str]) -> None:
         """Note that these ranks ended all, and why."""
@@ -137,7 +144,7 @@ def train_with_ray(request: Request) -> int:
         bulletin = Bulletin.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
         opened.callback(shutil.rmtree, _storage(config), ignore_errors=True)
         signals = opened.enter_context(_Signals(bulletin))
-        lines = _LogLines(run_dir(config).log)
+        lines = LogLines(run_dir(config).log)
         log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on processors")
         result = _fit(_trainer(_Job(request, os.getcwd(), time.time(), bulletin), ranks, on_gpu))
         while not result.done() and not signals.abandoned():
@@ -281,7 +288,17 @@ def _rank(arguments: dict[str, Any]) -> tuple[int, str]:
     if rank == 0:
         threading.Thread(target=_follow, args=(job.bulletin, stop), name="bulletin", daemon=True).start()
     try:
-        return train_as_rank(request, stop=stop, restart=restart), ""
+        if rank == 0 and start.begun:
+            _refuse_missing(request.config)
+        told_of_first_step = start.begun
+
+        def on_step(step: int) -> None:
+            nonlocal told_of_first_step
+            if not told_of_first_step:
+                told_of_first_step = True
+                job.bulletin.begin.remote()
+
+        return train_as_rank(request, on_step, stop, restart), ""
     except RankLostError as error:
         log.error("%s", error)
         raise
@@ -297,6 +314,17 @@ def _rank(arguments: dict[str, Any]) -> tuple[int, str]:
         close_logs()
     ray.get(job.bulletin.end.remote(*ended))
     return ended
+
+
+def _refuse_missing(config: Config) -> None:
+    """Raises ConfigError where rank 0 would begin a run anew that has made steps: it came to another node."""
+    directory = run_dir(config)
+    if config.cluster.storage_path is None and not directory.exists():
+        raise ConfigError(
+            f"the run directory must be on a path that all nodes share; got {directory.path.absolute()}, which is not "
+            f"on {platform.node()}, where rank 0 was started again; put runs/ on a shared file system, or let "
+            "VESUVIUS_RUNS name one"
+        )
 
 
 def _follow(bulletin: Any, stop: StopRequest) -> None:
@@ -357,29 +385,3 @@ class _Signals:
         if len(self._came) == 1:
             self._since_s = time.monotonic()
             self._bulletin.ask.remote(self.exit_code, signal.Signals(number).name)
-
-
-class _LogLines:
-    """Prints what is appended to the log of rank 0.
-
-    Attributes:
-        last: the end of what was printed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._place = path.stat().st_size if path.exists() else 0
-        self.last = ""
-
-    def print_new(self) -> None:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._place)
-                text = file.read()
-        except OSError:  # not there yet
-            return
-        whole = text[: text.rfind(b"\n") + 1]
-        self._place += len(whole)
-        printed = whole.decode("utf-8", errors="replace")
-        self.last = (self.last + printed)[-_LAST_CHARACTERS:]
-        print(printed, end="", flush=True)

@@ -19,8 +19,9 @@ class Window:
         read_s: readers waited for bytes of a remote store; None on disk, where reading is part of decode_s.
         decode_s, bytes_read, bytes_fetched, requests, retries: of all readers, as `BlockReport`.
         cut_s, starved_s, full_s, batches, ran_empty, delivered_bytes: of the trainer's side, as `FeederFigures`.
-        cores: processors that this process may use, by its affinity and the quotas of its cgroups.
-        idle_cores: of those that this process is bound to, on average; None = not known.
+        cores: processors that this process may use, by its affinity and the quotas of its cgroups; of several ranks on
+            a node, its share of them.
+        idle_cores: of those that this process is bound to, on average, also its share; None = not known.
         own_cores: processors that the whole run used; None = not known.
         throttled_share: of the periods of the processor quota, those in which it was used up; None without a quota.
         stopped_readers: the most readers that a signal (SIGSTOP) held at a time.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +26,14 @@ from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.find_run import runs_root
 
+log = logging.getLogger(__name__)
+
 TUNE, BENCHES = "tune", "benches"
 _BESIDE = (TUNE, BENCHES, "profiles", "reports")
 """What other commands keep in a run directory, also before the run has begun."""
 
 _LOCK = ".lock"
+_LOOK_AGAIN_S = 0.2
 _PACKAGES = (
     "vesuvius-diffusion",
     "torch",
@@ -117,8 +123,11 @@ class RunDir:
         return RunDir(self.path / "ranks" / str(rank)) if rank else self
 
     @contextmanager
-    def locked(self, new: bool) -> Iterator[None]:
+    def locked(self, new: bool, wait_s: float = 0.0) -> Iterator[None]:
         """Make the directory (`new`) or go on in it, and keep other processes out of it while the context lasts.
+
+        Args:
+            wait_s: how long another process may take to let go of it.
 
         Raises:
             ConfigError: it exists although it is to be new, or another process is at work in it.
@@ -130,15 +139,49 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"the run directory must be writable; got {error}; choose another place") from error
-        with (self.path / _LOCK).open("w") as lock:
-            if not take_lock(lock.fileno(), self.path / _LOCK):
-                raise ConfigError(
-                    f"one process may work on a run; got {self.path}, where another one is at work; "
-                    "wait for it or stop it"
-                )
+        with (self.path / _LOCK).open("a") as lock:
+            deadline, told = time.monotonic() + wait_s, False
+            while not take_lock(lock.fileno(), self.path / _LOCK):
+                if time.monotonic() >= deadline:
+                    waited = f" after {wait_s:g} s" if wait_s else ""
+                    raise ConfigError(
+                        f"one process may work on a run; got {self.path}, where another one is at work{waited}: "
+                        f"{self.mark()}; wait for it or stop it"
+                    )
+                if not told:
+                    told = True
+                    log.info("%s is locked by %s; waiting up to %g s for it to end", self.path, self.mark(), wait_s)
+                time.sleep(_LOOK_AGAIN_S)
             if new:
                 refuse_existing(self)  # another process may have begun and ended it meanwhile
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')} {uuid.uuid4().hex}")
+            lock.flush()
+            os.fsync(lock.fileno())
             yield
+
+    def mark(self) -> str:
+        """What the process that works on the run, or did so last, has written into its lock; '' where there is none."""
+        try:
+            return (self.path / _LOCK).read_text(encoding="utf-8")
+        except OSError:
+            return ""
+
+    def refuse_other_path(self, mark: str, within_s: float = 90.0) -> None:
+        """Raises ConfigError where this path is not that of rank 0: its mark does not appear here.
+
+        Args:
+            within_s: a network file system may show it late.
+        """
+        deadline = time.monotonic() + within_s
+        while self.mark() != mark:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"the run directory must be on a path that all nodes share; got {self.path.absolute()}, which is "
+                    f"another folder on {platform.node()} than for rank 0 ({mark}); put runs/ on a shared file system, "
+                    "or let VESUVIUS_RUNS name one (cluster.storage_path is only a copy)"
+                )
+            time.sleep(_LOOK_AGAIN_S)
 
     def make_folders(self) -> None:
         """Raises OSError where the directory is not writable."""

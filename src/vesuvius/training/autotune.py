@@ -79,7 +79,8 @@ class Autotuner:
 
     def _means(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> Headroom:
         return Headroom(
-            left_bytes=left_bytes(monitor.risk.killers, self._run.session.limits),
+            # All ranks of a node may act at once.
+            left_bytes=left_bytes(monitor.risk.killers, self._run.session.limits) // self._run.ranks.local_world,
             batch_bytes=feed.memory_of_batch,
             reader_bytes=self._reader_bytes(stream),
             most_ahead=self._most_ahead,

@@ -12,6 +12,7 @@ from typing import Any
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.step_times import StepTimes
+from vesuvius.stream.reading.quarantine import check_quarantine
 from vesuvius.training.context import RunContext
 
 
@@ -42,7 +43,11 @@ class RankNews:
         return told
 
     def take(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """On rank 0, record the times of all ranks, and what the others have quarantined."""
+        """On rank 0, record the times of all ranks, and what the others have quarantined.
+
+        Raises:
+            DataError: more places than `data.max_quarantined` are damaged, over all ranks.
+        """
         for rank, one in enumerate(told):
             if rank and one["quarantined"]:
                 self._quarantine(one["quarantined"])
@@ -60,6 +65,9 @@ class RankNews:
                 lines.write("region", step=self._run.progress.step, **record)
         self._run.progress.quarantined += new
         self._told_of += len(new)
+        if new:
+            damaged = {_place(record) for record in self._run.progress.quarantined}
+            check_quarantine(len(damaged), self._run.config.data.max_quarantined, new[-1])
 
 
 def _place(record: Mapping[str, Any]) -> tuple[int, str]:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.context import RunContext
 from vesuvius.training.deaths import Deaths, log_killed_session, log_last_session
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
-from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
+from vesuvius.training.forecast.preflight import NothingToDo, Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.start_log import log_network, log_progress, log_ranks, log_start
 from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.loop import MakeTuner, TrainingLoop, make_autotuner
@@ -60,6 +60,10 @@ from vesuvius.training.validation.reference import Reference
 from vesuvius.volumes.store.object_store import prepare_cache
 
 log = logging.getLogger(__name__)
+
+_LOCK_WAIT_S = (
+    120.0  # where ranks are started again, the rank 0 of before may not have ended, or its node's lock not yet
+)
 
 
 def train(
@@ -98,22 +102,23 @@ def train(
     if ranks.rank:
         return _train_other_rank(config, ranks, stop or StopRequest(None))
     directory, shared = run_dir(config), config.model_dump(mode="json")
-    storage = open_run_store(config, directory, resume)
+    lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 else 0.0
+    storage = open_run_store(config, directory, resume, lock_wait_s)
     existed = directory.exists()
     with stop or StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
         if resume and existed:  # first of all: another process may be writing the checkpoint to go on from
-            held.enter_context(directory.locked(new=False))
+            held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
         try:
             checked = unless_stopped(
                 lambda: _before_the_run(config, directory, resume, allow_drift, restart_damaged), stop.wanted
             )
         except StoppedError:
             log.info("stopped before the run began")
-            ranks.publish((shared, NothingToDo(*stop.asked())))
+            ranks.publish((shared, NothingToDo(*stop.asked()), ""))
             return stop.asked()[0]
         if checked is None:
             log_killed_session(directory)
-            ranks.publish((shared, NothingToDo(EXIT_OK, "")))
+            ranks.publish((shared, NothingToDo(EXIT_OK, ""), ""))
             return EXIT_OK
         if not (resume and existed):
             held.enter_context(directory.locked(new=not resume))
@@ -121,21 +126,13 @@ def train(
         directory.begin(config, source, checked.data.describe(config.data, checked.facts.greys))
         open_log(directory.log)
         if storage is not None:
-            held.enter_context(Mirror(directory, storage))
+            held.enter_context(Mirror(directory, storage, _retention(config, checked.resumed)))
         if checked.resumed is None and list_with_replaced(directory.checkpoints):
             log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
         log_start(config, checked, lost=resume and existed)
         log_last_session(directory, ranks)
-        ranks.publish((shared, for_other_ranks(checked)))
+        ranks.publish((shared, for_other_ranks(checked), directory.mark()))
         return _train_and_record(config, of_rank(checked, 0, ranks.world), stop, on_step, make_tuner, ranks)
-
-
-@dataclass(frozen=True)
-class NothingToDo:
-    """What rank 0 tells the others where there is nothing to train: the exit code, and why."""
-
-    exit_code: int
-    reason: str
 
 
 def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
@@ -144,10 +141,11 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
         with stop:  # a signal must not end it: a launcher would end the others
             return ranks.await_end()
     with stop, contextlib.ExitStack() as held:
-        shared, checked = ranks.await_main()
+        shared, checked, mark = ranks.await_main()
         check_same_config(config, shared, ranks.rank)
         if isinstance(checked, NothingToDo):
             return checked.exit_code
+        checked.directory.refuse_other_path(mark)
         checked = of_rank(checked, ranks.rank, ranks.world)
         held.enter_context(_storage_errors(checked.directory))
         checked.directory.make_folders()
@@ -339,16 +337,21 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
     return stop.exit_code
 
 
+def _retention(config: Config, resumed: ResumePoint | None = None) -> RetentionPolicy:
+    """Which checkpoints stay, with the best one that a resumed run knows of."""
+    best = resumed.state["best"] if resumed and resumed.comparable else None
+    return RetentionPolicy(config.training.keep_last, config.training.keep_every, best["step"] if best else None)
+
+
 def _watchdog(config: Config, directory: RunDir, metrics: Metrics, progress: Progress) -> Watchdog:
     stall_s = 60 * (config.monitor.stall_minutes or 0.0)
     return Watchdog(stall_s, directory.stacks, metrics.write, lambda: (progress.step, config.stop_step))
 
 
 def _open_writer(run: RunContext, train_step: TrainStep) -> CheckpointWriter:
-    training = run.config.training
     return CheckpointWriter(
         run.directory.checkpoints,
-        RetentionPolicy(training.keep_last, training.keep_every),
+        _retention(run.config),
         dump_config(run.config),
         on_progress=lambda: run.watchdog.alive("checkpoint"),
         before_copy=(lambda: run.ranks.call("state")) if train_step.sharded else lambda: None,

@@ -95,6 +95,7 @@ class Verdicts:
         on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     ) -> None:
         self._config = run.config
+        self._ranks_here = run.ranks.local_world
         self._device = run.device
         self._metrics = run.metrics
         self._stream = stream
@@ -165,8 +166,9 @@ class Verdicts:
         self._throttled = share > THROTTLED
         if self._throttled and not before:
             text = (
-                f"the cgroup's quota of {window.cores:.3g} processors was used up in {format_percent(share)} of its "
-                f"periods (good: below {format_percent(THROTTLED)}); raise the quota, or lower training.workers"
+                f"the cgroup's quota of {usable_cores(os.getpid()):.3g} processors was used up in "
+                f"{format_percent(share)} of its periods (good: below {format_percent(THROTTLED)}); "
+                "raise the quota, or lower training.workers"
             )
             log.warning("%s", text)
             fields = {"cores": window.cores, "throttled_share": share, "text": text}
@@ -183,6 +185,8 @@ class Verdicts:
             self._seen_gpu_busy.append(busy)
 
     def _window(self) -> Window:
+        """The figures of these steps.  Of the processors of a node each of its ranks counts its share: what a verdict
+        advises is done by all of them."""
         readers, feeder = self._stream.reader_totals, self._stream.feeder_figures
         sums: dict[str, Any] = {name: math.fsum(getattr(times, name) for times in self._times) for name in _TIMES}
         sums |= {name: getattr(readers, name) - getattr(self._before[0], name) for name in _READERS}
@@ -197,8 +201,10 @@ class Verdicts:
             step_p50_s=quantile(work_s, 0.5),
             step_p95_s=quantile(work_s, 0.95),
             read_s=None if readers.read_s is None else readers.read_s - (self._before[0].read_s or 0.0),
-            cores=usable_cores(os.getpid()),
-            idle_cores=fmean(r.idle_cores(bound_cores()) for r in self._seen_rates) if self._seen_rates else None,
+            cores=usable_cores(os.getpid()) / self._ranks_here,
+            idle_cores=fmean(r.idle_cores(bound_cores()) / self._ranks_here for r in self._seen_rates)
+            if self._seen_rates
+            else None,
             own_cores=fmean(math.fsum(r.process_cores.values()) for r in self._seen_rates)
             if self._seen_rates
             else None,

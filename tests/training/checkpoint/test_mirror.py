@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.support.kill_harness import Session, final_difference
+from tests.support.small_disk import small_disk
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.runlog.run_dir import RunDir
@@ -24,6 +25,8 @@ from vesuvius.training.checkpoint.mirror import Mirror, RunStore, fetch_run, ref
 from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
 
 WriteConfig = Callable[..., Path]
+
+TWO = RetentionPolicy(2)
 
 
 @pytest.fixture
@@ -58,7 +61,7 @@ def elsewhere(tmp_path: Path) -> RunDir:
 
 def test_what_is_copied_comes_back_whole_on_another_machine(run: RunDir, store: RunStore, tmp_path: Path) -> None:
     save(run, 10)
-    with Mirror(run, store):
+    with Mirror(run, store, TWO):
         save(run, 20)
         run.metrics.write_text("{}\n")
         run.log.write_text("one\n")
@@ -76,7 +79,7 @@ def test_a_checkpoint_that_was_half_written_or_is_damaged_is_never_chosen(
 ) -> None:
     for step in (10, 20, 30):
         save(run, step, keep_last=3)
-    whole = Mirror(run, store)
+    whole = Mirror(run, store, TWO)
     for path in list_checkpoints(run.checkpoints)[:2]:
         whole._upload_checkpoint(path)
     (half,) = list_checkpoints(run.checkpoints)[2:]
@@ -95,7 +98,7 @@ def test_a_checkpoint_that_was_half_written_or_is_damaged_is_never_chosen(
 
 def test_a_damaged_checkpoint_of_this_machine_is_replaced_by_the_whole_one(run: RunDir, store: RunStore) -> None:
     path = save(run, 10)
-    with Mirror(run, store):
+    with Mirror(run, store, TWO):
         pass
     (path / "state.pt").write_bytes(b"torn")
     fetch_run(store, run)
@@ -117,7 +120,7 @@ def test_a_folder_that_cannot_be_listed_for_a_moment_does_not_end_the_copies(
     monkeypatch.setattr(module, "list_checkpoints", stale_once)
     monkeypatch.setattr(module, "_EVERY_S", 0.05)
     save(run, 10)
-    with Mirror(run, store):
+    with Mirror(run, store, TWO):
         pass
     assert any(key.startswith("checkpoints/step_") for key in store.list_keys())
 
@@ -130,7 +133,7 @@ def test_the_manifest_of_a_checkpoint_is_written_last_and_pruned_ones_go(
     order: list[str] = []
     put = store.put
     store.put = lambda key, file: (order.append(Path(key).name), put(key, file))[1]  # type: ignore[method-assign]
-    copying = Mirror(run, store)
+    copying = Mirror(run, store, TWO)
     assert copying._copy(at_once=True) == []
     assert set(order[: len(files)]) == files
     assert order[len(files) - 1] == "manifest.json"
@@ -139,6 +142,62 @@ def test_the_manifest_of_a_checkpoint_is_written_last_and_pruned_ones_go(
     assert copying._copy(at_once=True) == []
     there = {key.split("/")[1] for key in store.list_keys("checkpoints")}
     assert there == {"step_00000020", "step_00000030"}
+
+
+def test_checkpoints_of_earlier_sessions_obey_the_policy_on_another_machine(
+    run: RunDir, store: RunStore, tmp_path: Path
+) -> None:
+    for step in (10, 20, 25, 30, 40):
+        save(run, step, keep_last=9)
+    with Mirror(run, store, RetentionPolicy(9)):
+        pass
+    store.put("checkpoints/step_00000035/state.pt", run.checkpoints / "step_00000040/state.pt")  # half stored
+    store.put("checkpoints/notes.txt", run.checkpoints / "step_00000040/config.yaml")  # somebody's
+    other = elsewhere(tmp_path)
+    fetch_run(store, other)
+    later = make_store(store.address.removesuffix("/r"))
+    copying = Mirror(other, later, RetentionPolicy(2, keep_every=20, best_step=25))
+    save(other, 50)
+    for _ in range(2):
+        assert copying._copy(at_once=True) == []
+        stored = sorted({key.split("/")[1] for key in later.list_keys("checkpoints")})
+        assert stored == ["notes.txt", *(f"step_000000{step}" for step in (20, 25, 40, 50))]
+    (other.checkpoints / "best").symlink_to("step_00000050")  # a better one
+    assert copying._copy(at_once=True) == []
+    assert "checkpoints/step_00000025/manifest.json" not in later.list_keys("checkpoints")
+
+
+def test_what_lies_beyond_this_session_is_not_deleted_from_the_store(
+    run: RunDir, store: RunStore, tmp_path: Path
+) -> None:
+    for step in (10, 20, 30):
+        save(run, step, keep_last=9)
+    with Mirror(run, store, RetentionPolicy(9)):
+        pass
+    other = elsewhere(tmp_path)
+    other.make_folders()
+    copying = Mirror(other, store, RetentionPolicy(1))
+    assert copying._copy(at_once=True) == []  # nothing here yet
+    save(other, 20)
+    assert copying._copy(at_once=True) == []
+    assert {key.split("/")[1] for key in store.list_keys("checkpoints")} == {"step_00000020", "step_00000030"}
+
+
+def test_a_disk_that_is_full_while_a_run_comes_down_is_named_as_such(
+    run: RunDir, store: RunStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PAUSES_S", (1e6,))  # it is not tried again
+    save(run, 10)
+    with Mirror(run, store, TWO):
+        pass
+    (mount := tmp_path / "small").mkdir()
+    with small_disk(mount, kib=8) as disk:
+        other = RunDir(disk / "r")
+        with pytest.raises(
+            StorageError, match=r"No space left on device.*step_00000010/.* was copied from s3://.*free"
+        ):
+            fetch_run(store, other)
+        assert list(other.checkpoints.iterdir()) == [], "nothing half is left on a full disk"
 
 
 def test_a_store_that_is_away_is_told_once_and_what_waits_at_the_end_is_named(
@@ -151,7 +210,7 @@ def test_a_store_that_is_away_is_told_once_and_what_waits_at_the_end_is_named(
         monkeypatch.setattr(module, "_EVERY_S", 0.1)
         monkeypatch.setattr(module, "_END_S", 0.5)
         save(run, 10)
-        with caplog.at_level(logging.WARNING), Mirror(run, away) as copying:
+        with caplog.at_level(logging.WARNING), Mirror(run, away, TWO) as copying:
             while len(copying._waiting) == 0:
                 time.sleep(0.01)
         assert caplog.text.count("the run goes on") == 1
@@ -165,7 +224,7 @@ def test_a_store_that_answers_again_gets_what_it_has_missed(
     run: RunDir, store: RunStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(run, 10)
-    copying, put = Mirror(run, store), store.put
+    copying, put = Mirror(run, store, TWO), store.put
 
     def refuses(key: str, file: Path) -> None:
         raise ConnectionError("no route")
@@ -182,7 +241,7 @@ def test_a_store_that_answers_again_gets_what_it_has_missed(
 def test_a_new_run_does_not_overwrite_what_is_stored(run: RunDir, store: RunStore) -> None:
     refuse_stored(store)
     save(run, 10)
-    Mirror(run, store)._copy(at_once=True)
+    Mirror(run, store, TWO)._copy(at_once=True)
     with pytest.raises(ConfigError, match=r"a new run needs a place of its own.*--resume"):
         refuse_stored(store)
 

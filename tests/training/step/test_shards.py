@@ -47,6 +47,22 @@ def train(step: TrainStep, config: Any, rank: int, world: int, x_0: torch.Tensor
     return figures
 
 
+def handed_over(step: TrainStep, config: Any, ranks: Any) -> Any:
+    """Goes on from a state that was not sharded, and leaves one that is not."""
+    step.load_state_dict(torch.load(Path("before.pt"), weights_only=True))
+    train(step, config, ranks.rank, WORLD, patches(config.global_batch))
+    state = plain(step.state_dict())
+    if ranks.is_main:
+        torch.save(state, Path("after.pt"))
+
+
+def plain(state: Any) -> Any:
+    """A state with whole tensors, as a checkpoint has."""
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return shards.whole(state).detach().clone() if isinstance(state, torch.Tensor) else state
+
+
 def flat(state: Any) -> list[list[float]]:
     tensors = [*state["model"].values(), *state["averages"]["ema"]["weights"].values()]
     moments = [value for values in state["optimizer"]["state"].values() for value in values.values()]
@@ -139,9 +155,13 @@ def run(task: str, tmp_path: Path, **changes: Any) -> list[Any]:
     return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
+def one_rank_config(optimizer: str = "adamw", **changes: Any) -> Any:
+    return make_config(**settings(optimizer=optimizer, **changes) | {"ranks": 1, "accumulate_steps": 4})
+
+
 def alone(**changes: Any) -> tuple[TrainStep, Any]:
     """One rank that has trained on the same samples."""
-    config = make_config(**settings(**changes) | {"ranks": 1, "accumulate_steps": 4})
+    config = one_rank_config(**changes)
     step = make_step(config)
     return step, train(step, config, 0, 1, patches(config.global_batch))
 
@@ -159,6 +179,23 @@ def test_two_ranks_with_half_of_the_weights_each_train_as_one_with_all(tmp_path:
     for sharded, whole in zip(results[0]["state"], flat(step.state_dict()), strict=True):
         # Adam divides by the root of a second moment, which makes much of the rounding of a gradient near 0.
         assert np.array(sharded) == pytest.approx(np.array(whole), abs=2e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
+def test_a_run_whose_weights_are_sharded_for_a_while_trains_as_one_that_never_was(
+    tmp_path: Path, optimizer: str
+) -> None:
+    step, _ = alone(optimizer=optimizer)
+    torch.save(plain(step.state_dict()), tmp_path / "before.pt")
+    run("handed_over", tmp_path, optimizer=optimizer)
+    again, config = make_step(one := one_rank_config(optimizer)), one
+    again.load_state_dict(torch.load(tmp_path / "after.pt", weights_only=True))
+    x_0 = patches(config.global_batch)
+    figures = train(again, config, 0, 1, x_0)
+    undisturbed = [train(step, config, 0, 1, x_0) for _ in range(2)][-1]
+    assert np.array(figures) == pytest.approx(np.array(undisturbed), rel=1e-5)
+    for one_tensor, other in zip(flat(again.state_dict()), flat(step.state_dict()), strict=True):
+        assert np.array(one_tensor) == pytest.approx(np.array(other), abs=2e-4)
 
 
 def test_an_overflow_in_the_part_of_one_rank_is_one_for_all(tmp_path: Path) -> None:

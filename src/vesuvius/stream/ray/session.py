@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 _JOIN_S = 3.0
 _END_S = 5.0
 _KILLED_S = 10.0
+_SIGACTION_BYTES = 256  # more than the struct has anywhere
 _ANNOUNCEMENT = b"RAY_BACKEND_LOG_LEVEL"
 
 
@@ -97,39 +99,29 @@ def _shut_down() -> bool:
     Ray waits for ever for a head that does not answer: then its daemons are killed, which ends the wait.
 
     Early in its shutdown Ray's C++ core restores the signal handlers that it found, and SIGTERM would end this process
-    on the spot: Python's handler is installed again right after that.
+    on the spot: the thread that shuts down puts the present one back right after that, without waiting for the main
+    thread, which alone may call `signal.signal`.
     """
-
-    handlers_are_back, listening = threading.Event(), threading.Event()
+    sigaction = ctypes.CDLL(None).sigaction
+    present = ctypes.create_string_buffer(_SIGACTION_BYTES)
+    sigaction(int(signal.SIGTERM), None, present)
     ended: Future[None] = Future()
-
-    def tell() -> None:
-        handlers_are_back.set()
-        listening.wait(_END_S)
 
     def end() -> None:
         try:
-            private.shut_down(when_handlers_are_back=tell)
+            private.shut_down(when_handlers_are_back=lambda: sigaction(int(signal.SIGTERM), present, None))
         except BaseException as error:
             ended.set_exception(error)
         else:
             ended.set_result(None)
-        handlers_are_back.set()
-
-    def ends_within(seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        if handlers_are_back.wait(seconds):
-            _listen_to_sigterm()
-            listening.set()
-        return not wait([ended], max(deadline - time.monotonic(), 0)).not_done
 
     threading.Thread(target=end, name="ray-shutdown", daemon=True).start()
-    if not ends_within(_END_S):
+    if wait([ended], _END_S).not_done:
         log.warning(
             "Ray did not shut down within %g s, probably because its head hangs; a private Ray is killed now", _END_S
         )
         private.kill_daemons()
-        if not ends_within(_KILLED_S):
+        if wait([ended], _KILLED_S).not_done:
             log.warning("Ray did not shut down within another %g s, and is left behind", _KILLED_S)
             private.leave_to_the_system()
             return False

@@ -3,7 +3,7 @@
     s3://bucket/runs/NAME/...   the files of runs/NAME, under the same names
 
 An object appears as a whole.  Of a checkpoint the manifest is written last and deleted first: where there is none, the
-checkpoint is not chosen.
+checkpoint is not chosen.  `training.keep_last` and `keep_every` hold for what is stored there by all sessions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -26,6 +27,7 @@ from vesuvius.config import Config, StoreConfig
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.checkpoint.format import MANIFEST, find_damage, list_checkpoints, step_of
+from vesuvius.training.checkpoint.save import RetentionPolicy, linked_best
 from vesuvius.volumes.errors import reason
 from vesuvius.volumes.store.object_store import open_store
 
@@ -41,6 +43,7 @@ _PAUSES_S = (1.0, 5.0, 20.0)  # between tries of a download
 _WARN_EVERY_S = 600.0
 _PART_BYTES = 2**24
 _Failure = (BaseError, OSError)
+_STEP = r"step_\d{8,}"
 
 
 class RunStore:
@@ -62,11 +65,20 @@ class RunStore:
         obstore.put(self._store, key, file, use_multipart=file.stat().st_size > _PART_BYTES, chunk_size=_PART_BYTES)
 
     def get(self, key: str, file: Path) -> None:
-        """Raises BaseError or OSError."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("wb") as out:
-            for part in obstore.get(self._store, key).stream(min_chunk_size=_PART_BYTES):
-                out.write(part)
+        """Raises BaseError, or StorageError where the file cannot be written."""
+        parts = obstore.get(self._store, key).stream(min_chunk_size=_PART_BYTES)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as out:
+                for part in parts:
+                    out.write(part)
+        except OSError as error:
+            if isinstance(error, ConnectionError | TimeoutError):
+                raise
+            raise StorageError(
+                f"what a run goes on from must fit on this disk; got {error} while {key} was copied from "
+                f"{self.address} to {file}; free some space, or let VESUVIUS_RUNS name a larger disk"
+            ) from error
 
     def list_keys(self, prefix: str | None = None) -> list[str]:
         """Raises BaseError."""
@@ -86,13 +98,16 @@ class Mirror:
 
     Args:
         directory: of the run.
+        retention: which checkpoints stay there, of this session and of those before; `best_step` is the best one so
+            far, which may not be on this machine.
     """
 
-    def __init__(self, directory: RunDir, store: RunStore) -> None:
-        self._directory, self._store = directory, store
+    def __init__(self, directory: RunDir, store: RunStore, retention: RetentionPolicy) -> None:
+        self._directory, self._store, self._retention = directory, store, retention
+        self._stored: set[str] | None = None  # checkpoints there; None = not listed yet
         self._uploaded: dict[str, tuple[int, int]] = {}  # modification time and size by key
         self._not_before: dict[str, float] = {}
-        self._checkpoints: set[str] = set()
+        self._uploaded_checkpoints: set[str] = set()
         self._ended = threading.Event()
         self._failing_since: float | None = None
         self._warned = 0.0
@@ -167,19 +182,36 @@ class Mirror:
     def _checkpoint_jobs(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Uploads of checkpoints, the newest first, then deletions of those that are gone here."""
         there = {path.name: path for path in list_checkpoints(self._directory.checkpoints)}
-        for name in sorted(there.keys() - self._checkpoints, reverse=True):
+        for name in sorted(there.keys() - self._uploaded_checkpoints, reverse=True):
             yield f"checkpoints/{name}", lambda path=there[name]: self._upload_checkpoint(path)  # type: ignore[misc]
-        for name in sorted(self._checkpoints - there.keys()):
-            yield f"checkpoints/{name}", lambda name=name: self._delete_checkpoint(name)  # type: ignore[misc]
+        yield "older checkpoints to be deleted there", self._prune
 
     def _upload_checkpoint(self, path: Path) -> None:
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):
             self._store.put(f"checkpoints/{path.name}/{file.name}", file)
-        self._checkpoints.add(path.name)
+        self._uploaded_checkpoints.add(path.name)
 
-    def _delete_checkpoint(self, name: str) -> None:
-        self._store.delete_checkpoint(name)
-        self._checkpoints.discard(name)
+    def _prune(self) -> None:
+        """Delete what the policy does not keep of all that is stored, also half stored, by this session or before.
+
+        What is on this machine stays there, too; and what lies beyond the newest one here is not judged: it was
+        damaged, or this session has not come so far.
+        """
+        if self._stored is None:
+            names = {key.split("/")[1] for key in self._store.list_keys("checkpoints")}
+            self._stored = {name for name in names if re.fullmatch(_STEP, name)}
+        self._stored |= self._uploaded_checkpoints
+        here = [path.name for path in list_checkpoints(self._directory.checkpoints)]
+        newest = _step(here[-1]) if here else -1
+        until_now = sorted((name for name in self._stored.union(here) if _step(name) <= newest), key=_step)
+        best = linked_best(self._directory.checkpoints)
+        retention = self._retention if best is None else replace(self._retention, best_step=_step(best))
+        kept = retention.choose([_step(name) for name in until_now])
+        for name in until_now:
+            if name not in here and _step(name) not in kept:
+                self._store.delete_checkpoint(name)
+                self._stored.discard(name)
+                self._uploaded_checkpoints.discard(name)
 
     def _record_jobs(self, at_once: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         top = self._directory.path
@@ -215,8 +247,11 @@ class Mirror:
             )
 
 
-def open_run_store(config: Config, directory: RunDir, resume: bool) -> RunStore | None:
+def open_run_store(config: Config, directory: RunDir, resume: bool, wait_s: float = 0.0) -> RunStore | None:
     """Where a run is copied to, None = nowhere.  What is to go on from there is brought down.
+
+    Args:
+        wait_s: for another process that is at work on the run.
 
     Raises:
         ConfigError: a new run would overwrite another one's objects, or another process is at work on this one.
@@ -228,7 +263,7 @@ def open_run_store(config: Config, directory: RunDir, resume: bool) -> RunStore 
     if not resume:
         refuse_stored(store)
     elif directory.exists():
-        with directory.locked(new=False):
+        with directory.locked(new=False, wait_s=wait_s):
             fetch_run(store, directory)
     else:
         fetch_run(store, directory)
@@ -244,7 +279,7 @@ def fetch_run(store: RunStore, directory: RunDir) -> None:
     here = reversed(list_checkpoints(directory.checkpoints))
     local = next((step_of(path) for path in here if find_damage(path) is None), 0)
     keys = _tried(store.list_keys, store.address)
-    whole = [key for key in keys if re.fullmatch(rf"checkpoints/step_\d{{8,}}/{re.escape(MANIFEST)}", key)]
+    whole = [key for key in keys if re.fullmatch(rf"checkpoints/{_STEP}/{re.escape(MANIFEST)}", key)]
     newer = sorted((key.split("/")[1] for key in whole if step_of(Path(key).parent) > local), reverse=True)
     if not newer:
         return
@@ -252,8 +287,12 @@ def fetch_run(store: RunStore, directory: RunDir) -> None:
         path = directory.checkpoints / name
         partial = path.with_name(f".partial-{name}")
         shutil.rmtree(partial, ignore_errors=True)
-        for key in (key for key in keys if key.startswith(f"checkpoints/{name}/")):
-            _tried(lambda key=key, to=partial: store.get(key, to / Path(key).name), store.address)  # type: ignore[misc]
+        try:
+            for key in (key for key in keys if key.startswith(f"checkpoints/{name}/")):
+                _tried(lambda key=key: store.get(key, partial / Path(key).name), store.address)  # type: ignore[misc] # noqa: B023
+        except StorageError:
+            shutil.rmtree(partial, ignore_errors=True)  # gigabytes on a disk that may be full
+            raise
         if (damage := find_damage(partial)) is None:
             break
         log.warning("checkpoint %s in %s is damaged (%s) and is passed over", name, store.address, damage)
@@ -268,6 +307,10 @@ def fetch_run(store: RunStore, directory: RunDir) -> None:
     shutil.rmtree(path, ignore_errors=True)  # one of this step is damaged, or it would have counted as local
     partial.rename(path)
     log.info("%s and the records of the run come from %s", name, store.address)
+
+
+def _step(checkpoint: str) -> int:
+    return step_of(Path(checkpoint))
 
 
 def refuse_stored(store: RunStore) -> None:

@@ -188,7 +188,7 @@ def _link_best(directory: Path, step: int, best_step: int | None) -> None:
     if best_step is None:
         return
     best, link = directory / f"step_{best_step:08d}", directory / ".new-best"
-    if _linked_best(directory) == best.name:
+    if linked_best(directory) == best.name:
         return
     try:
         link.unlink(missing_ok=True)
@@ -202,7 +202,7 @@ def _link_best(directory: Path, step: int, best_step: int | None) -> None:
         _warn_once(f"{directory / BEST} cannot be made a link to the best checkpoint: {error}")
 
 
-def _linked_best(directory: Path) -> str | None:
+def linked_best(directory: Path) -> str | None:
     """The name of the checkpoint that `best` points to; None where it is no link."""
     try:
         return (directory / BEST).readlink().name
@@ -221,7 +221,7 @@ def _prune(directory: Path, step: int, retention: RetentionPolicy) -> None:
         # What lies beyond this step was passed over as damaged when the run was resumed: it must not push out whole
         # ones.
         until_now = [path for path in list_checkpoints(directory) if step_of(path) <= step]
-        kept, best = retention.choose([step_of(path) for path in until_now]), _linked_best(directory)
+        kept, best = retention.choose([step_of(path) for path in until_now]), linked_best(directory)
         for old in until_now:
             if step_of(old) not in kept and old.name != best:
                 with _only_a_warning(f"{old} could not be deleted; delete it by hand"):

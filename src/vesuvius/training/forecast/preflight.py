@@ -65,6 +65,14 @@ class Preflight:
         return self.facts.spectrum
 
 
+@dataclass(frozen=True)
+class NothingToDo:
+    """What rank 0 tells the others where there is nothing to train: the exit code, and why."""
+
+    exit_code: int
+    reason: str
+
+
 def for_other_ranks(checked: Preflight) -> Preflight:
     """Return what other ranks need: no open volumes, and no tensors, which `of_rank` reads again."""
     resumed = replace(checked.resumed, state={}) if checked.resumed else None

@@ -32,6 +32,7 @@ _SILENT_S = 300.0
 _STORE_GRACE_S = 10.0  # for calls of the store that are answered late
 _PREFLIGHT_S = 6 * 3600.0  # rank 0 may read many chunks of a slow store, and waits for an outage to end
 _CAUSE_S = 5.0
+_LEAVE_S = 5.0  # for the others to let go of the store
 _UNWIND_S = 30.0  # after the failure of another rank, for the main thread to save and end
 
 
@@ -258,7 +259,7 @@ class Ranks:
             with suppress(RuntimeError):
                 self._store.set(f"closed/{self.rank}", "")
                 if self.is_main:  # the store ends with this process: let the others go first
-                    deadline = time.monotonic() + 5
+                    deadline = time.monotonic() + _LEAVE_S
                     others = [f"closed/{rank}" for rank in range(dist.get_world_size())]
                     while not self._store.check(others) and time.monotonic() < deadline:
                         time.sleep(0.01)
