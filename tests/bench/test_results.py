@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from vesuvius.bench.grid import make_cells, parse_axis
 from vesuvius.bench.ledger import Measurement
 from vesuvius.bench.pace import Demand, Pace
 from vesuvius.bench.page import build_page, table_of
-from vesuvius.bench.paired import BANDS, band, break_even_step, median_interval
+from vesuvius.bench.paired import BANDS, band, bands, break_even_step, median_interval
 from vesuvius.bench.pictures import draw_comparison, draw_table
 from vesuvius.bench.results import Cell, results_of, verdict
 from vesuvius.errors import ConfigError
@@ -142,8 +143,21 @@ def test_efficiency_is_the_speed_per_rank() -> None:
     assert (one.efficiency, one.band) == (1.0, "near-linear")
     assert two.efficiency == pytest.approx(0.95)
     assert (four.efficiency, four.band) == (pytest.approx(0.45), "poor")
+    assert [bands(low, high) for low, high in ((0.5, 0.7), (0.41, 0.74), (0.3, 0.95))] == [
+        "acceptable", "poor to acceptable", "poor to near-linear"
+    ]  # fmt: skip
     assert two.even_step == pytest.approx((1 / (1 / 12.5 - 1 / 23.75)) / 8)
     assert "training.ranks=4 is 1.80 times as fast" in verdict([one, two, four])
+
+
+def test_nothing_is_said_of_a_cell_that_is_not_told_apart() -> None:
+    noisy = [replace(m, samples_s=m.samples_s * ((0.4, 1.5)[m.round % 2] if m.cell else 1)) for m in ranked()]
+    _, two, four = results_of(RANKED, noisy)
+    assert two.speed
+    assert two.speed.low < 1 < two.speed.high
+    assert two.even_step is None
+    assert (two.band, four.band) == ("poor to near-linear", "poor to acceptable")
+    assert "break-even step" not in table_of(results_of(RANKED, noisy)).columns
 
 
 def test_the_baseline_may_fail_and_the_report_says_so() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vesuvius.bench.paired import BANDS, Interval
-from vesuvius.bench.results import RANKS, Result, span_words, verdict
+from vesuvius.bench.results import RANKS, Result, span_words, told_apart, verdict
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.model import RunReport, Table
 from vesuvius.runlog.units import GIB, format_percent, number, size_text
@@ -72,7 +72,7 @@ def table_of(results: Sequence[Result]) -> Table:
 def _row(result: Result, is_base: bool) -> dict[str, str]:
     figures, speed = result.figures or {}, result.speed
     even = "-" if result.even_step is None else f"{result.even_step:.0f}"
-    if speed and speed.mid <= 1 and result.start_s is not None:
+    if speed and told_apart(speed) and result.even_step is None and result.start_s is not None:
         even = "never"
     row = {
         "cell": result.label,

@@ -66,6 +66,12 @@ def band(efficiency: float) -> str:
     return next(name for least, name in BANDS if efficiency >= least)
 
 
+def bands(low: float, high: float) -> str:
+    """The bands that an interval of efficiencies reaches: `good`, `poor to good`."""
+    names = dict.fromkeys((band(low), band(high)))
+    return " to ".join(names)
+
+
 def break_even_step(start_s: float, samples_s: float, base_start_s: float, base_samples_s: float, batch: int) -> float:
     """Steps after which a cell is ahead of the baseline for good; 0 = at once, infinity = never.
 

@@ -110,15 +110,17 @@ def _figures(results: Sequence[Result], key: str) -> list[float | None]:
 
 def _efficiency(axes: Any, results: Sequence[Result]) -> None:
     known = [each for each in results if each.efficiency is not None]
-    x = [each.ranks for each in known]
-    axes.plot(x, [100 * (each.efficiency or 0.0) for each in known], "o-", color=_GREEN)
+    x, y = [each.ranks for each in known], [100 * (each.efficiency or 0.0) for each in known]
+    speeds = [each.speed or Interval(1.0, 1.0, 1.0, 0.0, 1) for each in known]
+    ends = np.array([(1 - speed.low / speed.mid, speed.high / speed.mid - 1) for speed in speeds]).reshape(-1, 2)
+    axes.errorbar(x, y, yerr=ends.T * y, fmt="o-", color=_GREEN, ecolor="#1b2430", capsize=3)
     for least, name in BANDS[:-1]:
         axes.axhline(100 * least, color=_GREY, linestyle="--", linewidth=1)
         axes.annotate(
             f" {name}", (1, 100 * least), xycoords=("axes fraction", "data"), fontsize=7, va="bottom", ha="right"
         )
     axes.set(xlabel="ranks", ylabel="%", xticks=x)
-    axes.set_ylim(0, max([105.0, *(110 * (each.efficiency or 0.0) for each in known)]))
+    axes.set_ylim(0, max([105.0, *(1.05 * (1 + ends[:, 1]) * y)]))
     axes.set_title("efficiency of scaling", fontsize=10)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vesuvius.bench.grid import Cell
 from vesuvius.bench.ledger import Measurement
-from vesuvius.bench.paired import Interval, band, break_even_step, median_interval, speed_over
+from vesuvius.bench.paired import Interval, bands, break_even_step, median_interval, speed_over
 from vesuvius.monitor.quantile import quantile
 from vesuvius.runlog.units import format_percent, number
 
@@ -26,7 +26,8 @@ class Result:
         speed: times as fast as the baseline, from the rounds of one session that have both; None of the baseline.
         start_s: before the steady pace, beyond the steps' usual time.
         even_step: steps after which it is ahead of the baseline for good; None = never, or not known.
-        ranks, efficiency, band: of a bench of ranks; the efficiency is the speed per rank over that of the baseline.
+        ranks, efficiency, band: of a bench of ranks; the efficiency is the speed per rank over that of the baseline,
+            the band that of its interval.
         figures: medians over the rounds, by name.
         run: the last one below `cells/`; '' = none.
     """
@@ -63,9 +64,12 @@ def _result(cell: Cell, found: Sequence[Measurement], base: Sequence[Measurement
         if (value := _median([m.figures.get(name) for m in fine or found])) is not None
     }
     ranks, base_ranks = _ranks(cell), _ranks(first)
-    efficiency = speed.mid * base_ranks / ranks if speed and ranks and base_ranks else None
+    efficiency, reached = None, ""
+    if speed and ranks and base_ranks:
+        efficiency = speed.mid * base_ranks / ranks
+        reached = bands(speed.low * base_ranks / ranks, speed.high * base_ranks / ranks)
     if cell == first and ranks and fine:
-        efficiency = 1.0
+        efficiency, reached = 1.0, bands(1.0, 1.0)
     return Result(
         cell.label,
         cell.overrides,
@@ -77,7 +81,7 @@ def _result(cell: Cell, found: Sequence[Measurement], base: Sequence[Measurement
         _even_step(start_s, speed, base, figures.get("batch")),
         ranks,
         efficiency,
-        "" if efficiency is None else band(efficiency),
+        reached,
         figures,
         next((m.run for m in reversed(found) if m.run), ""),
     )
@@ -95,7 +99,7 @@ def _even_step(
     batch: float | None,
 ) -> float | None:
     base_start_s = _median([m.start_s for m in base])
-    if start_s is None or base_start_s is None or speed is None or not batch:
+    if start_s is None or base_start_s is None or speed is None or not batch or not told_apart(speed):
         return None
     base_rate = quantile([m.samples_s for m in base], 0.5)
     step = break_even_step(start_s, base_rate * speed.mid, base_start_s, base_rate, int(batch))
@@ -135,10 +139,15 @@ def _sentences(results: Sequence[Result]) -> Iterator[str]:
 def speed_words(speed: Interval) -> str:
     """`1.32 times as fast (1.25 to 1.41, 96.9 %) as`, and whether that is sure."""
     level = "one round" if speed.level <= 0 else f"{span_words(speed)}, {format_percent(speed.level)}"
-    if speed.low <= 1 <= speed.high:
+    if not told_apart(speed):
         return f"not told apart: {number(speed.mid)} times as fast ({level}) as"
     unsure = "" if speed.level >= SURE_LEVEL else ": too few rounds to be sure"
     return f"{number(speed.mid)} times as fast ({level}{unsure}) as"
+
+
+def told_apart(speed: Interval) -> bool:
+    """Whether a speed differs from the baseline's by more than its interval."""
+    return not speed.low <= 1 <= speed.high
 
 
 def span_words(interval: Interval) -> str:

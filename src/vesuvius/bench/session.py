@@ -26,6 +26,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.report.files import new_folder, write_pages
+from vesuvius.report.model import commit_text
 from vesuvius.report.records import figure, read_run
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
@@ -158,7 +159,7 @@ def _write(request: Request, config: Config, folder: Path, ledger: Ledger) -> in
         "measuring took": format_duration(sum(m.seconds for m in ledger.measurements)),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
         "versions": ", ".join(f"{name} {packages[name]}" for name in ("torch", "ray", "zarr") if name in packages),
-        "commit": str(environment.get("commit") or "not known")[:12],
+        "commit": commit_text(environment),
     }
     made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
     figures: Mapping[str, Any] = {

@@ -9,11 +9,11 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
 from vesuvius.commands.command import positive_number, run_command, say
-from vesuvius.config import Config
 from vesuvius.config.load import explain_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.logfile import terminal_lines_through
@@ -81,8 +81,6 @@ def _main(argv: list[str]) -> int:
         parser.error("--allow-drift is about going on; it goes with --resume")
     if args.restart_damaged and not resume:
         parser.error("--restart-damaged is about checkpoints that there are; it goes with --resume")
-    if args.profile is not None and (config.training.ranks != 1 or not config.monitor.verdict_every):
-        parser.error("--profile needs training.ranks=1 and monitor.verdict_every above 0; vesuvius profile does not")
     # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
     # docs/performance.md has the figures.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -104,27 +102,20 @@ def _main(argv: list[str]) -> int:
     from vesuvius.launch.launch import launch
     from vesuvius.launch.rank import Request
 
+    request = Request(config, args.config, resume, args.allow_drift, args.restart_damaged)
+    if args.profile is not None:
+        from vesuvius.profile.session import profile_in_place
+
+        command = shlex.join(["vesuvius", "train", *argv])
+        request = replace(request, make_tuner=profile_in_place(_PROFILED_STEPS, args.profile, command))
     with _progress_bar(config.stop_step) as on_step:
-        if args.profile is not None:
-            return _train_and_profile(args, shlex.join(["vesuvius", "train", *argv]), config, resume, on_step)
-        return launch(Request(config, args.config, resume, args.allow_drift, args.restart_damaged), on_step)
+        return launch(request, on_step)
 
 
 def _step(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"must be the number of a step; got {text}; put --profile last, or give it 0")
     return int(text)
-
-
-def _train_and_profile(
-    args: argparse.Namespace, command: str, config: Config, resume: bool, on_step: Callable[[int], None]
-) -> int:
-    from vesuvius.profile.session import Request, profile_in_place
-    from vesuvius.training.run import train
-
-    make_tuner = profile_in_place(Request(config, args.config, _PROFILED_STEPS, False, command), args.profile)
-    damaged = args.restart_damaged
-    return train(config, args.config, resume, args.allow_drift, on_step, restart_damaged=damaged, make_tuner=make_tuner)
 
 
 def _let_segments_grow() -> None:

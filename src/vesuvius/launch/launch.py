@@ -33,6 +33,7 @@ def launch(request: Request, on_step: Callable[[int], None] = lambda step: None)
             request.allow_drift,
             on_step,
             restart_damaged=request.restart_damaged,
+            make_tuner=request.make_tuner,
         )
     from vesuvius.launch.ray_train import train_with_ray  # takes seconds to import
 

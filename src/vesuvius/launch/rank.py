@@ -10,6 +10,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, VesuviusError
+from vesuvius.training.loop import MakeTuner, make_autotuner
 from vesuvius.training.ranks.join import open_ranks
 from vesuvius.training.ranks.ranks import Restart
 from vesuvius.training.run import train
@@ -25,6 +26,7 @@ class Request:
     resume: bool
     allow_drift: bool = False
     restart_damaged: bool = False
+    make_tuner: MakeTuner = make_autotuner
 
 
 def train_as_rank(
@@ -51,6 +53,7 @@ def train_as_rank(
                 request.allow_drift,
                 on_step,
                 restart_damaged=request.restart_damaged,
+                make_tuner=request.make_tuner,
                 ranks=ranks,
                 stop=stop,
             )

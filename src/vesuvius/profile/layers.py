@@ -78,18 +78,17 @@ class LayerWatch:
         self._held.close()
 
     def layers(self) -> list[Layer]:
-        """In the order of the network, those that ran."""
+        """Those that ran, in that order."""
         return [
             Layer(
                 name,
-                type(module).__name__,
-                sum(parameter.numel() for parameter in module.parameters()),
-                self._seconds[name],
+                type(self._modules[name]).__name__,
+                sum(parameter.numel() for parameter in self._modules[name].parameters()),
+                seconds,
                 self._counted[name],
                 self._saved[name],
             )
-            for name, module in self._modules.items()
-            if name in self._seconds
+            for name, seconds in self._seconds.items()
         ]
 
     def _begin(self, name: str) -> None:

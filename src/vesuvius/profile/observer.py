@@ -19,7 +19,7 @@ from vesuvius.profile.layers import Layer, LayerWatch
 from vesuvius.profile.trace import MemoryUse, Operator, Trace
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.loop import MakeTuner, TrainingLoop, Tuner, make_autotuner
+from vesuvius.training.loop import MakeTuner, TrainingLoop, Tuner
 from vesuvius.training.report import StepReporter
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.step import parameter_count
@@ -28,7 +28,7 @@ WARM_STEPS = 3
 MOST_WARM_STEPS = 40
 _TRACED_STEPS = 2
 _EMA_TIMES = 5
-MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS + 2
+MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS + 1
 """Steps that a profile makes beside those that count, at most."""
 
 
@@ -39,15 +39,18 @@ class Observed:
     Attributes:
         begin: the step behind which the run began, or went on from a checkpoint.
         warm_steps: before those that count: kernels are chosen, and batches that were ready at the start are used up.
-        verdict: on the steps that count.
+        verdict: on the steps that count; None where too few were made.
+        complete: all steps that were asked for were made.
         ema_s: of one update of all averages, timed apart.
         operators, layers, memory, left_out: with `--trace`; `left_out` events did not fit the trace.
         in_place: it is the run itself, which goes on.
+        ranks: of the run; rank 0 is what is observed, in place beside the others and else alone.
     """
 
     begin: int = 0
     warm_steps: int = 0
     verdict: Verdict | None = None
+    complete: bool = False
     ema_s: float = 0.0
     parameters: int = 0
     device: str = ""
@@ -57,6 +60,7 @@ class Observed:
     memory: MemoryUse = field(default_factory=lambda: MemoryUse([], [], []))
     left_out: int = 0
     in_place: bool = False
+    ranks: int = 1
 
     @property
     def after(self) -> int:
@@ -81,21 +85,11 @@ def observed_by(observed: Observed, steps: int, trace: Path | None, after: int =
     return make
 
 
-def observed_in_place(observed: Observed, steps: int, after: int, then: Callable[[], None]) -> MakeTuner:
-    """For `train`: what counts steps beside `training.autotune`, calls `then`, and lets the run go on."""
-
-    def make(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
-        observed.in_place = True
-        return Observer(loop, reporter, observed, steps, after, None, then, make_autotuner(loop, reporter))
-
-    return make
-
-
 class Observer:
     """A script that is gone on with between two steps (`act`).
 
     Args:
-        then: called once the steps have been made.
+        then: called once the steps have been made, and in place also at the end of a run that makes fewer.
         beside: the tuner of the run; it changes nothing while steps are counted.
     """
 
@@ -131,6 +125,11 @@ class Observer:
         if self._beside is not None:
             self._beside.take(verdict)
 
+    def ended(self) -> None:
+        """Write the page of a run that ended before, on what it has made."""
+        if self._beside is not None and not self._observed.complete:
+            self._then()
+
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Do what comes before the next step."""
         next(self._script, None)
@@ -143,21 +142,20 @@ class Observer:
         for _ in range(observed.warm_steps - 1):
             yield
         self._reporter.report(wait=True)
+        observed.ema_s = self._time_averages()
         self._counting = True
         self._reporter.verdicts.restart(run.progress.step)
         for _ in range(self._steps):
             yield
         self._reporter.report(wait=True)
         self._reporter.verdicts.finish(least=1)
-        self._counting = False
-        observed.ema_s = self._time_averages()
+        self._counting, observed.complete = False, True
         if self._trace is not None:
             yield from self._look_closer(self._trace)
         self._then()
 
     def _look_closer(self, path: Path) -> Iterator[None]:
         """Trace some steps, then measure each layer in another one: both cost time, so none of them counts."""
-        yield  # a step between, as the averages were timed in the pause of this one
         trace = Trace(self._loop.run.device)
         trace.start()
         for _ in range(_TRACED_STEPS):

@@ -16,7 +16,7 @@ from vesuvius.profile.observer import Observed
 from vesuvius.profile.recommend import Advice
 from vesuvius.report.charts import build_charts
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.model import NOT_KNOWN, RunReport, Table, flat, thresholds_of
+from vesuvius.report.model import NOT_KNOWN, RunReport, Table, flat, ranks_table, thresholds_of
 from vesuvius.report.records import RunRecords, figure
 from vesuvius.report.share import Row, shared_out, targets_of, work_rows
 from vesuvius.runlog.metrics import Record
@@ -38,6 +38,7 @@ def build_profile(
     records: RunRecords,
     steps: Sequence[Record],
     observed: Observed,
+    asked: int,
     advice: Sequence[Advice],
     alone: Sequence[str],
 ) -> RunReport:
@@ -47,23 +48,23 @@ def build_profile(
         records: of the run that was made for it.
         steps: the steps that count as they were recorded, with what readers and feeder did, and the one before them.
         observed: what the records do not say.
+        asked: steps that were to count.
         advice, alone: what to try, and what to leave alone.
     """
-    chosen = counted(records, observed.after, len(steps) - 1)
-    first = np.zeros(int(chosen.sum()), dtype=bool)
-    system = [
-        each for each in records.system if observed.begin < figure(each.get("step")) <= observed.after + len(steps)
-    ]
+    chosen = counted(records, observed.after, asked)
+    count = int(chosen.sum())
+    system = [each for each in records.system if observed.begin < figure(each.get("step")) <= observed.after + asked]
     only = replace(
         records,
         columns={name: column[chosen] for name, column in records.columns.items()},
-        first=first,
+        first=np.zeros(count, dtype=bool),
         system=system,
+        others=[each for each in records.others if observed.after < figure(each.get("step")) <= observed.after + asked],
     )
-    parts = shared_out(with_ema(work_rows(records, chosen), observed.ema_s, int(chosen.sum())))
+    parts = shared_out(with_ema(work_rows(records, chosen), observed.ema_s, count))
     verdict = observed.verdict
     return RunReport(
-        name=f"{config.name}: profile of {int(chosen.sum())} steps",
+        name=f"{config.name}: profile of {count} steps",
         directory=str(records.path),
         facts=_facts(config, records, chosen, observed),
         verdict=verdict.text if verdict else NOT_KNOWN,
@@ -81,7 +82,8 @@ def build_profile(
                 _behind(steps, config.training.workers),
                 _operators(observed),
                 _layers(observed),
-                _method(config, observed, int(chosen.sum())),
+                ranks_table(only),
+                _method(observed, count, asked),
             )
             if table.rows
         ),
@@ -102,35 +104,33 @@ def counted(records: RunRecords, after: int, steps: int) -> Any:
 
 
 def with_ema(rows: Sequence[Row], ema_s: float, steps: int) -> list[Row]:
-    """The optimizer's part with the averages' taken out of it; never more than there is."""
-    made: list[Row] = []
-    for name, kind, total, p50, p95 in rows:
-        if name != _OPTIMIZER:
-            made.append((name, kind, total, p50, p95))
-            continue
-        each = min(ema_s, p50)
-        ema = min(each * steps, total)
-        made.append(("optimizer, clipping", kind, total - ema, p50 - each, p95 - each))
-        made.append((_EMA, kind, ema, each, each))
-    return made
+    """The averages' part taken out of the optimizer's, never more than that has, and put behind all others."""
+    made = list(rows)
+    place = [name for name, *_ in rows].index(_OPTIMIZER)
+    _, kind, total, p50, p95 = rows[place]
+    each = min(ema_s, p50)
+    ema = min(each * steps, total)
+    made[place] = ("optimizer, clipping", kind, total - ema, p50 - each, p95 - each)
+    return [*made, (_EMA, kind, ema, each, each)]
 
 
 def _facts(config: Config, records: RunRecords, chosen: Any, observed: Observed) -> dict[str, str]:
     columns, env, training = records.columns, records.environment, config.training
     work = (columns["step_s"] - columns["pause_s"])[chosen].tolist()
     p50 = quantile(work, 0.5)
-    epoch_s = p50 * config.training.steps_per_epoch
-    left = f"{format_duration(p50 * config.horizon_steps)} for {config.horizon_steps} steps"
-    left += f" ({format_duration(epoch_s)} an epoch of {config.training.steps_per_epoch}), without pauses"
+    mean = math.fsum(work) / len(work)
+    epoch = format_duration(mean * config.training.steps_per_epoch)
+    left = f"{format_duration(mean * config.horizon_steps)} for {config.horizon_steps} steps"
+    left += f" ({epoch} an epoch of {config.training.steps_per_epoch}), without pauses"
     vram = columns["vram_used_bytes"][np.isfinite(columns["vram_used_bytes"])]
     ram = columns["ram_used_bytes"][np.isfinite(columns["ram_used_bytes"])]
     peak = NOT_KNOWN if not len(vram) else f"{size_text(vram.max())} of {size_text(columns['vram_limit_bytes'][-1])}"
     packages: Mapping[str, Any] = env.get("packages") or {}
     mfu = columns["mfu"][chosen]
     return {
-        "step, mean": f"{number(1000 * math.fsum(work) / len(work))} ms",
+        "step, mean": f"{number(1000 * mean)} ms",
         "step, p50 / p95": f"{number(1000 * p50)} / {number(1000 * quantile(work, 0.95))} ms",
-        "samples/s": number(config.global_batch * len(work) / math.fsum(work)),
+        "samples/s": number(config.global_batch / mean),
         "the whole training": left,
         "device": f"{observed.device}, amp {observed.amp}",
         "model FLOPs utilisation": NOT_KNOWN if not np.isfinite(mfu).any() else f"{100 * np.nanmean(mfu):.1f} %",
@@ -140,7 +140,7 @@ def _facts(config: Config, records: RunRecords, chosen: Any, observed: Observed)
         "patch": "x".join(map(str, config.data.patch_size)),
         "batch": f"{training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",
         "readers": f"{training.workers}, prefetch factor {training.prefetch_factor}",
-        "settings": f"{training.optimizer}, compile {training.compile}, channels_last {training.channels_last}",
+        "settings": f"{training.optimizer}, compile {training.compile}, channels_last {training.channels_last}".lower(),
         "processors": str(env.get("cpus") or NOT_KNOWN),
         "system": str(env.get("platform") or NOT_KNOWN),
         "torch / CUDA": f"{packages.get('torch') or NOT_KNOWN} / {env.get('cuda') or 'none'}",
@@ -163,8 +163,7 @@ def _behind(steps: Sequence[Record], workers: int) -> Table:
     for name, kind, group, key in _BEHIND:
         totals = [figure((step.get(group) or {}).get(key)) for step in steps]
         if any(math.isnan(total) for total in totals) or len(totals) < 2:
-            rows.append((name, kind, NOT_KNOWN, NOT_KNOWN, NOT_KNOWN, NOT_KNOWN))
-            continue
+            continue  # a disk: reading is part of decoding
         each = [after - before for before, after in pairwise(totals)]
         processes = max(workers, 1) if group == "readers" else 1
         mean = math.fsum(each) / len(each)
@@ -180,20 +179,21 @@ def _behind(steps: Sequence[Record], workers: int) -> Table:
         )
     note = (
         f"Milliseconds of a step, of all readers ({workers}) together, and the share of their time. They work beside "
-        "the steps and report a region at a time: single steps may have none. On a disk, reading is part of decoding."
+        "the steps and report a region at a time: single steps may have none. On a disk, decode includes reading."
     )
-    columns = ("part", "class", "ms", "of its time", "p50, ms", "p95, ms")
+    columns = ("part", "class", "mean, ms", "share of its time", "p50, ms", "p95, ms")
     return Table("Behind the data wait", columns, tuple(rows), note)
 
 
 def _memory(observed: Observed) -> list[Chart]:
     memory = observed.memory
-    series = [banded("allocated", memory.ms, [size / GIB for size in memory.allocated_bytes])]
+    name, unit = ("GiB", GIB) if max(memory.allocated_bytes, default=0.0) >= GIB else ("MiB", 2**20)
+    series = [banded("allocated", memory.ms, [size / unit for size in memory.allocated_bytes])]
     if any(memory.reserved_bytes):
-        series.append(banded("reserved", memory.ms, [size / GIB for size in memory.reserved_bytes]))
+        series.append(banded("reserved", memory.ms, [size / unit for size in memory.reserved_bytes]))
     note = "" if any(memory.reserved_bytes) else "beyond what was there when the trace began"
     title = "Memory of tensors in the traced steps"
-    return chart("tensors", title, "GiB", series, x_label="ms", note=note)
+    return chart("tensors", title, name, series, x_label="ms", note=note)
 
 
 def _operators(observed: Observed) -> Table:
@@ -213,14 +213,14 @@ def _layers(observed: Observed) -> Table:
         (
             layer.name,
             layer.kind,
-            f"{layer.parameters / 1e3:.1f} k",
+            f"{layer.parameters:,}",
             number(1000 * layer.forward_s),
-            f"{number(layer.flops / 1e9)} G",
+            number(layer.flops / 1e9),
             size_text(layer.saved_bytes),
         )
         for layer in observed.layers
     ]
-    columns = ("layer", "module", "parameters", "forward, ms", "forward, FLOP", "kept for backward")
+    columns = ("layer", "module", "parameters", "forward, ms", "forward, GFLOP", "kept for backward")
     note = (
         "Of one step. The watch itself costs time: compare layers with each other. Norms have no FLOP here; a "
         "tensor that two layers keep counts for the first."
@@ -228,7 +228,7 @@ def _layers(observed: Observed) -> Table:
     return Table("Layers", columns, tuple(rows), note, tuple(layer.forward_s for layer in observed.layers))
 
 
-def _method(config: Config, observed: Observed, steps: int) -> Table:
+def _method(observed: Observed, steps: int, asked: int) -> Table:
     before = "come before" if observed.in_place or observed.begin else "warm up"
     texts = [
         f"{observed.warm_steps} steps {before}: kernels are chosen, and the batches that were ready at the start are "
@@ -240,6 +240,17 @@ def _method(config: Config, observed: Observed, steps: int) -> Table:
         if observed.in_place
         else "Validation, previews and checkpoints are left out. The weights are thrown away.",
     ]
+    if steps < asked:
+        texts.append(f"The run ended before the other {asked - steps} steps that were to count.")
+    judged = steps if observed.verdict is None else observed.verdict.window.steps
+    if judged < steps:
+        texts.append(f"Readers were replaced meanwhile: the verdict rests on the last {judged} steps alone.")
+    if observed.ranks > 1 and observed.in_place:
+        texts.append(f"It is rank 0 of {observed.ranks} that was profiled; the table of ranks has the others.")
+    elif observed.ranks > 1:
+        texts.append(
+            f"It is one rank of {observed.ranks}, without what they exchange; vesuvius train --profile has that too."
+        )
     if observed.begin:
         texts.append(f"It went on from the run's checkpoint of step {observed.begin}.")
     if observed.operators:

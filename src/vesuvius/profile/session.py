@@ -17,7 +17,7 @@ from vesuvius.config import Config
 from vesuvius.config.trial import NEVER, trial_config
 from vesuvius.errors import ConfigError, VesuviusError, one_line
 from vesuvius.monitor.window import Thresholds
-from vesuvius.profile.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, observed_by, observed_in_place
+from vesuvius.profile.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, Observer, observed_by
 from vesuvius.profile.page import build_profile
 from vesuvius.profile.recommend import leave_alone, recommend
 from vesuvius.report.files import new_folder, write_pages
@@ -27,7 +27,9 @@ from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.stream.options import StreamOptions
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
-from vesuvius.training.loop import MakeTuner
+from vesuvius.training.loop import MakeTuner, TrainingLoop, Tuner, make_autotuner
+from vesuvius.training.ranks.part import one_rank
+from vesuvius.training.report import StepReporter
 from vesuvius.training.run import train
 from vesuvius.training.step.step import choose_device
 from vesuvius.training.verdicts import knobs_of
@@ -68,13 +70,17 @@ def profile(request: Request) -> Path:
 
     Raises:
         VesuviusError: as `train`.
-        ConfigError: the run has no checkpoint at or before `at_step`.
+        ConfigError: `at_step`, and the run has no checkpoint at or before it, or several ranks.
     """
-    config, run = request.config, run_dir(request.config)
+    ranks, config, run = request.config.training.ranks, one_rank(request.config), run_dir(request.config)
+    if request.at_step is not None and ranks not in (1, "auto"):
+        raise ConfigError(
+            f"--at-step needs training.ranks=1; got {ranks}; `vesuvius train --resume --profile N` profiles such a run"
+        )
     folder = new_folder(run.path / FOLDER)
     if request.at_step is not None:
         lend(checkpoint_before(run.checkpoints, request.at_step, request.after), folder / run.checkpoints.name)
-    observed = Observed()
+    observed = Observed(ranks=1 if ranks == "auto" else ranks)
     trace = folder / TRACE if request.trace else None
     before = os.environ.get("VESUVIUS_RUNS")
     os.environ["VESUVIUS_RUNS"] = str(folder.parent.absolute())
@@ -90,25 +96,31 @@ def profile(request: Request) -> Path:
         if before is not None:
             os.environ["VESUVIUS_RUNS"] = before
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of weights that are worth nothing
-    if observed.verdict is None:
+    if not observed.complete:
         raise StoppedBeforeError(code, folder)
-    return _write(request, folder, folder, observed)
+    return _write(config, request.steps, request.command, folder, folder, observed)
 
 
-def profile_in_place(request: Request, after: int) -> MakeTuner:
-    """For `train`: the run's own steps behind `after`; their page is written as soon as they are made.
+def profile_in_place(steps: int, after: int, command: str) -> MakeTuner:
+    """For `train`: rank 0's own steps behind `after`; their page is written once they are made, or the run ends.
 
     What goes wrong with the page is logged and does not end the run.
     """
-    observed, run = Observed(), run_dir(request.config)
 
-    def write() -> None:
-        try:
-            log.info("profile: %s", _write(request, run.path, new_folder(run.path / FOLDER), observed) / "profile.html")
-        except Exception as error:
-            log.warning("the profile could not be written: %s", one_line(error))
+    def make(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
+        observed = Observed(in_place=True, ranks=loop.run.part.world)
 
-    return observed_in_place(observed, request.steps, after, write)
+        def write() -> None:
+            config, run = loop.run.config, loop.run.directory.path
+            try:
+                folder = _write(config, steps, command, run, new_folder(run / FOLDER), observed)
+                log.info("profile of steps behind step %d: %s", observed.after, folder / "profile.html")
+            except Exception as error:
+                log.warning("the profile was not written: %s", one_line(error))
+
+        return Observer(loop, reporter, observed, steps, after, None, write, make_autotuner(loop, reporter))
+
+    return make
 
 
 def checkpoint_before(checkpoints: Path, at_step: int, after: int) -> Path:
@@ -161,14 +173,19 @@ def profiled(config: Config, name: str, steps: int, after: int = 0) -> Config:
     return trial_config(config, name, training, monitor)
 
 
-def _write(request: Request, run: Path, folder: Path, observed: Observed) -> Path:
-    """Write the pages from what a run has recorded; returns their folder."""
-    config, verdict = request.config, observed.verdict
-    assert verdict is not None, "steps were counted"
+def _write(config: Config, asked: int, command: str, run: Path, folder: Path, observed: Observed) -> Path:
+    """Write the pages from what a run has recorded; returns their folder.
+
+    Raises:
+        VesuviusError: there is no verdict.
+    """
+    verdict, first, last = observed.verdict, observed.after + 1, observed.after + asked
+    if verdict is None:
+        raise VesuviusError(f"steps {first} to {last} must be made without new readers; the run made too few of them")
     thresholds = Thresholds(config.monitor.data_share_good, config.monitor.gpu_share_good)
     options = StreamOptions.from_config(config.training, config.cluster)
     knobs = knobs_of(config, choose_device(), options, verdict.window, memory_is_short=False)
-    numbers = range(observed.after, observed.after + request.steps + 1)
+    numbers = range(first - 1, last + 1)
     recorded = current_records(read_records(run / "metrics.jsonl"))
     steps = [record for record in recorded if record["kind"] == "step" and record["step"] in numbers]
     report = build_profile(
@@ -176,9 +193,10 @@ def _write(request: Request, run: Path, folder: Path, observed: Observed) -> Pat
         read_run(run),
         steps,
         observed,
+        asked,
         recommend(verdict, knobs, thresholds),
         leave_alone(verdict, thresholds),
     )
-    made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
+    made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {command}"
     write_pages(folder, "profile", [report], (), (), [], made)
     return folder

@@ -6,6 +6,7 @@ All text comes from files that users write, so all of it is escaped; the page ha
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -15,6 +16,8 @@ from vesuvius.report.pictures import Picture
 from vesuvius.report.style import STYLE
 from vesuvius.report.svg import draw, legend, off_scale
 from vesuvius.runlog.units import format_duration, number
+
+_FIGURE = re.compile(r"(-?[\d.,]+[\w+-]*( [%\w/]+)?|-|not known|)")
 
 
 def render_html(
@@ -86,14 +89,16 @@ def _parts(report: RunReport) -> str:
     )
     columns = ("part", "class", "time", "share", "p50, ms", "p95, ms")
     return (
-        f'<section><h2>Where the time went</h2><div class="bar">{bar}</div>{_grid(columns, rows, words=2)}'
+        f'<section><h2>Where the time went</h2><div class="bar">{bar}</div>{_grid(columns, rows)}'
         f"<p>{_text(report.parts_note)}</p><ul>{met}</ul></section>"
     )
 
 
-def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int | None = None) -> str:
-    """A table of escaped cells that scrolls where the page is narrow; columns behind the first `words` are figures."""
-    kinds = ["" if words is None or place < words else ' class="n"' for place in range(len(columns))]
+def _grid(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of escaped cells that scrolls where the page is narrow; columns of figures stand to the right."""
+    kinds = [
+        ' class="n"' if all(_FIGURE.fullmatch(row[place]) for row in rows) else "" for place in range(len(columns))
+    ]
     head = "".join(f"<th{kind}>{cell}</th>" for kind, cell in zip(kinds, columns, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"

@@ -82,7 +82,9 @@ def build(records: RunRecords) -> RunReport:
         targets=targets_of(parts, thresholds),
         charts=tuple(build_charts(records)),
         tables=tuple(
-            table for table in (_course(records), _ranks(records), _sessions(records), _events(records)) if table.rows
+            table
+            for table in (_course(records), ranks_table(records), _sessions(records), _events(records))
+            if table.rows
         ),
         previews=_previews(records),
         config=dict(flat(records.config)),
@@ -124,7 +126,7 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "GPU": ", ".join(gpus) if gpus else "none" if "gpus" in env else NOT_KNOWN,
         "processors": str(env.get("cpus") or NOT_KNOWN),
         "torch / vesuvius": f"{packages.get('torch') or NOT_KNOWN} / {packages.get('vesuvius-diffusion') or NOT_KNOWN}",
-        "commit": str(env.get("commit") or NOT_KNOWN)[:12],
+        "commit": commit_text(env),
     }
 
 
@@ -161,7 +163,7 @@ def _course(records: RunRecords) -> Table:
     return Table("The course of the run", columns, tuple(rows), "means without pauses; the longest step with its pause")
 
 
-def _ranks(records: RunRecords) -> Table:
+def ranks_table(records: RunRecords) -> Table:
     """A row for each rank, over the steps that all told of; none of a run of one rank."""
     steps = [record for record in records.of_kind("ranks") if isinstance(record.get("times"), list)]
     rows = []
@@ -243,6 +245,12 @@ def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
     if isinstance(value, Mapping) and value:
         return [pair for key, each in value.items() for pair in flat(each, f"{path}.{key}" if path else str(key))]
     return [(path, "null" if value is None else str(value))] if path else []
+
+
+def commit_text(environment: Mapping[str, Any]) -> str:
+    """Of `env.json`, shortened; with a '+' where files differed from it."""
+    commit = str(environment.get("commit") or NOT_KNOWN)
+    return commit[:12] + commit[40:]
 
 
 def _best(validations: Sequence[Record]) -> str:

@@ -47,7 +47,7 @@ STYLE = f"""
 body{{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}}
 main{{max-width:1240px;margin:0 auto;padding:12px 16px 40px}}
 h1{{font-size:1.5rem;margin:.4em 0;overflow-wrap:anywhere}}
-h2{{font-size:1.15rem;margin:1.4em 0 .5em;overflow-wrap:anywhere}}
+h2{{font-size:1.15rem;margin:1.4em 0 .5em;overflow-wrap:anywhere;break-after:avoid}}
 .verdict{{background:var(--card);border-left:4px solid var(--c2);padding:8px 12px;margin:.6em 0;overflow-wrap:anywhere}}
 .facts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,165px),1fr));gap:6px 16px;margin:1em 0}}
 .facts dt{{color:var(--soft);font-size:.8rem}}
@@ -85,6 +85,11 @@ summary{{cursor:pointer;font-weight:600}}
 pre{{background:var(--card);padding:10px;overflow-x:auto;font-size:.8rem}}
 footer{{color:var(--soft);font-size:.8rem;margin-top:2em;overflow-wrap:anywhere}}
 {_CURVES}
+@media (max-width:600px){{
+table{{font-size:.8rem}}
+th,td{{padding-right:7px}}
+th,td:first-child:not(:last-child){{white-space:normal}}
+}}
 @media print{{
 main{{max-width:none;padding:0}}
 .charts{{grid-template-columns:1fr 1fr}}

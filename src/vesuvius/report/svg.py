@@ -107,7 +107,8 @@ def _grid(chart: Chart, scale: _Scale) -> list[str]:
         y = scale.y(np.array([value]))[0]
         parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
         parts.append(f'<text x="{_LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{_tick(value)}</text>')
-    for value in _ticks(scale.left, scale.right):
+    whole = all((series.x % 1 == 0).all() for series in chart.series)  # steps, rounds
+    for value in (tick for tick in _ticks(scale.left, scale.right) if tick % 1 == 0 or not whole):
         x = scale.x(np.array([value]))[0]
         anchor = "end" if x > _WIDTH - 30 else "middle"
         parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 14}" text-anchor="{anchor}">{_tick(value)}</text>')

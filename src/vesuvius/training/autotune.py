@@ -59,6 +59,9 @@ class Autotuner:
         if self._mode != "off":
             self._verdict = verdict
 
+    def ended(self) -> None:
+        """Nothing is left to do."""
+
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Make or advise the change that the last verdict calls for; none without a new verdict or near the end."""
         verdict, self._verdict = self._verdict, None

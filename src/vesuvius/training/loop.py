@@ -45,6 +45,9 @@ class Tuner(Protocol):
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Change what is to be changed now."""
 
+    def ended(self) -> None:
+        """Take note that no step will follow."""
+
 
 MakeTuner = Callable[["TrainingLoop", StepReporter], Tuner]
 
@@ -122,6 +125,7 @@ class TrainingLoop:
                         with clock.pausing():
                             self.milestones.do_what_is_due()
                 reporter.finish()
+                tuner.ended()
                 self.milestones.save()  # written while the readers end: a scheduler may not allow time for both in turn
             except Exception as error:
                 self._settle(reporter, error)

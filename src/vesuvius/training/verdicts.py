@@ -104,7 +104,7 @@ class Verdicts:
         self._options = stream.options
         self._left_out = _AT_START
         self._reader_deaths = 0
-        self._throttled = False
+        self._throttled = self._held = False
         self._vram_bytes: tuple[int, int] | None = None
         self._begin(0)
 
@@ -122,7 +122,7 @@ class Verdicts:
     def add(self, step: int, times: StepTimes, vram_bytes: tuple[int, int] | None) -> None:
         """Take in a step, counted from 1; `vram_bytes` is reserved and total."""
         every = self._config.monitor.verdict_every
-        if every == 0:
+        if every == 0 and not self._held:
             return
         if self._stream.options is not self._options or self._stream.reader_deaths > self._reader_deaths:
             self._options, self._reader_deaths = self._stream.options, self._stream.reader_deaths
@@ -135,16 +135,18 @@ class Verdicts:
         self._times.append(times)
         self._vram_bytes = vram_bytes
         self._look_at_rates()
-        if step % every == 0 and len(self._times) >= min(every, _STEPS_LEAST):
+        if not self._held and step % every == 0 and len(self._times) >= min(every, _STEPS_LEAST):
             self._judge()
 
     def finish(self, least: int = _STEPS_LEAST) -> None:
         """A verdict on the steps since the last one, if there are enough of them."""
+        self._held = False
         if len(self._times) >= least:
             self._judge()
 
     def restart(self, step: int) -> None:
-        """Judge from the step behind this one on."""
+        """Judge the steps behind this one together, when `finish` is called."""
+        self._held = True
         self._options, self._reader_deaths, self._left_out = self._stream.options, self._stream.reader_deaths, 0
         self._begin(step)
 

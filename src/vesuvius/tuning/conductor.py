@@ -109,6 +109,9 @@ class Conductor:
         """Keep a verdict: it ends a `run`."""
         self._verdict = verdict
 
+    def ended(self) -> None:
+        """Nothing is left to do."""
+
     def act(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> None:
         """Do what comes before the next step."""
         self._look()
