@@ -89,7 +89,7 @@ def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_
         # The monitor starts right before the steps.
         session.wait_until(lambda: system.exists() and len(read_records(system)) > 1, "it was in the step")
         session.process.send_signal(number)
-        session.wait_for("stopping after the step in hand")
+        session.wait_for("stopping after the current step")
         session.process.send_signal(number)
         assert session.end() == -number
         assert "Train step" not in session.text()

@@ -86,7 +86,7 @@ def test_a_second_signal_ends_at_once(tiny_config: Callable[..., Path], tmp_path
             process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
-        wait_for(process, "stopping after the step in hand")
+        wait_for(process, "stopping after the current step")
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == -signal.SIGTERM

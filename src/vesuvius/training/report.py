@@ -122,7 +122,7 @@ class StepReporter:
         self._reported += 1
         if self._reported > 1:
             self._work_s.append(times.step_s - times.pause_s)
-            self._progress.pace.append(times.step_s - times.pause_s)
+            self._progress.note_step(times, self._config.global_batch // self._run.part.world)
         figures = self._gather(launched, outcome, times)
         log.info(step_line(figures))
         record = asdict(figures) | asdict(times) | {"gpu_s": times.gpu_s, "other_s": times.other_s}
@@ -190,7 +190,7 @@ class StepReporter:
 
     def _gather(self, launched: _Launched, outcome: StepOutcome, times: StepTimes) -> StepFigures:
         config, workers = self._config, self._stream.options.workers
-        left = self._progress.time_left(config, launched.step)
+        left = self._progress.time_left(config, launched.step, self._run.stop.left_s())
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
         return StepFigures(
             step=launched.step,
@@ -205,6 +205,7 @@ class StepReporter:
             vram_bytes=self._vram(),
             ram_bytes=self._machine.ram(),
             workers=workers,
+            working=self._stream.readers_with_work,
             worker_max_bytes=max(peaks) if workers and peaks else None,
             eta_s=left.seconds if left else None,
             eta_at_least=left is not None and left.at_least,

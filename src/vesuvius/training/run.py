@@ -274,7 +274,7 @@ def _load_weights(config: Config, preflight: Preflight, train_step: TrainStep, d
 def _record_start(run: RunContext, resumed: ResumePoint | None) -> None:
     """Log and record where this session begins: what was recorded beyond that is void."""
     progress = run.progress
-    log_progress(run.config, progress)
+    log_progress(run.config, progress, run.stop.left_s())
     run.metrics.write(
         "run_start",
         name=run.config.name,

@@ -55,6 +55,10 @@ class StopRequest:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
+    def left_s(self) -> float | None:
+        """Seconds until the time limit; None without one."""
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
     def wanted(self) -> bool:
         """Whether the run should save and end now; `exit_code` then says how."""
         if self.exit_code is None and self._deadline is not None and time.monotonic() >= self._deadline:
@@ -67,7 +71,7 @@ class StopRequest:
         """Request a stop from within; any thread may.  The first request sets the exit code."""
         if self.exit_code is None:
             self.exit_code, self.reason = exit_code, reason
-            log.error("%s: stopping after the step in hand", reason)
+            log.error("%s: stopping after the current step", reason)
 
     def wanted_for_s(self) -> float:
         """Seconds since a stop was first seen to be wanted; 0 where it is not."""
@@ -95,7 +99,7 @@ class StopRequest:
         if self.exit_code is None:
             self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
             self.reason = signal.Signals(number).name
-        log.info("%s: stopping after the step in hand; a second one ends at once", signal.Signals(number).name)
+        log.info("%s: stopping after the current step; send the signal again to exit now", signal.Signals(number).name)
 
 
 def unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:

@@ -54,10 +54,12 @@ def test_the_time_left_is_that_of_steps_and_of_all_that_comes_between_them() -> 
     assert progress.time_left(config) == TimeLeft(90 * 2.0 + 5 * 60.0 + 4 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
     again = Progress.from_state(progress.state_dict())
     assert again.time_left(config) == progress.time_left(config), "right after a resume"
-    # The line of step 40 comes before the validation behind it, that of 41 behind it.
+    # The line of step 40 comes before the validation behind it, that of 41 behind it; likewise the save of 50.
     assert progress.time_left(config, 40) == TimeLeft(60 * 2.0 + 4 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
     progress.validated_step = 40
     assert progress.time_left(config, 41) == TimeLeft(59 * 2.0 + 3 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
+    assert progress.time_left(config, 50) == TimeLeft(50 * 2.0 + 3 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
+    assert progress.time_left(config, 51) == TimeLeft(49 * 2.0 + 3 * 60.0 + 3 * 10.0 + 1 * 1.0 + 8.0, at_least=False)
 
 
 def test_pauses_of_long_ago_say_nothing_of_those_to_come() -> None:
@@ -69,13 +71,14 @@ def test_pauses_of_long_ago_say_nothing_of_those_to_come() -> None:
 
 
 def test_a_limit_of_hours_ends_the_session_before_its_steps_do() -> None:
-    progress = Progress(step=10)
+    """The step in hand is finished, and its checkpoint handed over and written."""
+    progress, config = Progress(step=10), run_of(validate_every=10)
     progress.pace.extend([60.0])
-    left = progress.time_left(run_of(max_hours=0.5, validate_every=10))
-    assert left is not None
-    assert left.seconds == pytest.approx(1800, abs=5)
-    assert not left.at_least
-    assert progress.time_left(run_of(max_hours=2)) == progress.time_left(run_of())
+    assert progress.time_left(config, limit_s=1800.0) == TimeLeft(1830.0, at_least=True)
+    progress.note_pause("save", 2.0)
+    progress.note_pause("write", 9.0)
+    assert progress.time_left(config, limit_s=1800.0) == TimeLeft(1841.0, at_least=False)
+    assert progress.time_left(config, limit_s=7200.0) == progress.time_left(config)
 
 
 def test_steps_behind_one_that_stopped_the_run_do_not_count() -> None:

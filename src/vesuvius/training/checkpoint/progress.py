@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vesuvius.config import Config
+from vesuvius.diffusion.randomness import timestep_bins
+from vesuvius.runlog.step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +30,10 @@ class Best:
 
 @dataclass(frozen=True)
 class TimeLeft:
-    """Until this session ends.
+    """Until this session ends."""
 
-    Attributes:
-        seconds: as far as they are known.
-        at_least: something that is still to come, say the first validation, has not been measured.
-    """
-
-    seconds: float
-    at_least: bool
+    seconds: float  # as far as they are known
+    at_least: bool  # something that is still to come, say the first save, can neither be measured nor estimated
 
 
 @dataclass
@@ -52,8 +49,9 @@ class Progress:
         sessions: sessions so far, with this one.
         pace: seconds of the last steps without the work between them, and without the first step of a session, which
             holds the start of the readers.
-        pauses: seconds of the last validations, previews, hand-overs of a checkpoint ("save") and writes to disk
-            ("write"), which the run waits for at its end alone.
+        pauses: seconds of the last validations (each with the save of a new best), previews, hand-overs of a checkpoint
+            ("save") and writes to disk ("write"), which the run waits for at its end alone.
+        forward_s: seconds of forward passes a sample, in the last steps.
     """
 
     step: int = 0
@@ -66,6 +64,7 @@ class Progress:
     sessions: int = 1
     pace: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     pauses: dict[str, deque[float]] = field(default_factory=dict)
+    forward_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     _session_start: float = field(default_factory=time.monotonic)
 
     def advance(self, samples: int) -> None:
@@ -89,9 +88,15 @@ class Progress:
         self.sample_index -= (self.step - step) * samples_per_step
         self.step = step
 
-    def note_pause(self, what: str, seconds: float) -> None:
-        """What it took this time."""
-        self.pauses.setdefault(what, deque(maxlen=_PAUSES)).append(seconds)
+    def note_step(self, times: StepTimes, samples: int) -> None:
+        """A step took so long, in which this rank computed so many samples."""
+        self.pace.append(times.step_s - times.pause_s)
+        self.forward_s.append(times.forward_s / samples)
+
+    def note_pause(self, what: str, seconds: float, more: bool = False) -> None:
+        """What it took this time, or how much more than was noted."""
+        known = self.pauses.setdefault(what, deque(maxlen=_PAUSES))
+        known.append(seconds + (known.pop() if more else 0.0))
 
     def validation_due(self, config: Config) -> bool:
         """Whether a validation belongs behind the present step and has not been finished."""
@@ -116,30 +121,48 @@ class Progress:
         """Seconds of training over all sessions."""
         return self.trained_s + self.session_s
 
-    def time_left(self, config: Config, behind: int | None = None) -> TimeLeft | None:
-        """From step `behind` (default: the present one) to the last one or `max_hours`; None without a pace.
+    def time_left(self, config: Config, behind: int | None = None, limit_s: float | None = None) -> TimeLeft | None:
+        """From step `behind` to the last one or `max_hours`; None without a pace.
 
-        Steps at their recent mean pace (a median would miss the waits of a run that is short of data), and each
-        validation, preview and save to come at the mean of the last few.
+        Steps at their recent mean pace (a median would miss the waits of a run that is short of data); each validation,
+        preview and save to come at the mean of the last few, before the first one by its forward passes; at last the
+        write of a checkpoint.
+
+        Args:
+            behind: a step that has just been reported; default: the present one, and what is due there is done.
+            limit_s: seconds until `max_hours` are over: the step in hand is finished then, and its checkpoint saved.
         """
         if not self.pace:
             return None
-        behind, training = self.step if behind is None else behind, config.training
-        validates = training.validate_every if config.data.validation.fraction > 0 else 0
+        training, stop = config.training, config.stop_step
+        behind, saved = (self.step, self.step) if behind is None else (behind, behind - 1)
+        validates, horizon = training.validate_every if config.data.validation.fraction > 0 else 0, config.horizon_steps
         to_come = {
-            "validation": _times_due(validates, max(behind - 1, self.validated_step), config),
-            "preview": _times_due(training.preview_every, max(behind - 1, self.previewed_step), config),
-            "save": _times_due(training.save_every, behind, config),
+            "validation": _times_due(validates, max(behind - 1, self.validated_step), stop, horizon),
+            "preview": _times_due(training.preview_every, max(behind - 1, self.previewed_step), stop, horizon),
+            "save": _times_due(training.save_every, saved, stop, stop),
+            "write": 1,
         }
-        seconds = statistics.fmean(self.pace) * (config.stop_step - behind)
-        counts = to_come | {"write": 1}  # the last one, which is waited for
-        seconds += sum(counts[what] * statistics.fmean(pauses) for what, pauses in self.pauses.items())
-        at_least = any(count and what not in self.pauses for what, count in to_come.items())
-        if training.max_hours is not None:
-            session_s = max(3600 * training.max_hours - self.session_s, 0.0)
-            if session_s <= seconds:
-                return TimeLeft(session_s, at_least=False)
-        return TimeLeft(seconds, at_least)
+        known = self._expected(config) | {what: statistics.fmean(pauses) for what, pauses in self.pauses.items()}
+        step_s, last_s = statistics.fmean(self.pace), known.get("save", 0.0) + known.get("write", 0.0)
+        seconds = step_s * (stop - behind) + sum(known.get(what, 0.0) * count for what, count in to_come.items())
+        if limit_s is not None and limit_s + step_s / 2 + last_s < seconds:
+            return TimeLeft(limit_s + step_s / 2 + last_s, at_least=not known.keys() >= {"save", "write"})
+        return TimeLeft(seconds, any(count and what not in known for what, count in to_come.items()))
+
+    def _expected(self, config: Config) -> dict[str, float]:
+        """Seconds of a validation and of a preview by their forward passes: all that is known before the first."""
+        if not self.forward_s:
+            return {}
+        training, diffusion = config.training, config.diffusion
+        weights = 2 + len(training.extra_ema_decays)  # each set of them is validated
+        bins = len(timestep_bins(diffusion.timesteps)) - 1
+        passes = diffusion.sampler_steps * (2 if diffusion.sampler == "heun" else 1)
+        sample_s = statistics.fmean(self.forward_s)
+        return {
+            "validation": training.validate_patches * bins * weights * sample_s,
+            "preview": training.preview_count * passes * sample_s,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
@@ -170,10 +193,9 @@ class Progress:
         )
 
 
-def _times_due(every: int, done: int, config: Config) -> int:
-    """How often what comes at each multiple, and at the end of the horizon, comes behind step `done`."""
+def _times_due(every: int, done: int, stop: int, last: int) -> int:
+    """How often what comes at each multiple, and behind step `last`, comes behind step `done` and until `stop`."""
     if every <= 0:
         return 0
-    stop = config.stop_step
-    at_the_end = stop == config.horizon_steps and stop % every > 0 and done < stop
+    at_the_end = stop == last and stop % every > 0 and done < stop
     return stop // every - min(done, stop) // every + at_the_end

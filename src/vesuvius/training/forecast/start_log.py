@@ -16,7 +16,7 @@ from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.units import format_duration, size_text
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.forecast.preflight import Preflight, doubts
+from vesuvius.training.forecast.preflight import Preflight, doubts, too_few_tasks
 from vesuvius.training.ranks.part import Part
 from vesuvius.training.step.step import AmpMode, parameter_count
 
@@ -34,7 +34,8 @@ def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
         log.warning("no whole checkpoint in %s: starting at step 0", preflight.directory.checkpoints)
     if preflight.initial is not None:
         log.info("starting from the weights of %s", preflight.initial.source)
-    for doubt in doubts(config, usable_cores(os.getpid())):
+    step = preflight.resumed.step if preflight.resumed else 0
+    for doubt in doubts(config, usable_cores(os.getpid())) + too_few_tasks(config, preflight.data.plan, step):
         log.warning("%s", doubt)
     if preflight.resumed is not None:
         _log_drift(preflight)
@@ -135,11 +136,11 @@ def log_ranks(config: Config, part: Part) -> None:
         )
 
 
-def log_progress(config: Config, progress: Progress) -> None:
+def log_progress(config: Config, progress: Progress, limit_s: float | None) -> None:
     """How far a resumed run is and how long it will take, before its first step."""
     if progress.step == 0:
         return
-    left = progress.time_left(config)
+    left = progress.time_left(config, limit_s=limit_s)
     log.info(
         "step %d of %d, %d samples, epoch %d of %d; %s of training before session %d, about %s left",
         progress.step,
