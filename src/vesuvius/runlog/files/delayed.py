@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+log = logging.getLogger(__name__)
 
 _WAITING = 1000
 
@@ -19,16 +22,19 @@ class DelayedWrites:
     """
 
     def __init__(self, name: str, on_error: Callable[[], None]) -> None:
-        self._on_error = on_error
+        self._name, self._on_error = name, on_error
+        self._lost, self._counting = 0, threading.Lock()
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_WAITING)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def later(self, call: Callable[[], None]) -> bool:
-        """Any thread may call.  Returns whether it was taken: where 1000 calls wait, the next are lost."""
+        """Any thread may call.  Returns whether it was taken: where 1000 calls wait the next are lost, and counted."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
+            with self._counting:
+                self._lost += 1
             return False
         return True
 
@@ -37,10 +43,22 @@ class DelayedWrites:
         with suppress(queue.Full):
             self._calls.put_nowait(None)
         self._thread.join(timeout_s)
+        self._say_lost()
         return not self._thread.is_alive()
+
+    def _say_lost(self) -> None:
+        with self._counting:
+            lost, self._lost = self._lost, 0
+        if lost:
+            log.error(
+                "%s: at most %d writes may wait for a disk or server that does not answer; %d more are lost: records, "
+                "or lines of this log",
+                *(self._name, _WAITING, lost),
+            )
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
+            self._say_lost()
             try:
                 call()
             except Exception:
