@@ -76,6 +76,35 @@ def test_each_gpu_is_looked_at_and_what_one_does_not_tell_is_none() -> None:
     assert (second.name, second.used_bytes, second.power_w) == ("NVIDIA A100", 2 * GIB, None)
 
 
+class DividedNvml(FakeNvml):
+    """The second GPU is divided into two instances (MIG), at the places 0 and 3 of seven."""
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:  # noqa: N802
+        return 7 * handle
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, place: int) -> int:  # noqa: N802
+        assert handle == 1
+        if place not in (0, 3):
+            raise NVMLError("Not Found")
+        return 10 + place
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"MIG-{handle}B" if handle >= 10 else super().nvmlDeviceGetUUID(handle)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802
+        if handle == 1:
+            raise NotSupportedError("a divided GPU does not tell")
+        return SimpleNamespace(gpu=handle, memory=1)
+
+
+def test_of_a_divided_gpu_our_part_is_looked_at() -> None:
+    first, second = Gpus(DividedNvml(), own="13B").sample()
+    assert first.uuid == "GPU-0A"
+    assert (second.uuid, second.busy, second.used_bytes) == ("MIG-13B", 0.13, 14 * GIB)
+    assert second.temperature_c == 61.0, "which the part does not have: it is the GPU's"
+    assert [gpu.uuid for gpu in Gpus(DividedNvml(), own="0A").sample()] == ["GPU-0A", "GPU-1A"]
+
+
 class HealthNvml(FakeNvml):
     """Both GPUs tell what slows them down and count errors of memory; the second has no XIDs."""
 

@@ -55,15 +55,16 @@ class Gpus:
     Args:
         nvml: the module `pynvml`, or what stands for it in a test; None imports it.
         with_xids: also ask for the driver's errors (XID), which NVML has to be registered for.
+        own: uuid of the GPU that this process uses; of one that is divided (MIG), memory and `busy` are its part's.
 
     Attributes:
         reason: why no GPU is seen, None where some are.
     """
 
-    def __init__(self, nvml: ModuleType | None = None, *, with_xids: bool = False) -> None:
+    def __init__(self, nvml: ModuleType | None = None, *, with_xids: bool = False, own: str | None = None) -> None:
         self._xid_events: dict[int, Any] = {}  # a set of events for each GPU that can tell
         self.reason: str | None = None
-        self._gpus: list[tuple[int, str, str, Any]] = []  # index, uuid, name, handle
+        self._gpus: list[tuple[int, str, str, Any, Any]] = []  # index, uuid, name, handles of the GPU and of our part
         try:
             # Here, because a machine without GPUs need not have it.
             self._nvml: Any = nvml or importlib.import_module("pynvml")
@@ -78,9 +79,11 @@ class Gpus:
             return
         for index in range(count):
             handle = self._ask("nvmlDeviceGetHandleByIndex", index)
-            uuid = None if handle is None else self._ask("nvmlDeviceGetUUID", handle)
+            part = self._part(handle, own) or handle
+            uuid = None if handle is None else self._ask("nvmlDeviceGetUUID", part)
             if uuid is not None:  # one that does not even say who it is has fallen off the bus
-                self._gpus.append((index, _text(uuid), _text(self._ask("nvmlDeviceGetName", handle) or "GPU"), handle))
+                name = _text(self._ask("nvmlDeviceGetName", part) or "GPU")
+                self._gpus.append((index, _text(uuid), name, handle, part))
                 if with_xids:
                     self._register(index, handle)
         if not self._gpus:
@@ -104,11 +107,20 @@ class Gpus:
                 self._ask("nvmlEventSetFree", self._xid_events.popitem()[1])
             self._ask("nvmlShutdown")
 
-    def _sample_one(self, index: int, uuid: str, name: str, handle: Any) -> GpuUse | None:
-        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+    def _part(self, handle: Any, own: str | None) -> Any:
+        """The instance of a GPU that is divided (MIG) which has this uuid; None where it has none."""
+        count = (self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0) if own and handle is not None else 0
+        parts = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in range(count))
+        for part in parts:
+            if part is not None and own in _text(self._ask("nvmlDeviceGetUUID", part) or ""):
+                return part
+        return None
+
+    def _sample_one(self, index: int, uuid: str, name: str, handle: Any, part: Any) -> GpuUse | None:
+        memory = self._ask("nvmlDeviceGetMemoryInfo", part)
         if memory is None:
             return None
-        rates = self._ask("nvmlDeviceGetUtilizationRates", handle)
+        rates = self._ask("nvmlDeviceGetUtilizationRates", part)  # of a part not with all drivers
         milliwatts = self._ask("nvmlDeviceGetPowerUsage", handle)
         celsius = self._ask("nvmlDeviceGetTemperature", handle, self._nvml.NVML_TEMPERATURE_GPU)
         reasons = self._slow_reasons(handle)

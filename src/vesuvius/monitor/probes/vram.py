@@ -84,9 +84,12 @@ class Vram:
 
 
 def gpu_uuid(device: Any) -> str | None:
-    """The uuid of a `torch.device` as NVML has it, whatever CUDA_VISIBLE_DEVICES hides; None on a CPU."""
+    """The uuid of a `torch.device`, whatever CUDA_VISIBLE_DEVICES hides; None on a CPU.
+
+    Without the kind that NVML writes before it: GPU-, or MIG- for a part of one.
+    """
     if device.type != "cuda":
         return None
     import torch
 
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return str(torch.cuda.get_device_properties(device).uuid)
