@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from tests.support.small_disk import fill, small_disk
 from vesuvius.monitor.memory.guard import Order
@@ -25,7 +27,7 @@ from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
-from vesuvius.monitor.probes.vram import VramUse
+from vesuvius.monitor.probes.vram import VramUse, gpu_uuid
 from vesuvius.monitor.recent import read_recent
 from vesuvius.runlog.records import read_records
 
@@ -193,16 +195,21 @@ def test_a_disk_that_hangs_does_not_blind_the_guard(tmp_path: Path) -> None:
     assert sum(r["samples"] for r in read_records(tmp_path / "system.jsonl")) == watcher.samples - 1, "nothing is lost"
 
 
-def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(tmp_path: Path) -> None:
-    """Of two, the first fails to answer every other time, and ours is the idle one."""
+@pytest.mark.parametrize("kind", ["GPU", "MIG"])
+def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of two, the first fails to answer every other time, and ours is the idle one.  torch does not say the kind."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="5-f"))
+    ours = gpu_uuid(torch.device("cuda"))
 
     class Two(ScriptedWatcher):
         def sample(self) -> SystemSample:
-            gpus = [GpuUse(i, f"GPU-{i}", "H200", i, 80, busy, None, None) for i, busy in ((3, 1.0), (5, 0.1))]
+            gpus = [GpuUse(i, f"{kind}-{i}-f", "H200", i, 80, busy, None, None) for i, busy in ((3, 1.0), (5, 0.1))]
             return replace(super().sample(), gpus=tuple(gpus[self.samples % 2 :]))
 
     with Monitor(
-        paths(tmp_path), Limits(), Two(lambda n: n), gpu_uuid="GPU-5", sample_every_s=0.02, write_every_s=0.08
+        paths(tmp_path), Limits(), Two(lambda n: n), gpu_uuid=ours, sample_every_s=0.02, write_every_s=0.08
     ) as monitor:
         wait_until(lambda: monitor.gpu_busy() is not None)
         assert monitor.gpu_busy() == pytest.approx(0.1)
@@ -265,6 +272,25 @@ def test_a_reader_of_this_machine_that_has_ended_holds_nothing_and_one_elsewhere
         reader.kill()
         reader.wait()
         wait_until(lambda: monitor.moments()[-1].reader_bytes == {2**22 + 5: GIB})
+
+
+def test_a_reader_of_a_ray_that_another_process_started_counts_for_the_run(tmp_path: Path) -> None:
+    """As under Ray Train, where readers are children of a raylet: `monitor.ram_limit_gib` is held against them too."""
+    with (
+        subprocess.Popen(["sleep", "60"]) as trainer,
+        subprocess.Popen(["sleep", "60"]) as reader,
+        Monitor(paths(tmp_path), Limits(), Watcher(trainer.pid), sample_every_s=0.02) as monitor,
+    ):
+        assert [process.pid for process in monitor.sample.processes] == [trainer.pid]
+        alone = monitor.sample.used_bytes
+        monitor.told = LoopStatus(readers={reader.pid: 1}, readers_here=frozenset({reader.pid}))
+        wait_until(lambda: len(monitor.sample.processes) > 1)
+        assert [process.pid for process in monitor.sample.processes] == [trainer.pid, reader.pid]
+        assert monitor.ram()[0] > alone
+        reader.kill()
+        reader.wait()
+        wait_until(lambda: len(monitor.sample.processes) == 1)
+        trainer.kill()
 
 
 def test_a_lower_order_stands_until_it_was_carried_out_and_settles(tmp_path: Path) -> None:

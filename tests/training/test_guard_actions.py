@@ -60,6 +60,9 @@ class NotedStream:
     def reader_memory(self) -> dict[int, int]:
         return {41: 7}
 
+    def readers_here(self) -> frozenset[int]:
+        return frozenset({41})
+
 
 class Loop:
     """Acts of a run, and what is around them."""

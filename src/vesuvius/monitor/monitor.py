@@ -58,6 +58,7 @@ class LoopStatus:
         step: optimizer steps done.
         step_s: how long the longest recent step took.
         readers: private memory of each reader by pid, as it last said; those on other machines too.
+        readers_here: those of this machine, which may be children of a Ray that another process started.
         workers: readers that there are now.
         prefetch_left, workers_left: whether the guard may have fewer batches ahead, fewer readers.
     """
@@ -65,6 +66,7 @@ class LoopStatus:
     step: int = 0
     step_s: float = 0.0
     readers: Mapping[int, int] = field(default_factory=dict)
+    readers_here: frozenset[int] = frozenset()
     workers: int | None = None
     prefetch_left: bool = False
     workers_left: bool = False
@@ -78,7 +80,7 @@ class Monitor:
         limits: what memory is held against.
         watcher: samples the run's processes.
         vram: memory of the trainer's GPU; None without one.
-        gpu_uuid: of that GPU, as NVML has it; None = not known.
+        gpu_uuid: of that GPU; None = not known.
         sample_every_s, write_every_s: seconds between samples, and between records.
         guard: off = no warnings and no orders; warn = no orders.
         on_exit: called in the sampling thread, once, when the guard orders to exit: that cannot wait for the loop.
@@ -174,7 +176,7 @@ class Monitor:
     def gpu_busy(self) -> float | None:
         """Share of the last ten seconds in which a kernel ran on the trainer's GPU, as NVML says; None = not known."""
         samples = tuple(self._samples)  # a copy in one go: the monitor's thread appends to it
-        seen = [gpu.busy for sample in samples for gpu in sample.gpus if gpu.uuid == self._gpu_uuid]
+        seen = [gpu.busy for sample in samples for gpu in sample.gpus if self._gpu_uuid and self._gpu_uuid in gpu.uuid]
         known = [share for share in seen if share is not None]
         return sum(known) / len(known) if known else None
 
@@ -222,6 +224,7 @@ class Monitor:
                 self._say_blind()
 
     def _sample_once(self) -> tuple[SystemSample, VramUse | None]:
+        self._watcher.also(self.told.readers_here)
         sample = self._watcher.sample()
         self._samples.append(sample)
         for notice in self._notices.of(self.sample, sample):

@@ -5,6 +5,8 @@ The content of batch n depends on the plan alone: not on the number of workers, 
 
 from __future__ import annotations
 
+import math
+import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -243,6 +245,11 @@ class PatchStream(Iterator[Batch]):
         if self._options.workers and self._job.notes_dir is not None:
             dump_stacks(Path(self._job.notes_dir), path)
 
+    def readers_here(self) -> frozenset[int]:
+        """The reader processes on this machine, by pid; children of this process only where it started Ray itself."""
+        host = socket.gethostname()
+        return frozenset(pid for pid, figures in self.readers.copy().items() if figures.node == host)
+
     def reader_memory(self) -> dict[int, int]:
         """Bytes of private memory of each reader process, by pid, as last reported."""
         memory = {pid: figures.rss_anon_bytes for pid, figures in self.readers.copy().items()}
@@ -267,6 +274,12 @@ class PatchStream(Iterator[Batch]):
     def options(self) -> StreamOptions:
         """The current options; `reconfigure` changes them."""
         return self._options
+
+    @property
+    def readers_with_work(self) -> int:
+        """Readers for which there is a task: fewer than `options.workers` near the end, or where samples are few."""
+        tasks_left = getattr(self._source, "tasks_left", math.inf)
+        return min(self._options.workers, math.ceil(tasks_left)) if tasks_left < math.inf else self._options.workers
 
     @property
     def readers(self) -> dict[int, ReaderFigures]:

@@ -62,6 +62,7 @@ class GuardActions:
             step=self._run.progress.step,
             step_s=longest_step_s,
             readers=stream.reader_memory() if self.workers else {},
+            readers_here=stream.readers_here(),
             workers=self.workers,
             prefetch_left=not self._pinned and self._ahead(self._with_less("prefetch")) < self._ahead(self._options),
             workers_left=self.workers > 1,

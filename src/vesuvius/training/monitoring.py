@@ -110,7 +110,7 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
     """The monitor of this process, its readers and its GPUs; `on_exit` is called when the guard ends the run."""
     monitor, training, directory, device = run.config.monitor, run.config.training, run.directory, run.device
     with (
-        Gpus(with_xids=True) as gpus,
+        Gpus(with_xids=True, own=gpu_uuid(device)) as gpus,
         Monitor(
             MonitorPaths(directory.system, directory.monitor_log, directory.recent),
             run.session.limits,

@@ -81,10 +81,15 @@ class ProcessTree:
         with roots.for_psutil():
             root = _find_member(pid)
         self._members = {pid: root} if root else {}
+        self._also: Collection[int] = ()
         self._parents: dict[int, int] = {}  # of all processes of the machine, when they were first seen
         self._shared_files: dict[_FileId, list[str]] = {}
         self._scanned_at = -float("inf")
         self._uses: list[ProcessUse] = []
+
+    def also(self, pids: Collection[int]) -> None:
+        """Take processes in from other trees, such as readers of a Ray that somebody else has started."""
+        self._also = pids
 
     def sample(self) -> list[ProcessUse]:
         """The root first, then its living descendants."""
@@ -119,7 +124,13 @@ class ProcessTree:
         self._parents = {pid: parent for pid, parent in parents.items() if parent is not None}
         found: list[int] = []
         last: Iterable[int] = [*self._members]
-        while children := [pid for pid, parent in self._parents.items() if parent in last and pid not in self._members]:
+        others = self._also
+        while children := [
+            pid
+            for pid, parent in self._parents.items()
+            if pid not in self._members and (parent in last or pid in others)
+        ]:
+            others = ()
             members = {pid: member for pid in children if (member := _find_member(pid)) is not None}
             self._members |= members
             found += members

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from vesuvius.monitor.probes.cgroup import CgroupUse, read_cgroup
@@ -63,6 +63,10 @@ class Watcher:
         self._roots = roots
         self._gpus = gpus
         self._tree = ProcessTree(pid, roots)
+
+    def also(self, pids: Collection[int]) -> None:
+        """From now on these processes, and their descendants, belong to the run wherever they stem from."""
+        self._tree.also(pids)
 
     def sample(self) -> SystemSample:
         """Read everything once.  Takes milliseconds; never PSS, which takes seconds for large processes."""
