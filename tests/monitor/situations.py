@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,9 +31,10 @@ from vesuvius.monitor.memory.risk import RiskWatch
 from vesuvius.monitor.postmortem.cause import KillCounts
 from vesuvius.monitor.postmortem.cause import judge as judge_death
 from vesuvius.monitor.postmortem.remedy import remedy_of
+from vesuvius.monitor.probes.cores import quota_periods, usable_cores
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.machine import read_machine
-from vesuvius.monitor.probes.rates import Rates
+from vesuvius.monitor.probes.rates import Rates, rates_between
 from vesuvius.monitor.probes.roots import Roots
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.verdict import judge
@@ -125,6 +127,17 @@ def growing(trainer: Callable[[int], float], reader: Callable[[int], float], sec
     ]
 
 
+def pinned(directory: Path) -> Roots:
+    """A trainer with 2 GiB of its own and 9 pinned, and a reader with 1, which map 6 of an object store."""
+    roots = bare(directory, own=0, total=64 * GIB, used=20 * GIB)
+    trainer = write_process(roots, TRAINER, anon=2 * GIB, shmem=9 * GIB)
+    (trainer / "maps").write_text(
+        f"7f0000000000-{0x7F0000000000 + 9 * GIB:x} rw-s 00000000 00:01 1 /dev/zero (deleted)\n"
+    )
+    write_process(roots, TRAINER + 1, TRAINER, name="ray::MapWorker(MapBatches(_RayReader_1))", anon=GIB, shmem=6 * GIB)
+    return roots
+
+
 # ---- speed: what the figures of a hundred seconds come to
 
 
@@ -138,6 +151,53 @@ def idle_among(bound: set[int], busy: set[int], cores: int) -> float:
     """Idle processors of those that a run is bound to."""
     rates = Rates(tuple(float(core in busy) for core in range(cores)), {}, 0.0, 0.0, 0.0, 0.0)
     return rates.idle_cores(bound)
+
+
+def recorded(
+    directory: Path,
+    figures: Window,
+    *,
+    busy: float,
+    readers_s: float,
+    stopped: bool = False,
+    quota: float | None = None,
+    throttled: float = 0.0,
+) -> Found:
+    """A verdict on `figures`, with processors and processes as the probes read them from files 100 s apart.
+
+    Args:
+        busy: processors of the 8 of the machine that worked all the time.
+        readers_s: processor seconds of each of the two readers; the trainer has 20.
+        stopped: the readers are, by a signal.
+        quota: processors that the container may use, whose quota was used up in the share `throttled` of its periods.
+    """
+    roots, pid = write_v2(directory), os.getpid()  # whose affinity counts: the system's, not one of a file
+    cpu = roots.sys / "fs" / "cgroup"
+    if quota is not None:
+        (cpu / "cpu.max").write_text(f"{round(quota * 100_000)} 100000\n")
+    seen, periods = [], []
+    for second in (0, 100):
+        cores = [(busy / 8 * second, float(second))] * 8
+        write_machine(roots, total=64 * GIB, available=40 * GIB, cores=cores)
+        (cpu / "cpu.stat").write_text(f"nr_periods {10 * second}\nnr_throttled {round(10 * second * throttled)}\n")
+        write_process(roots, pid, cpu_s=0.2 * second)
+        for number in (1, 2):
+            write_process(roots, pid + number, pid, cpu_s=readers_s / 100 * second, state="T" if stopped else "S")
+        seen.append(replace(Watcher(pid, roots).sample(), clock_s=float(second)))
+        periods.append(quota_periods(pid, roots))
+    rates = rates_between(*seen)
+    assert rates is not None
+    return judged(
+        replace(
+            figures,
+            cores=8.0 if quota is None else usable_cores(pid, roots),
+            idle_cores=rates.idle_cores(range(8)),
+            own_cores=sum(rates.process_cores.values()),
+            reader_cores=sum(rates.process_cores[pid + number] for number in (1, 2)),
+            throttled_share=(periods[1][1] - periods[0][1]) / (periods[1][0] - periods[0][0]),
+            stopped_readers=sum(process.is_stopped for process in seen[1].processes),
+        )
+    )
 
 
 # ---- troubles: what is said at once

@@ -27,8 +27,10 @@ from tests.monitor.situations import (
     nested,
     noticed,
     pass_time,
+    pinned,
     pod,
     processes_for,
+    recorded,
     silent,
     steady,
     suspend,
@@ -157,7 +159,32 @@ SITUATIONS = [
         lambda p: watched(growing(lambda t: 8 * GIB, lambda t: 3 * GIB * min(t % 180, 12) / 12, 900)),
         *("LOW", NOTHING),
     ),
+    Situation(
+        "9 GiB pinned and 6 of object store besides 3 of our own, of `ram_limit_gib: 20`",
+        lambda p: steady(pinned(p), Limits(configured_bytes=20 * GIB)),
+        *("WARN", "worker", "18.00 GiB of 20.00 GiB"),
+    ),
     # speed
+    Situation(
+        "recorded: a quota of 1.5 processors on 8, used up in half of its periods",
+        lambda p: recorded(p, hungry(), busy=1.6, readers_s=65.0, quota=1.5, throttled=0.5),
+        *("data-bound (decoding)", NOTHING, "the quota of 1.5 processors was used up in 50.0 %"),
+    ),
+    Situation(
+        "recorded: neighbours keep 6.7 of 8 processors busy",
+        lambda p: recorded(p, hungry(), busy=7.9, readers_s=50.0),
+        *("data-bound (decoding)", NOTHING, "others use 6.7 of 8 processors"),
+    ),
+    Situation(
+        "recorded: both readers are in state T, and the trainer starves",
+        lambda p: recorded(p, hungry(decode_s=20.0), busy=0.3, readers_s=0.0, stopped=True),
+        *("data-bound (readers stopped)", NOTHING, "SIGSTOP) or a debugger: 2"),
+    ),
+    Situation(
+        "`workers: 8`, and a task for one of them",
+        lambda p: judged(hungry(decode_s=95.0, reader_cores=0.95, working_readers=1.0), replace(GPU, workers=8)),
+        *("data-bound (too few tasks)", NOTHING, "1 of 8 readers had a task"),
+    ),
     Situation(
         "a pod of 4 processors on 64: the readers use them up",
         lambda p: judged(

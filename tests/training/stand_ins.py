@@ -49,6 +49,7 @@ class StillStream:
     options: StreamOptions
     readers: dict[int, ReaderFigures] = field(default_factory=dict)
     reader_deaths: int = 0
+    readers_with_work: int = 8
     reader_totals: ReaderTotals = field(default_factory=ReaderTotals)
     feeder_figures: FeederFigures = field(default_factory=FeederFigures)
 

@@ -22,6 +22,7 @@ Cause = Literal[
     "reading",
     "store latency",
     "readers stopped",
+    "too few tasks",
 ]
 
 # A reader that is busy for less of the time than this is not what the trainer waits for.
@@ -35,6 +36,8 @@ _RETRIES_MANY = 0.05
 _VRAM_PLENTY = 0.5
 # Kernels that run for less than this share of the stretches in which they are queued are launched too slowly.
 _LAUNCHING = 0.7
+# Where fewer of the readers have a task, more of them would not help, and these are busier than they seem.
+_WITH_WORK = 0.75
 # More readers than this to a processor, all decoding, are in each other's way.
 _READERS_PER_CORE = 2
 
@@ -238,6 +241,13 @@ def _prefetch_too_small(w: Window, k: Knobs, waited: str) -> Verdict:
 
 def _readers_too_slow(w: Window, k: Knobs, t: Thresholds, waited: str) -> Verdict:
     """The feeder had nothing to cut: what were the readers doing?"""
+    if w.working_readers is not None and w.working_readers < _WITH_WORK * k.workers:
+        evidence = f"{waited}, {w.working_readers:.3g} of {k.workers} readers had a task on average"
+        advice = (
+            "nothing to try: the samples left are too few tasks; in a new run, a lower data.regions_per_task or "
+            "data.patches_per_region makes more of them"
+        )
+        return Verdict("data-bound", "too few tasks", evidence, (), advice, w)
     reader_s = w.reading_s * max(k.workers, 1)
     read_s = w.read_s or 0.0
     busy = (w.decode_s + read_s) / reader_s

@@ -24,6 +24,7 @@ class Window:
         idle_cores: of those that this process is bound to, on average, also its share; None = not known.
         own_cores: processors that the whole run used; None = not known.
         throttled_share: of the periods of the processor quota, those in which it was used up; None without a quota.
+        working_readers: readers for which there was a task, on average; None = all.
         stopped_readers: the most readers that a signal (SIGSTOP) held at a time.
         reader_cores: processors that the reader processes used, all together; None = not known, or `workers: 0`.
         gpu_busy: share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of
@@ -58,6 +59,7 @@ class Window:
     idle_cores: float | None = None
     own_cores: float | None = None
     throttled_share: float | None = None
+    working_readers: float | None = None
     stopped_readers: int = 0
     reader_cores: float | None = None
     gpu_busy: float | None = None

@@ -29,6 +29,7 @@ class StepFigures:
         epoch, epochs: likewise.
         loss: mean weighted loss over the global batch; NaN where the step was not finite.
         vram_bytes: reserved by the trainer and total of the card, or None on a CPU.
+        working: of the workers, those for which there is a task; None = all.
         worker_max_bytes: largest private memory a reader has had, or None with `workers: 0`.
         eta_s: seconds until the session ends, with the validations, previews and saves to come; None before the second
             step.
@@ -56,6 +57,7 @@ class StepFigures:
     ranks: int = 1
     slowest_rank: int | None = None
     mfu: float | None = None
+    working: int | None = None
 
 
 def step_line(f: StepFigures) -> str:
@@ -67,12 +69,13 @@ def step_line(f: StepFigures) -> str:
     ranks = "" if f.ranks == 1 else f" comm_s {t.comm_s:.3f} ranks {f.ranks} slowest {_or_dash(f.slowest_rank)}"
     mfu = "" if f.mfu is None else f" mfu_pct {100 * f.mfu:.1f}"
     worker_max = "-" if f.worker_max_bytes is None else f"{f.worker_max_bytes / GIB:.1f}"
+    idle = "" if f.working is None or f.working >= f.workers else f" ({f.working} with work)"
     return (
         f"Train step {f.step}/{f.steps} epoch {f.epoch}/{f.epochs} loss {f.loss:.5f} lr {f.lr:.1e} "
         f"step_s {t.step_s:.3f} data_s {t.data_s:.3f} h2d_s {t.h2d_s:.3f} gpu_s {t.gpu_s:.3f} other_s {t.other_s:.3f} "
         f"data_pct {100 * t.data_s / t.step_s:.1f} samples_s {f.samples / t.step_s:.2f}{mfu} "
         f"vram_gib {vram} ram_gib {f.ram_bytes[0] / GIB:.1f}/{f.ram_bytes[1] / GIB:.1f} "
-        f"workers {f.workers} worker_max_gib {worker_max} eta {eta}{ranks}{pause}"
+        f"workers {f.workers}{idle} worker_max_gib {worker_max} eta {eta}{ranks}{pause}"
     )
 
 

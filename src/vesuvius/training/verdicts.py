@@ -49,6 +49,9 @@ class StreamFigures(Protocol):
     def options(self) -> StreamOptions: ...
 
     @property
+    def readers_with_work(self) -> int: ...
+
+    @property
     def reader_totals(self) -> ReaderTotals: ...
 
     @property
@@ -112,6 +115,7 @@ class Verdicts:
         """A new window, behind this step."""
         self._step = step
         self._times: list[StepTimes] = []
+        self._working: list[int] = []
         self._seen_rates: list[Rates] = []
         self._seen_gpu_busy: list[float] = []
         self._stopped_readers = 0
@@ -133,6 +137,7 @@ class Verdicts:
             return
         self._step = step
         self._times.append(times)
+        self._working.append(self._stream.readers_with_work)
         self._vram_bytes = vram_bytes
         self._look_at_rates()
         if not self._held and step % every == 0 and len(self._times) >= min(every, _STEPS_LEAST):
@@ -211,6 +216,7 @@ class Verdicts:
             if self._seen_rates
             else None,
             throttled_share=throttled / periods if periods > 0 else None,
+            working_readers=fmean(self._working),
             stopped_readers=max(self._stopped_readers, self._machine.stopped_readers()),
             reader_cores=_cores_of_readers(self._seen_rates, self._stream) if self._options.workers else None,
             gpu_busy=fmean(self._seen_gpu_busy) if self._seen_gpu_busy else None,

@@ -76,6 +76,11 @@ class RayBlocks(Iterator[Block]):
         self._heed_interrupt()
 
     @property
+    def tasks_left(self) -> float:
+        """Tasks that readers are given and have not finished."""
+        return sum(segment.tasks_left for segment in (self._segment, self._upcoming) if segment is not None)
+
+    @property
     def store_peak_bytes(self) -> int | None:
         """Most bytes seen in use in the object store."""
         return self._store.peak_bytes

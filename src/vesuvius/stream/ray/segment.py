@@ -104,14 +104,18 @@ class Segment:
         self._starter = threading.Thread(target=self._fetch, args=(self._first,), name="ray-segment", daemon=True)
         self._starter.start()
 
+    @property
+    def tasks_left(self) -> float:
+        """Tasks whose blocks have not all been handed over."""
+        return len(self.tasks) - self._blocks / self._blocks_per_task
+
     def ends_soon(self) -> bool:
         """Whether the next segment should start, given the blocks handed over so far."""
         now = time.monotonic()
         self._began = self._began or now
-        tasks_done = self._blocks / self._blocks_per_task
+        tasks_done = len(self.tasks) - self.tasks_left
         tasks_in_overlap = _OVERLAP_S * tasks_done / max(now - self._began, 1.0)
-        tasks_left = len(self.tasks) - tasks_done
-        return tasks_left <= min(max(tasks_in_overlap, _OVERLAP_TASKS), len(self.tasks) / 2)
+        return self.tasks_left <= min(max(tasks_in_overlap, _OVERLAP_TASKS), len(self.tasks) / 2)
 
     def next_block(self) -> Block | None:
         """The next block, or None at the end.

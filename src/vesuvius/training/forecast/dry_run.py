@@ -26,7 +26,7 @@ from vesuvius.training.forecast.memory_plan import (
     largest_batch,
     plan_memory,
 )
-from vesuvius.training.forecast.preflight import Preflight, doubts, preflight, without_cache
+from vesuvius.training.forecast.preflight import Preflight, doubts, preflight, too_few_tasks, without_cache
 from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
 from vesuvius.training.forecast.start_log import mixing_text, noise_text
 from vesuvius.training.quarantine import read_quarantine
@@ -85,6 +85,7 @@ def dry_run(
     )
 
     warned, refused = doubts(config, usable_cores(os.getpid())), list[str]()
+    warned += too_few_tasks(config, checked.data.plan, checked.resumed.step if checked.resumed else 0)
     if count * checked.checkpoint_bytes > checked.free_bytes:
         warned.append("the checkpoints will not fit the disk: lower training.keep_last or raise training.keep_every")
     if plan.vram_bytes > vram_bytes:

@@ -6,12 +6,14 @@ import math
 import os
 import shutil
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from vesuvius.config import Config, DataConfig, TrainingConfig
 from vesuvius.diffusion.network.unet import check_torch_version
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import StorageError
+from vesuvius.plan.plan import Plan
 from vesuvius.runlog.listeners.trackers import check_trackers
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.units import GIB
@@ -221,6 +223,19 @@ def doubts(config: Config, cores: float) -> list[str]:
             "from its neighbours only; set diffusion.min_snr_gamma=null to train it"
         )
     return found
+
+
+def too_few_tasks(config: Config, plan: Plan, step: int) -> list[str]:
+    """A warning where a rank's samples behind `step` are fewer tasks than it has readers.  Pure."""
+    workers, world = config.training.workers, config.training.ranks if isinstance(config.training.ranks, int) else 1
+    first, stop = step * config.global_batch, config.stop_step * config.global_batch
+    tasks = sum(1 for _ in islice(plan.tasks(first, stop, 0, world), workers))
+    if not 0 < tasks < workers:
+        return []
+    return [
+        f"training.workers {workers} readers and {tasks} task{'s' * (tasks > 1)}: the others stay without work; set "
+        f"training.workers={tasks}, or lower data.regions_per_task (now {config.data.regions_per_task})"
+    ]
 
 
 def _check_disk(path: Path, checkpoint_bytes: int) -> int:

@@ -1,0 +1,40 @@
+"""A run of which there are only files: it has ended, or runs elsewhere."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.support.moments import moments
+from vesuvius.monitor.memcheck.inspector import Viewpoint
+from vesuvius.monitor.memcheck.run_inspector import RunInspector
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.recent import RecentFile
+from vesuvius.monitor.session import begin_session, end_session
+from vesuvius.runlog.units import GIB
+
+
+@pytest.mark.parametrize("workers", [2, 0])
+def test_the_rows_of_a_run_that_has_ended_add_up_to_its_total(tmp_path: Path, workers: int) -> None:
+    """Readers, the trainer, what neither is, and shared memory once.  A program that leaves the processes of Ray out,
+    or counts all shared memory in each, shows a total that is another sum."""
+    session = begin_session(tmp_path / "session.json", "tiny", workers, Limits())
+    kept = moments(
+        session.begin_time + 90, growth=0, used_bytes=9 * GIB, reader_bytes={11: 2 * GIB, 12: GIB} if workers else {}
+    )
+    with closing(RecentFile(tmp_path / "recent.jsonl")) as recent:
+        for moment in kept:
+            recent.write(moment)
+    end_session(tmp_path / "session.json", session, 75)
+    found = RunInspector(tmp_path, Viewpoint()).inspect()
+    rows = {row.part: row for row in found.rows}
+    assert (found.state, found.exit_code) == ("ended", 0)
+    sizes = {part: rows[part].now_bytes for part in ("root", "readers", "others", "store") if part in rows}
+    expected = {"root": 4 * GIB, "readers": 3 * GIB, "others": GIB, "store": GIB}
+    if not workers:
+        expected = {"root": 4 * GIB, "others": 4 * GIB, "store": GIB}
+    assert sizes == expected
+    assert rows["total"].now_bytes == sum(expected.values()) == 9 * GIB
+    assert sum(row.now_bytes or 0 for row in found.rows if row.part == "reader") == (3 * GIB if workers else 0)
