@@ -20,6 +20,7 @@ from vesuvius.commands import train
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.runlog.records import read_records
+from vesuvius.stream.events import EventRecorder
 from vesuvius.stream.reading.quarantine import damaged_box, replaced_share
 from vesuvius.stream.reading.reader import Reader, ReaderJob
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
@@ -44,6 +45,22 @@ def torn(tmp_path: Path) -> Path:
     path = write_array(tmp_path / "torn.zarr", textured(SHAPE))
     (path / "1/1/1").write_bytes(b"torn")
     return path
+
+
+def test_three_broken_chunks_are_three_lines_however_often_they_are_met(caplog: pytest.LogCaptureFixture) -> None:
+    """By readers that do not know of each other, in sixteen regions, and again after a resume."""
+    broken = [
+        {"number": 0, "volume": "v", "box": [[z, 0, 0], [z + 32, 32, 32]], "chunk": [z, 0, 0], "cause": "torn"}
+        for z in (0, 32, 64)
+    ]
+    recorder = EventRecorder([], max_quarantined=3, max_reader_deaths=0)
+    for place in range(16):
+        recorder.quarantine(broken[place % 3] | {"region": place})
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
+    assert len(recorder.events) == len(recorder.quarantined) == 3
+    again = EventRecorder(recorder.quarantined, max_quarantined=3, max_reader_deaths=0)
+    again.quarantine(broken[0])
+    assert not again.events
 
 
 def holds_bad_chunk(region: Any) -> bool:
