@@ -52,22 +52,16 @@ class MonitorPaths:
 
 @dataclass(frozen=True)
 class LoopStatus:
-    """What the loop tells the monitor, which knows nothing of it.
+    """What the loop tells the monitor, which knows nothing of it."""
 
-    Attributes:
-        step: optimizer steps done.
-        step_s: how long the longest recent step took.
-        readers: private memory of each reader by pid, as it last said; those on other machines too.
-        readers_here: those of this machine, which may be children of a Ray that another process started.
-        workers: readers that there are now.
-        prefetch_left, workers_left: whether the guard may have fewer batches ahead, fewer readers.
-    """
-
-    step: int = 0
-    step_s: float = 0.0
+    step: int = 0  # optimizer steps done
+    step_s: float = 0.0  # how long the longest recent step took
+    # private memory of each reader by pid, as it last said; those on other machines too
     readers: Mapping[int, int] = field(default_factory=dict)
+    # those of this machine, which may be children of a Ray that another process started
     readers_here: frozenset[int] = frozenset()
-    workers: int | None = None
+    workers: int | None = None  # readers that there are now
+    # prefetch_left, workers_left: whether the guard may have fewer batches ahead, fewer readers
     prefetch_left: bool = False
     workers_left: bool = False
 

@@ -14,8 +14,7 @@ T = TypeVar("T")
 def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
     """A dataclass; names that it does not have are passed over, those that are missing have their default.
 
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: something needed is missing or of another kind.
+    Raises KeyError, TypeError, ValueError, AttributeError: something needed is missing or of another kind.
     """
     hints = _hints(kind)  # type: ignore[arg-type]
     return kind(**{name: _typed(hint, data[name]) for name, hint in hints.items() if name in data})

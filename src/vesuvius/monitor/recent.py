@@ -27,38 +27,30 @@ _LONGEST_KILLER = 200
 
 @dataclass(frozen=True)
 class MemorySample:
-    """What is kept of a look.
+    """What is kept of a look."""
 
-    Attributes:
-        time: seconds since 1970.
-        step: optimizer steps done.
-        used_bytes, shared_bytes: of the run, as in `SystemSample`.
-        trainer_bytes: private memory of the trainer.
-        reader_bytes: private memory of each reader, by pid; the largest ones only where the slot is too small.
-        killer, killer_used_bytes, kills_at_bytes: the first killer.
-        level: name of the risk's level.
-        workers: readers that there are now; None = not known.
-        vram_used_bytes, vram_limit_bytes: reserved by the trainer's allocator; None without a GPU.
-        cgroup_oom_kills, machine_oom_kills: the kernel's counters; None where it does not count.
-        awaits, silent_s: what the loop waited for ("batch", "checkpoint"), and seconds since its last sign of life;
-            None = not known.
-    """
-
-    time: float
-    step: int
+    time: float  # seconds since 1970
+    step: int  # optimizer steps done
+    # used_bytes, shared_bytes: of the run, as in `SystemSample`
     used_bytes: int
     shared_bytes: int
-    trainer_bytes: int
+    trainer_bytes: int  # private memory of the trainer
+    # private memory of each reader, by pid; the largest ones only where the slot is too small
     reader_bytes: Mapping[int, int] = field(default_factory=dict)
+    # killer, killer_used_bytes, kills_at_bytes: the first killer
     killer: str = ""
     killer_used_bytes: int = 0
     kills_at_bytes: int = 0
-    level: str = "LOW"
-    workers: int | None = None
+    level: str = "LOW"  # name of the risk's level
+    workers: int | None = None  # readers that there are now; None = not known
+    # vram_used_bytes, vram_limit_bytes: reserved by the trainer's allocator; None without a GPU
     vram_used_bytes: int | None = None
     vram_limit_bytes: int | None = None
+    # cgroup_oom_kills, machine_oom_kills: the kernel's counters; None where it does not count
     cgroup_oom_kills: int | None = None
     machine_oom_kills: int | None = None
+    # awaits, silent_s: what the loop waited for ("batch", "checkpoint"), and seconds since its last sign of life; None
+    # = not known
     awaits: str = ""
     silent_s: float | None = None
 

@@ -35,30 +35,20 @@ class Peak:
 
 @dataclass(frozen=True)
 class RunState:
-    """What the files say of the last session.
+    """What the files say of the last session."""
 
-    Attributes:
-        session: None where none was written (a run of an older version, or one that has not begun).
-        moments: the last two minutes' looks of the session, oldest first.
-        peaks: by name of a part (`used`, `shared`, `vram`, and `root` for the trainer), and by pid of a reader.
-        step: the last optimizer step.
-        step_time: when it was recorded, seconds since 1970.
-        sign_time: when anything was last recorded: a validation takes longer than a step.
-        step_s_p95: of the last steps, without their pauses.
-        verdict: the last one on what holds the run up.
-        ranks: lines on the ranks in the last step that all told of; none where there is one rank.
-        hung: what the run's own watchdog says it hangs in, and since when (seconds since 1970); None = it does not.
-    """
-
+    # None where none was written (a run of an older version, or one that has not begun)
     session: SessionRecord | None = None
-    moments: tuple[MemorySample, ...] = ()
+    moments: tuple[MemorySample, ...] = ()  # the last two minutes' looks of the session, oldest first
+    # by name of a part (`used`, `shared`, `vram`, and `root` for the trainer), and by pid of a reader
     peaks: Mapping[str | int, Peak] = field(default_factory=dict)
-    step: int | None = None
-    step_time: float | None = None
-    sign_time: float | None = None
-    step_s_p95: float | None = None
-    verdict: str | None = None
-    ranks: tuple[str, ...] = ()
+    step: int | None = None  # the last optimizer step
+    step_time: float | None = None  # when it was recorded, seconds since 1970
+    sign_time: float | None = None  # when anything was last recorded: a validation takes longer than a step
+    step_s_p95: float | None = None  # of the last steps, without their pauses
+    verdict: str | None = None  # the last one on what holds the run up
+    ranks: tuple[str, ...] = ()  # lines on the ranks in the last step that all told of; none where there is one rank
+    # what the run's own watchdog says it hangs in, and since when (seconds since 1970); None = it does not
     hung: tuple[str, float] | None = None
 
 

@@ -28,43 +28,30 @@ _KERNEL_PIDS = "pid:[4026531836]"
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """One session of a run.
+    """One session of a run."""
 
-    Attributes:
-        name: of the run.
-        host, boot_id: where it runs, and which start of that machine; empty where the system does not tell.
-        pid, started_s: the trainer's process and its start after boot: together its identity.
-        begin_time: seconds since 1970.
-        workers: reader processes at the start.
-        limits: what the session's memory is held against.
-        cgroup_oom_kills, machine_oom_kills: the kernel's counters at the beginning; None where it does not count.
-        end_time, exit_code: of its end; None while it lives, and for ever where it was killed.
-        pid_namespace: in which `pid` counts (each container has its own); empty where the system does not tell.
-        cgroup: path of its memory cgroup, whose count of kills `cgroup_oom_kills` is; empty without one.
-    """
-
-    name: str
+    name: str  # of the run
+    # host, boot_id: where it runs, and which start of that machine; empty where the system does not tell
     host: str
     boot_id: str
+    # pid, started_s: the trainer's process and its start after boot: together its identity
     pid: int
     started_s: float
-    begin_time: float
-    workers: int
-    limits: Limits
+    begin_time: float  # seconds since 1970
+    workers: int  # reader processes at the start
+    limits: Limits  # what the session's memory is held against
+    # cgroup_oom_kills, machine_oom_kills: the kernel's counters at the beginning; None where it does not count
     cgroup_oom_kills: int | None = None
     machine_oom_kills: int | None = None
+    # end_time, exit_code: of its end; None while it lives, and for ever where it was killed
     end_time: float | None = None
     exit_code: int | None = None
-    pid_namespace: str = ""
-    cgroup: str = ""
+    pid_namespace: str = ""  # in which `pid` counts (each container has its own); empty where the system does not tell
+    cgroup: str = ""  # path of its memory cgroup, whose count of kills `cgroup_oom_kills` is; empty without one
 
 
 def begin_session(path: Path, name: str, workers: int, limits: Limits, roots: Roots = Roots()) -> SessionRecord:
-    """Write down that this process is at work; returns what was written.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write down that this process is at work; returns what was written.  Raises OSError: it cannot be written."""
     pid = os.getpid()
     process, cgroup = read_process(pid, roots), read_cgroup(pid, roots)
     record = SessionRecord(
@@ -86,11 +73,7 @@ def begin_session(path: Path, name: str, workers: int, limits: Limits, roots: Ro
 
 
 def end_session(path: Path, record: SessionRecord, exit_code: int) -> None:
-    """Write down that it has ended.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write down that it has ended.  Raises OSError: it cannot be written."""
     _write(path, replace(record, end_time=time(), exit_code=exit_code))
 
 

@@ -26,84 +26,54 @@ _WORTH_BYTES = 16e6
 
 @dataclass(frozen=True)
 class ReaderSetup:
-    """What brings the data.
+    """What brings the data."""
 
-    Attributes:
-        workers: reader processes; 0 = the trainer reads.
-        ahead: batches put together ahead of the trainer, all of them.
-    """
-
-    workers: int
-    ahead: int
+    workers: int  # reader processes; 0 = the trainer reads
+    ahead: int  # batches put together ahead of the trainer, all of them
 
 
 @dataclass(frozen=True)
 class Headroom:
-    """What a change may use.
+    """What a change may use."""
 
-    Attributes:
-        left_bytes: memory that may be taken before the first rung of the memory guard.
-        batch_bytes: that one more batch ahead takes.
-        reader_bytes: that one more reader takes, with its part of the object store; None = not known.
-        most_ahead: batches ahead that the config allows; None = no limit.
-        memory_is_short: a warning stands, or the guard has acted in this session: nothing may be raised.
-    """
-
-    left_bytes: int
-    batch_bytes: int
-    reader_bytes: int | None
-    most_ahead: int | None = None
-    memory_is_short: bool = False
+    left_bytes: int  # memory that may be taken before the first rung of the memory guard
+    batch_bytes: int  # that one more batch ahead takes
+    reader_bytes: int | None  # that one more reader takes, with its part of the object store; None = not known
+    most_ahead: int | None = None  # batches ahead that the config allows; None = no limit
+    memory_is_short: bool = False  # a warning stands, or the guard has acted in this session: nothing may be raised
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A change, or one that would help and is not made.
-
-    Attributes:
-        before, after: what there is, and what there should be.
-        override: what a new session would start with for the same.
-        reason: the figures that call for it.
-        refused: why it is not made all the same; '' = it is to be made.
-    """
+    """A change, or one that would help and is not made."""
 
     action: Action
+    # before, after: what there is, and what there should be
     before: ReaderSetup
     after: ReaderSetup
-    override: str
-    reason: str
-    refused: str = ""
+    override: str  # what a new session would start with for the same
+    reason: str  # the figures that call for it
+    refused: str = ""  # why it is not made all the same; '' = it is to be made
 
 
 @dataclass(frozen=True)
 class Raised:
-    """Readers that were added and whose gain has not been measured.
+    """Readers that were added and whose gain has not been measured."""
 
-    Attributes:
-        before, workers: readers before and since.
-        steps_s: steps a second before.
-    """
-
+    # before, workers: readers before and since
     before: int
     workers: int
-    steps_s: float
+    steps_s: float  # steps a second before
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What the windows of this session have shown.
+    """What the windows of this session have shown."""
 
-    Attributes:
-        full_windows: in a row, up to now, in which the batches ahead stayed full.
-        ran_empty_ahead: the most batches ahead that had been full and ran empty; so few are never gone back to.
-        raised: to be judged by the next window.
-        at_knee: more readers were tried and gained too little.
-    """
-
-    full_windows: int = 0
-    ran_empty_ahead: int = 0
-    raised: Raised | None = None
-    at_knee: bool = False
+    full_windows: int = 0  # in a row, up to now, in which the batches ahead stayed full
+    ran_empty_ahead: int = 0  # the most batches ahead that had been full and ran empty; so few are never gone back to
+    raised: Raised | None = None  # to be judged by the next window
+    at_knee: bool = False  # more readers were tried and gained too little
 
 
 def decide(verdict: Verdict, now: ReaderSetup, means: Headroom, learned: Learned) -> tuple[Decision | None, Learned]:

@@ -44,22 +44,15 @@ _READERS_PER_CORE = 2
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds a run up.
+    """What holds a run up."""
 
-    Attributes:
-        kind, cause: the cause is None unless data-bound.
-        evidence: the figures that say so.
-        overrides: what to try next, to be written behind `vesuvius train`; empty where there is nothing.
-        advice: in words.
-        window: all figures.
-    """
-
+    # kind, cause: the cause is None unless data-bound
     kind: Kind
     cause: Cause | None
-    evidence: str
-    overrides: tuple[str, ...]
-    advice: str
-    window: Window
+    evidence: str  # the figures that say so
+    overrides: tuple[str, ...]  # what to try next, to be written behind `vesuvius train`; empty where there is nothing
+    advice: str  # in words
+    window: Window  # all figures
 
     @property
     def text(self) -> str:

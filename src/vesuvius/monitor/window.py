@@ -10,29 +10,10 @@ THROTTLED = 0.05
 
 @dataclass(frozen=True)
 class Window:
-    """What happened over some steps: sums, where nothing else is said.
+    """What happened over some steps: sums, where nothing else is said."""
 
-    Attributes:
-        steps: how many.
-        step_s, data_s, h2d_s, forward_s, backward_s, optimizer_s, comm_s, other_s, pause_s: as `StepTimes`.
-        step_p50_s, step_p95_s: of the steps, without their pauses.
-        read_s: readers waited for bytes of a remote store; None on disk, where reading is part of decode_s.
-        decode_s, bytes_read, bytes_fetched, requests, retries: of all readers, as `BlockReport`.
-        cut_s, starved_s, full_s, batches, ran_empty, delivered_bytes: of the trainer's side, as `FeederFigures`.
-        cores: processors that this process may use, by its affinity and the quotas of its cgroups; of several ranks on
-            a node, its share of them.
-        idle_cores: of those that this process is bound to, on average, also its share; None = not known.
-        own_cores: processors that the whole run used; None = not known.
-        throttled_share: of the periods of the processor quota, those in which it was used up; None without a quota.
-        working_readers: readers for which there was a task, on average; None = all.
-        stopped_readers: the most readers that a signal (SIGSTOP) held at a time.
-        reader_cores: processors that the reader processes used, all together; None = not known, or `workers: 0`.
-        gpu_busy: share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of
-            computing cannot tell kernels from the gaps that a slow host leaves between them.
-        vram_share: share of the device's memory that is reserved; None on a CPU.
-    """
-
-    steps: int
+    steps: int  # how many
+    # step_s, data_s, h2d_s, forward_s, backward_s, optimizer_s, comm_s, other_s, pause_s: as `StepTimes`
     step_s: float
     data_s: float
     h2d_s: float
@@ -41,29 +22,39 @@ class Window:
     optimizer_s: float
     other_s: float
     pause_s: float
+    # step_p50_s, step_p95_s: of the steps, without their pauses
     step_p50_s: float
     step_p95_s: float
-    read_s: float | None
+    read_s: float | None  # readers waited for bytes of a remote store; None on disk, where reading is part of decode_s
+    # decode_s, bytes_read, bytes_fetched, requests, retries: of all readers, as `BlockReport`
     decode_s: float
     bytes_read: int
     bytes_fetched: int
     requests: int
     retries: int
+    # cut_s, starved_s, full_s, batches, ran_empty, delivered_bytes: of the trainer's side, as `FeederFigures`
     cut_s: float
     starved_s: float
     full_s: float
     batches: int
     ran_empty: int
     delivered_bytes: int
+    # processors that this process may use, by its affinity and the quotas of its cgroups; of several ranks on a node,
+    # its share of them
     cores: float
+    # of those that this process is bound to, on average, also its share; None = not known
     idle_cores: float | None = None
-    own_cores: float | None = None
+    own_cores: float | None = None  # processors that the whole run used; None = not known
+    # of the periods of the processor quota, those in which it was used up; None without a quota
     throttled_share: float | None = None
-    working_readers: float | None = None
-    stopped_readers: int = 0
+    working_readers: float | None = None  # readers for which there was a task, on average; None = all
+    stopped_readers: int = 0  # the most readers that a signal (SIGSTOP) held at a time
+    # processors that the reader processes used, all together; None = not known, or `workers: 0`
     reader_cores: float | None = None
+    # share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of computing
+    # cannot tell kernels from the gaps that a slow host leaves between them.
     gpu_busy: float | None = None
-    vram_share: float | None = None
+    vram_share: float | None = None  # share of the device's memory that is reserved; None on a CPU
     comm_s: float = 0.0
 
     @property
@@ -119,16 +110,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Knobs:
-    """The settings that a verdict may want to change, by their names in the config.
+    """The settings that a verdict may want to change, by their names in the config."""
 
-    Attributes:
-        on_gpu: whether the device is one.
-        prefetch_limit_mib: `training.prefetch_mib` where it, not the factor, limits the batches ahead; else None.
-        cached: whether `data.store.cache_dir` is set.
-        memory_is_short: more readers or batches ahead are out of the question.
-    """
-
-    on_gpu: bool
+    on_gpu: bool  # whether the device is one
     amp: str
     compile: bool
     channels_last: bool
@@ -138,22 +122,17 @@ class Knobs:
     accumulate_steps: int
     workers: int
     prefetch_factor: int
+    # `training.prefetch_mib` where it, not the factor, limits the batches ahead; else None
     prefetch_limit_mib: int | None
     requests: int
-    cached: bool
-    memory_is_short: bool = False
+    cached: bool  # whether `data.store.cache_dir` is set
+    memory_is_short: bool = False  # more readers or batches ahead are out of the question
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What is good; shares of the working time.
+    """What is good; shares of the working time."""
 
-    Attributes:
-        data_share_good: waiting for data, copies or the host is fine below this.
-        gpu_share_good: computing is fine above this.
-        link_bytes_s: what a network gives when it is used up; the default is 1 Gbit/s.
-    """
-
-    data_share_good: float = 0.15
-    gpu_share_good: float = 0.80
-    link_bytes_s: float = 125e6
+    data_share_good: float = 0.15  # waiting for data, copies or the host is fine below this
+    gpu_share_good: float = 0.80  # computing is fine above this
+    link_bytes_s: float = 125e6  # what a network gives when it is used up; the default is 1 Gbit/s

@@ -24,11 +24,7 @@ def is_run(directory: Path) -> bool:
 
 
 def find_run(text: str) -> Path:
-    """The run directory that a user means.
-
-    Raises:
-        NoRunError: there is none.
-    """
+    """The run directory that a user means.  Raises NoRunError: there is none."""
     for directory in (Path(text), runs_root() / text):
         if is_run(directory):
             return directory.resolve()

@@ -22,42 +22,31 @@ FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What the log says of one optimizer step, unrounded.
+    """What the log says of one optimizer step, unrounded."""
 
-    Attributes:
-        step, steps: this step, counted from 1, and the one at which the run ends.
-        epoch, epochs: likewise.
-        loss: mean weighted loss over the global batch; NaN where the step was not finite.
-        vram_bytes: reserved by the trainer and total of the card, or None on a CPU.
-        working: of the workers, those for which there is a task; None = all.
-        worker_max_bytes: largest private memory a reader has had, or None with `workers: 0`.
-        eta_s: seconds until the session ends, with the validations, previews and saves to come; None before the second
-            step.
-        eta_at_least: one of these has not been measured yet and is not counted.
-        ranks: trainer processes that shared the step.
-        slowest_rank: whom the others waited for, in the step before; None = not known.
-        mfu: share of the device's peak that the model's operations reached, 0 to 1; None = the peak is not known.
-    """
-
+    # step, steps: this step, counted from 1, and the one at which the run ends
     step: int
     steps: int
+    # epoch, epochs: likewise
     epoch: int
     epochs: int
-    loss: float
+    loss: float  # mean weighted loss over the global batch; NaN where the step was not finite
     grad_norm: float
     lr: float
     times: StepTimes
     samples: int
-    vram_bytes: tuple[int, int] | None
+    vram_bytes: tuple[int, int] | None  # reserved by the trainer and total of the card, or None on a CPU
     ram_bytes: tuple[int, int]
     workers: int
-    worker_max_bytes: int | None
+    worker_max_bytes: int | None  # largest private memory a reader has had, or None with `workers: 0`
+    # seconds until the session ends, with the validations, previews and saves to come; None before the second step
     eta_s: float | None
-    eta_at_least: bool = False
-    ranks: int = 1
-    slowest_rank: int | None = None
+    eta_at_least: bool = False  # one of these has not been measured yet and is not counted
+    ranks: int = 1  # trainer processes that shared the step
+    slowest_rank: int | None = None  # whom the others waited for, in the step before; None = not known
+    # share of the device's peak that the model's operations reached, 0 to 1; None = the peak is not known
     mfu: float | None = None
-    working: int | None = None
+    working: int | None = None  # of the workers, those for which there is a task; None = all
 
 
 def step_line(f: StepFigures) -> str:
@@ -86,8 +75,7 @@ def _or_dash(value: int | None) -> str:
 def open_log(path: Path) -> None:
     """Send this package's messages to a file as well, until `close_logs`.  A full disk is said once, on the terminal.
 
-    Raises:
-        OSError: the file cannot be opened.
+    Raises OSError: the file cannot be opened.
     """
     handler = _LogFile(path)
     handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))

@@ -189,11 +189,7 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, config: Config, source: Path, split: dict[str, Any]) -> None:
-        """Write down what this session runs with.
-
-        Raises:
-            StorageError: the disk is full or not writable.
-        """
+        """Write down what this session runs with.  Raises StorageError: the disk is full or not writable."""
         try:
             self.make_folders()
             write_whole(self.path / "config.source.yaml", read_source(source))  # which may be that very file

@@ -20,30 +20,16 @@ from vesuvius.training.stop import StopRequest
 
 @dataclass(frozen=True)
 class RunContext:
-    """One session of a run.
+    """One session of a run."""
 
-    Attributes:
-        config: the experiment.
-        directory: where everything is written.
-        device: where the network is.
-        session: what `session.json` says of it, with the memory limits.
-        metrics: writes `metrics.jsonl`.
-        progress: how far the run is; changed by the loop and by validations.
-        stop: the request to stop.
-        watchdog: is told what the loop waits for.
-        part: what this rank computes of each step.
-        ranks: the trainer processes of the run.
-        on_step: called with the number of each step once it is logged.
-    """
-
-    config: Config
-    directory: RunDir
-    device: torch.device
-    session: SessionRecord
-    metrics: Metrics
-    progress: Progress
-    stop: StopRequest
-    watchdog: Watchdog
-    part: Part
-    ranks: Ranks = SINGLE
-    on_step: Callable[[int], None] = lambda step: None
+    config: Config  # the experiment
+    directory: RunDir  # where everything is written
+    device: torch.device  # where the network is
+    session: SessionRecord  # what `session.json` says of it, with the memory limits
+    metrics: Metrics  # writes `metrics.jsonl`
+    progress: Progress  # how far the run is; changed by the loop and by validations
+    stop: StopRequest  # the request to stop
+    watchdog: Watchdog  # is told what the loop waits for
+    part: Part  # what this rank computes of each step
+    ranks: Ranks = SINGLE  # the trainer processes of the run
+    on_step: Callable[[int], None] = lambda step: None  # called with the number of each step once it is logged

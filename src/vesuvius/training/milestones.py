@@ -116,8 +116,7 @@ class Milestones:
     def rehearse(self) -> None:
         """Validate and save, due or not, so that memory peaks as it will.
 
-        Raises:
-            StorageError: the checkpoint cannot be written.
+        Raises StorageError: the checkpoint cannot be written.
         """
         self.prepare()
         if self._validation is not None:

@@ -49,15 +49,10 @@ def memory_limits(config: Config) -> Limits:
 
 @dataclass
 class OpenSession:
-    """A session in progress.
+    """A session in progress."""
 
-    Attributes:
-        record: what `session.json` says of it.
-        exit_code: that it will have ended with.
-    """
-
-    record: SessionRecord
-    exit_code: int = EXIT_ERROR
+    record: SessionRecord  # what `session.json` says of it
+    exit_code: int = EXIT_ERROR  # that it will have ended with
 
 
 @contextmanager

@@ -97,8 +97,7 @@ class StepReporter:
     def report(self, wait: bool = False) -> None:
         """Log the steps finished since the last call; with `wait`, all of them.
 
-        Raises:
-            NonFiniteError: `max_nonfinite` steps in a row had no finite loss and gradient.
+        Raises NonFiniteError: `max_nonfinite` steps in a row had no finite loss and gradient.
         """
         for times in self._clock.finished(wait):
             self._report(self._launched.popleft(), times)

@@ -107,9 +107,7 @@ def unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:
 
     It runs on a thread of its own: Python handles signals in the main thread, and not while that reads from a store
     which does not answer.  After a stop the thread is left to its read; `command.end_soon` does not wait for it.
-
-    Raises:
-        StoppedError: `stopping()` came true first.
+    Raises StoppedError: `stopping()` came true first.
     """
     done: Future[T] = Future()
 

@@ -38,38 +38,23 @@ class Retention:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What was seen at one moment.
+    """What was seen at one moment."""
 
-    Attributes:
-        time_s: of a monotonic clock.
-        step: optimizer steps done.
-        free_bytes: that a process of this user may still write.
-        run_bytes: of the run directory, checkpoints included.
-        checkpoints: bytes of each whole checkpoint, oldest first.
-        checkpoints_bytes: of all that lies beside them too, such as one that is being written.
-    """
-
-    time_s: float
-    step: int
-    free_bytes: int
-    run_bytes: int
-    checkpoints: tuple[int, ...]
-    checkpoints_bytes: int
+    time_s: float  # of a monotonic clock
+    step: int  # optimizer steps done
+    free_bytes: int  # that a process of this user may still write
+    run_bytes: int  # of the run directory, checkpoints included
+    checkpoints: tuple[int, ...]  # bytes of each whole checkpoint, oldest first
+    checkpoints_bytes: int  # of all that lies beside them too, such as one that is being written
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """When the disk will be full.
+    """When the disk will be full."""
 
-    Attributes:
-        seconds: until then.
-        latest_s: by the lower end of the interval of what it loses.
-        bytes_per_s: what it loses, beside checkpoints that are deleted again.
-    """
-
-    seconds: float
-    latest_s: float
-    bytes_per_s: float
+    seconds: float  # until then
+    latest_s: float  # by the lower end of the interval of what it loses
+    bytes_per_s: float  # what it loses, beside checkpoints that are deleted again
 
 
 def forecast(seen: Sequence[DiskUse], retention: Retention) -> Forecast | None:

@@ -41,18 +41,13 @@ _XIDS = {
 
 @dataclass(frozen=True)
 class Notice:
-    """Something to say at once.
+    """Something to say at once."""
 
-    Attributes:
-        level, text: for the log.
-        event: its name in `metrics.jsonl`; empty = for the log alone.
-        fields: of the record, beside `text`.
-    """
-
+    # level, text: for the log
     level: int
     text: str
-    event: str = ""
-    fields: dict[str, Any] = field(default_factory=dict)
+    event: str = ""  # its name in `metrics.jsonl`; empty = for the log alone
+    fields: dict[str, Any] = field(default_factory=dict)  # of the record, beside `text`
 
 
 class Notices:

@@ -24,17 +24,11 @@ _STACKS_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the loop does.
+    """What the loop does."""
 
-    Attributes:
-        what: is to come next.
-        waiting_for: what that needs.
-        since_s: when the loop began to expect it: what came before has come.
-    """
-
-    what: str
-    waiting_for: str | Callable[[], str]
-    since_s: float
+    what: str  # is to come next
+    waiting_for: str | Callable[[], str]  # what that needs
+    since_s: float  # when the loop began to expect it: what came before has come
 
 
 class Watchdog:

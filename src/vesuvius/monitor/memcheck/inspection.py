@@ -18,44 +18,28 @@ State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
 
 @dataclass(frozen=True)
 class Row:
-    """A part of the memory.
+    """A part of the memory."""
 
-    Attributes:
-        part: "root" (the trainer, or the process asked for), "readers" (all), "reader" (one), "others", "store" or
-            "total".
-        name: for people.
-        pid: of a single process.
-        now_bytes, peak_bytes: None = not known.
-        peak_since: from when on the peak was looked for, seconds since 1970.
-        trend: growth or shrinking beyond doubt; None = there is none, or too little was seen.
-        seen_s: for how long a trend was looked for; None = too little was seen to speak of one.
-    """
-
+    # "root" (the trainer, or the process asked for), "readers" (all), "reader" (one), "others", "store" or "total"
     part: str
-    name: str
-    pid: int | None = None
+    name: str  # for people
+    pid: int | None = None  # of a single process
+    # now_bytes, peak_bytes: None = not known
     now_bytes: float | None = None
     peak_bytes: float | None = None
-    peak_since: float | None = None
-    trend: Trend | None = None
-    seen_s: float | None = None
+    peak_since: float | None = None  # from when on the peak was looked for, seconds since 1970
+    trend: Trend | None = None  # growth or shrinking beyond doubt; None = there is none, or too little was seen
+    seen_s: float | None = None  # for how long a trend was looked for; None = too little was seen to speak of one
 
 
 @dataclass(frozen=True)
 class Steps:
-    """How the run gets on, as its files say.
+    """How the run gets on, as its files say."""
 
-    Attributes:
-        step: the last optimizer step.
-        age_s: since it was recorded.
-        step_s_p95: of recent steps.
-        verdict: on what holds the run up.
-    """
-
-    step: int | None = None
-    age_s: float | None = None
-    step_s_p95: float | None = None
-    verdict: str | None = None
+    step: int | None = None  # the last optimizer step
+    age_s: float | None = None  # since it was recorded
+    step_s_p95: float | None = None  # of recent steps
+    verdict: str | None = None  # on what holds the run up
 
 
 @dataclass(frozen=True)

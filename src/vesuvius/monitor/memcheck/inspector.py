@@ -31,11 +31,7 @@ class Inspector(Protocol):
     """Inspects the same thing again and again."""
 
     def inspect(self) -> Inspection:
-        """What there is now.
-
-        Raises:
-            NoRunError: it is not there, and never was.
-        """
+        """What there is now.  Raises NoRunError: it is not there, and never was."""
         ...
 
 
@@ -64,11 +60,7 @@ class ProcessInspector:
         self._ray: dict[int, bool] = {}
 
     def inspect(self) -> Inspection:
-        """What it holds now.
-
-        Raises:
-            NoRunError: there is no such process.
-        """
+        """What it holds now.  Raises NoRunError: there is no such process."""
         now = time.time()
         try:
             sample = self._watcher.sample()
@@ -110,11 +102,7 @@ class RayInspector:
         self._seen = False
 
     def inspect(self) -> Inspection:
-        """What its processes hold now.
-
-        Raises:
-            NoRunError: there are none.
-        """
+        """What its processes hold now.  Raises NoRunError: there are none."""
         now, sample = time.time(), self._look()
         if not sample.processes:
             if not self._seen:

@@ -18,21 +18,13 @@ WARMUP_S = 120.0
 
 @dataclass(frozen=True)
 class Split:
-    """Memory at one moment, by part.
+    """Memory at one moment, by part."""
 
-    Attributes:
-        time: seconds since 1970.
-        root_bytes: private memory of the process at the top; None where there is none (`--ray`).
-        single_bytes: private memory of each process that has a row of its own, by pid.
-        others_bytes: private memory of all others together.
-        shared_bytes: shared memory, once.
-    """
-
-    time: float
-    root_bytes: int | None
-    single_bytes: Mapping[int, int]
-    others_bytes: int
-    shared_bytes: int
+    time: float  # seconds since 1970
+    root_bytes: int | None  # private memory of the process at the top; None where there is none (`--ray`)
+    single_bytes: Mapping[int, int]  # private memory of each process that has a row of its own, by pid
+    others_bytes: int  # private memory of all others together
+    shared_bytes: int  # shared memory, once
 
     @property
     def used_bytes(self) -> int:

@@ -23,15 +23,10 @@ _HEIGHTS: dict[Rung, int] = {"prefetch": 1, "worker": 2, "exit": 3}
 
 @dataclass(frozen=True)
 class Order:
-    """What the loop is to do behind the step in hand.
+    """What the loop is to do behind the step in hand."""
 
-    Attributes:
-        rung: shrink the prefetch, drop a worker, or save and exit.
-        reason: the figures that make it necessary, for people.
-    """
-
-    rung: Rung
-    reason: str
+    rung: Rung  # shrink the prefetch, drop a worker, or save and exit
+    reason: str  # the figures that make it necessary, for people
 
 
 class Guard:
@@ -150,15 +145,12 @@ class Guard:
 
 @dataclass(frozen=True)
 class _Growth:
-    """Growth as it was last known.
+    """Growth as it was last known."""
 
-    Attributes:
-        killer, bytes_per_s: of what, and its slope.
-        since_s, used_bytes: from where on it is looked at whether it goes on.
-    """
-
+    # killer, bytes_per_s: of what, and its slope
     killer: str
     bytes_per_s: float
+    # since_s, used_bytes: from where on it is looked at whether it goes on
     since_s: float
     used_bytes: int
 

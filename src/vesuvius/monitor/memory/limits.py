@@ -17,18 +17,14 @@ _LARGEST_BYTES = 200 * GIB  # of a larger limit, shares are of this much: 8 % of
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run's memory is held against; shares are of the limit of whichever killer is nearest, see `used_share`.
+    """What a run's memory is held against; shares are of the limit of whichever killer is nearest, see `used_share`."""
 
-    Attributes:
-        ray_share: share of the memory at which Ray's own monitor kills a reader; None without readers of Ray, or where
-            that monitor is switched off.
-        configured_bytes: `monitor.ram_limit_gib`, for the run's own memory; None = none.
-        warn_at, prefetch_at, worker_at, exit_at: shares at which there is a warning, and the guard shrinks the
-            prefetch, drops a worker, saves and exits.
-    """
-
+    # share of the memory at which Ray's own monitor kills a reader; None without readers of Ray, or where that monitor
+    # is switched off
     ray_share: float | None = None
-    configured_bytes: int | None = None
+    configured_bytes: int | None = None  # `monitor.ram_limit_gib`, for the run's own memory; None = none
+    # warn_at, prefetch_at, worker_at, exit_at: shares at which there is a warning, and the guard shrinks the prefetch,
+    # drops a worker, saves and exits
     warn_at: float = 0.80
     prefetch_at: float = 0.84
     worker_at: float = 0.88
@@ -37,21 +33,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Something that ends processes when memory runs out.
+    """Something that ends processes when memory runs out."""
 
-    Attributes:
-        name: for people: "Ray's memory monitor", "memory.max of cgroup /x", "the machine", "monitor.ram_limit_gib".
-        used_bytes: what it counts as used now.
-        limit_bytes: what the shares of `Limits` are of.
-        kills_at_bytes: where it kills; below the limit for Ray's monitor.
-        own_bytes: what the run holds of it; None = all of it.
-    """
-
-    name: str
-    used_bytes: int
-    limit_bytes: int
-    kills_at_bytes: int
-    own_bytes: int | None = None
+    name: str  # for people: "Ray's memory monitor", "memory.max of cgroup /x", "the machine", "monitor.ram_limit_gib"
+    used_bytes: int  # what it counts as used now
+    limit_bytes: int  # what the shares of `Limits` are of
+    kills_at_bytes: int  # where it kills; below the limit for Ray's monitor
+    own_bytes: int | None = None  # what the run holds of it; None = all of it
 
     @property
     def left_bytes(self) -> int:

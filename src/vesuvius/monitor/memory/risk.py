@@ -49,23 +49,17 @@ class Exhaustion:
 
 @dataclass(frozen=True)
 class Risk:
-    """What a sample came to.
+    """What a sample came to."""
 
-    Attributes:
-        level, reason: for people; the reason names the figure.
-        killers: nearest first: those that strike within ten minutes if growth goes on, by time; then the others, by
-            the bytes that are left.
-        trend: of the memory that the first killer counts; None = too little was seen, or no trend.
-        exhaustion: None without growth.
-        growing: by pid, the processes whose private memory grows beyond doubt.
-    """
-
+    # level, reason: for people; the reason names the figure
     level: Level
     reason: str
+    # nearest first: those that strike within ten minutes if growth goes on, by time; then the others, by the bytes that
+    # are left
     killers: tuple[MemoryLimit, ...]
-    trend: Trend | None
-    exhaustion: Exhaustion | None
-    growing: Mapping[int, Trend]
+    trend: Trend | None  # of the memory that the first killer counts; None = too little was seen, or no trend
+    exhaustion: Exhaustion | None  # None without growth
+    growing: Mapping[int, Trend]  # by pid, the processes whose private memory grows beyond doubt
 
 
 class RiskWatch:

@@ -19,18 +19,13 @@ _CLOCK_JUMP_S = 60.0  # longer without a sample: the machine slept, or its clock
 
 @dataclass(frozen=True)
 class Trend:
-    """Bytes a second: the Theil-Sen slope and its 95 % interval.
+    """Bytes a second: the Theil-Sen slope and its 95 % interval."""
 
-    Attributes:
-        bytes_per_s: the slope.
-        low, high: the interval.
-        seen_s: for how long it was seen, from the first to the last point.
-    """
-
-    bytes_per_s: float
+    bytes_per_s: float  # the slope
+    # low, high: the interval
     low: float
     high: float
-    seen_s: float = 0.0
+    seen_s: float = 0.0  # for how long it was seen, from the first to the last point
 
 
 def theil_sen(points: Sequence[tuple[float, float]]) -> Trend | None:

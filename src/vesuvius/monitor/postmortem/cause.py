@@ -16,17 +16,11 @@ _NAME_THE_VICTIM = "the kernel's log names the victim; as root: dmesg | grep -i 
 
 @dataclass(frozen=True)
 class KillCounts:
-    """How many processes the kernel has killed for lack of memory; None where it does not count.
+    """How many processes the kernel has killed for lack of memory; None where it does not count."""
 
-    Attributes:
-        cgroup: of those in a cgroup, whoever's limit it was.
-        machine: on the whole machine since boot; containers see it too.
-        path: of that cgroup; '' = not known.
-    """
-
-    cgroup: int | None = None
-    machine: int | None = None
-    path: str = ""
+    cgroup: int | None = None  # of those in a cgroup, whoever's limit it was
+    machine: int | None = None  # on the whole machine since boot; containers see it too
+    path: str = ""  # of that cgroup; '' = not known
 
     def since(self, before: KillCounts) -> KillCounts:
         """How many more than before; None where that is not known, it is another cgroup, or the count fell.  Pure."""

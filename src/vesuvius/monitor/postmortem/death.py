@@ -40,28 +40,18 @@ _HEADLINES: Mapping[Cause, str] = {
 
 @dataclass(frozen=True)
 class Death:
-    """The end of a reader or of a run.
+    """The end of a reader or of a run."""
 
-    Attributes:
-        time: when it was noticed, seconds since 1970.
-        victim: "reader" or "run".
-        pid: of the process.
-        step: optimizer steps done.
-        cause: what killed it: the kernel for a limit of the cgroup, or for want of memory on the machine; Ray's memory
-            monitor; GPU memory; our own guard; a signal from outside; a restart of the machine; or it is not known.
-        evidence: what says so, a line each.
-        moments: the last 60 seconds.
-        remedy: what to change, overrides included.
-    """
-
-    time: float
-    victim: Victim
-    pid: int
-    step: int
+    time: float  # when it was noticed, seconds since 1970
+    victim: Victim  # "reader" or "run"
+    pid: int  # of the process
+    step: int  # optimizer steps done
+    # what killed it: the kernel for a limit of the cgroup, or for want of memory on the machine; Ray's memory monitor;
+    # GPU memory; our own guard; a signal from outside; a restart of the machine; or it is not known
     cause: Cause
-    evidence: tuple[str, ...]
-    moments: tuple[MemorySample, ...]
-    remedy: str
+    evidence: tuple[str, ...]  # what says so, a line each
+    moments: tuple[MemorySample, ...]  # the last 60 seconds
+    remedy: str  # what to change, overrides included
 
 
 def headline(death: Death) -> str:
@@ -73,8 +63,7 @@ def headline(death: Death) -> str:
 def append_death(path: Path, death: Death) -> None:
     """Append it to `post_mortem.jsonl`.  A full disk is no error: the log says that the record is lost.
 
-    Raises:
-        OSError: the file cannot be opened.
+    Raises OSError: the file cannot be opened.
     """
     with closing(JsonLines(path)) as lines:
         lines.write("death", **asdict(death))

@@ -29,25 +29,18 @@ _EVENTS_SHOWN = 2
 
 @dataclass(frozen=True)
 class ReaderEnd:
-    """What is known of a reader that has died: the fields of the stream's event `reader_died`.
+    """What is known of a reader that has died: the fields of the stream's event `reader_died`."""
 
-    Attributes:
-        pid, node: which it was, and the host name of its machine; '' = this one.
-        exit_type, exit_detail: Ray's account; None and '' where Ray does not tell.
-        exit_time: when Ray noticed, seconds since 1970; None where it does not tell.
-        new_pid: another reader on that machine.
-        signal: the fatal signal by which it crashed, as its own note says; None where it left none.
-        volume: that it read.
-    """
-
+    # pid, node: which it was, and the host name of its machine; '' = this one
     pid: int
     node: str = ""
+    # exit_type, exit_detail: Ray's account; None and '' where Ray does not tell
     exit_type: str | None = None
     exit_detail: str = ""
-    exit_time: float | None = None
-    new_pid: int | None = None
-    signal: str | None = None
-    volume: str | None = None
+    exit_time: float | None = None  # when Ray noticed, seconds since 1970; None where it does not tell
+    new_pid: int | None = None  # another reader on that machine
+    signal: str | None = None  # the fatal signal by which it crashed, as its own note says; None where it left none
+    volume: str | None = None  # that it read
 
 
 def examine_reader(end: ReaderEnd, step: int, session: SessionRecord, moments: Sequence[MemorySample]) -> Death:
@@ -113,8 +106,7 @@ def examine_run(run_dir: Path, roots: Roots = Roots()) -> Death | None:
 def record_run_death(run_dir: Path, roots: Roots = Roots()) -> Death | None:
     """As `examine_run`, and the death is in `post_mortem.jsonl` afterwards, once.  Needs the run's lock.
 
-    Raises:
-        OSError: `post_mortem.jsonl` cannot be opened.
+    Raises OSError: `post_mortem.jsonl` cannot be opened.
     """
     session = _killed_session(run_dir, roots, locked=True)
     if session is None:

@@ -20,17 +20,12 @@ _BELOW_THE_KILL = 0.9
 
 @dataclass(frozen=True)
 class Growth:
-    """Who took most memory in a span of time.
+    """Who took most memory in a span of time."""
 
-    Attributes:
-        who, span: for people.
-        bytes_per_s: the median slope, which no single peak moves.
-        now_bytes: what it came to.
-    """
-
+    # who, span: for people
     who: str
-    bytes_per_s: float
-    now_bytes: int
+    bytes_per_s: float  # the median slope, which no single peak moves
+    now_bytes: int  # what it came to
     span: str = "the last minute"
 
 

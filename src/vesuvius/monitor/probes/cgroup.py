@@ -16,58 +16,41 @@ _NO_LIMIT_BYTES = 2**60
 
 @dataclass(frozen=True)
 class Pressure:
-    """Pressure stall information: shares of time, 0 to 1, in which some, or all, tasks waited for memory.
+    """Pressure stall information: shares of time, 0 to 1, in which some, or all, tasks waited for memory."""
 
-    Attributes:
-        some_10s, full_10s: average over the last ten seconds.
-    """
-
+    # some_10s, full_10s: average over the last ten seconds
     some_10s: float
     full_10s: float
 
 
 @dataclass(frozen=True)
 class CgroupLevel:
-    """A cgroup with a limit: the process's own, or an ancestor, whose limit holds for all below it.
+    """A cgroup with a limit: the process's own, or an ancestor, whose limit holds for all below it."""
 
-    Attributes:
-        path: of the cgroup in its hierarchy, such as `/user.slice`.
-        file: what sets the limit: `memory.max`, `memory.high` or `memory.limit_in_bytes`.
-        limit_bytes: the limit.
-        used_bytes: what cannot be given back of the level's use: private and shared memory and the kernel's own, no
-            page cache.
-        kills: whether the kernel kills beyond the limit; beyond `memory.high` it slows down instead.
-        is_top: whether it is at the top of the mounted hierarchy, as a container's own is, whatever its path.
-    """
-
-    path: str
-    file: str
-    limit_bytes: int
+    path: str  # of the cgroup in its hierarchy, such as `/user.slice`
+    file: str  # what sets the limit: `memory.max`, `memory.high` or `memory.limit_in_bytes`
+    limit_bytes: int  # the limit
+    # what cannot be given back of the level's use: private and shared memory and the kernel's own, no page cache
     used_bytes: int
-    kills: bool
+    kills: bool  # whether the kernel kills beyond the limit; beyond `memory.high` it slows down instead
+    # whether it is at the top of the mounted hierarchy, as a container's own is, whatever its path
     is_top: bool = False
 
 
 @dataclass(frozen=True)
 class CgroupUse:
-    """The cgroup of a process.
+    """The cgroup of a process."""
 
-    Attributes:
-        path: of the cgroup in the hierarchy that holds the memory controller.
-        anon_bytes, shmem_bytes, file_bytes: private and shared memory and page cache, of the cgroup and those below it.
-        levels: itself and its ancestors, those that have a limit; the innermost first.
-        oom_kills: processes that the kernel has killed for its limits (v2 `memory.events`, v1 `memory.oom_control`);
-            None where it does not count.
-        pressure: of its own tasks; version 2 only.
-    """
-
-    path: str
+    path: str  # of the cgroup in the hierarchy that holds the memory controller
+    # anon_bytes, shmem_bytes, file_bytes: private and shared memory and page cache, of the cgroup and those below it
     anon_bytes: int
     shmem_bytes: int
     file_bytes: int
-    levels: tuple[CgroupLevel, ...]
+    levels: tuple[CgroupLevel, ...]  # itself and its ancestors, those that have a limit; the innermost first
+    # processes that the kernel has killed for its limits (v2 `memory.events`, v1 `memory.oom_control`); None where it
+    # does not count
     oom_kills: int | None
-    pressure: Pressure | None = None
+    pressure: Pressure | None = None  # of its own tasks; version 2 only
 
 
 def read_cgroup(pid: int, roots: Roots = Roots()) -> CgroupUse | None:

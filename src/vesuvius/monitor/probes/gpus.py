@@ -22,31 +22,24 @@ _SLOWDOWNS = {
 
 @dataclass(frozen=True)
 class GpuUse:
-    """One GPU, all processes on it together; None = it does not tell.
+    """One GPU, all processes on it together; None = it does not tell."""
 
-    Attributes:
-        index, uuid, name: which it is; index is NVML's, not that of CUDA_VISIBLE_DEVICES.
-        used_bytes, total_bytes: memory.
-        busy: share of the last sampling period in which a kernel ran, 0 to 1.
-        power_w, temperature_c: as they say.
-        slowed_by: what holds the clocks down that should not: heat, a power brake; empty = nothing.
-        power_capped: whether the power limit holds them down, as it often does under full load.
-        ecc_uncorrected: errors of memory that ECC could not correct, since the driver was loaded.
-        xids: numbers of the errors that the driver has reported since the last sample.
-    """
-
+    # index, uuid, name: which it is; index is NVML's, not that of CUDA_VISIBLE_DEVICES
     index: int
     uuid: str
     name: str
+    # used_bytes, total_bytes: memory
     used_bytes: int
     total_bytes: int
-    busy: float | None
+    busy: float | None  # share of the last sampling period in which a kernel ran, 0 to 1
+    # power_w, temperature_c: as they say
     power_w: float | None
     temperature_c: float | None
+    # what holds the clocks down that should not: heat, a power brake; empty = nothing
     slowed_by: tuple[str, ...] | None = None
-    power_capped: bool | None = None
-    ecc_uncorrected: int | None = None
-    xids: tuple[int, ...] = ()
+    power_capped: bool | None = None  # whether the power limit holds them down, as it often does under full load
+    ecc_uncorrected: int | None = None  # errors of memory that ECC could not correct, since the driver was loaded
+    xids: tuple[int, ...] = ()  # numbers of the errors that the driver has reported since the last sample
 
 
 class Gpus:

@@ -15,34 +15,25 @@ from vesuvius.monitor.probes.roots import Roots
 
 @dataclass(frozen=True)
 class MachineUse:
-    """Counters of the machine.
+    """Counters of the machine."""
 
-    Attributes:
-        total_bytes: memory of the machine.
-        available_bytes: memory that can be had without swapping: free memory and most of the page cache.
-        page_cache_bytes: files and reclaimable kernel memory, without shared memory.
-        shmem_bytes: tmpfs and shared memory, such as Ray's object store.
-        swap_used_bytes, swap_total_bytes: of all swap devices.
-        pressure: of memory; None if the kernel does not report it.
-        oom_kills: processes killed by the OOM killer since boot, including those killed for a cgroup's limit.
-        core_busy_s, core_total_s: seconds since boot that each core was busy, and existed.
-        disk_read_bytes, disk_written_bytes: since boot, all physical disks.
-        net_received_bytes, net_sent_bytes: since boot, all adapters; without any, as in a container, all interfaces but
-            the loopback.
-    """
-
-    total_bytes: int
-    available_bytes: int
-    page_cache_bytes: int
-    shmem_bytes: int
+    total_bytes: int  # memory of the machine
+    available_bytes: int  # memory that can be had without swapping: free memory and most of the page cache
+    page_cache_bytes: int  # files and reclaimable kernel memory, without shared memory
+    shmem_bytes: int  # tmpfs and shared memory, such as Ray's object store
+    # swap_used_bytes, swap_total_bytes: of all swap devices
     swap_used_bytes: int
     swap_total_bytes: int
-    pressure: Pressure | None
-    oom_kills: int | None
+    pressure: Pressure | None  # of memory; None if the kernel does not report it
+    oom_kills: int | None  # processes killed by the OOM killer since boot, including those killed for a cgroup's limit
+    # core_busy_s, core_total_s: seconds since boot that each core was busy, and existed
     core_busy_s: tuple[float, ...]
     core_total_s: tuple[float, ...]
+    # disk_read_bytes, disk_written_bytes: since boot, all physical disks
     disk_read_bytes: int
     disk_written_bytes: int
+    # net_received_bytes, net_sent_bytes: since boot, all adapters; without any, as in a container, all interfaces but
+    # the loopback
     net_received_bytes: int
     net_sent_bytes: int
 

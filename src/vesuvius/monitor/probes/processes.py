@@ -27,31 +27,22 @@ _FileId = tuple[int, int]  # device and inode
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """One process.
+    """One process."""
 
-    Attributes:
-        pid, parent: process ids.
-        name: its title, as `ps` shows it, shortened to 60 characters: Ray's say what they are (`ray::MapWorker(...)`).
-        started_s: when it began, in seconds after boot: with the pid, its identity.
-        status: psutil's word for its state: running, sleeping, disk-sleep, stopped, ...
-        anon_bytes: private memory in use, what ending it would free: RssAnon, and of RssShmem what has no file, such as
-            CUDA's pinned buffers.
-        shmem_bytes: other shared memory that it has touched (RssShmem).
-        file_bytes: page cache that it maps (RssFile).
-        swap_bytes: private memory that was swapped out.
-        cpu_s: CPU time so far, user and system.
-    """
-
+    # pid, parent: process ids
     pid: int
     parent: int
+    # its title, as `ps` shows it, shortened to 60 characters: Ray's say what they are (`ray::MapWorker(...)`)
     name: str
-    started_s: float
-    status: str
+    started_s: float  # when it began, in seconds after boot: with the pid, its identity
+    status: str  # psutil's word for its state: running, sleeping, disk-sleep, stopped,
+    # private memory in use, what ending it would free: RssAnon, and of RssShmem what has no file, such as CUDA's pinned
+    # buffers
     anon_bytes: int
-    shmem_bytes: int
-    file_bytes: int
-    swap_bytes: int
-    cpu_s: float
+    shmem_bytes: int  # other shared memory that it has touched (RssShmem)
+    file_bytes: int  # page cache that it maps (RssFile)
+    swap_bytes: int  # private memory that was swapped out
+    cpu_s: float  # CPU time so far, user and system
 
     @property
     def is_stopped(self) -> bool:
@@ -180,19 +171,12 @@ def pss_bytes(pids: Iterable[int], roots: Roots = Roots()) -> int | None:
 
 @dataclass
 class _Member:
-    """A process that is sampled again and again.
+    """A process that is sampled again and again."""
 
-    Attributes:
-        process: psutil's handle, which notices that a pid was reused.
-        started_s: seconds after boot.
-        name: its title when last read; Ray's processes change theirs.
-        nameless_bytes: shared memory without a file that it has mapped, when last read.
-    """
-
-    process: psutil.Process
-    started_s: float
-    name: str = ""
-    nameless_bytes: int = 0
+    process: psutil.Process  # psutil's handle, which notices that a pid was reused
+    started_s: float  # seconds after boot
+    name: str = ""  # its title when last read; Ray's processes change theirs
+    nameless_bytes: int = 0  # shared memory without a file that it has mapped, when last read
 
     def rescan(self) -> None:
         """Read what changes seldom: title and mappings."""

@@ -10,16 +10,12 @@ from vesuvius.monitor.probes.system_sample import SystemSample
 
 @dataclass(frozen=True)
 class Rates:
-    """What happened between two looks.
+    """What happened between two looks."""
 
-    Attributes:
-        core_busy: share of the time that each core worked, 0 to 1.
-        process_cores: by pid, processor seconds per second: 1.0 = one core; processes that were there at both looks.
-        disk_read_bytes_s, disk_written_bytes_s, net_received_bytes_s, net_sent_bytes_s: of the machine.
-    """
-
-    core_busy: tuple[float, ...]
+    core_busy: tuple[float, ...]  # share of the time that each core worked, 0 to 1
+    # by pid, processor seconds per second: 1.0 = one core; processes that were there at both looks
     process_cores: Mapping[int, float]
+    # disk_read_bytes_s, disk_written_bytes_s, net_received_bytes_s, net_sent_bytes_s: of the machine
     disk_read_bytes_s: float
     disk_written_bytes_s: float
     net_received_bytes_s: float

@@ -15,25 +15,15 @@ from vesuvius.monitor.probes.roots import Roots
 
 @dataclass(frozen=True)
 class SystemSample:
-    """What was seen at one moment.
+    """What was seen at one moment."""
 
-    Attributes:
-        time: seconds since 1970.
-        processes: the root of the run and all its descendants, Ray's among them.
-        shared_bytes: memory that several of them map (Ray's object store), counted once.
-        cgroup: of the root; None without one.
-        machine: the whole of it, other people's processes too.
-        gpus: empty without NVML.
-        clock_s: the monotonic clock, for rates: the other one may be set.
-    """
-
-    time: float
-    processes: tuple[ProcessUse, ...]
-    shared_bytes: int
-    cgroup: CgroupUse | None
-    machine: MachineUse
-    gpus: tuple[GpuUse, ...] = ()
-    clock_s: float = 0.0
+    time: float  # seconds since 1970
+    processes: tuple[ProcessUse, ...]  # the root of the run and all its descendants, Ray's among them
+    shared_bytes: int  # memory that several of them map (Ray's object store), counted once
+    cgroup: CgroupUse | None  # of the root; None without one
+    machine: MachineUse  # the whole of it, other people's processes too
+    gpus: tuple[GpuUse, ...] = ()  # empty without NVML
+    clock_s: float = 0.0  # the monotonic clock, for rates: the other one may be set
 
     @property
     def anon_bytes(self) -> int:

@@ -8,25 +8,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VramUse:
-    """One GPU, as this process sees it.
+    """One GPU, as this process sees it."""
 
-    Attributes:
-        allocated_bytes: in tensors.
-        reserved_bytes: what torch holds for tensors, used or not.
-        peak_bytes: the most that was allocated since the window before.
-        free_bytes, total_bytes: of the device, with all processes on it.
-        retries: allocations that worked only once torch had given its unused memory back, since the process began:
-            each one waits for the device.
-        failures: allocations that did not work at all.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_bytes: int
+    allocated_bytes: int  # in tensors
+    reserved_bytes: int  # what torch holds for tensors, used or not
+    peak_bytes: int  # the most that was allocated since the window before
+    # free_bytes, total_bytes: of the device, with all processes on it
     free_bytes: int
     total_bytes: int
+    # allocations that worked only once torch had given its unused memory back, since the process began: each one waits
+    # for the device
     retries: int
-    failures: int
+    failures: int  # allocations that did not work at all
 
     @property
     def foreign_bytes(self) -> int:

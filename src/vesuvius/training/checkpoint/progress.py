@@ -38,32 +38,26 @@ class TimeLeft:
 
 @dataclass
 class Progress:
-    """How far a run is, over all its sessions.
+    """How far a run is, over all its sessions."""
 
-    Attributes:
-        step, sample_index: both count from 0 and are those of the next step.
-        quarantined: a record for each region that could not be read so far.
-        validated_step, previewed_step: the last step behind which a validation, a preview was finished; 0 = none.
-        best: the best validation, whose checkpoint is kept.
-        trained_s: seconds of training in earlier sessions, as far as their work was kept.
-        sessions: sessions so far, with this one.
-        pace: seconds of the last steps without the work between them, and without the first step of a session, which
-            holds the start of the readers.
-        pauses: seconds of the last validations (each with the save of a new best), previews, hand-overs of a checkpoint
-            ("save") and writes to disk ("write"), which the run waits for at its end alone.
-        forward_s: seconds of forward passes a sample, in the last steps.
-    """
-
+    # step, sample_index: both count from 0 and are those of the next step
     step: int = 0
     sample_index: int = 0
+    # a record for each region that could not be read so far
     quarantined: list[dict[str, Any]] = field(default_factory=list)
+    # validated_step, previewed_step: the last step behind which a validation, a preview was finished; 0 = none
     validated_step: int = 0
     previewed_step: int = 0
-    best: Best | None = None
-    trained_s: float = 0.0
-    sessions: int = 1
+    best: Best | None = None  # the best validation, whose checkpoint is kept
+    trained_s: float = 0.0  # seconds of training in earlier sessions, as far as their work was kept
+    sessions: int = 1  # sessions so far, with this one
+    # seconds of the last steps without the work between them, and without the first step of a session, which holds the
+    # start of the readers
     pace: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
+    # seconds of the last validations (each with the save of a new best), previews, hand-overs of a checkpoint ("save")
+    # and writes to disk ("write"), which the run waits for at its end alone
     pauses: dict[str, deque[float]] = field(default_factory=dict)
+    # seconds of forward passes a sample, in the last steps
     forward_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     _session_start: float = field(default_factory=time.monotonic)
 
