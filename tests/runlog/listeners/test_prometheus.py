@@ -17,8 +17,7 @@ from tests.conftest import REPOSITORY
 from vesuvius.monitor.memory.guard import Rung
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.verdict import Kind
-from vesuvius.runlog.listeners.exposition import _RISKS, METRICS
-from vesuvius.runlog.listeners.prometheus import Exporter
+from vesuvius.runlog.listeners.prometheus import _RISKS, METRICS, Exporter
 
 DOCS = REPOSITORY / "docs" / "prometheus"
 STEP = {

@@ -4,71 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
-from vesuvius.monitor.memory.trend import MIN_POINTS, theil_sen
 from vesuvius.monitor.postmortem.cause import NEARLY_FULL
 from vesuvius.monitor.postmortem.death import Cause, Victim, share_of
 from vesuvius.monitor.recent import MemorySample
 from vesuvius.runlog.units import GIB, size_text
 
-_MB = 10**6
-_SUDDEN_S = 10.0
 _LEAST_SPAN_S = 5.0
-_LEAST_GROWTH = 1 * _MB  # bytes a second; slower, and an hour of it is what a machine has to spare
+_LEAST_GROWN = 64 * 2**20  # within a minute; less, and an hour of it is what a machine has to spare
+_AT_EITHER_END = 5  # samples, of whose median no single peak is a part
 _BELOW_THE_KILL = 0.9
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Who took most memory in a span of time."""
+    """Who took most memory in the last minute."""
 
-    # who, span: for people
-    who: str
-    bytes_per_s: float  # the median slope, which no single peak moves
+    who: str  # for people
+    grown_bytes: int
     now_bytes: int  # what it came to
-    span: str = "the last minute"
 
 
-def fastest_growth(moments: Sequence[MemorySample]) -> Growth | None:
+def fastest_growth(samples: Sequence[MemorySample]) -> Growth | None:
     """What grew most: the trainer, a reader, the shared memory, or processes that are none of the run's.
 
-    Of growth that began in the last seconds the median of a minute shows nothing, so they are asked where it is silent.
-    None where nothing grew by at least 1 MB/s, or too little was seen.
+    From the median of the first samples to that of the last.  None where nothing grew by 64 MiB, or too little was
+    seen.
     """
-    if not moments:
+    times = [sample.time for sample in samples]
+    if not times or max(times) - min(times) < _LEAST_SPAN_S:
         return None
-    sudden = [moment for moment in moments if moment.time >= moments[-1].time - _SUDDEN_S]
-    if (growth := _fastest(moments, "the last minute")) or len(sudden) < MIN_POINTS:
-        return growth
-    return _fastest(sudden, f"the last {_SUDDEN_S:.0f} s")
-
-
-def _fastest(moments: Sequence[MemorySample], span: str) -> Growth | None:
-    last = moments[-1]
     series = {
-        "the trainer": [(m.time, m.trainer_bytes) for m in moments],
-        "shared memory, such as Ray's object store,": [(m.time, m.shared_bytes) for m in moments],
+        "the trainer": [sample.trainer_bytes for sample in samples],
+        "shared memory, such as Ray's object store,": [sample.shared_bytes for sample in samples],
         "something outside this run": [
-            (m.time, m.killer_used_bytes - m.used_bytes) for m in moments if m.killer == last.killer
+            sample.killer_used_bytes - sample.used_bytes for sample in samples if sample.killer == samples[-1].killer
         ],
-        **{f"reader {pid}": _of_reader(moments, pid) for pid in {pid for m in moments for pid in m.reader_bytes}},
+        **{
+            f"reader {pid}": [sample.reader_bytes[pid] for sample in samples if pid in sample.reader_bytes]
+            for pid in {pid for sample in samples for pid in sample.reader_bytes}
+        },
     }
-    grown = [Growth(who, _slope(points), points[-1][1], span) for who, points in series.items()]
-    fastest = max(grown, key=lambda growth: growth.bytes_per_s)
-    return fastest if fastest.bytes_per_s >= _LEAST_GROWTH else None
+    fastest = max(
+        (Growth(who, _grown(sizes), sizes[-1]) for who, sizes in series.items()), key=lambda growth: growth.grown_bytes
+    )
+    return fastest if fastest.grown_bytes >= _LEAST_GROWN else None
 
 
-def _slope(points: Sequence[tuple[float, int]]) -> float:
-    """Bytes a second; 0 where too little was seen.  Of few points that of the first to the last."""
-    rising: list[tuple[float, int]] = []
-    for point in points:
-        if not rising or point[0] > rising[-1][0]:  # the clock may have been set back
-            rising.append(point)
-    (began, first), (ended, now) = rising[0], rising[-1]
-    if ended - began < _LEAST_SPAN_S:
-        return 0.0
-    trend = theil_sen(rising)
-    return trend.bytes_per_s if trend else (now - first) / (ended - began)
+def _grown(sizes: Sequence[int]) -> int:
+    ends = max(min(_AT_EITHER_END, len(sizes) // 2), 1)
+    return median_low(sizes[-ends:]) - median_low(sizes[:ends])
 
 
 def remedy_of(
@@ -108,7 +94,7 @@ def _less_memory(victim: Victim, workers: int, moments: Sequence[MemorySample]) 
     sentences = []
     if growth is not None:
         sentences.append(
-            f"{growth.who} grew most in {growth.span}: by {growth.bytes_per_s / _MB:.1f} MB/s, "
+            f"{growth.who} grew most in the last minute: by {size_text(growth.grown_bytes)}, "
             f"to {size_text(growth.now_bytes)}."
         )
     if victim == "reader":
@@ -123,10 +109,6 @@ def _less_memory(victim: Victim, workers: int, moments: Sequence[MemorySample]) 
     if limit is not None:
         sentences.append(f"With monitor.ram_limit_gib={limit} the memory guard steps in before the kill.")
     return " ".join(sentences)
-
-
-def _of_reader(moments: Sequence[MemorySample], pid: int) -> list[tuple[float, int]]:
-    return [(moment.time, moment.reader_bytes[pid]) for moment in moments if pid in moment.reader_bytes]
 
 
 def _ram_limit_gib(moments: Sequence[MemorySample]) -> float | None:
