@@ -42,8 +42,6 @@ def test_a_terminal_is_watched_until_ctrl_c_which_is_no_error(tmp_path: Path) ->
     [
         ["a", "b"],
         ["a", "--pid", "1"],
-        ["a", "--ray"],
-        ["--pid", "1", "--ray"],
         ["--config", "x.yaml", "name"],
         ["--once", "--watch", "1"],
         ["--once", "--wait-until", "warn"],

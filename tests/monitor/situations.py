@@ -32,11 +32,10 @@ from vesuvius.monitor.postmortem.cause import KillCounts
 from vesuvius.monitor.postmortem.cause import judge as judge_death
 from vesuvius.monitor.postmortem.remedy import remedy_of
 from vesuvius.monitor.probes.cores import quota_periods, usable_cores
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.machine import read_machine
-from vesuvius.monitor.probes.rates import Rates, rates_between
-from vesuvius.monitor.probes.roots import Roots
-from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.verdict import judge
 from vesuvius.monitor.window import Knobs, Window
 from vesuvius.runlog.units import GIB

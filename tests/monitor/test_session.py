@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session, find_pid, is_alive, read_session
 
 LIMITS = Limits(ray_share=0.95, configured_bytes=3 * 2**30, warn_at=0.5)

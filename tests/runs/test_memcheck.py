@@ -273,15 +273,14 @@ def test_a_real_runs_reader_and_ray_are_told_apart_by_whoever_looks(tmp_path: Pa
                 assert run.poll() is None, "it must go on until it has a reader"
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-            parts, by_pid, ray = (seen_parts(tmp_path, *what) for what in (["tiny"], ["--pid", run.pid], ["--ray"]))
+            parts, by_pid = (seen_parts(tmp_path, *what) for what in (["tiny"], ["--pid", run.pid]))
         finally:
             run.kill()
     readers = parts["reader"]
     assert len(readers) == 1
     assert readers[0] in by_pid["reader"]
-    assert readers[0] in ray["reader"]
     assert len(by_pid["reader"]) == 1, "Ray's own processes have no row each"
-    for found in (parts, by_pid, ray):
+    for found in (parts, by_pid):
         assert {"others", "store", "total"} <= set(found)
     killed = run_memcheck("tiny", cwd=tmp_path)
     assert killed.returncode == 12

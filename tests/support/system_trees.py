@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots
 
 NO_LIMIT_V1 = 9223372036854771712
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -11,7 +11,7 @@ import torch
 from vesuvius.config import Config
 from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.probes.rates import Rates
+from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.session import SessionRecord
 from vesuvius.runlog.metrics import Metrics
 from vesuvius.runlog.run_dir import RunDir

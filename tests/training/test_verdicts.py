@@ -21,7 +21,7 @@ from vesuvius.config.load import read_config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.monitor.clock import HostClock
-from vesuvius.monitor.probes.rates import Rates
+from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.step_times import StepTimes
 from vesuvius.stream.feeder import FeederFigures

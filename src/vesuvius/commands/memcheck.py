@@ -1,4 +1,4 @@
-"""`vesuvius memcheck [RUN | --pid PID | --ray | --config FILE ...]`, also `tools/memcheck.py`.
+"""`vesuvius memcheck [RUN | --pid PID | --config FILE ...]`, also `tools/memcheck.py`.
 
 Looks from outside and changes nothing.  Needs psutil and rich alone, so that it runs where a run is dying.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from vesuvius.commands.command import positive_number, run_command, say
 from vesuvius.errors import EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
 from vesuvius.monitor.memcheck.inspection import Inspection, as_json
-from vesuvius.monitor.memcheck.inspector import Inspector, MachineInspector, ProcessInspector, RayInspector, Viewpoint
+from vesuvius.monitor.memcheck.inspector import Inspector, MachineInspector, ProcessInspector, Viewpoint
 from vesuvius.monitor.memcheck.run_inspector import RunInspector
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.postmortem.death import death_lines
@@ -65,7 +65,7 @@ def _main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vesuvius memcheck",
-        usage="vesuvius memcheck [RUN | --pid PID | --ray | --config FILE [KEY=VALUE ...]] [options]",
+        usage="vesuvius memcheck [RUN | --pid PID | --config FILE [KEY=VALUE ...]] [options]",
         description="Show a run's memory, what limits it and how near a kill is.  Reads only; the run may be dead.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -73,7 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("words", nargs="*", metavar="RUN", help="a run directory, or the name of one below runs/")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--pid", type=int, metavar="PID", help="any process and those below it")
-    what.add_argument("--ray", action="store_true", help="all of Ray on this machine")
     what.add_argument("--config", type=Path, metavar="FILE", help="what a config needs; key.path=value may follow")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="look once; the default where the output is no terminal")
@@ -91,8 +90,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Ends with a usage error where arguments do not go together."""
     if args.config is None and len(args.words) > 1:
         parser.error(f"one run at a time; got {' '.join(args.words)}")
-    if args.words and args.config is None and (args.pid is not None or args.ray):
-        parser.error("RUN, --pid, --ray and --config exclude one another; give one of them")
+    if args.words and args.config is None and args.pid is not None:
+        parser.error("RUN, --pid and --config exclude one another; give one of them")
     if args.config is not None and (bad := [word for word in args.words if "=" not in word]):
         parser.error(f"after --config come overrides key.path=value; got {bad[0]!r}")
     if args.config is not None and (args.watch is not None or args.wait_until is not None):
@@ -108,7 +107,7 @@ def _inspector(args: argparse.Namespace, run: Path | None, viewpoint: Viewpoint)
         return RunInspector(run, viewpoint)
     if args.pid is not None:
         return ProcessInspector(args.pid, viewpoint)
-    return RayInspector(viewpoint) if args.ray else MachineInspector(viewpoint, runs_at_work(viewpoint))
+    return MachineInspector(viewpoint, runs_at_work(viewpoint))
 
 
 def runs_at_work(viewpoint: Viewpoint) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from vesuvius.doctor.check import Finding
 from vesuvius.monitor.memory.limits import Limits, tightest
 from vesuvius.monitor.probes.cores import quota_periods, usable_cores
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.window import THROTTLED
 from vesuvius.runlog.files.file_lock import take_lock

@@ -22,8 +22,7 @@ from vesuvius.monitor.alerts.notices import OTHERS_NAMED, Notice, Notices, other
 from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, limit_of
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
-from vesuvius.monitor.probes.rates import Rates, rates_between
-from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.system_record import Window, monitor_line, system_figures

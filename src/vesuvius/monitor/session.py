@@ -15,9 +15,9 @@ from time import time
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.probes.cgroup import read_cgroup
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.probes.processes import read_process
-from vesuvius.monitor.probes.roots import Roots
 from vesuvius.runlog.files.whole_file import write_whole
 
 # The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.

@@ -9,8 +9,7 @@ from typing import Any
 
 from vesuvius.monitor.memory.risk import Risk
 from vesuvius.monitor.probes.gpus import GpuUse
-from vesuvius.monitor.probes.rates import Rates
-from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.monitor.probes.system_sample import Rates, SystemSample
 from vesuvius.monitor.probes.vram import VramUse
 from vesuvius.runlog.units import DATE_FORMAT, GIB
 

@@ -15,7 +15,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.monitor.probes.cores import bound_cores, quota_periods, usable_cores
-from vesuvius.monitor.probes.rates import Rates
+from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict, judge
 from vesuvius.monitor.window import THROTTLED, Knobs, Thresholds, Window

@@ -30,7 +30,7 @@ from vesuvius.monitor.postmortem.post_mortem import (
     record_run_death,
 )
 from vesuvius.monitor.postmortem.remedy import fastest_growth, remedy_of
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session, boot_id, read_session
 from vesuvius.runlog.units import GIB
@@ -316,7 +316,7 @@ import os, sys, time
 from pathlib import Path
 from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.postmortem.cause import read_counts_of
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.session import begin_session

@@ -19,7 +19,7 @@ from tests.support.system_trees import (
     write_v2,
 )
 from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse, Pressure, parse_pressure, read_cgroup
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.runlog.units import GIB
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.system_trees import empty_roots
 from vesuvius.monitor.probes.cores import quota_periods, usable_cores
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots
 
 PID = os.getpid()
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.system_trees import empty_roots, write_machine
 from vesuvius.monitor.probes.cgroup import Pressure
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.machine import read_machine
-from vesuvius.monitor.probes.roots import Roots
 from vesuvius.runlog.units import GIB
 
 

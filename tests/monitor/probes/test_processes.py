@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.system_trees import empty_roots, write_process
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.processes import ProcessTree, pss_bytes, read_process
-from vesuvius.monitor.probes.roots import Roots
 from vesuvius.runlog.units import GIB
 
 MIB = 2**20

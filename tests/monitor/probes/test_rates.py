@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.system_trees import empty_roots, write_machine, write_process
-from vesuvius.monitor.probes.rates import rates_between
-from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, rates_between
 from vesuvius.runlog.units import GIB
 
 

@@ -10,8 +10,7 @@ from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_
 from vesuvius.monitor.memory.limits import MemoryLimit
 from vesuvius.monitor.memory.risk import Exhaustion, Level
 from vesuvius.monitor.memory.trend import Trend
-from vesuvius.monitor.probes.rates import Rates
-from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.monitor.probes.system_sample import Rates, SystemSample
 
 State = Literal["running", "hung", "ended", "killed", "elsewhere", "unknown"]
 
@@ -48,7 +47,7 @@ class Inspection:
 
     Attributes:
         time: of it, seconds since 1970.
-        what: "run", "process", "ray" or "machine".
+        what: "run", "process" or "machine".
         name: of that, for people.
         state: of the run or process; `elsewhere` = on another machine, where only its files can be read.
         state_text: the same for people, with the figure that says so.
@@ -72,7 +71,7 @@ class Inspection:
     """
 
     time: float
-    what: Literal["run", "process", "ray", "machine"]
+    what: Literal["run", "process", "machine"]
     name: str
     state: State
     state_text: str

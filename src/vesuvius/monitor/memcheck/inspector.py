@@ -10,19 +10,15 @@ from typing import Protocol
 from vesuvius.errors import NoRunError
 from vesuvius.monitor.memcheck.inspection import Inspection
 from vesuvius.monitor.memcheck.live_history import LiveHistory
-from vesuvius.monitor.memcheck.parts import Labels
-from vesuvius.monitor.memcheck.ray_processes import find_ray_tops, is_ray, is_raylet, is_reader
+from vesuvius.monitor.memcheck.parts import Labels, is_ray, is_reader
 from vesuvius.monitor.memory.limits import Limits, ray_share_from_environment
-from vesuvius.monitor.probes.files import read_text
+from vesuvius.monitor.probes.files import Roots, read_text
 from vesuvius.monitor.probes.gpus import Gpus
-from vesuvius.monitor.probes.machine import read_machine
-from vesuvius.monitor.probes.processes import ProcessTree, ProcessUse
-from vesuvius.monitor.probes.roots import Roots
-from vesuvius.monitor.probes.system_sample import SystemSample, Watcher, sample_system
+from vesuvius.monitor.probes.processes import ProcessUse
+from vesuvius.monitor.probes.system_sample import Watcher, sample_system
 from vesuvius.runlog.units import format_time
 
 _PROCESS = Labels(root="process", singles="processes below it", single="process", others="Ray's", store="shared memory")
-_RAY = Labels(singles="readers", single="reader", others="Ray's own", store="object store")
 _LONG_AGO_S = 3600.0
 _NAME_LENGTH = 24
 
@@ -88,53 +84,6 @@ class ProcessInspector:
         if process.pid not in self._ray:
             self._ray[process.pid] = is_ray(process.pid, self._viewpoint.roots)
         return self._ray[process.pid]
-
-
-class RayInspector:
-    """All of Ray on this machine, whoever has started it."""
-
-    def __init__(self, viewpoint: Viewpoint) -> None:
-        self._viewpoint = viewpoint
-        self._trees: dict[int, ProcessTree] = {}
-        total_bytes = read_machine(viewpoint.roots).total_bytes
-        limits = Limits(ray_share=ray_share_from_environment(os.environ, total_bytes))
-        self._history = LiveHistory(limits, _RAY, None, _LONG_AGO_S)
-        self._seen = False
-
-    def inspect(self) -> Inspection:
-        """What its processes hold now.  Raises NoRunError: there are none."""
-        now, sample = time.time(), self._look()
-        if not sample.processes:
-            if not self._seen:
-                raise NoRunError("--ray needs a Ray at work on this machine; got none; a run without readers has none")
-            return Inspection(now, "ray", "Ray on this machine", "ended", f"ended before {format_time(now)}")
-        self._seen = True
-        raylets = sum(is_raylet(pid, self._viewpoint.roots) for pid in self._trees)
-        found = Inspection(
-            now,
-            "ray",
-            "Ray on this machine",
-            "running",
-            f"{raylets} running, {len(sample.processes)} processes",
-            no_gpus=self._viewpoint.no_gpus,
-        )
-        return self._history.add(found, sample)
-
-    def _look(self) -> SystemSample:
-        """Each Ray that is up, its drivers not among them."""
-        roots = self._viewpoint.roots
-        tops = find_ray_tops(roots)
-        self._trees = {pid: self._trees.get(pid) or ProcessTree(pid, roots) for pid in tops}
-        processes: dict[int, ProcessUse] = {}
-        shared = 0
-        for tree in self._trees.values():
-            try:
-                processes |= {process.pid: process for process in tree.sample()}
-            except ProcessLookupError:
-                continue
-            shared += tree.shared_bytes()
-        top = next(iter(tops), os.getpid())  # whose cgroup is looked at
-        return sample_system(top, roots, self._viewpoint.gpus, tuple(processes.values()), shared)
 
 
 class MachineInspector:

@@ -6,13 +6,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from vesuvius.monitor.memcheck.inspection import Inspection
-from vesuvius.monitor.memcheck.parts import WARMUP_S, Figure, History, Labels, split_moment, split_sample
-from vesuvius.monitor.memcheck.ray_processes import is_reader
+from vesuvius.monitor.memcheck.parts import WARMUP_S, Figure, History, Labels, is_reader, split_moment, split_sample
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, killers_of, limit_of
 from vesuvius.monitor.memory.risk import RiskWatch
 from vesuvius.monitor.probes.processes import ProcessUse
-from vesuvius.monitor.probes.rates import rates_between
-from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.monitor.probes.system_sample import SystemSample, rates_between
 from vesuvius.monitor.recent import MemorySample
 from vesuvius.monitor.run_files import Peak
 

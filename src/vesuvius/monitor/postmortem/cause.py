@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from vesuvius.monitor.postmortem.death import Cause, share_of
 from vesuvius.monitor.probes.cgroup import read_cgroup
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.machine import read_machine
-from vesuvius.monitor.probes.roots import Roots
 from vesuvius.monitor.recent import MemorySample
 
 NEARLY_FULL = 0.9

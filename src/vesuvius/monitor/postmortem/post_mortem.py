@@ -15,8 +15,8 @@ from typing import Any, Literal
 from vesuvius.monitor.postmortem.cause import KillCounts, judge, read_counts_of
 from vesuvius.monitor.postmortem.death import LAST_S, Cause, Death, append_death, read_deaths, share_of
 from vesuvius.monitor.postmortem.remedy import remedy_of
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.processes import read_process
-from vesuvius.monitor.probes.roots import Roots
 from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.run_files import METRICS_BYTES, Tail
 from vesuvius.monitor.session import SessionRecord, boot_id, is_alive, pid_namespace, read_session

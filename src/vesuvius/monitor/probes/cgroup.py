@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from vesuvius.monitor.probes.files import read_counts, read_text
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots, read_counts, read_text
 
 # Version 1 says "no limit" with the largest number of bytes that are whole pages, which depends on the page.
 _NO_LIMIT_BYTES = 2**60

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from vesuvius.monitor.probes.cgroup import cgroup_chain
-from vesuvius.monitor.probes.files import read_counts, read_text
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots, read_counts, read_text
 
 
 def bound_cores(pid: int = 0) -> frozenset[int]:

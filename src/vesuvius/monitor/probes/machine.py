@@ -9,8 +9,7 @@ from typing import Any
 import psutil
 
 from vesuvius.monitor.probes.cgroup import Pressure, parse_pressure
-from vesuvius.monitor.probes.files import read_counts, read_text
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots, read_counts, read_text
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from vesuvius.monitor.probes.files import read_text
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots, read_text
 
 _BLOCK_BYTES = 512  # unit of st_blocks on every file system
 _NAME_LENGTH = 60

@@ -15,7 +15,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
-from vesuvius.monitor.probes.roots import Roots
+from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.feeder import HELD
