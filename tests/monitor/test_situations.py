@@ -162,7 +162,7 @@ SITUATIONS = [
     Situation(
         "9 GiB pinned and 6 of object store besides 3 of our own, of `ram_limit_gib: 20`",
         lambda p: steady(pinned(p), Limits(configured_bytes=20 * GIB)),
-        *("WARN", "worker", "18.00 GiB of 20.00 GiB"),
+        *("WARN", "worker", "18.00 of 20.00 GiB in use"),
     ),
     # speed
     Situation(

@@ -25,7 +25,7 @@ from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import MemorySample, RecentFile
-from vesuvius.monitor.system_record import Window, monitor_line, system_figures
+from vesuvius.monitor.system_record import SystemWindow, monitor_line, system_figures
 from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.rotated import RotatedFile
@@ -259,7 +259,7 @@ class Monitor:
         now = time.monotonic()
         if now >= self._say_blind_again_s:
             self._say_blind_again_s = now + _BLIND_EVERY_S
-            log.warning("the monitor could not look at the run; it goes on trying", exc_info=True)
+            log.warning("sampling failed; retrying", exc_info=True)
 
     def _keep(self, sample: SystemSample, vram: VramUse | None) -> None:
         told, first, held = self.told, self.risk.killers[0], {p.pid: p.anon_bytes for p in sample.processes}
@@ -290,8 +290,8 @@ class Monitor:
         self._moments.append(moment)
         self._writer.later(lambda: self._recent.write(moment))
 
-    def _window(self, samples: list[SystemSample], vrams: list[VramUse]) -> Window:
-        return Window(
+    def _window(self, samples: list[SystemSample], vrams: list[VramUse]) -> SystemWindow:
+        return SystemWindow(
             step=self.told.step,
             samples=samples,
             vrams=vrams,
@@ -302,7 +302,7 @@ class Monitor:
             monitor_cores=self._cost.share(),
         )
 
-    def _write(self, window: Window) -> None:
+    def _write(self, window: SystemWindow) -> None:
         record = self._records.write("system", **system_figures(window), disk=self._look_at_disk(window.step))
         self._lines.write_line(monitor_line(window))
         self._on_record(record)

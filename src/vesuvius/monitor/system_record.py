@@ -15,7 +15,7 @@ from vesuvius.runlog.units import DATE_FORMAT, GIB
 
 
 @dataclass(frozen=True)
-class Window:
+class SystemWindow:
     """What was seen between two records.
 
     Attributes:
@@ -39,7 +39,7 @@ class Window:
     monitor_cores: float | None
 
 
-def system_figures(window: Window) -> dict[str, Any]:
+def system_figures(window: SystemWindow) -> dict[str, Any]:
     """The fields of the record: [min, mean, max] where a figure moves within the window; null is not known.  Pure."""
     gpus: dict[str, list[GpuUse]] = {}
     for gpu in (gpu for sample in window.samples for gpu in sample.gpus):  # one that fails to answer is left out
@@ -56,7 +56,7 @@ def system_figures(window: Window) -> dict[str, Any]:
     }
 
 
-def _memory_figures(window: Window) -> dict[str, Any]:
+def _memory_figures(window: SystemWindow) -> dict[str, Any]:
     samples, last = window.samples, window.samples[-1]
     return {
         "limit_bytes": window.limit_bytes,
@@ -86,7 +86,7 @@ def _risk_figures(risk: Risk) -> dict[str, Any]:
     }
 
 
-def _rates_figures(window: Window) -> dict[str, Any]:
+def _rates_figures(window: SystemWindow) -> dict[str, Any]:
     rates = window.rates
     if rates is None:
         return {}
@@ -131,7 +131,7 @@ def _gpu_figures(seen: Sequence[GpuUse]) -> dict[str, Any]:
     }
 
 
-def monitor_line(window: Window) -> str:
+def monitor_line(window: SystemWindow) -> str:
     """The line of monitor.log; '-' is not known.  Pure but for the time of day."""
     last, first, rates, vrams = window.samples[-1], window.risk.killers[0], window.rates, window.vrams
     used = max(sample.used_bytes for sample in window.samples) / GIB

@@ -13,16 +13,18 @@ import torch
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.errors import NonFiniteError
 from vesuvius.monitor.clock import StepClock
+from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict
 from vesuvius.runlog.logfile import StepFigures, step_line
 from vesuvius.runlog.step_times import StepTimes
+from vesuvius.stream.stream import PatchStream
 from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.mfu import seconds_at_peak
 from vesuvius.training.rank_news import RankNews
 from vesuvius.training.replay.file import MicroBatch, ReplayWriter
 from vesuvius.training.step.outcome import StepOutcome, StepResult
-from vesuvius.training.verdicts import Machine, StreamFigures, Verdicts, telemetry
+from vesuvius.training.verdicts import Verdicts, telemetry
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +69,8 @@ class StepReporter:
         self,
         run: RunContext,
         clock: StepClock,
-        stream: StreamFigures,
-        machine: Machine,
+        stream: PatchStream,
+        machine: Monitor,
         replays: ReplayWriter,
         on_verdict: Callable[[Verdict], None] = lambda verdict: None,
         news: RankNews | None = None,

@@ -1,6 +1,6 @@
 """Why a run ends before its last step: a signal, its time is up, or memory is short.
 
-The step in hand is always finished.
+The current step is always finished.
 """
 
 from __future__ import annotations

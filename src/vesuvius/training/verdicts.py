@@ -6,14 +6,15 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from vesuvius.config import Config
+from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.cores import bound_cores, quota_periods, usable_cores
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.quantile import quantile
@@ -21,9 +22,8 @@ from vesuvius.monitor.verdict import Verdict, judge
 from vesuvius.monitor.window import THROTTLED, Knobs, Thresholds, Window
 from vesuvius.runlog.step_times import StepTimes
 from vesuvius.runlog.units import format_percent
-from vesuvius.stream.feeder import FeederFigures
 from vesuvius.stream.options import StreamOptions, batches_ahead
-from vesuvius.stream.reading.reader_figures import ReaderFigures, ReaderTotals
+from vesuvius.stream.stream import PatchStream
 from vesuvius.training.context import RunContext
 
 log = logging.getLogger(__name__)
@@ -34,52 +34,6 @@ _STEPS_LEAST = 5
 # anew, the steps reported next may be from before: a GPU's come late.
 _AT_START, _AFTER_RECONFIGURE = 1, 3
 _RATES_EVERY_S = 5.0
-
-
-class StreamFigures(Protocol):
-    """The figures of a `PatchStream`."""
-
-    @property
-    def readers(self) -> Mapping[int, ReaderFigures]: ...
-
-    @property
-    def reader_deaths(self) -> int: ...
-
-    @property
-    def options(self) -> StreamOptions: ...
-
-    @property
-    def readers_with_work(self) -> int: ...
-
-    @property
-    def reader_totals(self) -> ReaderTotals: ...
-
-    @property
-    def feeder_figures(self) -> FeederFigures: ...
-
-
-class Machine(Protocol):
-    """The figures of a `Monitor`."""
-
-    def ram(self) -> tuple[int, int]:
-        """Bytes of memory that the run uses, and the limit."""
-        ...
-
-    def rates(self) -> Rates | None:
-        """How busy processors, disks and network are; None = not known."""
-        ...
-
-    def gpu_busy(self) -> float | None:
-        """Share of the time in which a kernel ran; None = not known."""
-        ...
-
-    def stopped_readers(self) -> int:
-        """Readers that a signal held in the last ten seconds."""
-        ...
-
-    def memory_is_short(self) -> bool:
-        """Whether more readers or batches ahead are out of the question."""
-        ...
 
 
 class Verdicts:
@@ -93,8 +47,8 @@ class Verdicts:
     def __init__(
         self,
         run: RunContext,
-        stream: StreamFigures,
-        machine: Machine,
+        stream: PatchStream,
+        machine: Monitor,
         on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     ) -> None:
         self._config = run.config
@@ -228,7 +182,7 @@ _TIMES = ("step_s", "data_s", "h2d_s", "forward_s", "backward_s", "optimizer_s",
 _READERS = ("decode_s", "bytes_read", "bytes_fetched", "requests", "retries")
 
 
-def telemetry(stream: StreamFigures) -> dict[str, Any]:
+def telemetry(stream: PatchStream) -> dict[str, Any]:
     """Totals of the readers and the feeder for the record of a step; they only grow within a session."""
     return {"readers": asdict(stream.reader_totals), "feeder": asdict(stream.feeder_figures)}
 
@@ -261,7 +215,7 @@ def knobs_of(
     )
 
 
-def _cores_of_readers(seen: Sequence[Rates], stream: StreamFigures) -> float | None:
+def _cores_of_readers(seen: Sequence[Rates], stream: PatchStream) -> float | None:
     """Processors that readers on this machine used, on average; None where none of them was seen."""
     pids = list(stream.readers)
     used = [

@@ -225,6 +225,6 @@ def test_a_calm_reason_names_nothing_that_could_look_like_a_kill(name: str):
 def test_a_warning_gives_used_limit_growth_time_and_process():
     reason = _risks(4 * GIB + 50 * MB * np.arange(66), 8 * GIB)[-1].reason
     assert reason == (
-        "near out of memory: Ray's memory monitor counts 7.03 of 8.00 GiB in use (88%) and strikes at 7.60 GiB, "
+        "near out of memory: Ray's memory monitor: 7.03 of 8.00 GiB in use (88%); kills at 7.60 GiB, "
         "growing 50.0 MB/s: full in 12s (12s to 12s), fastest process 1 (50.0 MB/s)"
     )

@@ -124,7 +124,7 @@ class Watchdog:
             try:
                 self.sample()
             except Exception:
-                log.exception("the watchdog could not look at the run; it goes on trying")
+                log.exception("the watchdog failed; retrying")
 
     def _say_hung(self, expected: _Expected, seconds: float) -> None:
         waiting_for = expected.waiting_for if isinstance(expected.waiting_for, str) else expected.waiting_for()

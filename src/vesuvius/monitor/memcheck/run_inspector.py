@@ -214,9 +214,7 @@ def _from_moments(found: Inspection, notes: RunState, now: float) -> Inspection:
         history.add(split_moment(moment))
     labels = Labels(others="Ray's own" if notes.session and notes.session.workers else "others")
     fresh = found.state == "elsewhere" and abs(now - last.time) <= _FRESH_S
-    reason = (
-        f"{last.killer} counted {size_text(last.killer_used_bytes)} and strikes at {size_text(last.kills_at_bytes)}"
-    )
+    reason = f"{last.killer}: {size_text(last.killer_used_bytes)} in use; kills at {size_text(last.kills_at_bytes)}"
     return replace(
         found,
         rows=history.rows(labels, notes.peaks),

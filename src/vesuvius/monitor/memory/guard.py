@@ -23,7 +23,7 @@ _HEIGHTS: dict[Rung, int] = {"prefetch": 1, "worker": 2, "exit": 3}
 
 @dataclass(frozen=True)
 class Order:
-    """What the loop is to do behind the step in hand."""
+    """What the loop is to do after the current step."""
 
     rung: Rung  # shrink the prefetch, drop a worker, or save and exit
     reason: str  # the figures that make it necessary, for people
@@ -166,5 +166,5 @@ def _remembered_text(left_s: float, risk: Risk) -> str:
 
 
 def _exit_s(step_s: float) -> float:
-    """An order is seen behind the step in hand, and the step after it may be as long."""
+    """An order is seen after the current step, and the step after it may be as long."""
     return 2 * step_s + _SAVE_S

@@ -191,8 +191,8 @@ def _reason(
 
 def _figures_text(killer: MemoryLimit) -> str:
     return (
-        f"{killer.name} counts {gib(killer.used_bytes)} of {gib(killer.limit_bytes)} GiB in use "
-        f"({killer.share:.0%}) and strikes at {gib(killer.kills_at_bytes)} GiB"
+        f"{killer.name}: {gib(killer.used_bytes)} of {gib(killer.limit_bytes)} GiB in use ({killer.share:.0%}); kills "
+        f"at {gib(killer.kills_at_bytes)} GiB"
     )
 
 

@@ -124,7 +124,7 @@ class Progress:
 
         Args:
             behind: a step that has just been reported; default: the present one, and what is due there is done.
-            limit_s: seconds until `max_hours` are over: the step in hand is finished then, and its checkpoint saved.
+            limit_s: seconds until `max_hours` are over: the current step is finished then, and its checkpoint saved.
         """
         if not self.pace:
             return None
