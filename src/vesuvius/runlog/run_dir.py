@@ -48,11 +48,35 @@ _PACKAGES = (
 )
 
 
+class _Below:
+    """A path in a run directory, as an attribute of `RunDir`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """Paths of one run."""
 
     path: Path
+    log = _Below("logs/train_full.log")
+    monitor_log = _Below("logs/monitor.log")
+    metrics = _Below("metrics.jsonl")
+    system = _Below("system.jsonl")
+    recent = _Below("recent.jsonl")
+    session = _Below("session.json")
+    post_mortem = _Below("post_mortem.jsonl")
+    quarantine = _Below("quarantine.jsonl")
+    reading = _Below("reading")  # notes of the processes that read, and what those left that crashed
+    checkpoints = _Below("checkpoints")
+    samples = _Below("samples")
+    nonfinite = _Below("nonfinite")
+    stacks = _Below("stacks")
+    tensorboard = _Below("tb")
 
     def exists(self) -> bool:
         """Whether a run has begun here; what a tune or a bench has written is none."""
@@ -60,63 +84,6 @@ class RunDir:
             return any(entry.name not in (*_BESIDE, _LOCK) for entry in self.path.iterdir())
         except OSError:  # it is not there, is a file, or may not be read
             return self.path.exists()
-
-    @property
-    def log(self) -> Path:
-        return self.path / "logs" / "train_full.log"
-
-    @property
-    def monitor_log(self) -> Path:
-        return self.path / "logs" / "monitor.log"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def system(self) -> Path:
-        return self.path / "system.jsonl"
-
-    @property
-    def recent(self) -> Path:
-        return self.path / "recent.jsonl"
-
-    @property
-    def session(self) -> Path:
-        return self.path / "session.json"
-
-    @property
-    def post_mortem(self) -> Path:
-        return self.path / "post_mortem.jsonl"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.path / "quarantine.jsonl"
-
-    @property
-    def reading(self) -> Path:
-        """Notes of the processes that read, and what those left that crashed."""
-        return self.path / "reading"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def nonfinite(self) -> Path:
-        return self.path / "nonfinite"
-
-    @property
-    def stacks(self) -> Path:
-        return self.path / "stacks"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tb"
 
     def of_rank(self, rank: int) -> RunDir:
         """Where another rank than 0 keeps its log, its records and its notes."""

@@ -21,9 +21,9 @@ def test_the_rows_of_a_run_that_has_ended_add_up_to_its_total(tmp_path: Path, wo
     """Readers, the trainer, what neither is, and shared memory once.  A program that leaves the processes of Ray out,
     or counts all shared memory in each, shows a total that is another sum."""
     session = begin_session(tmp_path / "session.json", "tiny", workers, Limits())
-    kept = moments(
-        session.begin_time + 90, growth=0, used_bytes=9 * GIB, reader_bytes={11: 2 * GIB, 12: GIB} if workers else {}
-    )
+    uncounted = {"cgroup_oom_kills": None, "machine_oom_kills": None}
+    readers = {11: 2 * GIB, 12: GIB} if workers else {}
+    kept = moments(session.begin_time + 90, growth=0, used_bytes=9 * GIB, reader_bytes=readers, **uncounted)
     with closing(RecentFile(tmp_path / "recent.jsonl")) as recent:
         for moment in kept:
             recent.write(moment)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from vesuvius.monitor.memcheck.inspection import Inspection
-from vesuvius.monitor.memcheck.parts import WARMUP_S, Figure, History, Labels, is_reader, split_moment, split_sample
+from vesuvius.monitor.memcheck.parts import WARMUP_S, Figure, History, Labels, is_reader, sizes_of, sizes_then
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, killers_of, limit_of
 from vesuvius.monitor.memory.risk import RiskWatch
 from vesuvius.monitor.probes.processes import ProcessUse
@@ -70,12 +70,11 @@ class LiveHistory:
         if self._before is None:
             for moment in moments:
                 if moment.time < sample.time:
-                    self._parts.add(split_moment(moment))
+                    self._parts.add(moment.time, sizes_then(moment))
                     then = killers_then(moment, sample, self._limits)
                     self._watch.judge(moment.time, then, _private_then(moment, sample))
-        self._parts.add(
-            split_sample(sample, self._root_pid, lambda process: process.pid in readers or self._is_single(process))
-        )
+        singles = {process.pid for process in sample.processes if self._is_single(process)}
+        self._parts.add(sample.time, sizes_of(sample, self._root_pid, singles.union(readers)))
         risk = self._watch.add(sample)
         before, self._before = self._before, sample
         cache_bytes = sample.cgroup.file_bytes if sample.cgroup else sample.machine.page_cache_bytes

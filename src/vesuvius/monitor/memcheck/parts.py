@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from vesuvius.monitor.memcheck.inspection import Row
@@ -17,19 +17,9 @@ WARMUP_S = 120.0
 """For so long after its start a process allocates what it will need; that is no slope."""
 
 
-@dataclass(frozen=True)
-class Split:
-    """Memory at one moment, by part."""
-
-    time: float  # seconds since 1970
-    root_bytes: int | None  # private memory of the process at the top; None where there is none (`--ray`)
-    single_bytes: Mapping[int, int]  # private memory of each process that has a row of its own, by pid
-    others_bytes: int  # private memory of all others together
-    shared_bytes: int  # shared memory, once
-
-    @property
-    def used_bytes(self) -> int:
-        return (self.root_bytes or 0) + sum(self.single_bytes.values()) + self.others_bytes + self.shared_bytes
+Sizes = dict[str | int, int]
+"""Memory at one moment, by part: "root" (the process at the top), "readers" (all that have a row of their own), each of
+these by its pid, "others" (the private memory of the rest), "shared" (once) and "used", the sum."""
 
 
 @dataclass(frozen=True)
@@ -43,30 +33,27 @@ class Labels:
     store: str = "object store"
 
 
-def split_sample(sample: SystemSample, root_pid: int | None, is_single: Callable[[ProcessUse], bool]) -> Split:
-    """A sample by part.  Pure."""
-    root = next((process.anon_bytes for process in sample.processes if process.pid == root_pid), None)
-    below = [process for process in sample.processes if process.pid != root_pid]
-    return Split(
-        time=sample.time,
-        root_bytes=root,
-        single_bytes={process.pid: process.anon_bytes for process in below if is_single(process)},
-        others_bytes=sum(process.anon_bytes for process in below if not is_single(process)),
-        shared_bytes=sample.shared_bytes,
-    )
+def sizes_of(sample: SystemSample, root_pid: int | None, singles: Collection[int]) -> Sizes:
+    """A sample by part; `singles`: the pids that have a row of their own.  Pure."""
+    held = {process.pid: process.anon_bytes for process in sample.processes}
+    root = {} if root_pid not in held else {"root": held.pop(root_pid)}
+    alone = {pid: size for pid, size in held.items() if pid in singles}
+    others = sum(held.values()) - sum(alone.values())
+    return _with_sums({**root, "others": others, "shared": sample.shared_bytes}, alone)
 
 
-def split_moment(moment: MemorySample) -> Split:
-    """A moment by part.  Pure."""
+def sizes_then(moment: MemorySample) -> Sizes:
+    """A kept sample by part.  Pure."""
     known = moment.trainer_bytes + sum(moment.reader_bytes.values()) + moment.shared_bytes
-    return Split(
-        time=moment.time,
-        root_bytes=moment.trainer_bytes,
-        single_bytes=moment.reader_bytes,
-        # Readers on other machines have said what they hold; it is no part of what is used here.
-        others_bytes=max(moment.used_bytes - known, 0),
-        shared_bytes=moment.shared_bytes,
-    )
+    # Readers on other machines have said what they hold; it is no part of what is used here.
+    others = max(moment.used_bytes - known, 0)
+    parts = {"root": moment.trainer_bytes, "others": others, "shared": moment.shared_bytes}
+    return _with_sums(parts, moment.reader_bytes)
+
+
+def _with_sums(parts: Mapping[str, int], singles: Mapping[int, int]) -> Sizes:
+    readers = sum(singles.values())
+    return {**parts, **singles, "readers": readers, "used": sum(parts.values()) + readers}
 
 
 class Figure:
@@ -103,24 +90,23 @@ class Figure:
 
 
 class History:
-    """Splits over time: what is the most, and the slope, of each part.
+    """Sizes over time: what is the most, and the slope, of each part.
 
     Args:
-        warmup_s: so long after the first split slopes say nothing; single processes that come later have their own.
+        warmup_s: so long after the first sizes slopes say nothing; single processes that come later have their own.
     """
 
     def __init__(self, warmup_s: float = WARMUP_S) -> None:
         self._warmup_s = warmup_s
         self._figures: dict[str | int, Figure] = {}
-        self._last: Split | None = None
+        self._last: Sizes = {}
 
-    def add(self, split: Split) -> None:
-        """Take a split in, later than those before."""
-        warmup_s = self._warmup_s if self._last is None else WARMUP_S
-        self._last = split
-        sizes = _sizes(split)
+    def add(self, time: float, sizes: Sizes) -> None:
+        """Take sizes in, later than those before."""
+        warmup_s = WARMUP_S if self._last else self._warmup_s
+        self._last = sizes
         for name, size in sizes.items():
-            self._figures.setdefault(name, Figure(warmup_s)).add(split.time, size)
+            self._figures.setdefault(name, Figure(warmup_s)).add(time, size)
         for name in [name for name in self._figures if isinstance(name, int) and name not in sizes]:
             del self._figures[name]
 
@@ -134,14 +120,14 @@ class History:
             known: peaks from elsewhere (the run's own records).
             names: what single processes are called besides their pid.
         """
-        if (last := self._last) is None:
+        if not (last := self._last):
             return ()
-        singles = sorted(last.single_bytes, key=lambda pid: -last.single_bytes[pid])
+        singles = sorted((name for name in last if isinstance(name, int)), key=lambda pid: -last[pid])
         wanted: list[tuple[str, str, str | int]] = [
-            *([("root", labels.root, "root")] if last.root_bytes is not None else []),
+            *([("root", labels.root, "root")] if "root" in last else []),
             *([("readers", f"{labels.singles} ({len(singles)})", "readers")] if singles else []),
             *(("reader", f"{labels.single} {pid} {(names or {}).get(pid, '')}".rstrip(), pid) for pid in singles),
-            *([("others", labels.others, "others")] if last.others_bytes else []),
+            *([("others", labels.others, "others")] if last["others"] else []),
             ("store", labels.store, "shared"),
             ("total", "total", "used"),
         ]
@@ -150,19 +136,6 @@ class History:
             for part, name, figure in wanted
         ]
         return tuple(row for row in rows if row is not None)
-
-
-def _sizes(split: Split) -> dict[str | int, int]:
-    """Each size of a split by name, the single processes by pid."""
-    sizes: dict[str | int, int] = {
-        "others": split.others_bytes,
-        "shared": split.shared_bytes,
-        "used": split.used_bytes,
-        "readers": sum(split.single_bytes.values()),
-    }
-    if split.root_bytes is not None:
-        sizes["root"] = split.root_bytes
-    return sizes | dict(split.single_bytes)
 
 
 def is_reader(process: ProcessUse) -> bool:

@@ -11,7 +11,7 @@ import psutil
 from vesuvius.monitor.memcheck.inspection import Inspection, Row, State, Steps
 from vesuvius.monitor.memcheck.inspector import Viewpoint
 from vesuvius.monitor.memcheck.live_history import LiveHistory
-from vesuvius.monitor.memcheck.parts import Figure, History, Labels, split_moment
+from vesuvius.monitor.memcheck.parts import Figure, History, Labels, sizes_then
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.postmortem.cause import KillCounts
 from vesuvius.monitor.postmortem.death import Death, headline, read_deaths
@@ -211,7 +211,7 @@ def _from_moments(found: Inspection, notes: RunState, now: float) -> Inspection:
     """The last minutes as the run itself saw them: of a dead run, or one on another machine."""
     history, last = History(warmup_s=0.0), notes.moments[-1]
     for moment in notes.moments:
-        history.add(split_moment(moment))
+        history.add(moment.time, sizes_then(moment))
     labels = Labels(others="Ray's own" if notes.session and notes.session.workers else "others")
     fresh = found.state == "elsewhere" and abs(now - last.time) <= _FRESH_S
     reason = f"{last.killer}: {size_text(last.killer_used_bytes)} in use; kills at {size_text(last.kills_at_bytes)}"

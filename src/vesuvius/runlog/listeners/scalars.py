@@ -36,20 +36,11 @@ def scalars_of(record: Record) -> dict[str, float | None]:
     """The table: tag -> figure of a record, None where it is not known."""
     match record["kind"]:
         case "step":
+            times = "step", "data", "h2d", "gpu", "forward", "backward", "optimizer", "other", "step_p95"
             return {
-                "train/loss": record.get("loss"),
-                "train/grad_norm": record.get("grad_norm"),
-                "train/lr": record.get("lr"),
-                "time/step_s": record.get("step_s"),
-                "time/data_s": record.get("data_s"),
-                "time/h2d_s": record.get("h2d_s"),
-                "time/gpu_s": record.get("gpu_s"),
-                "time/forward_s": record.get("forward_s"),
-                "time/backward_s": record.get("backward_s"),
-                "time/optimizer_s": record.get("optimizer_s"),
-                "time/other_s": record.get("other_s"),
+                **{f"train/{name}": record.get(name) for name in ("loss", "grad_norm", "lr")},
+                **{f"time/{name}_s": record.get(f"{name}_s") for name in times},
                 "time/comm_s": record.get("comm_s") or None,
-                "time/step_p95_s": record.get("step_p95_s"),
                 "time/samples_per_s": _quotient(record.get("samples"), record.get("step_s")),
                 "time/mfu": record.get("mfu"),
                 "memory/ram_gib": _quotient(record.get("ram_used_bytes"), GIB),
@@ -69,11 +60,8 @@ def scalars_of(record: Record) -> dict[str, float | None]:
         case "system":
             return _system_scalars(record)
         case "preview":
-            return {
-                "preview/histogram_distance": record.get("histogram_distance"),
-                "preview/spectrum_distance_db": record.get("spectrum_distance_db"),
-                "preview/correlation_distance": record.get("correlation_distance"),
-            }
+            distances = "histogram_distance", "spectrum_distance_db", "correlation_distance"
+            return {f"preview/{name}": record.get(name) for name in distances}
     return {}
 
 
