@@ -16,27 +16,16 @@ from vesuvius.runlog.units import DATE_FORMAT, GIB
 
 @dataclass(frozen=True)
 class SystemWindow:
-    """What was seen between two records.
+    """What was seen between two records."""
 
-    Attributes:
-        step: optimizer steps done.
-        looks: at least one, in order.
-        vrams: of the trainer's GPU, as many or none.
-        limit_bytes: what the run may use.
-        readers: private memory of each reader, by pid.
-        risk: of the last look.
-        rates: of the last ten seconds; None at the beginning.
-        monitor_cores: what the monitor itself took, as a share of one core.
-    """
-
-    step: int
-    samples: Sequence[SystemSample]
-    vrams: Sequence[VramUse]
-    limit_bytes: int
-    readers: Mapping[int, int]
-    risk: Risk
-    rates: Rates | None
-    monitor_cores: float | None
+    step: int  # optimizer steps done
+    samples: Sequence[SystemSample]  # at least one, in order
+    vrams: Sequence[VramUse]  # of the trainer's GPU, as many or none
+    limit_bytes: int  # what the run may use
+    readers: Mapping[int, int]  # private memory of each reader, by pid
+    risk: Risk  # of the last look
+    rates: Rates | None  # of the last ten seconds; None at the beginning
+    monitor_cores: float | None  # what the monitor itself took, as a share of one core
 
 
 def system_figures(window: SystemWindow) -> dict[str, Any]:

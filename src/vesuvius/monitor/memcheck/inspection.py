@@ -43,56 +43,36 @@ class Steps:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        time: of it, seconds since 1970.
-        what: "run", "process" or "machine".
-        name: of that, for people.
-        state: of the run or process; `elsewhere` = on another machine, where only its files can be read.
-        state_text: the same for people, with the figure that says so.
-        stalled: it hangs: by its own watchdog, or because there is no sign of life.
-        rows: the parts, then the total.
-        limit_bytes: the smallest limit.
-        page_cache_bytes: files that the system keeps in memory and gives back when asked; no part of the total.
-        level, reason: the risk; None = it cannot be judged.
-        killers: what may kill, nearest first.
-        trend, exhaustion: of the first killer's memory.
-        growing: by pid, the processes whose private memory grows beyond doubt.
-        vram: what the trainer has reserved; None without a GPU.
-        page_cache: as `page_cache_bytes`, over time.
-        vram_limit_bytes: of its GPU.
-        no_gpus: why no GPU is seen.
-        steps: None except of runs.
-        kills: what says that something was killed, a line each.
-        remarks: what else one should know, a line each.
-        pss_bytes: proportional set size of all processes; only where asked for.
-        look, rates: what the system says; None where it was not looked at.
-    """
-
-    time: float
+    time: float  # of it, seconds since 1970
     what: Literal["run", "process", "machine"]
-    name: str
-    state: State
-    state_text: str
-    stalled: bool = False
-    rows: tuple[Row, ...] = ()
-    limit_bytes: int | None = None
+    name: str  # of that, for people
+    state: State  # of the run or process; `elsewhere` = on another machine, where only its files can be read
+    state_text: str  # the same for people, with the figure that says so
+    stalled: bool = False  # it hangs: by its own watchdog, or because there is no sign of life
+    rows: tuple[Row, ...] = ()  # the parts, then the total
+    limit_bytes: int | None = None  # the smallest limit
+    # files that the system keeps in memory and gives back when asked; no part of the total
     page_cache_bytes: int | None = None
+    # level, reason: the risk; None = it cannot be judged
     level: Level | None = None
     reason: str = ""
-    killers: tuple[MemoryLimit, ...] = ()
+    killers: tuple[MemoryLimit, ...] = ()  # what may kill, nearest first
+    # trend, exhaustion: of the first killer's memory
     trend: Trend | None = None
     exhaustion: Exhaustion | None = None
+    # by pid, the processes whose private memory grows beyond doubt
     growing: Mapping[int, Trend] = field(default_factory=dict)
-    vram: Row | None = None
-    page_cache: Row | None = None
-    vram_limit_bytes: int | None = None
-    no_gpus: str | None = None
-    steps: Steps | None = None
-    kills: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
-    pss_bytes: int | None = None
+    vram: Row | None = None  # what the trainer has reserved; None without a GPU
+    page_cache: Row | None = None  # as `page_cache_bytes`, over time
+    vram_limit_bytes: int | None = None  # of its GPU
+    no_gpus: str | None = None  # why no GPU is seen
+    steps: Steps | None = None  # None except of runs
+    kills: tuple[str, ...] = ()  # what says that something was killed, a line each
+    remarks: tuple[str, ...] = ()  # what else one should know, a line each
+    pss_bytes: int | None = None  # proportional set size of all processes; only where asked for
+    # sample, rates: what the system says; None where it was not looked at
     sample: SystemSample | None = None
     rates: Rates | None = None
 
