@@ -1,7 +1,7 @@
-"""`recent.jsonl`: a ring of the last two minutes' looks, one a second, that outlives the run's own death.
+"""`recent.jsonl`: the samples of the last two minutes, one a second, which outlive the run's own death.
 
-A fixed number of slots of fixed size, each a line of JSON padded with spaces, written in place: no growth, no rename,
-and what was handed to the system is there though the process is killed in the next instant.
+Lines are appended, and handed to the system at once; after 120 of them the file becomes `recent.before.jsonl`, in the
+place of the one before.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from vesuvius.monitor.plain import from_plain
+from vesuvius.runlog.files.append_file import AppendFile
+from vesuvius.runlog.records import read_records
 
 log = logging.getLogger(__name__)
 
-# Divides a page of memory: the kernel copies a page at a time, and a signal that kills comes between pages, so no slot
-# is torn by it.  Holds some 70 readers.
-SLOT_BYTES = 2048
-_LONGEST_KILLER = 200
+_KEPT = 120
 
 
 @dataclass(frozen=True)
 class MemorySample:
-    """What is kept of a look."""
+    """What is kept of a sample."""
 
     time: float  # seconds since 1970
     step: int  # optimizer steps done
@@ -35,7 +33,7 @@ class MemorySample:
     used_bytes: int
     shared_bytes: int
     trainer_bytes: int  # private memory of the trainer
-    # private memory of each reader, by pid; the largest ones only where the slot is too small
+    # private memory of each reader, by pid
     reader_bytes: Mapping[int, int] = field(default_factory=dict)
     # killer, killer_used_bytes, kills_at_bytes: the first killer
     killer: str = ""
@@ -56,89 +54,48 @@ class MemorySample:
 
 
 class RecentFile:
-    """Writes moments into the ring.  A full or failing disk is no error: a warning, once.
+    """Writes samples; goes on with what an earlier session left.  Outlives a full disk, as `AppendFile` says.
 
-    A file that is there already is gone on with: what an earlier session left is overwritten last.  One thread writes.
-
-    Raises:
-        OSError: on opening, also where the disk has no space for the ring.
+    One thread writes.  Raises OSError on opening.
     """
 
-    def __init__(self, path: Path, slots: int = 120) -> None:
-        self._path = path
-        self._slots = slots
-        self._warned = False
-        self._next = max((number for number, _ in _read_slots(path)), default=-1) + 1
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            self._make_slots()
-        except OSError:
-            self.close()
-            raise
+    def __init__(self, path: Path, kept: int = _KEPT) -> None:
+        self._path, self._kept = path, kept
+        self._file = AppendFile(path)
+        self._lines = path.read_bytes().count(b"\n")
 
-    def write(self, moment: MemorySample) -> None:
-        """Put a moment in the place of the oldest."""
-        slot = _slot(self._next, moment)
-        try:
-            os.pwrite(self._descriptor, slot, (self._next % self._slots) * SLOT_BYTES)
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "%s must be writable; got %s; free some space: until then memcheck does not see the last minutes",
-                    self._path,
-                    error,
-                )
-        self._next += 1
+    def write(self, sample: MemorySample) -> None:
+        """Append a sample."""
+        if self._lines >= self._kept:
+            self._begin_anew()
+        self._file.write_line(json.dumps(asdict(sample), separators=(",", ":")))
+        self._lines += 1
 
     def close(self) -> None:
-        """Safe to call again."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            with suppress(OSError):
-                os.close(descriptor)
+        self._file.close()
 
-    def _make_slots(self) -> None:
-        """Take the space for all slots now: a disk that is full later then still takes moments."""
-        whole, size = self._slots * SLOT_BYTES, os.fstat(self._descriptor).st_size
-        if size % SLOT_BYTES or size > whole:  # of another making
-            os.ftruncate(self._descriptor, 0)
-            size = 0
-        blank = b" " * (SLOT_BYTES - 1) + b"\n"
-        while size < whole:
-            size += os.pwrite(self._descriptor, blank[size % SLOT_BYTES :], size)
+    def _begin_anew(self) -> None:
+        self._lines = 0
+        try:
+            os.replace(self._path, _before(self._path))  # also room on a full disk
+            file = AppendFile(self._path)
+        except OSError as error:
+            log.warning("%s must be writable; got %s; it grows until it is", self._path.parent, error)
+        else:
+            self._file.close()
+            self._file = file
 
 
-def read_recent(path: Path) -> list[MemorySample]:
-    """The moments in the ring, oldest first; slots that are torn are passed over.  Empty without a file."""
-    return [moment for _, moment in sorted(_read_slots(path), key=lambda slot: slot[0])]
+def read_recent(path: Path, kept: int = _KEPT) -> list[MemorySample]:
+    """The last samples, oldest first; lines that are torn are passed over.  Empty without a file."""
+    samples = []
+    for file in (_before(path), path):
+        with suppress(OSError):
+            for record in read_records(file):
+                with suppress(ValueError, KeyError, TypeError, AttributeError):
+                    samples.append(from_plain(MemorySample, record))
+    return samples[-kept:]
 
 
-def _slot(number: int, moment: MemorySample) -> bytes:
-    """A line of `SLOT_BYTES` bytes; the smallest readers are left out where it would be longer.  Pure."""
-    data: dict[str, Any] = {"n": number} | asdict(moment)
-    data["killer"] = moment.killer[:_LONGEST_KILLER]
-    readers = sorted(moment.reader_bytes.items(), key=lambda item: -item[1])
-    while True:
-        data["reader_bytes"] = dict(readers)
-        text = json.dumps(data, separators=(",", ":")).encode("ascii")
-        if len(text) < SLOT_BYTES:
-            return text.ljust(SLOT_BYTES - 1) + b"\n"
-        assert readers, "a slot holds a moment without readers"
-        del readers[-1 - len(readers) // 8 :]
-
-
-def _read_slots(path: Path) -> list[tuple[int, MemorySample]]:
-    """Each whole slot with its running number, in no order."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return []
-    slots = []
-    for line in lines:
-        if line.isspace():
-            continue
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
-            data = json.loads(line)
-            slots.append((int(data["n"]), from_plain(MemorySample, data)))
-    return slots
+def _before(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.before{path.suffix}")
