@@ -49,13 +49,16 @@ class SimulatedDisk:
     """Takes the part of `CheckpointWriter`: a save is copied, then written while the training goes on."""
 
     def __init__(self, clock: Clock, handed_s: float) -> None:
-        self._handed_s = handed_s
-        self._clock, self._until, self._saved = clock, 0.0, deque[dict[str, float]]()
-        self.failures: deque[Any] = deque()
+        self._clock, self._handed_s, self._until = clock, handed_s, 0.0
+        self._writing: list[dict[str, float]] = []
+        self._saved, self.failures = deque[dict[str, float]](), deque[Any]()
 
     @property
     def saved(self) -> deque[dict[str, float]]:
-        return self._saved if self._clock.now >= self._until else deque()
+        if self._clock.now >= self._until:
+            self._saved.extend(self._writing)
+            self._writing = []
+        return self._saved
 
     def prepare(self, state: Any) -> None:
         pass
@@ -64,10 +67,11 @@ class SimulatedDisk:
         self.wait()
         self._clock.sleep(self._handed_s)
         self._until = self._clock.now + WRITTEN_S
-        self._saved.append({"step": step, "seconds": WRITTEN_S})
+        self._writing = [{"step": step, "seconds": WRITTEN_S}]
 
     def wait(self) -> None:
         self._clock.now = max(self._clock.now, self._until)
+        assert self.saved is not None  # takes in what has been written
 
 
 class SimulatedMilestones(Milestones):

@@ -41,10 +41,11 @@ def main() -> None:
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as directory:
         cwd = Path(directory)
-        _vesuvius(cwd, "volume", "synth", "v.zarr", "--shape", "64,256,256")
-        steps, _ = _trained(cwd, "pace", {"steps_per_epoch": 60})
-        step_s = median(record["step_s"] for record in steps[20:])
-        count = max(int(STEPS_SHARE * seconds / step_s), 40)
+        _vesuvius(cwd, "volume", "synth", "v.zarr", "--shape", "64,128,128")
+        steps, _ = _trained(cwd, "pace", {"steps_per_epoch": 30})
+        step_s = median(record["step_s"] for record in steps[15:])
+        count = max(int(STEPS_SHARE * seconds / step_s), 20)
+        print(f"{step_s:.3f} s a step: {count} steps a run", flush=True)
         for name, counts in RUNS.items():
             every = {key: max(count // times, 1) for key, times in counts.items()}
             more = {"max_hours": seconds / 3600, "epochs": 100} if name == "max_hours" else {}
