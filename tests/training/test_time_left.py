@@ -124,7 +124,7 @@ def trained(
 ) -> tuple[list[dict[str, Any]], float]:
     """The records of the steps of a session, and when it ended."""
     keys = {"epochs": 1, "warmup_steps": 1, "validate_every": 0, "preview_every": 0, "save_every": 10**6, "workers": 0}
-    keys |= {"validate_patches": VALIDATE_PATCHES, "train_batch_size": BATCH, "steps_per_epoch": 1000}
+    keys |= {"validate_patches": VALIDATE_PATCHES, "train_batch_size": BATCH, "steps_per_epoch": 400}
     data = DataConfig(volumes=(VolumeConfig(path="v.zarr"),))
     config = Config(name="any", data=data, training=TrainingConfig(**(keys | training)))
     clock = Clock(monkeypatch)
@@ -147,11 +147,11 @@ def trained(
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "validations are half of the time": {"validate_every": 100},
-    "a best checkpoint after most validations, none otherwise": {"validate_every": 25, "handed_s": 20.0},
-    "validations, previews and saves": {"validate_every": 125, "preview_every": 80, "save_every": 60},
+    "validations are half of the time": {"validate_every": 40},
+    "a best checkpoint after most validations, none otherwise": {"validate_every": 10, "handed_s": 20.0},
+    "validations, previews and saves": {"validate_every": 50, "preview_every": 32, "save_every": 24},
     "saves that the disk does not keep up with": {"save_every": 10},
-    "a limit of hours, behind a long preflight": {"max_hours": 0.4, "validate_every": 100, "save_every": 90},
+    "a limit of hours, behind a long preflight": {"max_hours": 0.2, "validate_every": 40, "save_every": 36},
 }
 
 

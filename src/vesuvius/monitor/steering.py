@@ -76,7 +76,7 @@ class Learned:
     at_knee: bool = False  # more readers were tried and gained too little
 
 
-def decide(verdict: Verdict, now: ReaderSetup, means: Headroom, learned: Learned) -> tuple[Decision | None, Learned]:
+def decide(verdict: Verdict, now: ReaderSetup, headroom: Headroom, learned: Learned) -> tuple[Decision | None, Learned]:
     """What the verdict on the last window calls for.
 
     Returns:
@@ -91,11 +91,11 @@ def decide(verdict: Verdict, now: ReaderSetup, means: Headroom, learned: Learned
             return _fewer_workers(now, raised, gain), learned
     match verdict.cause:
         case "prefetch too small":
-            return _more_prefetch(verdict, now, means), learned
+            return _more_prefetch(verdict, now, headroom), learned
         case "workers too few":
-            return _more_workers(verdict, now, means, learned), learned
+            return _more_workers(verdict, now, headroom, learned), learned
         case _:
-            return _less_prefetch(now, means, learned), learned
+            return _less_prefetch(now, headroom, learned), learned
 
 
 def carried_out(decision: Decision, window: Window, learned: Learned) -> Learned:
@@ -122,25 +122,25 @@ def _steps_s(window: Window) -> float:
     return window.steps / window.working_s
 
 
-def _more_prefetch(verdict: Verdict, now: ReaderSetup, means: Headroom) -> Decision:
+def _more_prefetch(verdict: Verdict, now: ReaderSetup, headroom: Headroom) -> Decision:
     ahead = 2 * now.ahead
-    if means.most_ahead is not None:
-        ahead = max(min(ahead, means.most_ahead), now.ahead)
-    need_bytes = (ahead - now.ahead) * means.batch_bytes
+    if headroom.most_ahead is not None:
+        ahead = max(min(ahead, headroom.most_ahead), now.ahead)
+    need_bytes = (ahead - now.ahead) * headroom.batch_bytes
     refused = ""
-    if means.memory_is_short:
+    if headroom.memory_is_short:
         refused = "memory is short"
     elif ahead == now.ahead:
         refused = "training.prefetch_mib allows no more"
-    elif need_bytes > means.left_bytes:
-        refused = _too_much(f"{ahead} batches ahead", need_bytes, means)
+    elif need_bytes > headroom.left_bytes:
+        refused = _too_much(f"{ahead} batches ahead", need_bytes, headroom)
     override = verdict.overrides[0] if verdict.overrides else _prefetch_override(now.workers, ahead)
     return Decision("more_prefetch", now, ReaderSetup(now.workers, ahead), override, verdict.evidence, refused)
 
 
-def _less_prefetch(now: ReaderSetup, means: Headroom, learned: Learned) -> Decision | None:
+def _less_prefetch(now: ReaderSetup, headroom: Headroom, learned: Learned) -> Decision | None:
     ahead = max(now.ahead // 2, now.workers, 1)
-    freed_bytes = (now.ahead - ahead) * means.batch_bytes
+    freed_bytes = (now.ahead - ahead) * headroom.batch_bytes
     if learned.full_windows < _FULL_WINDOWS or ahead <= learned.ran_empty_ahead or freed_bytes < _WORTH_BYTES:
         return None
     reason = (
@@ -152,25 +152,25 @@ def _less_prefetch(now: ReaderSetup, means: Headroom, learned: Learned) -> Decis
     )
 
 
-def _more_workers(verdict: Verdict, now: ReaderSetup, means: Headroom, learned: Learned) -> Decision | None:
+def _more_workers(verdict: Verdict, now: ReaderSetup, headroom: Headroom, learned: Learned) -> Decision | None:
     """As many as the verdict asks for and as processors and memory allow."""
     if learned.at_knee:
         return None
     cores = verdict.window.cores
     asked = min(_asked_workers(verdict) or now.workers + 1, int(cores))
     workers, refused = asked, ""
-    if means.memory_is_short:
+    if headroom.memory_is_short:
         refused = "memory is short"
     elif now.workers == 0:
         refused = "readers of their own begin with a new session, by --resume"
     elif asked <= now.workers:
         refused = f"this process may use {cores:g} processors"
-    elif means.reader_bytes is None:
+    elif headroom.reader_bytes is None:
         refused = "what a reader takes is not known"
     else:
-        workers = min(asked, now.workers + max(means.left_bytes, 0) // max(means.reader_bytes, 1))
+        workers = min(asked, now.workers + max(headroom.left_bytes, 0) // max(headroom.reader_bytes, 1))
         if workers <= now.workers:
-            refused = _too_much("one more reader", means.reader_bytes, means)
+            refused = _too_much("one more reader", headroom.reader_bytes, headroom)
     workers = max(workers, now.workers + 1) if refused else workers
     after = ReaderSetup(workers, now.ahead)
     return Decision("more_workers", now, after, f"training.workers={workers}", verdict.evidence, refused)
@@ -191,8 +191,8 @@ def _prefetch_override(workers: int, ahead: int) -> str:
     return f"training.prefetch_factor={-(-ahead // max(workers, 1))}"
 
 
-def _too_much(what: str, need_bytes: int, means: Headroom) -> str:
+def _too_much(what: str, need_bytes: int, headroom: Headroom) -> str:
     return (
-        f"{what} would take {size_text(need_bytes)} more, and {size_text(max(means.left_bytes, 0))} are left below "
+        f"{what} would take {size_text(need_bytes)} more, and {size_text(max(headroom.left_bytes, 0))} are left below "
         "monitor.prefetch_at"
     )

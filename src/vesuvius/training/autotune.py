@@ -69,7 +69,7 @@ class Autotuner:
             return
         options = stream.options
         now = ReaderSetup(options.workers, batches_ahead(self._job.patch_bytes, options))
-        decision, self._learned = decide(verdict, now, self._means(stream, feed, monitor), self._learned)
+        decision, self._learned = decide(verdict, now, self._headroom(stream, feed, monitor), self._learned)
         if decision is None:
             return
         if decision.refused:
@@ -80,7 +80,7 @@ class Autotuner:
             self._learned = carried_out(decision, verdict.window, self._learned)
             monitor.readers_changed()
 
-    def _means(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> Headroom:
+    def _headroom(self, stream: PatchStream, feed: DeviceFeed, monitor: Monitor) -> Headroom:
         return Headroom(
             # All ranks of a node may act at once.
             left_bytes=left_bytes(monitor.risk.killers, self._run.session.limits) // self._run.ranks.local_world,
@@ -128,7 +128,7 @@ class Autotuner:
     def _say(self, outcome: Outcome, decision: Decision) -> None:
         text = self._text(outcome, decision)
         log.info("%s", text)
-        before, after = (self._figure(decision, supply) for supply in (decision.before, decision.after))
+        before, after = (self._figure(decision, setup) for setup in (decision.before, decision.after))
         self._run.metrics.write(
             "event",
             event="autotune",
@@ -160,8 +160,8 @@ class Autotuner:
         sizes += size_text(self._figure(decision, decision.after))
         return f"batches ahead {decision.before.ahead} -> {decision.after.ahead}, {sizes}"
 
-    def _figure(self, decision: Decision, supply: ReaderSetup) -> int:
+    def _figure(self, decision: Decision, setup: ReaderSetup) -> int:
         """What changes: readers, or bytes of the batches ahead."""
         if decision.action in ("more_workers", "fewer_workers"):
-            return supply.workers
-        return supply.ahead * self._batch_bytes
+            return setup.workers
+        return setup.ahead * self._batch_bytes
