@@ -28,9 +28,8 @@ from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.monitor.memory.guard import Guard
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import RiskWatch
-from vesuvius.monitor.postmortem.cause import KillCounts
+from vesuvius.monitor.postmortem.cause import KillCounts, remedy_of
 from vesuvius.monitor.postmortem.cause import judge as judge_death
-from vesuvius.monitor.postmortem.remedy import remedy_of
 from vesuvius.monitor.probes.cores import quota_periods, usable_cores
 from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.gpus import GpuUse

@@ -19,7 +19,7 @@ from tests.support.real_cgroup import real_cgroup
 from tests.support.system_trees import write_machine, write_process, write_v2
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.plain import from_plain
-from vesuvius.monitor.postmortem.cause import read_counts_of
+from vesuvius.monitor.postmortem.cause import fastest_growth, read_counts_of, remedy_of
 from vesuvius.monitor.postmortem.death import Cause, Death, append_death, death_lines, headline, read_deaths
 from vesuvius.monitor.postmortem.post_mortem import (
     ReaderEnd,
@@ -29,7 +29,6 @@ from vesuvius.monitor.postmortem.post_mortem import (
     examine_run,
     record_run_death,
 )
-from vesuvius.monitor.postmortem.remedy import fastest_growth, remedy_of
 from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session, boot_id, read_session

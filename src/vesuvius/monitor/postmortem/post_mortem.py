@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vesuvius.monitor.postmortem.cause import KillCounts, judge, read_counts_of
+from vesuvius.monitor.postmortem.cause import KillCounts, judge, read_counts_of, remedy_of
 from vesuvius.monitor.postmortem.death import LAST_S, Cause, Death, append_death, read_deaths, share_of
-from vesuvius.monitor.postmortem.remedy import remedy_of
 from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.recent import MemorySample, read_recent
