@@ -25,7 +25,7 @@ from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.milestones import Milestones
 from vesuvius.training.stop import StopRequest
 
-FORWARD_S, STEP_S, EACH_FOURTH_WAITS_S, FIRST_STEP_S = 0.3, 1.0, 0.8, 40.0
+FORWARD_S, STEP_S, EACH_FOURTH_WAITS_S, FIRST_STEP_S = 0.3, 1.0, 0.8, 15.0
 HANDED_S, WRITTEN_S = 3.0, 25.0  # a checkpoint
 PREFLIGHT_S = 400.0
 VALIDATE_PATCHES, BATCH = 16, 4
