@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vesuvius.runlog.records import read_records
 from vesuvius.tuning import session
 from vesuvius.tuning.ledger import Ledger
 from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.trainer import trainer_config
 
 TUNE = Path("runs/tiny/tune")
 LONG = {"steps_per_epoch": 100_000, "epochs": 1}
@@ -46,7 +48,8 @@ class SimulatedTrainers(SimulatedLab):
     """In the place of `TrainerLab`: micro-batches of which each costs as much as ten samples."""
 
     def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
-        super().__init__(Machine("launches", Setting.of(config), on_gpu=False, sample_s=0.01, launch_s=0.1), seed=0)
+        machine = Machine("launches", Setting.of(config), on_gpu=False, sample_s=0.01, launch_s=0.1)
+        super().__init__(replace(machine, ram=(0.3, 0.1, 0.01, 0.02)), seed=0)
 
     def __enter__(self) -> SimulatedTrainers:
         return self
@@ -101,6 +104,27 @@ def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: s
     assert "run it: vesuvius train --config" in text
     assert vesuvius_train(Path("tiny.tuned.yaml"), "training.max_steps=2") == 0, "in the run directory of the tune"
     assert vesuvius_tune(config, *arguments, "--resume", "--dry-run") == EXIT_OK
+
+
+def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank is measured alone; written is what all of them do, also where a loss of ranks is provided for."""
+
+    class OneRank(SimulatedTrainers):
+        def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
+            assert trainer_config(config, Setting.of(config), 0).training.ranks == 1
+            super().__init__(config, directory, lock_fd)
+
+    monkeypatch.setattr(session, "TrainerLab", OneRank)
+    training = LONG | {"train_batch_size": 1, "accumulate_steps": 4, "ranks": 4}
+    config = tiny_config(training=training, cluster={"min_ranks": 2})
+    assert vesuvius_tune(config, "--keep", "workers,prefetch_factor") == EXIT_OK
+    source, tuned = read_config(config), read_config(Path("tiny.tuned.yaml"))
+    assert (tuned.training.ranks, tuned.cluster.min_ranks) == (4, 2)
+    assert tuned.global_batch == source.global_batch == 16
+    assert tuned.training.train_batch_size == 4
+    assert "ranks" not in Path("tiny.tuned.yaml").read_text()
 
 
 def test_the_dry_run_names_blocks_with_memory_and_time_and_writes_nothing(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.monitor.probes.cores import usable_cores
@@ -31,6 +33,17 @@ def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfi
     assert not space.on_gpu
     assert space.vram_limit_bytes is None
     assert Space.from_record(space.record()) == space
+
+
+def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:
+    one, four = (
+        surveyed(read_config(tiny_config(training={"ranks": ranks}, monitor={"ram_limit_gib": 8.0}))) for ranks in (1, 4)
+    )
+    assert four.cores == one.cores / 4
+    assert four.ram_limit_bytes == pytest.approx(one.ram_limit_bytes / 4, rel=0.05)
+    assert four.most_batch == one.most_batch, "of the samples of one rank"
+    apart = read_config(tiny_config(training={"ranks": 4}, cluster={"address": "box:6379"}))
+    assert surveyed(apart).cores == one.cores, "a cluster places them"
 
 
 def test_what_the_source_has_is_never_beyond_the_caps(tiny_config: WriteConfig) -> None:

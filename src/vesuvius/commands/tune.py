@@ -61,11 +61,10 @@ def _main(argv: list[str]) -> int:
     environment = tuple(variables(os.environ))
     written, config = read_config(args.config), take_config(args.config, args.overrides)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
-    from vesuvius.training.ranks.part import one_rank
     from vesuvius.tuning.session import Request, plan, tune  # imports torch
 
     request = Request(
-        config=one_rank(config),  # each of several does what one does alone
+        config=config,
         written=written,
         source=args.config,
         overrides=tuple(args.overrides),

@@ -17,6 +17,7 @@ from vesuvius.monitor.session import is_alive, read_session
 from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.run_dir import TUNE, describe_environment, run_dir
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.training.ranks.part import one_rank
 from vesuvius.tuning.alone import locked, signals_to, storage_errors
 from vesuvius.tuning.lab import TuneInterrupted
 from vesuvius.tuning.ledger import Ledger, RecordingLab, check_same
@@ -45,7 +46,8 @@ class Request:
     """The arguments of a tune.
 
     Attributes:
-        config: `source` with environment and overrides applied.
+        config: `source` with environment and overrides applied.  Of several ranks, one is measured alone: each does
+            what one does, and has its share of the machine.
         written: `source` alone.
         source: the YAML file.
         overrides: from the command line.
@@ -86,7 +88,7 @@ def tune(request: Request) -> int:
     with locked(directory, "tune") as lock_fd, storage_errors(directory):
         open_log(directory / "tune.log")
         ledger, planner = _open(request, data)
-        trainers = TrainerLab(request.config, directory / "trials", lock_fd=lock_fd)
+        trainers = TrainerLab(one_rank(request.config), directory / "trials", lock_fd=lock_fd)
         with ledger, trainers as trainer, signals_to(trainer.stop) as came:
             log.info("tuning %s on %s", request.source, ledger.machine.words())
             _warn_of_neighbours(request.config)
@@ -155,7 +157,7 @@ def _open(request: Request, data: PreparedData, write: bool = True) -> tuple[Led
         )
         make = Ledger.new if write else Ledger.sketch
         ledger = make(path, config, space, machine)
-    return ledger, ConfigPlanner(config, data, ledger.space.on_gpu)
+    return ledger, ConfigPlanner(one_rank(config), data, ledger.space.on_gpu)
 
 
 def _finish(request: Request, ledger: Ledger, search: Search, found: Recommendation, directory: Path) -> int:
@@ -187,7 +189,7 @@ def _report(request: Request, ledger: Ledger, search: Search, found: Recommendat
         space=ledger.space,
         search=search,
         found=found,
-        horizon=Horizon(training.steps_per_epoch, config.horizon_steps, config.global_batch),
+        horizon=Horizon(training.steps_per_epoch, config.horizon_steps, Setting.of(config).global_batch),
     )
 
 

@@ -23,7 +23,8 @@ def confirm(search: Search) -> None:
     block = search.measure(search.best, "run", "confirm", "the whole run of what was found")
     if block.ended != "ok":
         search.undecided.append(f"{in_words(search.best, search.base)}: {search.why_failed}")
-        search.best = replace(search.base, workers=search.best.workers, requests=search.best.requests)
+        readers = {knob: getattr(search.best, knob) for knob in ("workers", "requests", "prefetch_factor")}
+        search.best = replace(search.base, **readers)  # with the prefetch that made room for them
         block = search.measure(search.best, "run", "confirm", "the readers of what was found, and nothing else")
     if block.ended != "ok":
         search.best, search.ended["confirm"] = search.base, search.why_failed
