@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,7 @@ from vesuvius.config.load import read_config
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.tuning.setting import Setting, in_words
-from vesuvius.tuning.space import Space
+from vesuvius.tuning.measurement import Setting, Space, in_words
 from vesuvius.tuning.survey import ConfigPlanner, describe_machine, ram_left, survey
 
 WriteConfig = Callable[..., Path]
@@ -32,12 +31,13 @@ def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfi
     assert not space.remote
     assert not space.on_gpu
     assert space.vram_limit_bytes is None
-    assert Space.from_record(space.record()) == space
+    assert Space.from_record(asdict(space)) == space
 
 
 def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:
     one, four = (
-        surveyed(read_config(tiny_config(training={"ranks": ranks}, monitor={"ram_limit_gib": 8.0}))) for ranks in (1, 4)
+        surveyed(read_config(tiny_config(training={"ranks": ranks}, monitor={"ram_limit_gib": 8.0})))
+        for ranks in (1, 4)
     )
     assert four.cores == one.cores / 4
     assert four.ram_limit_bytes == pytest.approx(one.ram_limit_bytes / 4, rel=0.05)

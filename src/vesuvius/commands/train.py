@@ -96,9 +96,9 @@ def _main(argv: list[str]) -> int:
     if args.conducted:
         from vesuvius.training.ranks.part import one_rank
         from vesuvius.training.run import train
-        from vesuvius.tuning.conductor import Commands, conducted_by
+        from vesuvius.tuning.worker import CommandPipe, tune_worker
 
-        return train(one_rank(config), args.config, resume, make_tuner=conducted_by(Commands()))
+        return train(one_rank(config), args.config, resume, make_tuner=tune_worker(CommandPipe()))
     from vesuvius.launch.launch import launch
     from vesuvius.launch.rank import Request
 

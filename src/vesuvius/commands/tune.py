@@ -14,7 +14,7 @@ from vesuvius.commands.command import run_command, say
 from vesuvius.config.environment import variables
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK
-from vesuvius.tuning.setting import Knob, key_of
+from vesuvius.tuning.measurement import Knob, key_of
 
 KEEPABLE = tuple(knob for knob in get_args(Knob) if knob != "accumulate_steps")  # it follows the micro-batch
 _LEAST_S = 60.0

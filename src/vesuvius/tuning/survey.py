@@ -24,8 +24,7 @@ from vesuvius.training.forecast.ram_plan import local_ranks, plan_ram
 from vesuvius.training.monitoring import memory_limits
 from vesuvius.training.step.step import choose_device, resolve_amp
 from vesuvius.tuning.ledger import Machine
-from vesuvius.tuning.setting import Knob, Setting
-from vesuvius.tuning.space import Goal, Space
+from vesuvius.tuning.measurement import Goal, Knob, Setting, Space
 
 _MOST_PREFETCH = 16
 _MOST_REQUESTS = 256

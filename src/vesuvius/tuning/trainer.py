@@ -23,9 +23,8 @@ from vesuvius.monitor.postmortem.post_mortem import record_run_death
 from vesuvius.monitor.recent import read_recent
 from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.metrics import Record
-from vesuvius.tuning.block import Ended
+from vesuvius.tuning.measurement import Ended, Setting
 from vesuvius.tuning.process import TrialProcess
-from vesuvius.tuning.setting import Setting
 
 _CAUSE_LENGTH = 400
 # A trainer that lives writes a sample of its memory this often at least.

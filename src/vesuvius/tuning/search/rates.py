@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vesuvius.tuning.block import Block, Kind
-from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.measurement import Block, Kind, Setting
 
 
 class Rates:

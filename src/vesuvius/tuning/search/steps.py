@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from vesuvius.tuning.measurement import Knob, Setting, in_words
 from vesuvius.tuning.search.rates import trainer_knobs
-from vesuvius.tuning.search.recommendation import SMALLEST_GAIN, Stage
-from vesuvius.tuning.search.search import AT_ONCE, Search, percent
-from vesuvius.tuning.setting import Knob, Setting, in_words
+from vesuvius.tuning.search.search import AT_ONCE, SMALLEST_GAIN, Search, Stage, percent
 
 _ON_GPU: tuple[tuple[Knob, Any, str], ...] = (
     ("amp", "auto", "half the bytes per value, and tensor cores; values are rounded to 16 bits"),
@@ -27,7 +26,7 @@ def raise_steps(search: Search) -> bool:
     """Try larger micro-batches and switches where a faster step can gain; returns whether one did."""
     readers, trainer = search.rates.measured_readers(search.best) or 0.0, search.trainer_rate()
     cores_bound = search.rates.cores_limit(search.best) < 0.9 * min(readers, trainer)
-    if readers < trainer and not cores_bound:
+    if (search.supply(search.best) or 0.0) < 1 and not cores_bound:
         words = f"not entered: readers deliver {readers:.3g} samples/s at most, a faster step would only wait longer"
         search.ended["batch"] = search.ended["switches"] = words
         return False
@@ -171,7 +170,8 @@ def _step_gain(search: Search, setting: Setting, stage: Stage, why: str) -> floa
         return None
     if first < (1 - _LOST_AT_ONCE) * base:
         return first / base - 1
-    found = search.pairs(setting, search.best, "step", stage, [(first, base)])
+    words = in_words(setting, search.best)
+    found = search.in_turn((setting, "step"), (search.best, "step"), stage, words, pairs=[(first, base)])
     if found is None:
         return None
     if not (found.is_above(0.0) or found.gain < SMALLEST_GAIN or found.gain > AT_ONCE):

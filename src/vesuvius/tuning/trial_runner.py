@@ -1,6 +1,6 @@
 """Measures settings in one living trainer, which is started anew only where the network's side of a setting changes.
 
-The trainer is a process of `vesuvius train` that takes commands (`conductor.py`) and writes its results into its run
+The trainer is a process of `vesuvius train` that takes commands (`worker.py`) and writes its results into its run
 directory.  One that dies does not end the tune: what is left of it is killed, and the cause goes into the `Block`.
 """
 
@@ -15,9 +15,7 @@ from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.errors import one_line
-from vesuvius.tuning.block import Block, Command, Kind
-from vesuvius.tuning.lab import TuneInterrupted
-from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.measurement import Block, Command, Kind, Setting, TuneInterrupted
 from vesuvius.tuning.trainer import Trainer, next_number, trainer_config
 
 Change = Literal["compiled start", "start", "readers", "none"]
@@ -31,8 +29,8 @@ _LONGER = 5.0
 _POLL_S = 0.05
 
 
-class TrainerLab:
-    """A `Lab` with at most one trainer process.  A context manager, which ends it.
+class TrialRunner:
+    """A `Runner` with at most one trainer process.  A context manager, which ends it.
 
     Args:
         config: of the tune.
@@ -61,12 +59,12 @@ class TrainerLab:
         self._stopped = True
 
     def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
-        """As `Lab` says.  A trainer that gives no result in time is killed.
+        """As `Runner` says.  A trainer that gives no result in time is killed.
 
         Raises:
             TuneInterrupted: `stop` was called.
             StorageError: the trainer could not write to the disk.
-            OSError: the lab could not.
+            OSError: the runner could not.
         """
         began, force = time.monotonic(), self._in_force_for(setting, kind)
         limit_s = min(_MOST_S[self._change_to(force)] + _LONGER * seconds, limit_s)
