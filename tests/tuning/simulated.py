@@ -13,9 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from vesuvius.tuning.measurement import Block, Ended, Kind, Setting, Space
+from vesuvius.tuning.measurement import Block, Ended, Kind, Setting, Space, trainer_knobs
 from vesuvius.tuning.search.policy import recommend
-from vesuvius.tuning.search.rates import trainer_knobs
 from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
 GIB = 2**30
@@ -34,7 +33,6 @@ SOURCE = Setting(
     channels_last=False,
     checkpoint_levels=(),
     cudnn_benchmark=True,
-    cuda_allocator="default",
 )
 
 
@@ -155,8 +153,7 @@ class Machine:
         if not self.on_gpu:
             return None
         sample = self.vram[1] * (2.0 if setting.amp == "off" else 1.0) / 3 ** len(setting.checkpoint_levels)
-        holes = 1.0 if setting.cuda_allocator == "expandable" else 1.08
-        return int(GIB * (self.vram[0] + holes * bias * sample * setting.train_batch_size))
+        return int(GIB * (self.vram[0] + 1.08 * bias * sample * setting.train_batch_size))
 
     def trainer_s(self, setting: Setting) -> float:
         """Seconds of a sample when data are there."""

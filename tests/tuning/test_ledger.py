@@ -85,7 +85,7 @@ def test_a_block_that_a_full_disk_ended_is_measured_again(path: Path, config: Co
     with Ledger.new(path, config, SPACE, MACHINE) as ledger, pytest.raises(StorageError):
         RecordingRunner(ledger, FullDisk(SIMULATED, 0)).measure(SPACE.source, "run", 10.0, 600.0)
     with Ledger.read(path) as ledger:
-        assert not RecordingRunner(ledger, SimulatedRunner(SIMULATED, 0)).replaying
+        assert RecordingRunner(ledger, SimulatedRunner(SIMULATED, 0)).earlier == []
 
 
 def test_a_new_tune_keeps_the_ledger_of_the_one_before(path: Path, config: Config) -> None:

@@ -94,7 +94,7 @@ def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_c
 def test_a_setting_goes_into_a_config_and_comes_back(tiny_config: WriteConfig) -> None:
     config = read_config(tiny_config())
     source = Setting.of(config)
-    turned = replace(source, workers=3, requests=64, compile=True, checkpoint_levels=(1,), cuda_allocator="expandable")
+    turned = replace(source, workers=3, requests=64, compile=True, checkpoint_levels=(1,))
     assert Setting.of(turned.applied_to(config)) == turned
     assert Setting.of(read_config(tiny_config(), turned.overrides(source))) == turned
     assert in_words(turned, source).startswith("workers 0 -> 3, requests 16 -> 64, compile false -> true")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -116,28 +117,19 @@ class RecordingRunner:
     The policy is a function of the blocks alone, so it asks for the same ones again.
 
     Attributes:
-        replaying: whether blocks of an earlier session are left.
+        earlier: blocks of an earlier session that are left.
     """
 
     def __init__(self, ledger: Ledger, runner: Runner) -> None:
-        self._ledger = ledger
-        self._runner = runner
-        self._earlier = list(ledger.blocks)
-
-    @property
-    def replaying(self) -> bool:
-        return bool(self._earlier)
+        self._ledger, self._runner, self.earlier = ledger, runner, list(ledger.blocks)
 
     def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
         """As `Runner`.  Raises ConfigError where the earlier session measured something else."""
-        if self._earlier:
-            return self._replayed(setting, kind)
-        block = self._runner.measure(setting, kind, seconds, limit_s)
-        self._ledger.end(block)
-        return block
-
-    def _replayed(self, setting: Setting, kind: Kind) -> Block:
-        block = self._earlier.pop(0)
+        if not self.earlier:
+            block = self._runner.measure(setting, kind, seconds, limit_s)
+            self._ledger.end(block)
+            return block
+        block = self.earlier.pop(0)
         if (block.setting, block.kind) != (setting, kind):
             raise ConfigError(
                 f"a ledger must have the same config, limits and options; got one with a {block.kind} block of "
@@ -173,13 +165,11 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _put_aside(*paths: Path) -> None:
     """Rename the files of an earlier tune: `ledger.jsonl` to `ledger-1.jsonl`, `trials` to `trials-1`."""
-    number = 1
-    while any(_numbered(path, number).exists() for path in paths):
-        number += 1
+
+    def numbered(path: Path, number: int) -> Path:
+        return path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+    free = next(number for number in count(1) if not any(numbered(path, number).exists() for path in paths))
     for path in paths:
         if path.exists():
-            path.rename(_numbered(path, number))
-
-
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}-{number}{path.suffix}")
+            path.rename(numbered(path, free))

@@ -21,12 +21,23 @@ Knob = Literal[
     "channels_last",
     "checkpoint_levels",
     "cudnn_benchmark",
-    "cuda_allocator",
 ]
+
+READER_KNOBS = ("workers", "prefetch_factor", "requests")
+"""The knobs that change in a living trainer."""
+
+
+class _Recorded:
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Self:
+        """From `dataclasses.asdict`, by way of JSON."""
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+        settings = {key: Setting.from_record(values[key]) for key in ("setting", "source") if key in values}
+        return cls(**values | settings)
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(_Recorded):
     """Values of the knobs, named as in `training.*`; `requests` is `data.store.requests`.
 
     None of them changes which samples a step contains.
@@ -42,18 +53,12 @@ class Setting:
     channels_last: bool
     checkpoint_levels: tuple[int, ...]
     cudnn_benchmark: bool
-    cuda_allocator: str
 
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return the setting of a config."""
         values = {knob: getattr(config.training, knob) for knob in get_args(Knob) if knob != "requests"}
         return cls(requests=config.data.store.requests, **values)
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Self:
-        """From `dataclasses.asdict`, by way of JSON."""
-        return cls(**record | {"checkpoint_levels": tuple(record["checkpoint_levels"])})
 
     @property
     def global_batch(self) -> int:
@@ -89,6 +94,11 @@ def key_of(knob: Knob) -> str:
     return "data.store.requests" if knob == "requests" else f"training.{knob}"
 
 
+def trainer_knobs(setting: Setting) -> tuple[object, ...]:
+    """The values that the time of a step depends on, and that only a new process can change."""
+    return tuple(value for knob, value in vars(setting).items() if knob not in READER_KNOBS)
+
+
 def in_words(setting: Setting, before: Setting) -> str:
     """Return the changes as `workers 2 -> 4, prefetch_factor 1 -> 2`; 'nothing' if there are none."""
     changes = setting.changes(before)
@@ -103,7 +113,7 @@ WITHIN: dict[Goal, float] = {"samples_s": 0.03, "cost": 0.10}
 
 
 @dataclass(frozen=True)
-class Space:
+class Space(_Recorded):
     """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy.
 
     Attributes:
@@ -146,12 +156,6 @@ class Space:
         """Return `--keep ...` with the kept knobs that a setting changes; None where it changes none."""
         changed = [knob for knob in self.kept if knob in setting.changes(self.source)]
         return f"--keep {','.join(changed)}" if changed else None
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Self:
-        """From `dataclasses.asdict`, by way of JSON."""
-        tuples = {key: tuple(record[key]) for key in ("levels", "kept")}
-        return cls(**record | tuples | {"source": Setting.from_record(record["source"])})
 
 
 class Planner(Protocol):
@@ -197,7 +201,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(_Recorded):
     """A setting, what was measured, and how that ended.
 
     Attributes:
@@ -234,11 +238,6 @@ class Block:
     def rate(self) -> float:
         """Samples per second; 0 unless ok."""
         return self.samples / self.measured_s if self.measured_s else 0.0
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Self:
-        """From `dataclasses.asdict`, by way of JSON."""
-        return cls(**record | {"setting": Setting.from_record(record["setting"])})
 
 
 class TuneInterrupted(VesuviusError):  # noqa: N818 - not an error

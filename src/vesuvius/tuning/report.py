@@ -234,18 +234,9 @@ def closing_lines(found: Recommendation, search: Search, options: Sequence[Optio
     return [
         headline(found, search.space),
         *(f"{label}: {sentence}" for label, sentence in summary(found, search).items()),
-        *(_option_line(option) for option in options),
+        *(_option_line(_option_row(option)) for option in options),
         *(f"{knob}: {reason}" for knob, reason in found.reasons.items()),
     ]
-
-
-def _option_line(option: Option) -> str:
-    about = "" if option.measured else "about "
-    parts = [f"{about}{number(option.samples_s)} samples/s" if option.samples_s else "samples/s not known"]
-    if option.step_s is not None and option.total_s is not None:
-        parts += [f"a step in {_seconds(option.step_s)}", f"{format_duration(option.total_s)} for the whole run"]
-    parts.append(memory_words(option.ram_bytes, option.vram_bytes))
-    return f"{option.name}: {', '.join(parts)}, memory risk {option.risk} ({option.words})"
 
 
 def build_page(
@@ -330,6 +321,11 @@ def _option_row(option: Option) -> tuple[str, ...]:
         " ".join(option.overrides) or "none",
         option.words,
     )
+
+
+def _option_line(row: Sequence[str]) -> str:
+    """`A conservative: samples/s 9.5, step 0.1 s, ..., why: what to run`."""
+    return f"{row[0]}: " + ", ".join(f"{name} {cell}" for name, cell in zip(_OPTION_COLUMNS[1:], row[1:], strict=True))
 
 
 def _block_row(entry: Entry, source: Setting) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def tune(request: Request) -> int:
             def on_step(step: Step) -> None:
                 if came:
                     raise TuneInterrupted(f"the tune was interrupted before block {step.number}; go on with --resume")
-                if not recording.replaying:
+                if not recording.earlier:
                     log.info("%s", step_line(step))
 
             def on_block(entry: Entry) -> None:
@@ -197,7 +197,9 @@ def _finish(request: Request, ledger: Ledger, search: Search, found: Recommendat
     write_whole(directory / "report.json", (json.dumps(figures, indent=1, allow_nan=False) + "\n").encode())
     header = [f"{made[5:]}.", f"{headline(found, space)}.  {spent}.", f"Measured on: {ledger.machine.words()}"]
     _write_tuned(request, found, tuned, header)
-    for line in closing_lines(found, search, options):
+    first, *others = closing_lines(found, search, options)
+    log.log(logging.ERROR if found.verdict == "none" else logging.INFO, "%s", first)
+    for line in others:
         log.info("%s", line)
     log.info("report: %s", directory / "report.html")
     if found.verdict != "none":

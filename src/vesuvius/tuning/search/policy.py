@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
-from vesuvius.tuning.measurement import DEADLY, WITHIN, Setting, in_words
+from vesuvius.tuning.measurement import DEADLY, WITHIN, Setting, in_words, trainer_knobs
 from vesuvius.tuning.search.memory import GROWTH
 from vesuvius.tuning.search.pairs import Comparison, compare
-from vesuvius.tuning.search.rates import trainer_knobs
 from vesuvius.tuning.search.search import (
     AT_ONCE,
     ENOUGH,
@@ -125,9 +125,8 @@ def measure_baseline(search: Search) -> None:
             other = None if other is not None and search.memory.obstacle(other) else other
         elif block.ended in DEADLY and deaths < _BASELINE_TRIES:
             deaths += 1
-            other = _next_smaller(search, setting, on_gpu=block.ended == "gpu_memory")
-            while other is not None and search.memory.obstacle(other) is not None:
-                other = _next_smaller(search, other, on_gpu=block.ended == "gpu_memory")
+            smaller = _shrunk(search, setting, block.ended == "gpu_memory")
+            other = next((one for one in smaller if search.memory.obstacle(one) is None), None)
         if other is None:
             if block.ended == "timeout":
                 words = f"{words}; a larger --budget gives each block more time"
@@ -152,40 +151,36 @@ def _fitting(search: Search) -> tuple[Setting, str]:
     obstacle = search.memory.obstacle(source)
     if obstacle is None:
         return source, "the unchanged config, to compare with"
-    fits: Setting | None = None
-    setting: Setting | None = source
-    while setting is not None:
-        if search.memory.obstacle(setting) is None:
-            fits = fits or setting
-            if _is_roomy(search, setting):
-                fits = setting
-                break
-        setting = _next_smaller(search, setting, on_gpu=_is_short_of_vram(search, setting))
+    fitting = (one for one in _shrunk(search, source) if search.memory.obstacle(one) is None)
+    fits = next(fitting, None)
+    fits = next((one for one in chain((fits,), fitting) if one is not None and _is_roomy(search, one)), fits)
     if fits is None:
         kept = f" with --keep {','.join(search.space.kept)}" if search.space.kept else ""
-        words = f"even the smallest setting does not fit{kept}: {obstacle} for the unchanged config"
+        words = (
+            f"even the smallest setting does not fit{kept}: {obstacle} for the unchanged config; raise that limit, or take "
+            "smaller patches"
+        )
         search.ended["baseline"] = words
         raise SearchEndedError(words)
     search.note(source, fits, obstacle)
     return fits, f"{in_words(fits, source)}, because the unchanged config does not fit: {obstacle}"
 
 
-def _is_roomy(search: Search, setting: Setting) -> bool:
+def _is_roomy(search: Search, setting: Setting, on_gpu: bool = True) -> bool:
+    """Whether it fits if the planner is off by as much as it may be; of the host's memory alone, or of both."""
     vram, limit_bytes = search.planner.vram_bytes(setting), search.space.vram_limit_bytes
-    fits = vram is None or limit_bytes is None or vram <= limit_bytes / GROWTH
+    fits = not on_gpu or vram is None or limit_bytes is None or vram <= limit_bytes / GROWTH
     return fits and search.planner.ram_bytes(setting) <= search.space.ram_limit_bytes / GROWTH
 
 
-def _is_short_of_vram(search: Search, setting: Setting) -> bool:
-    """Whether it is GPU memory alone that is short."""
-    vram, limit_bytes = search.planner.vram_bytes(setting), search.space.vram_limit_bytes
-    short = vram is not None and limit_bytes is not None and vram > limit_bytes / GROWTH
-    return short and search.planner.ram_bytes(setting) <= search.space.ram_limit_bytes / GROWTH
-
-
-def _next_smaller(search: Search, setting: Setting, on_gpu: bool) -> Setting | None:
-    """The next smaller setting that changes no kept knob; None at the end."""
-    return next((one for one in _smaller(setting, on_gpu) if search.space.kept_by(one) is None), None)
+def _shrunk(search: Search, setting: Setting, on_gpu: bool | None = None) -> Iterator[Setting]:
+    """Ever smaller settings that change no kept knob; `on_gpu` = the GPU's memory is short, None = as it is planned."""
+    while True:
+        short = _is_roomy(search, setting, on_gpu=False) and not _is_roomy(search, setting)
+        smaller = _smaller(setting, short if on_gpu is None else on_gpu)
+        if (found := next((one for one in smaller if search.space.kept_by(one) is None), None)) is None:
+            return
+        yield (setting := found)
 
 
 def _smaller(setting: Setting, on_gpu: bool) -> Iterator[Setting]:

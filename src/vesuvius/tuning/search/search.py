@@ -8,10 +8,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vesuvius.runlog.units import format_duration
-from vesuvius.tuning.measurement import Block, Goal, Kind, Knob, Planner, Runner, Setting, Space, in_words
+from vesuvius.tuning.measurement import (
+    Block,
+    Goal,
+    Kind,
+    Knob,
+    Planner,
+    Runner,
+    Setting,
+    Space,
+    in_words,
+    trainer_knobs,
+)
 from vesuvius.tuning.search.memory import Memory, death_text
 from vesuvius.tuning.search.pairs import LOOKS, MOST_PAIRS, Comparison, compare
-from vesuvius.tuning.search.rates import Rates, reader_knobs, trainer_knobs
+from vesuvius.tuning.search.rates import Rates, reader_knobs
 
 Stage = Literal["baseline", "readers", "batch", "switches", "confirm"]
 Verdict = Literal["better", "unchanged", "undecided", "none"]
@@ -124,6 +135,7 @@ class Search:
         self.undecided: list[str] = []
         self.why_failed = ""
         self._runner, self._on_step, self._on_block = runner, on_step, on_block
+        self._besides_s: dict[tuple[str, bool], float] = {}  # the longest that a block has taken besides measuring
         self._supplies: dict[object, list[tuple[float, float]]] = {}
 
     @property
@@ -156,6 +168,9 @@ class Search:
         share = 2 if not self.blocks else 3 if setting.compile else 6
         limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
         block = self._runner.measure(setting, kind, self.space.block_s, limit_s)
+        if block.ended == "ok":
+            need = _need(self.blocks, setting, kind)
+            self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
         self.blocks.append(block)
         self.entries.append(Entry(step, block))
         self._on_block(self.entries[-1])
@@ -176,12 +191,7 @@ class Search:
     def expected_s(self, setting: Setting, kind: Kind) -> float:
         """Seconds that a block takes: what has to be started or changed for it, and its measuring."""
         need = _need(self.blocks, setting, kind)
-        known = [
-            block.seconds - block.measured_s
-            for number, block in enumerate(self.blocks)
-            if block.ended == "ok" and _need(self.blocks[:number], block.setting, block.kind) == need
-        ]
-        other_s = max(known, default=_ASSUMED_S[need[0]] + (20.0 if need[0] == "start" and kind == "run" else 0.0))
+        other_s = self._besides_s.get(need, _ASSUMED_S[need[0]] + (20.0 if need == ("start", True) else 0.0))
         if need[0] == "start" and setting.compile and not any(b.setting.compile for b in self.blocks):
             other_s += _COMPILE_S
         rate = self._expected_rate(setting, kind)

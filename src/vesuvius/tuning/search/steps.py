@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vesuvius.tuning.measurement import Knob, Setting, in_words
-from vesuvius.tuning.search.rates import trainer_knobs
+from vesuvius.tuning.measurement import Knob, Setting, in_words, trainer_knobs
 from vesuvius.tuning.search.search import AT_ONCE, SMALLEST_GAIN, Search, Stage, percent
 
 _ON_GPU: tuple[tuple[Knob, Any, str], ...] = (
@@ -26,7 +25,8 @@ def raise_steps(search: Search) -> bool:
     """Try larger micro-batches and switches where a faster step can gain; returns whether one did."""
     readers, trainer = search.rates.measured_readers(search.best) or 0.0, search.trainer_rate()
     cores_bound = search.rates.cores_limit(search.best) < 0.9 * min(readers, trainer)
-    if (search.supply(search.best) or 0.0) < 1 and not cores_bound:
+    supply = readers / trainer if search.best.workers == 0 else search.supply(search.best) or 0.0
+    if supply < 1 and not cores_bound:
         words = f"not entered: readers deliver {readers:.3g} samples/s at most, a faster step would only wait longer"
         search.ended["batch"] = search.ended["switches"] = words
         return False
@@ -36,7 +36,6 @@ def raise_steps(search: Search) -> bool:
     if trainer_knobs(search.best) != trainer_knobs(before) and search.ended["batch"].startswith("cap"):
         _larger_batches(search)
     if search.space.on_gpu and search.ended["batch"].startswith("cap"):
-        _allocator_for_batch(search)
         _recompute_for_batch(search)
     return trainer_knobs(search.best) != trainer_knobs(before)
 
@@ -119,22 +118,6 @@ def _is_free(search: Search, knob: Knob) -> bool:
     if knob == "amp":
         return search.space.source.amp == "off"
     return knob != "cudnn_benchmark" or not search.space.deterministic
-
-
-def _allocator_for_batch(search: Search) -> None:
-    """Take CUDA's expandable segments if the memory that they save lets a larger micro-batch fit that gains."""
-    before, setting = search.best, replace(search.best, cuda_allocator="expandable")
-    if setting == before or _larger_batch(search, before) is None or search.memory.obstacle(setting) is not None:
-        return
-    why = "less fragmentation of GPU memory may make room for a larger micro-batch"
-    if search.rate(setting, "step", "batch", f"{in_words(setting, before)}: {why}") is None:
-        return
-    search.best = setting
-    _larger_batches(search)
-    if search.best == setting:
-        search.best = before
-    else:
-        search.because["cuda_allocator"] = "made room for the larger micro-batch"
 
 
 def _recompute_for_batch(search: Search) -> None:
