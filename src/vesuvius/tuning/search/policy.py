@@ -156,10 +156,8 @@ def _fitting(search: Search) -> tuple[Setting, str]:
     fits = next((one for one in chain((fits,), fitting) if one is not None and _is_roomy(search, one)), fits)
     if fits is None:
         kept = f" with --keep {','.join(search.space.kept)}" if search.space.kept else ""
-        words = (
-            f"even the smallest setting does not fit{kept}: {obstacle} for the unchanged config; raise that limit, or take "
-            "smaller patches"
-        )
+        smallest = f"even the smallest setting does not fit{kept}: {obstacle} for the unchanged config"
+        words = f"{smallest}; raise that limit, or take smaller patches"
         search.ended["baseline"] = words
         raise SearchEndedError(words)
     search.note(source, fits, obstacle)
