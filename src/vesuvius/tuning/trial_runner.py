@@ -116,7 +116,7 @@ class TrialRunner:
         if self._trainer is None or self._needs_start(setting):
             config = trainer_config(self._config, setting, next_number(self._directory))
             self._end()
-            self._trainer = Trainer.start(config, self._directory, self._lock_fd, conducted=True)
+            self._trainer = Trainer.start(config, self._directory, self._lock_fd, takes_commands=True)
             self._in_force = setting
         return self._trainer
 

@@ -419,6 +419,15 @@ def test_a_trainer_that_reads_itself_and_is_to_keep_that_gets_larger_batches() -
     assert (found.verdict, found.best.train_batch_size) == ("better", 8)
 
 
+@pytest.mark.parametrize(("sample_s", "workers"), [(0.05, 1), (5.0, 0)])
+def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time(sample_s: float, workers: int) -> None:
+    """One reader is no faster than the trainer that reads, and yet it reads while that computes."""
+    machine = Machine("takes turns", decode_s=0.04, sample_s=sample_s, source=replace(SOURCE, workers=0))
+    entries, found = tune(machine, 0)
+    assert found.best.workers == workers
+    assert (max(entry.step.setting.workers for entry in entries) == 0) == (workers == 0)
+
+
 def test_a_trainer_that_reads_itself_gets_readers() -> None:
     machine = Machine("reads itself", decode_s=0.05, sample_s=0.07, source=replace(SOURCE, workers=0))
     _, found = tune(machine, 0)

@@ -62,7 +62,7 @@ class TrainingLab:
         except (VesuviusError, ValidationError) as error:
             return replace(blank, ended="failed", cause=one_line(error, 400))
         pace = Pace(Demand.of(config, data, ranks, self._bounds.seconds))
-        trainer = Trainer.start(run, self._directory, self._lock_fd, conducted=False)
+        trainer = Trainer.start(run, self._directory, self._lock_fd, takes_commands=False)
         found = replace(blank, run=run.name)
         try:
             while True:

@@ -201,9 +201,11 @@ def _smaller(setting: Setting, on_gpu: bool) -> Iterator[Setting]:
 
 def feed(search: Search) -> None:
     """Raise readers and requests until they can deliver more than the trainer takes, or to a knee or a cap."""
-    more_requests, enough = search.space.remote, ENOUGH[search.space.goal]
+    more_requests = search.space.remote
     while True:
         supply = search.supply(search.best)
+        # Without readers, reading and computing take turns: there is no more to gain than the rest to 1.
+        enough = ENOUGH[search.space.goal] if search.best.workers else 1 - SMALLEST_GAIN
         if supply is None or supply >= enough:
             search.ended["readers"] = search.why_failed if supply is None else f"fed: {_reader_words(search)}"
             return
@@ -214,8 +216,8 @@ def feed(search: Search) -> None:
         is_requests = setting.requests != search.best.requests
         linear = max(setting.workers, 1) / max(search.best.workers, 1) - 1
         least = _KNEE if is_requests else max(SMALLEST_GAIN, min(_KNEE, linear / 2))
-        have = search.rates.measured_readers(search.best) or 0.0
-        gain = _readers_gain(search, setting, least, words)
+        have = (search.rates.measured_readers if search.best.workers else search.rates.limit)(search.best) or math.inf
+        gain = _readers_gain(search, setting, have, least, words)
         if gain is None or gain < least:
             failed = search.why_failed if gain is None else f"{percent(gain)} by {in_words(setting, search.best)}"
             if is_requests:
@@ -237,12 +239,11 @@ def feed(search: Search) -> None:
         search.best = setting
 
 
-def _readers_gain(search: Search, setting: Setting, least: float, why: str) -> float | None:
-    """Gain of the readers alone over those of the best, in turn where it is near the least that is worth it."""
-    have = search.rates.measured_readers(search.best)
+def _readers_gain(search: Search, setting: Setting, have: float, least: float, why: str) -> float | None:
+    """Gain of the readers alone over what there is, in turn where it is near the least that is worth it."""
     words = in_words(setting, search.best)
     rate = search.rate(setting, "readers", "readers", f"{words}: {why}")
-    if rate is None or have is None:
+    if rate is None:
         return None
     if search.best.workers == 0 or abs(rate / have - 1 - least) > _NEAR:
         return rate / have - 1
