@@ -14,7 +14,7 @@ from vesuvius.bench.ledger import Ledger, Measurement
 from vesuvius.bench.results import Result, results_of
 from vesuvius.bench.rounds import Measure, measure_rounds
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.tuning.lab import TuneInterrupted
+from vesuvius.tuning.measurement import TuneInterrupted
 
 CELLS = (Cell("a"), Cell("b"), Cell("c"))
 Bench = Callable[[Ledger, int, int, Measure, Callable[[Measurement], None]], None]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 
 from tests.support.kill_harness import Session, processes_with
 from tests.support.runs import WriteConfig, fork_trials, vesuvius_train
-from tests.tuning.simulated import Machine, SimulatedLab
+from tests.tuning.simulated import Machine, SimulatedRunner
 from vesuvius.commands import tune
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
@@ -21,7 +23,9 @@ from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_INTERRUPTED
 from vesuvius.runlog.records import read_records
 from vesuvius.tuning import session
 from vesuvius.tuning.ledger import Ledger
-from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.measurement import Block, Setting, TuneInterrupted
+from vesuvius.tuning.trainer import trainer_config
+from vesuvius.tuning.tuned_config import MARK
 
 TUNE = Path("runs/tiny/tune")
 LONG = {"steps_per_epoch": 100_000, "epochs": 1}
@@ -42,11 +46,12 @@ def report() -> dict[str, Any]:
     return found
 
 
-class SimulatedTrainers(SimulatedLab):
-    """In the place of `TrainerLab`: micro-batches of which each costs as much as ten samples."""
+class SimulatedTrainers(SimulatedRunner):
+    """In the place of `TrialRunner`: micro-batches of which each costs as much as ten samples."""
 
     def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
-        super().__init__(Machine("launches", Setting.of(config), on_gpu=False, sample_s=0.01, launch_s=0.1), seed=0)
+        machine = Machine("launches", Setting.of(config), on_gpu=False, sample_s=0.01, launch_s=0.1)
+        super().__init__(replace(machine, ram=(0.3, 0.1, 0.01, 0.02)), seed=0)
 
     def __enter__(self) -> SimulatedTrainers:
         return self
@@ -61,7 +66,7 @@ class SimulatedTrainers(SimulatedLab):
 def test_a_tune_leaves_a_report_and_a_config_that_trains(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "TrainerLab", SimulatedTrainers)
+    monkeypatch.setattr(session, "TrialRunner", SimulatedTrainers)
     config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
     arguments = ("--budget", "30m", "--keep", "workers,prefetch_factor", "training.lr=2e-3")
     assert vesuvius_tune(config, *arguments) == EXIT_OK
@@ -90,9 +95,9 @@ def test_a_tune_of_real_trainers_leaves_a_report_and_a_config_that_trains(
 def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: str) -> None:
     """What any tune that went to its end leaves behind."""
     found, blocks = report(), Ledger.read(TUNE / "ledger.jsonl").blocks
-    assert found["verdict"] in verdicts
-    assert [block["number"] for block in found["blocks"]] == list(range(len(blocks)))
-    assert all((TUNE / name).stat().st_size > 1000 for name in ("report.md", "report.json", "curves.png", "tune.log"))
+    assert found["recommendation"]["verdict"] in verdicts
+    assert [block["step"]["number"] for block in found["blocks"]] == list(range(len(blocks)))
+    assert all((TUNE / name).stat().st_size > 1000 for name in ("report.md", "report.html", "report.json", "tune.log"))
     assert not list(TUNE.glob("trials/*/checkpoints"))
     tuned = read_config(Path("tiny.tuned.yaml"))
     assert tuned.global_batch == 8
@@ -103,13 +108,36 @@ def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: s
     assert vesuvius_tune(config, *arguments, "--resume", "--dry-run") == EXIT_OK
 
 
+def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank is measured alone; written is what all of them do, also where a loss of ranks is provided for."""
+
+    class OneRank(SimulatedTrainers):
+        def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
+            assert trainer_config(config, Setting.of(config), 0).training.ranks == 1
+            super().__init__(config, directory, lock_fd)
+
+    monkeypatch.setattr(session, "TrialRunner", OneRank)
+    training = LONG | {"train_batch_size": 1, "accumulate_steps": 4, "ranks": 4}
+    config = tiny_config(training=training, cluster={"min_ranks": 2})
+    assert vesuvius_tune(config, "--keep", "workers,prefetch_factor") == EXIT_OK
+    source, tuned = read_config(config), read_config(Path("tiny.tuned.yaml"))
+    assert (tuned.training.ranks, tuned.cluster.min_ranks) == (4, 2)
+    assert tuned.global_batch == source.global_batch == 16
+    assert tuned.training.train_batch_size == 4
+    assert "ranks" not in Path("tiny.tuned.yaml").read_text()
+
+
 def test_the_dry_run_names_blocks_with_memory_and_time_and_writes_nothing(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_tune(tiny_config(training=LONG | {"workers": 1}), "--dry-run") == EXIT_OK
     text = capsys.readouterr().out
-    assert re.search(r"^block 0 +baseline +whole run +the config as it is; [\d.]+ GiB of RAM, 50s$", text, re.MULTILINE)
-    assert re.search(r"^block \d+ +batch +steps alone .*training.train_batch_size=4", text, re.MULTILINE)
+    assert re.search(r"^the config as it is: [\d.]+ GiB of RAM$", text, re.MULTILINE)
+    assert re.search(
+        r"^training.train_batch_size=4 training.accumulate_steps=1: [\d.]+ GiB of RAM$", text, re.MULTILINE
+    )
     assert "nothing was written" in text
     assert not Path("runs").exists()
 
@@ -189,10 +217,42 @@ def test_where_nothing_can_be_measured_nothing_is_recommended(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The guard's limit is below what torch alone takes."""
+    Path("tiny.tuned.yaml").write_text(f"# {MARK} from tiny.yaml\nextends: tiny.yaml\ntraining:\n  workers: 7\n")
     config = tiny_config(monitor={"ram_limit_gib": 0.05})
     assert vesuvius_tune(config, "--budget", "2m") == EXIT_ERROR
-    assert "there is no recommendation" in capsys.readouterr().err
-    assert not Path("tiny.tuned.yaml").exists()
+    assert "no recommendation: even the smallest setting does not fit" in capsys.readouterr().err
+    check_nothing_stale(config, "no recommendation: ", "none")
+
+
+def check_nothing_stale(config: Path, said: str, verdict: str) -> None:
+    """No file of an earlier tune looks current: the tuned config extends its source alone, and says why."""
+    text = Path("tiny.tuned.yaml").read_text()
+    assert said in text
+    assert read_config(Path("tiny.tuned.yaml")) == read_config(config)
+    assert said in (TUNE / "report.md").read_text()
+    assert report()["recommendation"]["verdict"] == verdict
+
+
+def test_an_interrupted_tune_says_what_is_known_and_leaves_nothing_of_an_earlier_one(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "TrialRunner", SimulatedTrainers)
+    config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
+    keep = ("--keep", "workers,prefetch_factor")
+    assert vesuvius_tune(config, *keep) == EXIT_OK
+    assert read_config(Path("tiny.tuned.yaml")).training.train_batch_size == 8
+
+    class Interrupted(SimulatedTrainers):
+        def measure(self, *arguments: Any) -> Block:
+            if self.now_s > 60:
+                os.kill(os.getpid(), signal.SIGINT)
+                raise TuneInterrupted("the tune was interrupted while it measured; continue with --resume")
+            return super().measure(*arguments)
+
+    monkeypatch.setattr(session, "TrialRunner", Interrupted)
+    assert vesuvius_tune(config, *keep) == EXIT_INTERRUPTED
+    check_nothing_stale(config, "undecided: the tune was interrupted while it measured", "undecided")
+    assert report()["blocks"], "what was measured is told"
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1h30m", 5400), ("1.5h", 5400)])

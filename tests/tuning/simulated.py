@@ -13,16 +13,12 @@ from functools import cache
 
 import numpy as np
 
-from vesuvius.tuning.block import Block, Ended, Kind
+from vesuvius.tuning.measurement import Block, Ended, Kind, Setting, Space, trainer_knobs
 from vesuvius.tuning.search.policy import recommend
-from vesuvius.tuning.search.rates import trainer_knobs
-from vesuvius.tuning.search.recommendation import Entry, Recommendation
-from vesuvius.tuning.search.search import Search
-from vesuvius.tuning.setting import Setting
-from vesuvius.tuning.space import Space
+from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
 GIB = 2**30
-RUNG = 0.84  # of the limit: where the guard begins, and no block should come
+GUARD_SHARE = 0.84  # of the limit: where the guard begins, and no block should come
 BLOCK_S = 10.0
 START_S, CHANGE_S = 20.0, 5.0
 LEAST_STEPS = 3
@@ -37,7 +33,6 @@ SOURCE = Setting(
     channels_last=False,
     checkpoint_levels=(),
     cudnn_benchmark=True,
-    cuda_allocator="default",
 )
 
 
@@ -49,6 +44,7 @@ class Disturbance:
         drift: standard deviation of its speed, as a share; it wanders with a time constant of `drift_s`.
         noise: standard deviation of a step's time, as a share, correlated over `correlated_steps`.
         stalls_s: mean seconds between stalls of `stall_s`; infinite = none.
+        neighbour_s: mean seconds between visits of another program, of `visit_s` each, that slow it down by 30 %.
     """
 
     drift: float = 0.0
@@ -57,9 +53,13 @@ class Disturbance:
     correlated_steps: float = 50.0
     stalls_s: float = math.inf
     stall_s: float = 3.0
+    neighbour_s: float = math.inf
+    visit_s: float = 20.0
 
 
 QUIET = Disturbance()
+STALLS = Disturbance(stalls_s=120.0)
+NEIGHBOUR = Disturbance(neighbour_s=200.0)
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Machine:
             most_batch=64,
             levels=(0, 1, 2),
             deterministic=False,
-            ram_limit_bytes=int(RUNG * self.ram_limit_gib * GIB),
-            vram_limit_bytes=int(RUNG * self.vram_limit_gib * GIB) if self.on_gpu else None,
+            ram_limit_bytes=int(GUARD_SHARE * self.ram_limit_gib * GIB),
+            vram_limit_bytes=int(GUARD_SHARE * self.vram_limit_gib * GIB) if self.on_gpu else None,
         )
 
     def ram_bytes(self, setting: Setting, bias: tuple[float, ...] = (1.0,) * 4) -> int:
@@ -153,8 +153,7 @@ class Machine:
         if not self.on_gpu:
             return None
         sample = self.vram[1] * (2.0 if setting.amp == "off" else 1.0) / 3 ** len(setting.checkpoint_levels)
-        holes = 1.0 if setting.cuda_allocator == "expandable" else 1.08
-        return int(GIB * (self.vram[0] + holes * bias * sample * setting.train_batch_size))
+        return int(GIB * (self.vram[0] + 1.08 * bias * sample * setting.train_batch_size))
 
     def trainer_s(self, setting: Setting) -> float:
         """Seconds of a sample when data are there."""
@@ -200,10 +199,10 @@ class Machine:
         """How a block dies; None where it lives."""
         if self.dies_at_workers is not None and setting.workers >= self.dies_at_workers:
             return "killed", "a reader was killed by signal 9"
-        if self.ram_bytes(setting) > RUNG * self.ram_limit_gib * GIB:
+        if self.ram_bytes(setting) > GUARD_SHARE * self.ram_limit_gib * GIB:
             return "guard", "the memory guard ended it at 84 %"
         vram = self.vram_bytes(setting)
-        if vram is not None and vram > RUNG * self.vram_limit_gib * GIB:
+        if vram is not None and vram > GUARD_SHARE * self.vram_limit_gib * GIB:
             return "gpu_memory", "CUDA out of memory"
         return None
 
@@ -269,7 +268,7 @@ class BiasedPlanner:
         return 0
 
 
-class SimulatedLab:
+class SimulatedRunner:
     """Measures settings of a machine, in simulated seconds.
 
     Attributes:
@@ -283,6 +282,7 @@ class SimulatedLab:
         self._living: Setting | None = None
         self._drift, self._drift_at_s = self._rng.standard_normal(), 0.0
         self._noise = 0.0
+        self._visited_until_s = -math.inf
 
     def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
         machine, before = self._machine, self._living
@@ -317,6 +317,10 @@ class SimulatedLab:
             self._drift = still * self._drift + math.sqrt(1 - still**2) * self._rng.standard_normal()
             self._drift_at_s = self.now_s + total_s
             piece_s = n * step_s * math.exp(d.drift * self._drift + d.noise * self._noise)
+            now_s = self.now_s + total_s
+            if now_s >= self._visited_until_s and self._rng.random() < piece_s / d.neighbour_s:
+                self._visited_until_s = now_s + self._rng.exponential(d.visit_s)
+            piece_s *= 1.3 if now_s < self._visited_until_s else 1.0
             total_s += piece_s + d.stall_s * self._rng.poisson(piece_s / d.stalls_s)
         return total_s
 
@@ -344,7 +348,7 @@ class SimulatedLab:
 
 def tune(machine: Machine, seed: int, space: Space | None = None) -> tuple[list[Entry], Recommendation]:
     """Run a whole tune."""
-    search = Search(SimulatedLab(machine, seed), space or machine.space(), BiasedPlanner(machine))
+    search = Search(SimulatedRunner(machine, seed), space or machine.space(), BiasedPlanner(machine))
     found = recommend(search)
     return search.entries, found
 
@@ -352,7 +356,7 @@ def tune(machine: Machine, seed: int, space: Space | None = None) -> tuple[list[
 GROWING = replace(SOURCE, accumulate_steps=1)
 MACHINES = [
     # 5 processors: readers stop scaling there
-    Machine("data-bound on cores", cores=5, decode_s=0.1, sample_s=0.01),
+    Machine("data-bound on cores", cores=5, decode_s=0.1, sample_s=0.01, disturbance=NEIGHBOUR),
     # store latency: requests in flight, then readers
     Machine(
         "data-bound on latency",
@@ -361,8 +365,9 @@ MACHINES = [
         decode_s=0.02,
         sample_s=0.02,
         source=replace(SOURCE, workers=1, prefetch_factor=1),
+        disturbance=STALLS,
     ),
-    Machine("compute-bound", sample_s=0.4, launch_s=0.008, source=replace(SOURCE, workers=8)),
+    Machine("compute-bound", sample_s=0.4, launch_s=0.008, source=replace(SOURCE, workers=8), disturbance=STALLS),
     # micro-batches pay until the GPU is full
     Machine("VRAM-capped", sample_s=0.05, launch_s=0.1, vram=(8.0, 7.0), source=replace(SOURCE, accumulate_steps=16)),
     # readers pay until memory is full
@@ -391,6 +396,7 @@ MACHINES = [
         sample_s=0.042,
         launch_s=0.034,
         source=replace(SOURCE, workers=1, accumulate_steps=4),
+        disturbance=NEIGHBOUR,
     ),
     # full resolution is computed twice, and memory would do without
     Machine("checkpointed", sample_s=0.2, vram=(6.0, 5.0), source=replace(SOURCE, checkpoint_levels=(0,))),

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.tuning.simulated import BY_NAME, BiasedPlanner, SimulatedLab, tune
+from tests.tuning.simulated import BY_NAME, BiasedPlanner, SimulatedRunner, tune
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.tuning.block import Block
-from vesuvius.tuning.ledger import Ledger, Machine, RecordingLab, check_same
+from vesuvius.tuning.ledger import Ledger, Machine, RecordingRunner, check_same
+from vesuvius.tuning.measurement import Block
 from vesuvius.tuning.search.policy import recommend
 from vesuvius.tuning.search.search import Search
 
@@ -37,7 +37,6 @@ def path(tmp_path: Path) -> Path:
 def begun(path: Path, config: Config, blocks: list[Block] = BLOCKS) -> Ledger:
     with Ledger.new(path, config, SPACE, MACHINE) as ledger:
         for block in blocks:
-            assert ledger.begin(block.setting, block.kind) is None
             ledger.end(block)
     return ledger
 
@@ -49,37 +48,21 @@ def test_a_ledger_reads_back_equal(path: Path, config: Config) -> None:
     assert (read.space, read.machine, read.config) == (SPACE, MACHINE, config.model_dump(mode="json"))
 
 
-def test_a_torn_line_and_a_block_without_an_end_are_passed_over(path: Path, config: Config) -> None:
+def test_a_torn_line_is_passed_over(path: Path, config: Config) -> None:
     begun(path, config)
-    with Ledger.read(path) as ledger:
-        ledger.begin(BLOCKS[0].setting, "run")
     with path.open("a") as file:
         file.write('{"kind": "block", "block": {"ended": "o')
     assert Ledger.read(path).blocks == BLOCKS
 
 
-def test_a_block_in_which_the_tune_died_twice_is_not_measured_again(path: Path, config: Config) -> None:
-    setting = BLOCKS[0].setting
-    with Ledger.new(path, config, SPACE, MACHINE) as ledger:
-        assert ledger.begin(setting, "run") is None
-    with Ledger.read(path) as ledger:
-        assert ledger.begin(setting, "run") is None
-    with Ledger.read(path) as ledger:
-        block = ledger.begin(setting, "run")
-        assert block is not None
-        assert (block.ended, block.rate) == ("killed", 0.0)
-        ledger.end(block)
-    assert Ledger.read(path).blocks == [block]
-
-
 @pytest.mark.parametrize("count", [0, 1, 7, len(BLOCKS)])
 def test_a_tune_goes_on_from_its_ledger_to_the_same_end(path: Path, config: Config, count: int) -> None:
     begun(path, config, BLOCKS[:count])
-    lab = SimulatedLab(SIMULATED, 0)
+    lab = SimulatedRunner(SIMULATED, 0)
     for block in BLOCKS[:count]:  # the machine goes on where it was
         lab.measure(block.setting, block.kind, SPACE.block_s, SPACE.budget_s)
     with Ledger.read(path) as ledger:
-        found = recommend(Search(RecordingLab(ledger, lab), SPACE, BiasedPlanner(SIMULATED)))
+        found = recommend(Search(RecordingRunner(ledger, lab), SPACE, BiasedPlanner(SIMULATED)))
     assert found == tune(SIMULATED, 0)[1]
     assert Ledger.read(path).blocks == BLOCKS
 
@@ -91,20 +74,18 @@ def test_a_ledger_of_another_tune_is_refused(path: Path, config: Config) -> None
         Ledger.read(path) as ledger,
         pytest.raises(ConfigError, match=r"a run block of workers 3 -> 2 where this tune has a run block"),
     ):
-        recommend(Search(RecordingLab(ledger, SimulatedLab(SIMULATED, 0)), other, BiasedPlanner(SIMULATED)))
+        recommend(Search(RecordingRunner(ledger, SimulatedRunner(SIMULATED, 0)), other, BiasedPlanner(SIMULATED)))
 
 
-def test_a_block_that_a_full_disk_ended_does_not_count_against_it(path: Path, config: Config) -> None:
-    class FullDisk(SimulatedLab):
+def test_a_block_that_a_full_disk_ended_is_measured_again(path: Path, config: Config) -> None:
+    class FullDisk(SimulatedRunner):
         def measure(self, *_: object) -> Block:
             raise StorageError("full")
 
-    for _ in range(3):
-        with Ledger.read(path) if path.exists() else Ledger.new(path, config, SPACE, MACHINE) as ledger:
-            lab = RecordingLab(ledger, FullDisk(SIMULATED, 0))
-            with pytest.raises(StorageError):
-                lab.measure(SPACE.source, "run", 10.0, 600.0)
-    assert Ledger.read(path).begin(SPACE.source, "run") is None
+    with Ledger.new(path, config, SPACE, MACHINE) as ledger, pytest.raises(StorageError):
+        RecordingRunner(ledger, FullDisk(SIMULATED, 0)).measure(SPACE.source, "run", 10.0, 600.0)
+    with Ledger.read(path) as ledger:
+        assert RecordingRunner(ledger, SimulatedRunner(SIMULATED, 0)).earlier == []
 
 
 def test_a_new_tune_keeps_the_ledger_of_the_one_before(path: Path, config: Config) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+
+import pytest
 
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.tuning.setting import Setting, in_words
-from vesuvius.tuning.space import Space
+from vesuvius.tuning.measurement import Setting, Space, in_words
 from vesuvius.tuning.survey import ConfigPlanner, describe_machine, ram_left, survey
 
 WriteConfig = Callable[..., Path]
@@ -30,7 +31,19 @@ def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfi
     assert not space.remote
     assert not space.on_gpu
     assert space.vram_limit_bytes is None
-    assert Space.from_record(space.record()) == space
+    assert Space.from_record(asdict(space)) == space
+
+
+def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:
+    one, four = (
+        surveyed(read_config(tiny_config(training={"ranks": ranks}, monitor={"ram_limit_gib": 8.0})))
+        for ranks in (1, 4)
+    )
+    assert four.cores == one.cores / 4
+    assert four.ram_limit_bytes == pytest.approx(one.ram_limit_bytes / 4, rel=0.05)
+    assert four.most_batch == one.most_batch, "of the samples of one rank"
+    apart = read_config(tiny_config(training={"ranks": 4}, cluster={"address": "box:6379"}))
+    assert surveyed(apart).cores == one.cores, "a cluster places them"
 
 
 def test_what_the_source_has_is_never_beyond_the_caps(tiny_config: WriteConfig) -> None:
@@ -81,7 +94,7 @@ def test_the_planner_knows_readers_batches_and_that_a_long_run_takes_more(tiny_c
 def test_a_setting_goes_into_a_config_and_comes_back(tiny_config: WriteConfig) -> None:
     config = read_config(tiny_config())
     source = Setting.of(config)
-    turned = replace(source, workers=3, requests=64, compile=True, checkpoint_levels=(1,), cuda_allocator="expandable")
+    turned = replace(source, workers=3, requests=64, compile=True, checkpoint_levels=(1,))
     assert Setting.of(turned.applied_to(config)) == turned
     assert Setting.of(read_config(tiny_config(), turned.overrides(source))) == turned
     assert in_words(turned, source).startswith("workers 0 -> 3, requests 16 -> 64, compile false -> true")

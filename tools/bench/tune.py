@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as `vesuvius train` sets it
@@ -33,9 +33,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.tuning.ledger import Ledger
+from vesuvius.tuning.measurement import Setting, in_words
 from vesuvius.tuning.search.pairs import compare
-from vesuvius.tuning.setting import Setting, in_words
-from vesuvius.tuning.trainer_lab import TrainerLab
+from vesuvius.tuning.trial_runner import TrialRunner
 
 WORKERS = (1, 2, 4, 8)
 PREFETCH = (1, 2, 4)
@@ -152,7 +152,7 @@ def _grid(config: Config) -> None:
     began, rows = time.monotonic(), []
     for number in sorted(range(len(settings)), key=lambda n: n * 25 % len(settings)):
         rate = _measure(config, settings[number])
-        rows.append({"setting": settings[number].record(), "samples_s": rate})
+        rows.append({"setting": asdict(settings[number]), "samples_s": rate})
         print(
             f"grid {number}: {in_words(settings[number], Setting.of(config))}: {rate:.3g} samples/s",
             flush=True,
@@ -170,7 +170,7 @@ def _settings(config: Config) -> list[Setting]:
 
 def _measure(config: Config, setting: Setting) -> float:
     """Samples per second of the whole run, in a trainer of its own."""
-    with TrainerLab(config, Path("runs/bench_tune/grid")) as lab:
+    with TrialRunner(config, Path("runs/bench_tune/grid")) as lab:
         block = lab.measure(setting, "run", _SECONDS, _LIMIT_S)
     if block.ended != "ok":
         raise SystemExit(f"a setting of the grid must be measured; got {block.ended}: {block.cause}")

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.records import JsonLines, read_records
-from vesuvius.tuning.block import Ended
+from vesuvius.tuning.measurement import Ended
 
 _KILLED_TWICE = "the bench was killed twice during this measurement, so it is not repeated"
 

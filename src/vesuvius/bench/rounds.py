@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from vesuvius.bench.ledger import Ledger, Measurement
 from vesuvius.errors import StorageError
-from vesuvius.tuning.lab import TuneInterrupted
+from vesuvius.tuning.measurement import TuneInterrupted
 
 Measure = Callable[[int, int], Measurement]
 """Measure a cell in a round."""

@@ -33,7 +33,7 @@ from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, number
 from vesuvius.training.step.step import choose_device
 from vesuvius.tuning.alone import locked, signals_to, storage_errors
-from vesuvius.tuning.lab import TuneInterrupted
+from vesuvius.tuning.measurement import TuneInterrupted
 from vesuvius.tuning.survey import describe_machine
 
 log = logging.getLogger(__name__)

@@ -63,7 +63,7 @@ def _main(argv: list[str]) -> int:
         help="write a profile of 20 steps of this run behind step N, or behind its first ones, while it trains",
     )
     # Of the trainer that `vesuvius tune` starts: it takes commands on standard input, and ends with that.
-    parser.add_argument("--conducted", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--tune-worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.vram_gib is not None and not args.dry_run:
         parser.error("--vram-gib only plans; it goes with --dry-run")
@@ -93,12 +93,12 @@ def _main(argv: list[str]) -> int:
         for line in dry_run(config, resume, args.vram_gib, args.allow_drift, args.restart_damaged):
             say(line)
         return EXIT_OK
-    if args.conducted:
+    if args.tune_worker:
         from vesuvius.training.ranks.part import one_rank
         from vesuvius.training.run import train
-        from vesuvius.tuning.conductor import Commands, conducted_by
+        from vesuvius.tuning.worker import CommandPipe, tune_worker
 
-        return train(one_rank(config), args.config, resume, make_tuner=conducted_by(Commands()))
+        return train(one_rank(config), args.config, resume, make_tuner=tune_worker(CommandPipe()))
     from vesuvius.launch.launch import launch
     from vesuvius.launch.rank import Request
 

@@ -14,7 +14,7 @@ from vesuvius.commands.command import run_command, say
 from vesuvius.config.environment import variables
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK
-from vesuvius.tuning.setting import Knob, key_of
+from vesuvius.tuning.measurement import Knob, key_of
 
 KEEPABLE = tuple(knob for knob in get_args(Knob) if knob != "accumulate_steps")  # it follows the micro-batch
 _LEAST_S = 60.0
@@ -61,11 +61,10 @@ def _main(argv: list[str]) -> int:
     environment = tuple(variables(os.environ))
     written, config = read_config(args.config), take_config(args.config, args.overrides)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
-    from vesuvius.training.ranks.part import one_rank
     from vesuvius.tuning.session import Request, plan, tune  # imports torch
 
     request = Request(
-        config=one_rank(config),  # each of several does what one does alone
+        config=config,
         written=written,
         source=args.config,
         overrides=tuple(args.overrides),

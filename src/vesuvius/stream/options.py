@@ -144,12 +144,12 @@ def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
         )
 
 
-def check_store(job: ReaderJob, options: StreamOptions) -> None:
-    """Raises ConfigError where /dev/shm cannot hold a private Ray's object store, which would silently use /tmp."""
+def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
+    """Raises ConfigError where /dev/shm cannot hold a private Ray's object store of all ranks here."""
     shared = Path("/dev/shm")
     if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return
-    size = store_bytes(job, options)
+    size = ranks * store_bytes(job, options)
     free = shutil.disk_usage(shared).free
     if size > free:
         raise ConfigError(

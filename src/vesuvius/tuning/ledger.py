@@ -1,22 +1,18 @@
-"""`ledger.jsonl`: a line for each begin and end of a block; `--resume` continues from it."""
+"""`ledger.jsonl`: a line for each block; `--resume` continues from it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
 from vesuvius import __version__
 from vesuvius.config import Config
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError
 from vesuvius.runlog.records import JsonLines, read_records
-from vesuvius.tuning.block import Block, Kind
-from vesuvius.tuning.lab import Lab, TuneInterrupted
-from vesuvius.tuning.setting import Setting, in_words
-from vesuvius.tuning.space import Space
-
-_KILLED_TWICE = "the tune was killed twice during this block, so it is not measured again"
+from vesuvius.tuning.measurement import Block, Kind, Runner, Setting, Space, in_words
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,6 @@ class Ledger:
         self.machine = machine
         self.blocks: list[Block] = []
         self._path = path
-        self._begun: list[tuple[Setting, Kind]] = []
         self._file: JsonLines | None = None
 
     @classmethod
@@ -65,7 +60,7 @@ class Ledger:
         if path.exists():
             _put_aside(path, path.with_name("trials"))
         ledger = cls.sketch(path, config, space, machine)
-        ledger._write("tune", version=__version__, config=ledger.config, space=space.record(), machine=asdict(machine))
+        ledger._write("tune", version=__version__, config=ledger.config, space=asdict(space), machine=asdict(machine))
         return ledger
 
     @classmethod
@@ -91,8 +86,7 @@ class Ledger:
         try:
             header = next(record for record in records if record["kind"] == "tune")
             ledger = cls(path, header["config"], Space.from_record(header["space"]), Machine(**header["machine"]))
-            for record in records:
-                ledger._take(record)
+            ledger.blocks += [Block.from_record(record["block"]) for record in records if record["kind"] == "block"]
         except (StopIteration, KeyError, TypeError, IndexError) as error:
             raise ConfigError(
                 f"the ledger must be from this version of vesuvius; got {path}, which lacks {error}; drop --resume to "
@@ -100,36 +94,10 @@ class Ledger:
             ) from error
         return ledger
 
-    def _take(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "begin":
-            self._begun.append((Setting.from_record(record["setting"]), record["what"]))
-        elif record["kind"] == "block":
-            self.blocks.append(Block.from_record(record["block"]))
-            self._begun.clear()
-        elif record["kind"] == "interrupted":
-            self._begun.clear()
-
-    def begin(self, setting: Setting, kind: Kind) -> Block | None:
-        """Record the begin of a block.
-
-        Returns:
-            A block that takes its place if the tune itself was killed in this one twice; else None.
-        """
-        killed = self._begun.count((setting, kind))
-        self._begun.append((setting, kind))
-        self._write("begin", setting=setting.record(), what=kind)
-        return Block(setting, kind, "killed", _KILLED_TWICE, 0.0) if killed >= 2 else None
-
     def end(self, block: Block) -> None:
         """Record a finished block."""
         self.blocks.append(block)
-        self._begun.clear()
-        self._write("block", block=block.record())
-
-    def interrupted(self) -> None:
-        """Record that the operator or a full disk ended the current block; it will be repeated."""
-        self._begun.clear()
-        self._write("interrupted")
+        self._write("block", block=asdict(block))
 
     def _write(self, kind: str, **figures: Any) -> None:
         self._file = self._file or JsonLines(self._path)
@@ -143,39 +111,25 @@ class Ledger:
             self._file.close()
 
 
-class RecordingLab:
-    """A lab that records its blocks, and that returns those of an earlier session before it measures.
+class RecordingRunner:
+    """A runner that records its blocks, and that returns those of an earlier session before it measures.
 
     The policy is a function of the blocks alone, so it asks for the same ones again.
 
     Attributes:
-        replaying: whether blocks of an earlier session are left.
+        earlier: blocks of an earlier session that are left.
     """
 
-    def __init__(self, ledger: Ledger, lab: Lab) -> None:
-        self._ledger = ledger
-        self._lab = lab
-        self._earlier = list(ledger.blocks)
-
-    @property
-    def replaying(self) -> bool:
-        return bool(self._earlier)
+    def __init__(self, ledger: Ledger, runner: Runner) -> None:
+        self._ledger, self._runner, self.earlier = ledger, runner, list(ledger.blocks)
 
     def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
-        """As `Lab`.  Raises ConfigError where the earlier session measured something else."""
-        if self._earlier:
-            return self._replayed(setting, kind)
-        block = self._ledger.begin(setting, kind)
-        try:
-            block = block or self._lab.measure(setting, kind, seconds, limit_s)
-        except (TuneInterrupted, StorageError, OSError):
-            self._ledger.interrupted()
-            raise
-        self._ledger.end(block)
-        return block
-
-    def _replayed(self, setting: Setting, kind: Kind) -> Block:
-        block = self._earlier.pop(0)
+        """As `Runner`.  Raises ConfigError where the earlier session measured something else."""
+        if not self.earlier:
+            block = self._runner.measure(setting, kind, seconds, limit_s)
+            self._ledger.end(block)
+            return block
+        block = self.earlier.pop(0)
         if (block.setting, block.kind) != (setting, kind):
             raise ConfigError(
                 f"a ledger must have the same config, limits and options; got one with a {block.kind} block of "
@@ -211,13 +165,11 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _put_aside(*paths: Path) -> None:
     """Rename the files of an earlier tune: `ledger.jsonl` to `ledger-1.jsonl`, `trials` to `trials-1`."""
-    number = 1
-    while any(_numbered(path, number).exists() for path in paths):
-        number += 1
+
+    def numbered(path: Path, number: int) -> Path:
+        return path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+    free = next(number for number in count(1) if not any(numbered(path, number).exists() for path in paths))
     for path in paths:
         if path.exists():
-            path.rename(_numbered(path, number))
-
-
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.stem}-{number}{path.suffix}")
+            path.rename(numbered(path, free))

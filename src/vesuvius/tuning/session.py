@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import signal
-from dataclasses import dataclass
-from datetime import datetime
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vesuvius.config import Config
 from vesuvius.config.environment import key_of_variable
-from vesuvius.config.load import read_config
+from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.monitor.session import is_alive, read_session
+from vesuvius.report.files import write_pages
+from vesuvius.report.model import commit_text
+from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.logfile import open_log
 from vesuvius.runlog.run_dir import TUNE, describe_environment, run_dir
+from vesuvius.runlog.units import format_duration
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
+from vesuvius.training.ranks.part import one_rank
 from vesuvius.tuning.alone import locked, signals_to, storage_errors
-from vesuvius.tuning.lab import TuneInterrupted
-from vesuvius.tuning.ledger import Ledger, RecordingLab, check_same
-from vesuvius.tuning.optimist import OptimisticLab
-from vesuvius.tuning.report.files import write_report
-from vesuvius.tuning.report.options import Horizon
-from vesuvius.tuning.report.report import Report, build_report
-from vesuvius.tuning.report.text import block_line, closing_lines, plan_lines, step_line, yaml_header
-from vesuvius.tuning.report.tuned_config import check_tunable, setting_reasons, tuned_path, tuned_yaml, write_tuned
-from vesuvius.tuning.search.policy import recommend
-from vesuvius.tuning.search.recommendation import Entry, Recommendation, Step
-from vesuvius.tuning.search.search import Search
-from vesuvius.tuning.setting import Knob, Setting
-from vesuvius.tuning.space import Goal
+from vesuvius.tuning.ledger import Ledger, RecordingRunner, check_same
+from vesuvius.tuning.measurement import Goal, Knob, TuneInterrupted, key_of
+from vesuvius.tuning.report import (
+    block_line,
+    build_options,
+    build_page,
+    closing_lines,
+    headline,
+    memory_words,
+    plan_lines,
+    step_line,
+)
+from vesuvius.tuning.search.policy import conclude, recommend
+from vesuvius.tuning.search.search import Entry, Recommendation, Search, Step
 from vesuvius.tuning.survey import ConfigPlanner, describe_machine, survey
-from vesuvius.tuning.trainer_lab import TrainerLab
+from vesuvius.tuning.trial_runner import TrialRunner
+from vesuvius.tuning.tuned_config import check_tunable, tuned_path, tuned_yaml, write_tuned
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +54,8 @@ class Request:
     """The arguments of a tune.
 
     Attributes:
-        config: `source` with environment and overrides applied.
+        config: `source` with environment and overrides applied.  Of several ranks, one is measured alone: each does
+            what one does, and has its share of the machine.
         written: `source` alone.
         source: the YAML file.
         overrides: from the command line.
@@ -70,7 +80,7 @@ class Request:
 
 
 def tune(request: Request) -> int:
-    """Measure until the policy stops, then write the report and the tuned config.
+    """Measure until the policy stops, then write the report and the tuned config, whatever came of it.
 
     Returns:
         EXIT_OK; EXIT_ERROR if nothing could be measured; EXIT_INTERRUPTED or EXIT_STOPPED after a signal.
@@ -86,45 +96,44 @@ def tune(request: Request) -> int:
     with locked(directory, "tune") as lock_fd, storage_errors(directory):
         open_log(directory / "tune.log")
         ledger, planner = _open(request, data)
-        trainers = TrainerLab(request.config, directory / "trials", lock_fd=lock_fd)
-        with ledger, trainers as trainer, signals_to(trainer.stop) as came:
+        trials = TrialRunner(one_rank(request.config), directory / "trials", lock_fd=lock_fd)
+        with ledger, trials as runner, signals_to(runner.stop) as came:
             log.info("tuning %s on %s", request.source, ledger.machine.words())
             _warn_of_neighbours(request.config)
-            lab = RecordingLab(ledger, trainer)
+            recording = RecordingRunner(ledger, runner)
 
             def on_step(step: Step) -> None:
                 if came:
                     raise TuneInterrupted(f"the tune was interrupted before block {step.number}; go on with --resume")
-                if not lab.replaying:
+                if not recording.earlier:
                     log.info("%s", step_line(step))
 
             def on_block(entry: Entry) -> None:
                 level = logging.INFO if entry.block.ended == "ok" else logging.WARNING
                 log.log(level, "%s", block_line(entry))
 
-            search = Search(lab, ledger.space, planner, on_step, on_block)
+            search = Search(recording, ledger.space, planner, on_step, on_block)
             try:
                 found = recommend(search)
+                code = EXIT_ERROR if found.verdict == "none" else EXIT_OK
             except TuneInterrupted as interrupted:
                 log.error("%s", interrupted)
-                return EXIT_INTERRUPTED if came and came[0] == signal.SIGINT else EXIT_STOPPED
-        return _finish(request, ledger, search, found, directory)
+                found = conclude(search, str(interrupted))
+                code = EXIT_INTERRUPTED if came and came[0] == signal.SIGINT else EXIT_STOPPED
+        _finish(request, ledger, search, found, directory)
+        return code
 
 
 def plan(request: Request) -> list[str]:
-    """Return the lines of `--dry-run`: the blocks to expect with their predictions.  Writes nothing.
+    """Return the lines of `--dry-run`: limits, budget, and the memory of what may be tried.  Writes nothing.
 
     Raises:
-        ConfigError, DataError: as `tune`.
+        ConfigError, DataError: as `tune`; also where not even the smallest setting fits.
     """
     check_tunable(request.source)
     data = prepare_data(request.config.seed, request.config.data)
     ledger, planner = _open(request, data, write=False)
-    search = Search(OptimisticLab(ledger.space, planner), ledger.space, planner)
-    found = recommend(search)
-    if found.verdict == "none":
-        raise ConfigError(f"a tune needs a setting that fits this machine; got none: {found.reason}")
-    return plan_lines([entry.step for entry in search.entries], ledger.space, ledger.machine.words())
+    return plan_lines(ledger.space, planner, ledger.machine.words())
 
 
 def tune_dir(config: Config) -> Path:
@@ -155,57 +164,62 @@ def _open(request: Request, data: PreparedData, write: bool = True) -> tuple[Led
         )
         make = Ledger.new if write else Ledger.sketch
         ledger = make(path, config, space, machine)
-    return ledger, ConfigPlanner(config, data, ledger.space.on_gpu)
+    return ledger, ConfigPlanner(one_rank(config), data, ledger.space.on_gpu)
 
 
-def _finish(request: Request, ledger: Ledger, search: Search, found: Recommendation, directory: Path) -> int:
+def _finish(request: Request, ledger: Ledger, search: Search, found: Recommendation, directory: Path) -> None:
     """Write the report and the tuned config, and log the result."""
-    if found.verdict == "none":
-        log.error("nothing could be measured, so there is no recommendation: %s; see %s", found.reason, directory)
-        return EXIT_ERROR
+    config, space, environment = request.config, ledger.space, describe_environment()
     tuned = tuned_path(request.source)
-    report = _report(request, ledger, search, found, tuned)
-    write_report(directory, report)
-    _write_tuned(request, found, report, tuned)
-    for line in closing_lines(report, directory):
+    measured = search.rates.measured_settings()
+    options = build_options(found, space, search.rates, search.memory, config.horizon_steps) if measured else ()
+    packages = {name: version for name, version in environment["packages"].items() if version}
+    spent = f"{len(search.entries)} blocks in {format_duration(space.budget_s - search.left_s)}"
+    facts = {
+        "what to run": shlex.join(_train_command(config, tuned)),
+        "samples/s": "of one rank" if config.training.ranks != 1 else "of the whole run",
+        "blocks": f"{spent} of {format_duration(space.budget_s)}; goal {space.goal}",
+        "limits, which no block is predicted to pass": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
+        "machine": f"{ledger.machine.words()}; {environment['platform']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "commit": commit_text(environment),
+    }
+    made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
+    page = build_page(config.name, str(directory), found, search, options, facts, dump_config(request.written))
+    write_pages(directory, "report", [page], (), (), [], made)
+    figures = {
+        "made": made,
+        "facts": page.facts,
+        "recommendation": asdict(found),
+        "options": [asdict(option) for option in options],
+        "blocks": [asdict(entry) for entry in search.entries],
+    }
+    write_whole(directory / "report.json", (json.dumps(figures, indent=1, allow_nan=False) + "\n").encode())
+    header = [f"{made[5:]}.", f"{headline(found, space)}.  {spent}.", f"Measured on: {ledger.machine.words()}"]
+    _write_tuned(request, found, tuned, header)
+    first, *others = closing_lines(found, search, options)
+    log.log(logging.ERROR if found.verdict == "none" else logging.INFO, "%s", first)
+    for line in others:
         log.info("%s", line)
-    return EXIT_OK
+    log.info("report: %s", directory / "report.html")
+    if found.verdict != "none":
+        log.info("run it: %s", facts["what to run"])
 
 
-def _report(request: Request, ledger: Ledger, search: Search, found: Recommendation, tuned: Path) -> Report:
-    config, environment = request.config, describe_environment()
-    training = config.training
-    return build_report(
-        name=config.name,
-        source=str(request.source),
-        tuned=str(tuned),
-        command=request.command,
-        train_command=_train_command(config, tuned),
-        date=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        versions={"python": environment["python"], **{n: v for n, v in environment["packages"].items() if v}},
-        machine=f"{ledger.machine.words()}; {environment['platform']}",
-        space=ledger.space,
-        search=search,
-        found=found,
-        horizon=Horizon(training.steps_per_epoch, config.horizon_steps, config.global_batch),
-    )
-
-
-def _train_command(config: Config, path: Path) -> str:
+def _train_command(config: Config, path: Path) -> list[str]:
     resume = ["--resume"] if run_dir(config).exists() else []
-    return shlex.join(["vesuvius", "train", "--config", str(path), *resume])
+    return ["vesuvius", "train", "--config", str(path), *resume]
 
 
-def _write_tuned(request: Request, found: Recommendation, report: Report, path: Path) -> None:
+def _write_tuned(request: Request, found: Recommendation, path: Path, header: Sequence[str]) -> None:
     """Write the tuned config, with what the environment and the command line of the tune have set."""
     wanted = found.best.applied_to(request.config)
-    reasons = {str(knob): reason for knob, reason in found.reasons.items()}
-    why = setting_reasons(found.best, Setting.of(request.config), reasons)  # of these, the first that fits a key counts
+    why = {key_of(knob): reason for knob, reason in found.reasons.items()}  # the first that fits a key counts
     for key in (override.partition("=")[0].strip() for override in request.overrides):
         why.setdefault(key, "given on the command line of the tune")
     for name in request.environment:
         why.setdefault(key_of_variable(name), f"{name} was set for the tune")
-    write_tuned(path, tuned_yaml(request.source.name, request.written, wanted, why, yaml_header(report)))
+    write_tuned(path, tuned_yaml(request.source.name, request.written, wanted, why, header))
     try:
         as_wanted = read_config(path) == wanted
     except ConfigError as error:

@@ -20,12 +20,11 @@ from vesuvius.stream.options import StreamOptions, check_store, check_store_need
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.memory_plan import LARGEST_PLANNED_BATCH, indexable_batch, plan_memory
 from vesuvius.training.forecast.preflight import READERS_PER_CORE
-from vesuvius.training.forecast.ram_plan import plan_ram
+from vesuvius.training.forecast.ram_plan import local_ranks, plan_ram
 from vesuvius.training.monitoring import memory_limits
 from vesuvius.training.step.step import choose_device, resolve_amp
 from vesuvius.tuning.ledger import Machine
-from vesuvius.tuning.setting import Knob, Setting
-from vesuvius.tuning.space import Goal, Space
+from vesuvius.tuning.measurement import Goal, Knob, Setting, Space
 
 _MOST_PREFETCH = 16
 _MOST_REQUESTS = 256
@@ -44,13 +43,13 @@ def survey(
     budget_s: float,
     keep: Sequence[Knob] = (),
 ) -> Space:
-    """Return what may be tried with a config on this machine.  Does I/O; starts nothing on a GPU.
+    """Return what a rank of a config may try: its share of this machine.  Does I/O; starts nothing on a GPU.
 
     Args:
         keep: knobs that nothing changes.
     """
-    source, on_gpu = Setting.of(config), choose_device().type == "cuda"
-    cores = usable_cores(os.getpid())
+    source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", local_ranks(config)
+    cores = usable_cores(os.getpid()) / ranks
     is_capped = config.training.prefetch_mib is not None  # then the factor hardly matters
     remote = any(volume.source.remote for volume in (*data.volumes, *data.conditions))
     return Space(
@@ -61,14 +60,14 @@ def survey(
         block_s=min(max(budget_s / _BLOCKS, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S),
         on_gpu=on_gpu,
         cores=cores,
-        most_workers=_most_workers(config, data, cores, remote),
+        most_workers=_most_workers(config, data, cores, remote, ranks),
         most_prefetch=source.prefetch_factor if is_capped else max(_MOST_PREFETCH, source.prefetch_factor),
         remote=remote,
         most_requests=max(_MOST_REQUESTS, source.requests),
         most_batch=_most_batch(config, scale_batch),
         levels=tuple(range(0 if config.model.full_res_channels else 1, len(config.model.channels) + 1)),
         deterministic=config.training.deterministic,
-        ram_limit_bytes=ram_left(config),
+        ram_limit_bytes=ram_left(config) // ranks,
         vram_limit_bytes=vram_left() if on_gpu else None,
         kept=tuple(keep),
     )
@@ -105,7 +104,7 @@ def vram_left() -> int:
     return int(_VRAM_SHARE * gpu.total_memory) - used_bytes
 
 
-def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool) -> int:
+def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool, ranks: int) -> int:
     """Return the most readers: one per core (several on a remote store), with blocks that fit into /dev/shm."""
     source = config.training.workers
     most = max(source, int(cores * (READERS_PER_CORE if remote else 1)), 1)
@@ -113,7 +112,7 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
         options = replace(StreamOptions.from_config(config.training, config.cluster), workers=most)
         try:
             check_store_need(data.job, options)
-            check_store(data.job, options)
+            check_store(data.job, options, ranks)
             return most
         except ConfigError:
             most -= 1
@@ -121,12 +120,12 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
 
 
 def _most_batch(config: Config, scale_batch: bool) -> int:
-    most = LARGEST_PLANNED_BATCH if scale_batch else config.global_batch
+    most = LARGEST_PLANNED_BATCH if scale_batch else Setting.of(config).global_batch
     return min(most, max(indexable_batch(config), config.training.train_batch_size))
 
 
 class ConfigPlanner:
-    """Predicts the memory of each setting of a config with `ram_plan.py` and `memory_plan.py`.
+    """Predicts the memory of each setting of a config of one rank with `ram_plan.py` and `memory_plan.py`.
 
     Caches its results; each takes up to seconds.
 

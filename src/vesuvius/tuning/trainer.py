@@ -23,9 +23,8 @@ from vesuvius.monitor.postmortem.post_mortem import record_run_death
 from vesuvius.monitor.recent import read_recent
 from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.metrics import Record
-from vesuvius.tuning.block import Ended
+from vesuvius.tuning.measurement import Ended, Setting
 from vesuvius.tuning.process import TrialProcess
-from vesuvius.tuning.setting import Setting
 
 _CAUSE_LENGTH = 400
 # A trainer that lives writes a sample of its memory this often at least.
@@ -53,14 +52,14 @@ class Trainer:
     guard_text: str = ""
 
     @classmethod
-    def start(cls, config: Config, directory: Path, lock_fd: int | None, *, conducted: bool) -> Self:
-        """Start it; `conducted` = it takes commands.  Raises OSError where the directory cannot be written."""
+    def start(cls, config: Config, directory: Path, lock_fd: int | None, *, takes_commands: bool) -> Self:
+        """Start it; `takes_commands` = of a tune.  Raises OSError where the directory cannot be written."""
         directory.mkdir(parents=True, exist_ok=True)
         run, source, log = (directory / f"{config.name}{suffix}" for suffix in ("", ".yaml", ".log"))
         source.write_text(dump_config(config), encoding="utf-8")
         command = [sys.executable, "-m", "vesuvius.train", "--config", str(source)]
-        command += ["--conducted"] if conducted else []
-        process = TrialProcess(command, log, {"VESUVIUS_RUNS": str(directory.resolve())}, lock_fd, conducted)
+        command += ["--tune-worker"] if takes_commands else []
+        process = TrialProcess(command, log, {"VESUVIUS_RUNS": str(directory.resolve())}, lock_fd, takes_commands)
         return cls(process, run, log, Tail(run / "metrics.jsonl", _WHOLE_FILE))
 
     def new_records(self) -> list[Record]:

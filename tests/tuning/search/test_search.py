@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from statistics import fmean
 
@@ -14,22 +14,19 @@ import pytest
 from tests.tuning.simulated import (
     BY_NAME,
     GIB,
+    GUARD_SHARE,
     MACHINES,
-    RUNG,
     SLOW,
     SOURCE,
     BiasedPlanner,
     Machine,
-    SimulatedLab,
+    SimulatedRunner,
     best_rate,
     tune,
 )
-from vesuvius.tuning.block import Block, Ended, Kind
+from vesuvius.tuning.measurement import Block, Ended, Kind, Knob, Setting, Space
 from vesuvius.tuning.search.policy import recommend
-from vesuvius.tuning.search.recommendation import Entry, Recommendation
-from vesuvius.tuning.search.search import Search
-from vesuvius.tuning.setting import Knob, Setting
-from vesuvius.tuning.space import Space
+from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
 DIES = BY_NAME["dies above a threshold"]
 every_machine = pytest.mark.parametrize("name", BY_NAME)
@@ -69,7 +66,7 @@ def test_it_ends_near_the_best_though_the_machine_drifts(drift: float, least: fl
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("drift", "least", "alike"), [(0.05, 0.97, 0.85), (0.10, 0.93, 0.7)])
+@pytest.mark.parametrize(("drift", "least", "alike"), [(0.05, 0.97, 0.9), (0.10, 0.93, 0.8)])
 def test_thirty_tunes_end_near_the_best_and_agree(drift: float, least: float, alike: float) -> None:
     found, agreed = shares(drift, seeds=30), same(drift, seeds=30)
     print(f"\ndrift {drift:.0%}: shares of the optimum {found}\nthe same: {agreed}")
@@ -79,11 +76,21 @@ def test_thirty_tunes_end_near_the_best_and_agree(drift: float, least: float, al
 
 @every_machine
 def test_no_block_is_beyond_the_memory_or_the_budget(name: str) -> None:
-    machine, (entries, _) = BY_NAME[name], tuned(name)
+    check_bounds(BY_NAME[name], tuned(name)[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+@every_machine
+def test_no_block_is_beyond_the_memory_or_the_budget_though_the_machine_drifts(name: str, seed: int) -> None:
+    check_bounds(BY_NAME[name], tuned(name, seed, 0.10)[0])
+
+
+def check_bounds(machine: Machine, entries: tuple[Entry, ...]) -> None:
     for entry in entries:
-        assert machine.ram_bytes(entry.step.setting) <= RUNG * machine.ram_limit_gib * GIB
+        assert machine.ram_bytes(entry.step.setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
         vram = machine.vram_bytes(entry.step.setting)
-        assert vram is None or vram <= RUNG * machine.vram_limit_gib * GIB
+        assert vram is None or vram <= GUARD_SHARE * machine.vram_limit_gib * GIB
         assert machine.scale_batch or entry.step.setting.global_batch == machine.source.global_batch
     assert sum(entry.block.seconds for entry in entries) <= 1800.0
     assert {entry.block.ended for entry in entries} <= ({"ok", "killed"} if machine is DIES else {"ok"})
@@ -136,6 +143,38 @@ def test_what_kills_unforeseen_bars_all_that_is_no_smaller() -> None:
     assert found.best.workers == 6
 
 
+TRADES = Machine(
+    "trades", sample_s=0.01, decode_s=0.25, ram=(4.0, 0.5, 0.2, 0.02), source=replace(SOURCE, prefetch_factor=8)
+)
+
+
+@pytest.mark.parametrize("workers", [2, 13])
+def test_prefetch_makes_room_for_readers_and_the_reason_says_so(workers: int) -> None:
+    """Each reader gains as much as the one before; from 13 on a single one gains less than a fixed knee of 8 %."""
+    limit_gib = (TRADES.ram_bytes(replace(TRADES.source, workers=workers)) / GIB + 0.5) / GUARD_SHARE
+    machine = replace(TRADES, name=f"trades {workers}", source=replace(TRADES.source, workers=workers))
+    machine = replace(machine, ram_limit_gib=limit_gib)
+    entries, found = tune(machine, 0)
+    assert found.verdict == "better"
+    assert found.best.workers == min(2 * workers, 16) if workers > 2 else found.best.workers > workers
+    assert found.best.prefetch_factor < 8
+    assert "less prefetch makes room for them in memory" in found.reasons["workers"]
+    assert found.reasons["prefetch_factor"] == found.reasons["workers"]
+    assert machine.rate(found.best) >= 0.9 * best_rate(machine)
+    check_bounds(machine, tuple(entries))
+
+
+def test_where_a_faster_step_cannot_be_confirmed_readers_keep_the_prefetch_that_made_room_for_them() -> None:
+    """A larger micro-batch gains as steps alone, and its whole run ends badly; readers found before are still taken."""
+    limit_gib = (TRADES.ram_bytes(TRADES.source) / GIB + 0.5) / GUARD_SHARE
+    machine = replace(TRADES, name="trades and fails", decode_s=0.05, sample_s=0.05, launch_s=0.02)
+    machine = replace(machine, ram_limit_gib=limit_gib)
+    runner = EndsBadly(machine, lambda setting, _: setting.train_batch_size > 1, "failed")
+    found = recommend(Search(runner, machine.space(), BiasedPlanner(machine)))
+    assert found.best.workers > machine.source.workers
+    assert found.best.prefetch_factor < machine.source.prefetch_factor
+
+
 def test_a_memory_cap_is_named_with_its_figures() -> None:
     _, found = tuned("RAM-capped")
     assert "of RAM predicted, limit 34.44 GiB" in found.ended["readers"]
@@ -168,7 +207,7 @@ def test_a_faster_step_and_more_readers_are_found_though_neither_gains_alone() -
 
 def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
     tried = {knob for entry in tuned("CPU")[0] for knob in entry.step.setting.changes(BY_NAME["CPU"].source)}
-    assert tried.isdisjoint({"amp", "cudnn_benchmark", "cuda_allocator", "checkpoint_levels"})
+    assert tried.isdisjoint({"amp", "cudnn_benchmark", "checkpoint_levels"})
     assert "compile" in tried
 
 
@@ -192,13 +231,6 @@ def test_a_number_format_that_the_config_names_stays(source_amp: str, tried: boo
     machine = replace(BY_NAME["switches matter"], name=f"amp {source_amp}", source=replace(SOURCE, amp=source_amp))
     entries, _ = tune(machine, 0)
     assert {entry.step.setting.amp for entry in entries} == ({"off", "auto"} if tried else {source_amp})
-
-
-def test_the_allocator_changes_only_where_it_makes_room_for_a_larger_micro_batch() -> None:
-    for name in BY_NAME:
-        best, source = tuned(name)[1].best, BY_NAME[name].source
-        if best.cuda_allocator != source.cuda_allocator:
-            assert best.train_batch_size > source.train_batch_size
 
 
 def test_the_goal_cost_is_met_by_fewer_readers_within_10_percent() -> None:
@@ -290,7 +322,7 @@ def test_what_is_to_be_kept_is_named_where_nothing_else_fits() -> None:
 
 
 def test_an_error_of_the_config_ends_it_at_once() -> None:
-    class Broken(SimulatedLab):
+    class Broken(SimulatedRunner):
         def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
             return Block(setting, kind, "failed", "data.volumes[0].path must exist; got x.zarr", 4.0)
 
@@ -317,7 +349,7 @@ def test_a_baseline_too_slow_to_measure_is_tried_with_more_readers_and_then_the_
     assert found.reason.endswith("; a larger --budget gives each block more time")
 
 
-class EndsBadly(SimulatedLab):
+class EndsBadly(SimulatedRunner):
     """A machine on which some run blocks end badly."""
 
     def __init__(self, machine: Machine, bad: Callable[[Setting, int], bool], ended: Ended = "guard") -> None:
@@ -369,7 +401,7 @@ def test_a_source_that_died_is_never_recommended() -> None:
 def test_a_death_by_a_switch_says_nothing_of_those_without_it() -> None:
     machine = BY_NAME["switches matter"]
 
-    class DiesCompiled(SimulatedLab):
+    class DiesCompiled(SimulatedRunner):
         def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
             block = super().measure(setting, kind, seconds, limit_s)
             return Block(setting, kind, "killed", "signal 9", 20.0) if setting.compile else block
@@ -381,6 +413,21 @@ def test_a_death_by_a_switch_says_nothing_of_those_without_it() -> None:
     assert search.memory.risk(found.best) == "low"
 
 
+def test_a_trainer_that_reads_itself_and_is_to_keep_that_gets_larger_batches() -> None:
+    machine = Machine("reads itself", decode_s=0.01, sample_s=0.05, launch_s=0.1, source=replace(SOURCE, workers=0))
+    _, found = tune(machine, 0, replace(machine.space(), kept=("workers",)))
+    assert (found.verdict, found.best.train_batch_size) == ("better", 8)
+
+
+@pytest.mark.parametrize(("sample_s", "workers"), [(0.05, 1), (5.0, 0)])
+def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time(sample_s: float, workers: int) -> None:
+    """One reader is no faster than the trainer that reads, and yet it reads while that computes."""
+    machine = Machine("takes turns", decode_s=0.04, sample_s=sample_s, source=replace(SOURCE, workers=0))
+    entries, found = tune(machine, 0)
+    assert found.best.workers == workers
+    assert (max(entry.step.setting.workers for entry in entries) == 0) == (workers == 0)
+
+
 def test_a_trainer_that_reads_itself_gets_readers() -> None:
     machine = Machine("reads itself", decode_s=0.05, sample_s=0.07, source=replace(SOURCE, workers=0))
     _, found = tune(machine, 0)
@@ -390,9 +437,9 @@ def test_a_trainer_that_reads_itself_gets_readers() -> None:
 
 def test_a_space_survives_its_record() -> None:
     space = replace(SLOW.space(), levels=(1, 2), kept=("workers",))
-    assert Space.from_record(json.loads(json.dumps(space.record()))) == space
+    assert Space.from_record(json.loads(json.dumps(asdict(space)))) == space
 
 
 def test_a_block_survives_its_record() -> None:
     for entry in tuned("CPU")[0]:
-        assert Block.from_record(json.loads(json.dumps(entry.block.record()))) == entry.block
+        assert Block.from_record(json.loads(json.dumps(asdict(entry.block)))) == entry.block

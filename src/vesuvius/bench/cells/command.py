@@ -18,8 +18,7 @@ from vesuvius.bench.ledger import Measurement
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.tuning.block import Ended
-from vesuvius.tuning.lab import TuneInterrupted
+from vesuvius.tuning.measurement import Ended, TuneInterrupted
 from vesuvius.tuning.process import TrialProcess
 
 _POLL_S = 0.1

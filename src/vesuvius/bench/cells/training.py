@@ -16,8 +16,7 @@ from vesuvius.errors import VesuviusError, one_line
 from vesuvius.runlog.units import size_text
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.step.step import choose_device
-from vesuvius.tuning.lab import TuneInterrupted
-from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.measurement import Setting, TuneInterrupted
 from vesuvius.tuning.survey import ConfigPlanner, ram_left, vram_left
 from vesuvius.tuning.trainer import Trainer, next_number, trainer_config
 
@@ -63,7 +62,7 @@ class TrainingLab:
         except (VesuviusError, ValidationError) as error:
             return replace(blank, ended="failed", cause=one_line(error, 400))
         pace = Pace(Demand.of(config, data, ranks, self._bounds.seconds))
-        trainer = Trainer.start(run, self._directory, self._lock_fd, conducted=False)
+        trainer = Trainer.start(run, self._directory, self._lock_fd, takes_commands=False)
         found = replace(blank, run=run.name)
         try:
             while True:

@@ -62,7 +62,9 @@ def config_of(config: Config, part: Part) -> Config:
 
 def one_rank(config: Config) -> Config:
     """Return a config of one rank that does what each of its ranks would."""
-    return config.model_copy(update={"training": config.training.model_copy(update={"ranks": 1})})
+    cluster = config.cluster.model_copy(update={"min_ranks": None})
+    training = config.training.model_copy(update={"ranks": 1})
+    return config.model_copy(update={"training": training, "cluster": cluster})
 
 
 def most_at_work(global_batch: int, world: int) -> int:

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from vesuvius.errors import one_line
 from vesuvius.runlog.units import size_text
-from vesuvius.tuning.block import DEADLY, Block, Ended
-from vesuvius.tuning.search.memory_line import Point, Size, predict_size
-from vesuvius.tuning.setting import Setting
-from vesuvius.tuning.space import Planner, Space
+from vesuvius.tuning.measurement import DEADLY, Block, Planner, Setting, Space
 
 Risk = Literal["low", "medium", "high"]
 
+GROWTH = 1.5
+"""Assumed growth per planned byte: the planner knows what grows with a knob, and may be off by half in the amount."""
+
+_SAVING = 0.5  # assumed saving per byte that the planner saves
+_SPREAD = 0.01  # relative spread of the peaks of one setting
 _LOW_BELOW, _MEDIUM_BELOW = 0.70, 0.90  # shares of the limits
-_ENDED_BY: dict[str, str] = {
+_ENDED_BY = {
     "guard": "the memory guard",
     "gpu_memory": "a lack of GPU memory",
     "killed": "a kill",
     "failed": "an error",
     "timeout": "its time limit",
 }
-_NUMBERS = ("workers", "requests", "prefetch_factor", "train_batch_size")
-_TURNED = {*_NUMBERS, "accumulate_steps"}
+_SIZES = {"workers", "requests", "prefetch_factor", "train_batch_size", "accumulate_steps"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """Predicted bytes: the best estimate, and a safe upper bound; no block starts if that exceeds a limit."""
+
+    expected_bytes: int
+    most_bytes: int
 
 
 class Memory:
@@ -35,16 +45,14 @@ class Memory:
     """
 
     def __init__(self, space: Space, planner: Planner, blocks: Sequence[Block]) -> None:
-        self._space = space
-        self._planner = planner
-        self._blocks = blocks
+        self._space, self._planner, self._blocks = space, planner, blocks
 
     def obstacle(self, setting: Setting) -> str | None:
         """Return why a setting may not be tried, as text; None if it may."""
         if kept := self._space.kept_by(setting):
             return kept
-        if death := self._barred_by(setting):
-            return death_text(death)
+        if (failed := next((block for block in self._blocks if self._bars(block, setting)), None)) is not None:
+            return death_text(failed)
         vram, vram_limit_bytes = self.vram(setting), self._space.vram_limit_bytes
         if vram is not None and vram_limit_bytes is not None and vram.most_bytes > vram_limit_bytes:
             return _beyond(vram.most_bytes, "GPU memory", vram_limit_bytes)
@@ -70,51 +78,41 @@ class Memory:
 
     def ram(self, setting: Setting) -> Size:
         """Return the predicted host memory."""
-        planned = self._planner.ram_bytes(setting)
-        size = predict_size(setting, planned, self._points("ram_bytes", self._planner.ram_bytes))
-        dead = [self._planner.ram_bytes(other) for other in self._dead(setting, ("guard", "killed"))]
-        return _floored(size, planned, dead, self._space.ram_limit_bytes)
+        return self._size(setting, self._planner.ram_bytes, "ram_bytes")
 
     def vram(self, setting: Setting) -> Size | None:
         """Return the predicted GPU memory; None on a CPU."""
-        planned, limit_bytes = self._planner.vram_bytes(setting), self._space.vram_limit_bytes
-        if planned is None or limit_bytes is None:
+        if self._planner.vram_bytes(setting) is None:
             return None
-        size = predict_size(setting, planned, self._points("vram_bytes", self._planner.vram_bytes))
-        dead = [self._planner.vram_bytes(other) or 0 for other in self._dead(setting, ("gpu_memory",))]
-        return _floored(size, planned, dead, limit_bytes)
+        return self._size(setting, lambda other: self._planner.vram_bytes(other) or 0, "vram_bytes")
 
-    def _dead(self, setting: Setting, ends: tuple[Ended, ...]) -> list[Setting]:
-        """Settings with the same switches that ended so; none where this one was measured without."""
-        if any(block.setting == setting and block.ended == "ok" for block in self._blocks):
-            return []
-        return [b.setting for b in self._blocks if b.ended in ends and not set(b.setting.changes(setting)) - _TURNED]
-
-    def _points(
-        self, peak: Literal["ram_bytes", "vram_bytes"], planned: Callable[[Setting], int | None]
-    ) -> list[Point]:
-        """The highest peak of each measured setting, beside its plan."""
+    def _size(self, setting: Setting, planned: Callable[[Setting], int], peak: str) -> Size:
+        """From the nearest measured peak, by the planned difference; without one, as planned."""
         peaks: dict[Setting, int] = {}
         for block in self._blocks:
-            measured = getattr(block, peak)
-            if block.ended == "ok" and measured is not None:
+            if block.ended == "ok" and (measured := getattr(block, peak)) is not None:
                 peaks[block.setting] = max(peaks.get(block.setting, 0), measured)
-        return [Point(setting, planned(setting) or 0, measured) for setting, measured in peaks.items()]
+        if setting in peaks:
+            return Size(peaks[setting], peaks[setting])
+        wanted = planned(setting)
+        if not peaks:
+            return Size(wanted, wanted)
+        near = min(peaks, key=lambda s: (len(_switches_apart(s, setting)), abs(planned(s) - wanted)))
+        growth, off = wanted - planned(near), peaks[near] / max(planned(near), 1)
+        expected = int(peaks[near] + min(max(off, 1.0), GROWTH) * growth)
+        most = peaks[near] + (GROWTH if growth > 0 else _SAVING) * growth
+        return Size(expected, max(expected, int((1 + _SPREAD) * most)))
 
-    def _barred_by(self, setting: Setting) -> Block | None:
-        """Return the failed block that bars a setting; a lack of memory also bars all settings that are no smaller."""
-        for block in self._blocks:
-            if block.ended == "ok":
-                continue
-            if block.setting == setting:
-                return block
-            if block.ended not in DEADLY:
-                continue  # errors and timeouts do not bar larger settings
-            differing = block.setting.changes(setting).keys() - {"accumulate_steps"}
-            larger = all(getattr(setting, knob) >= getattr(block.setting, knob) for knob in _NUMBERS)
-            if differing <= set(_NUMBERS) and larger:
-                return block
-        return None
+    def _bars(self, block: Block, setting: Setting) -> bool:
+        """Whether a failed block bars a setting; a lack of memory also bars all that are planned no smaller."""
+        if block.ended == "ok" or block.setting == setting:
+            return block.ended != "ok"
+        if block.ended not in DEADLY or _switches_apart(block.setting, setting):
+            return False  # errors and timeouts do not bar larger settings
+        if any(other.setting == setting and other.ended == "ok" for other in self._blocks):
+            return False
+        planned = self._planner.vram_bytes if block.ended == "gpu_memory" else self._planner.ram_bytes
+        return (planned(setting) or 0) >= (planned(block.setting) or 0)
 
 
 def death_text(block: Block) -> str:
@@ -127,12 +125,9 @@ def death_text(block: Block) -> str:
     )
 
 
+def _switches_apart(one: Setting, other: Setting) -> set[str]:
+    return set(one.changes(other)) - _SIZES
+
+
 def _beyond(size_bytes: int, where: str, limit_bytes: int) -> str:
     return f"up to {size_text(size_bytes)} of {where} predicted, limit {size_text(limit_bytes)}"
-
-
-def _floored(size: Size, planned_bytes: int, dead: list[int], limit_bytes: int) -> Size:
-    """Put the size beyond the limit if a setting with no larger plan ran out of memory."""
-    if not any(planned_bytes >= died for died in dead):
-        return size
-    return Size(max(size.expected_bytes, limit_bytes + 1), max(size.most_bytes, limit_bytes + 1), size.sizes)

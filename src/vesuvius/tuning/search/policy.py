@@ -8,16 +8,36 @@ blocks give the same questions and the same answer.
 
 from __future__ import annotations
 
-from vesuvius.tuning.search.baseline import measure_baseline
-from vesuvius.tuning.search.confirm import SURE, compare_with_base, confirm
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+from vesuvius.tuning.measurement import DEADLY, WITHIN, Setting, in_words, trainer_knobs
+from vesuvius.tuning.search.memory import GROWTH
 from vesuvius.tuning.search.pairs import Comparison, compare
-from vesuvius.tuning.search.rates import trainer_knobs
-from vesuvius.tuning.search.readers import feed, fewer_readers
-from vesuvius.tuning.search.recommendation import SMALLEST_GAIN, Recommendation, Verdict
-from vesuvius.tuning.search.search import AT_ONCE, Search, SearchEndedError
+from vesuvius.tuning.search.search import (
+    AT_ONCE,
+    ENOUGH,
+    SMALLEST_GAIN,
+    Recommendation,
+    Search,
+    SearchEndedError,
+    Verdict,
+    at_least,
+    fewer_than,
+    percent,
+)
 from vesuvius.tuning.search.steps import raise_steps
-from vesuvius.tuning.setting import in_words
-from vesuvius.tuning.space import WITHIN
+
+_BASELINE_TRIES, _SLOW_TRIES = 4, 2  # after a lack of memory, and after a timeout
+_KNEE = 0.08  # more readers or requests that raise R by less are not worth it
+_NEAR = 0.25  # a gain this near to the knee is measured in turn
+_MOST_DEATHS = 3  # after which readers are raised no more
+_WAITS = 0.05  # share of the time that a fed trainer may wait
+_MOST_RIVALS = 6
+_DEAR = 0.1  # share of the budget from which on three pairs cost much
+_SURE = 0.5  # a larger gain needs no interval if that would cost much of the budget
 
 
 def recommend(search: Search) -> Recommendation:
@@ -30,15 +50,16 @@ def recommend(search: Search) -> Recommendation:
         fewer_readers(search)
         confirm(search)
         compare_with_base(search)
-        reason = "nothing more to try"
     except SearchEndedError as ended:
-        reason = str(ended)
-        search.undecided.append(reason)
-    return _recommend(search, reason)
+        return conclude(search, str(ended))
+    return conclude(search)
 
 
-def _recommend(search: Search, reason: str) -> Recommendation:
-    source = search.space.source
+def conclude(search: Search, cut_short: str = "") -> Recommendation:
+    """What the blocks so far say; `cut_short` = why there are no more."""
+    source, reason = search.space.source, cut_short or "nothing more to try"
+    if cut_short:
+        search.undecided.append(cut_short)
     if not search.rates.measured_settings():
         return Recommendation("none", source, source, reason, ended=search.ended)
     gain = compare(search.with_base) if search.with_base else None
@@ -56,7 +77,7 @@ def _recommend(search: Search, reason: str) -> Recommendation:
         reason = "; ".join(dict.fromkeys(search.undecided))
     reasons = {knob: search.because.get(knob, "changed together with other keys") for knob in best.changes(source)}
     gain = gain if best == search.best else None
-    return Recommendation(verdict, best, search.base, reason, reasons, search.ended, gain, tuple(search.rivals))
+    return Recommendation(verdict, best, search.base, reason, reasons, search.ended, gain)
 
 
 def _verdict(search: Search, gain: Comparison | None) -> Verdict:
@@ -65,7 +86,7 @@ def _verdict(search: Search, gain: Comparison | None) -> Verdict:
         return "undecided" if search.undecided or "confirm" not in search.ended else "unchanged"
     if gain is None:
         return "undecided"
-    if gain.gain > SURE - 1:
+    if gain.gain > _SURE:
         return "better"
     if gain.low is None:
         return "undecided"
@@ -87,3 +108,270 @@ def _is_promising(search: Search) -> bool:
 def _is_cheaper(search: Search) -> bool:
     costs = [(s.workers, s.requests, s.prefetch_factor * s.train_batch_size) for s in (search.best, search.base)]
     return costs[0] < costs[1] and trainer_knobs(search.best) == trainer_knobs(search.base)
+
+
+# The unchanged config, or the nearest smaller setting that fits into memory.
+
+
+def measure_baseline(search: Search) -> None:
+    setting, why = _fitting(search)
+    deaths = slow = 0
+    while (block := search.measure(setting, "run", "baseline", why)).ended != "ok":
+        words, other = search.why_failed, None
+        if block.ended == "timeout" and slow < _SLOW_TRIES:
+            slow += 1
+            workers = min(2 * max(setting.workers, 1), search.space.most_workers)
+            other = replace(setting, workers=workers) if workers > setting.workers else None
+            other = None if other is not None and search.memory.obstacle(other) else other
+        elif block.ended in DEADLY and deaths < _BASELINE_TRIES:
+            deaths += 1
+            smaller = _shrunk(search, setting, block.ended == "gpu_memory")
+            other = next((one for one in smaller if search.memory.obstacle(one) is None), None)
+        if other is None:
+            if block.ended == "timeout":
+                words = f"{words}; a larger --budget gives each block more time"
+            search.ended["baseline"] = words
+            raise SearchEndedError(words)
+        search.note(setting, other, words)
+        setting, why = other, f"{in_words(other, setting)}, because {words}"
+    search.base = search.best = setting
+    trainer = search.rate(setting, "step", "baseline", "the trainer alone, on a batch that stays")
+    readers = search.rate(setting, "readers", "baseline", "the readers alone, no step computed")
+    if trainer is None or readers is None:
+        search.ended["baseline"] = search.why_failed
+        raise SearchEndedError(search.why_failed)
+    search.ended["baseline"] = (
+        f"{block.rate:.3g} samples/s; readers alone deliver {readers:.3g}, the trainer alone takes {trainer:.3g}"
+    )
+
+
+def _fitting(search: Search) -> tuple[Setting, str]:
+    """The source, or a smaller setting that is predicted to fit, if possible with the planner's largest error."""
+    source = search.space.source
+    obstacle = search.memory.obstacle(source)
+    if obstacle is None:
+        return source, "the unchanged config, to compare with"
+    fitting = (one for one in _shrunk(search, source) if search.memory.obstacle(one) is None)
+    fits = next(fitting, None)
+    fits = next((one for one in chain((fits,), fitting) if one is not None and _is_roomy(search, one)), fits)
+    if fits is None:
+        kept = f" with --keep {','.join(search.space.kept)}" if search.space.kept else ""
+        smallest = f"even the smallest setting does not fit{kept}: {obstacle} for the unchanged config"
+        words = f"{smallest}; raise that limit, or take smaller patches"
+        search.ended["baseline"] = words
+        raise SearchEndedError(words)
+    search.note(source, fits, obstacle)
+    return fits, f"{in_words(fits, source)}, because the unchanged config does not fit: {obstacle}"
+
+
+def _is_roomy(search: Search, setting: Setting, on_gpu: bool = True) -> bool:
+    """Whether it fits if the planner is off by as much as it may be; of the host's memory alone, or of both."""
+    vram, limit_bytes = search.planner.vram_bytes(setting), search.space.vram_limit_bytes
+    fits = not on_gpu or vram is None or limit_bytes is None or vram <= limit_bytes / GROWTH
+    return fits and search.planner.ram_bytes(setting) <= search.space.ram_limit_bytes / GROWTH
+
+
+def _shrunk(search: Search, setting: Setting, on_gpu: bool | None = None) -> Iterator[Setting]:
+    """Ever smaller settings that change no kept knob; `on_gpu` = the GPU's memory is short, None = as it is planned."""
+    while True:
+        short = _is_roomy(search, setting, on_gpu=False) and not _is_roomy(search, setting)
+        smaller = _smaller(setting, short if on_gpu is None else on_gpu)
+        if (found := next((one for one in smaller if search.space.kept_by(one) is None), None)) is None:
+            return
+        yield (setting := found)
+
+
+def _smaller(setting: Setting, on_gpu: bool) -> Iterator[Setting]:
+    """Half the prefetch and half the readers, or one of them; then smaller micro-batches."""
+    if not on_gpu:
+        prefetch = max(setting.prefetch_factor // 2, 1)
+        workers = max(setting.workers // 2, min(setting.workers, 1))
+        shorter = replace(setting, prefetch_factor=prefetch)
+        halves = (replace(shorter, workers=workers), replace(setting, workers=workers), shorter)
+        yield from (half for half in halves if half != setting)
+    total = setting.global_batch
+    for batch in range(setting.train_batch_size - 1, 0, -1):
+        if total % batch == 0:
+            yield replace(setting, train_batch_size=batch, accumulate_steps=total // batch)
+            return
+
+
+# As many readers and requests as the trainer needs, and no more.
+
+
+def feed(search: Search) -> None:
+    """Raise readers and requests until they can deliver more than the trainer takes, or to a knee or a cap."""
+    more_requests = search.space.remote
+    while True:
+        supply = search.supply(search.best)
+        # Without readers, reading and computing take turns: there is no more to gain than the rest to 1.
+        enough = ENOUGH[search.space.goal] if search.best.workers else 1 - SMALLEST_GAIN
+        if supply is None or supply >= enough:
+            search.ended["readers"] = search.why_failed if supply is None else f"fed: {_reader_words(search)}"
+            return
+        setting, words = _more_readers(search, supply, more_requests)
+        if setting is None:
+            search.ended["readers"] = words
+            return
+        is_requests = setting.requests != search.best.requests
+        linear = max(setting.workers, 1) / max(search.best.workers, 1) - 1
+        least = _KNEE if is_requests else max(SMALLEST_GAIN, min(_KNEE, linear / 2))
+        have = (search.rates.measured_readers if search.best.workers else search.rates.limit)(search.best) or math.inf
+        gain = _readers_gain(search, setting, have, least, words)
+        if gain is None or gain < least:
+            failed = search.why_failed if gain is None else f"{percent(gain)} by {in_words(setting, search.best)}"
+            if is_requests:
+                more_requests = False
+                continue
+            deaths = sum(block.ended in DEADLY for block in search.blocks)
+            if gain is None and search.blocks[-1].ended in DEADLY and deaths <= _MOST_DEATHS:
+                continue  # what died bars all that is no smaller
+            search.ended["readers"] = f"cap: {failed}" if gain is None else f"knee: {failed}"
+            return
+        shorter = setting.prefetch_factor < search.best.prefetch_factor
+        room = "; less prefetch makes room for them in memory" if shorter else ""
+        search.note(
+            search.best,
+            setting,
+            f"readers alone deliver {have * (1 + gain):.3g} samples/s instead of {have:.3g}; "
+            f"the trainer takes {search.trainer_rate():.3g}{room}",
+        )
+        search.best = setting
+
+
+def _readers_gain(search: Search, setting: Setting, have: float, least: float, why: str) -> float | None:
+    """Gain of the readers alone over what there is, in turn where it is near the least that is worth it."""
+    words = in_words(setting, search.best)
+    rate = search.rate(setting, "readers", "readers", f"{words}: {why}")
+    if rate is None:
+        return None
+    if search.best.workers == 0 or abs(rate / have - 1 - least) > _NEAR:
+        return rate / have - 1
+    found = search.in_turn((setting, "readers"), (search.best, "readers"), "readers", words, most_pairs=3)
+    return None if found is None else found.gain
+
+
+def _more_readers(search: Search, supply: float, more_requests: bool) -> tuple[Setting | None, str]:
+    """More requests where readers mostly wait for the store, else more readers; and why, or why there are none."""
+    best, space, why = search.best, search.space, _reader_words(search)
+    if more_requests and search.rates.waiting_share(best) > 0.5 and best.requests < space.most_requests:
+        setting = replace(best, requests=min(2 * best.requests, space.most_requests))
+        if search.memory.obstacle(setting) is None:
+            return setting, why
+    limit = space.cores / cpu_s if (cpu_s := search.rates.cpu_s("readers", best)) else math.inf
+    have = search.rates.measured_readers(best) or 0.0
+    if have > 0.95 * limit:
+        return None, f"cap: all {space.cores:g} cores are busy at {have:.3g} samples/s"
+    count = max(best.workers, 1)
+    wanted = min(at_least(ENOUGH[space.goal] / supply * count), 4 * count, space.most_workers)
+    obstacle = f"cap: workers {best.workers} of at most {space.most_workers}"
+    half = max(best.prefetch_factor // 2, 1)
+    died = any(block.ended in DEADLY for block in search.blocks)
+    for prefetch in (best.prefetch_factor,) if half == best.prefetch_factor or died else (best.prefetch_factor, half):
+        for workers in range(wanted, best.workers, -1):
+            setting = replace(best, workers=workers, prefetch_factor=prefetch)
+            found = search.memory.obstacle(setting)
+            if found is None:
+                return setting, why
+            obstacle = f"cap: workers {best.workers}: {found}"
+    return None, obstacle
+
+
+def fewer_readers(search: Search) -> None:
+    """Take the fewest readers that are enough: for the trainer, or for nearly the most that readers can deliver."""
+    best, supply, goal = search.best, search.supply(search.best), search.space.goal
+    if supply is None or best.workers <= 1:
+        return
+    need = min(ENOUGH[goal], (1 - WITHIN[goal]) * supply)
+    each = max(supply / best.workers, (search.rates.per_reader(best) or 0.0) / search.trainer_rate())
+    tries = [count for count in fewer_than(best.workers) if count >= 0.8 * need / each]
+    for setting in (replace(best, workers=count) for count in tries[:2]):
+        if search.memory.obstacle(setting) is not None:
+            continue
+        if supply >= ENOUGH[goal]:
+            reached = search.supply(setting)
+            is_enough = reached is not None and reached >= need
+        else:
+            words = in_words(setting, best)
+            found = search.in_turn((setting, "readers"), (best, "readers"), "readers", words, most_pairs=3)
+            is_enough = found is not None and found.gain >= -WITHIN[goal]
+        if is_enough:
+            search.note(best, setting, f"fewer readers are enough: {_reader_words(search, setting)}")
+            search.best = setting
+            return
+
+
+def _reader_words(search: Search, setting: Setting | None = None) -> str:
+    have = search.rates.measured_readers(setting or search.best) or 0.0
+    return f"readers alone deliver {have:.3g} samples/s, the trainer alone takes {search.trainer_rate():.3g}"
+
+
+# The whole run of what was found, in turn with what may be better and with the baseline.
+
+
+def confirm(search: Search) -> None:
+    """Measure the whole run of the best; where it waits though its readers could deliver, try what may help."""
+    block = search.measure(search.best, "run", "confirm", "the whole run of what was found")
+    if block.ended != "ok":
+        search.undecided.append(f"{in_words(search.best, search.base)}: {search.why_failed}")
+        readers = {knob: getattr(search.best, knob) for knob in ("workers", "requests", "prefetch_factor")}
+        search.best = replace(search.base, **readers)  # with the prefetch that made room for them
+        block = search.measure(search.best, "run", "confirm", "the readers of what was found, and nothing else")
+    if block.ended != "ok":
+        search.best, search.ended["confirm"] = search.base, search.why_failed
+        return
+    tried = {search.best}
+    for _ in range(_MOST_RIVALS):
+        starved = max(1 - (search.supply(search.best) or 1.0), 0.0)  # what no smoother delivery could avoid
+        if (block.data_share or 0.0) <= max(_WAITS, starved + SMALLEST_GAIN):
+            break
+        rival = next((rival for rival in _rivals_of(search, search.best) if rival not in tried), None)
+        if rival is None:
+            break
+        tried.add(rival)
+        found = search.in_turn((rival, "run"), (search.best, "run"), "confirm", in_words(rival, search.best))
+        if found is None:
+            search.ended["confirm"] = search.why_failed
+            break
+        if found.is_above(0.0) and found.gain >= SMALLEST_GAIN:
+            search.note(search.best, rival, f"{percent(found.gain)} samples/s, measured in turn")
+            search.best = rival
+            block = search.rates.of("run", rival)[-1]
+    search.ended["confirm"] = (
+        f"{block.rate:.3g} samples/s, waiting for data {100 * (block.data_share or 0):.0f} % of the time"
+    )
+
+
+def _rivals_of(search: Search, best: Setting) -> Iterator[Setting]:
+    """Settings that may help where the run waits for data though its readers could deliver."""
+    space = search.space
+    yield from (
+        rival
+        for rival in (
+            replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
+            replace(best, workers=min(at_least(2 * best.workers), space.most_workers)),
+            replace(best, requests=min(2 * best.requests, space.most_requests) if space.remote else best.requests),
+        )
+        if search.memory.obstacle(rival) is None
+    )
+
+
+def compare_with_base(search: Search) -> None:
+    """Measure the gain over the baseline in turn, or once where it is large and more would cost much."""
+    if search.best == search.base:
+        return
+    best, base = (search.best, "run"), (search.base, "run")
+    rates = [search.rates.of("run", setting)[-1].rate for setting in (search.best, search.base)]
+    each_s = search.expected_s(*base) + search.expected_s(*best)
+    if rates[0] > (1 + _SURE) * rates[1] and 3 * each_s > _DEAR * search.space.budget_s:
+        search.with_base = [(rates[0], rates[1])]
+        return
+    lost = -WITHIN[search.space.goal]  # the most that a cheaper setting may lose
+
+    def is_settled(found: Comparison) -> bool:
+        return found.is_above(lost) or found.is_below(lost)
+
+    words = in_words(search.best, search.base)
+    settled = is_settled if _is_cheaper(search) else None
+    if search.in_turn(best, base, "confirm", words, settled, pairs=search.with_base) is None:
+        search.undecided.append(f"the comparison with the baseline: {search.why_failed}")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vesuvius.tuning.block import Block, Kind
-from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.measurement import Block, Kind, Setting, trainer_knobs
 
 
 class Rates:
@@ -117,20 +116,6 @@ class Rates:
 def reader_knobs(setting: Setting) -> tuple[object, ...]:
     """The knobs that the capacity of the readers depends on."""
     return setting.workers, setting.requests
-
-
-def trainer_knobs(setting: Setting) -> tuple[object, ...]:
-    """The knobs that the time of a step depends on, and that only a new process can change."""
-    return (
-        setting.train_batch_size,
-        setting.accumulate_steps,
-        setting.amp,
-        setting.compile,
-        setting.channels_last,
-        setting.checkpoint_levels,
-        setting.cudnn_benchmark,
-        setting.cuda_allocator,
-    )
 
 
 def _mean_rate(blocks: Sequence[Block]) -> float | None:

@@ -1,19 +1,34 @@
-"""A search under way: its blocks, the best setting so far, the budget that is left; and how it measures a block."""
+"""A search under way: its blocks, the best setting so far, the budget that is left; and how it measures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from vesuvius.runlog.units import format_duration
-from vesuvius.tuning.block import DEADLY, Block, Kind
-from vesuvius.tuning.lab import Lab
+from vesuvius.tuning.measurement import (
+    Block,
+    Goal,
+    Kind,
+    Knob,
+    Planner,
+    Runner,
+    Setting,
+    Space,
+    in_words,
+    trainer_knobs,
+)
 from vesuvius.tuning.search.memory import Memory, death_text
 from vesuvius.tuning.search.pairs import LOOKS, MOST_PAIRS, Comparison, compare
-from vesuvius.tuning.search.rates import Rates, trainer_knobs
-from vesuvius.tuning.search.recommendation import SMALLEST_GAIN, Entry, Stage, Step
-from vesuvius.tuning.setting import Knob, Setting, in_words
-from vesuvius.tuning.space import Goal, Planner, Space
+from vesuvius.tuning.search.rates import Rates, reader_knobs
+
+Stage = Literal["baseline", "readers", "batch", "switches", "confirm"]
+Verdict = Literal["better", "unchanged", "undecided", "none"]
+
+SMALLEST_GAIN = 0.03
+"""Smallest relative gain that is worth a change."""
 
 AT_ONCE = 0.15
 """Two pairs of steps alone that both differ by more need no third."""
@@ -21,10 +36,60 @@ AT_ONCE = 0.15
 ENOUGH: dict[Goal, float] = {"samples_s": 1.25, "cost": 1.05}
 """Readers must be able to deliver this multiple of the trainer's rate, because volumes and load vary."""
 
-_LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # numbers of readers that are tried
-_ASSUMED_S = {"restart": 20.0, "readers": 10.0, "validation": 10.0}  # what a block needs takes, until it is measured
-_COMPILE_S = 90.0  # assumed additional time of the first restart that compiles
+_CLEAR = 1.5  # factor beyond ENOUGH, up or down, from which on two blocks that were not in turn decide
+_FEW_PAIRS, _SOME_PAIRS = 3, 8
+_READER_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # that are tried
+# What a block takes besides measuring, until that is known: the first run of a process validates and saves.
+_ASSUMED_S = {"start": 20.0, "readers": 10.0, "same": 0.0}
+_COMPILE_S = 90.0  # assumed additional time of the first start that compiles
 _LEAST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is measured next, why, and what is expected of it: samples/s (None = unknown), memory, seconds."""
+
+    number: int
+    stage: Stage
+    setting: Setting
+    kind: Kind
+    why: str
+    rate: float | None
+    ram_bytes: int
+    vram_bytes: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A step and its block."""
+
+    step: Step
+    block: Block
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The result of a tune.
+
+    Attributes:
+        verdict: "better": `best` is surely faster than the baseline, or as fast and cheaper.  "unchanged": nothing that
+            was tried is worth a change.  "undecided": the budget was spent first.  "none": nothing could be measured.
+        best: the recommended setting, which never ran out of memory.
+        base: the setting of the baseline: the source, or the nearest smaller one that fits.
+        reason: why the tune ended.
+        reasons: for each knob that differs from the source, why.
+        ended: for each stage, why it ended.
+        gain: of `best` over `base`, from blocks in turn; None where they were not measured in turn.
+    """
+
+    verdict: Verdict
+    best: Setting
+    base: Setting
+    reason: str
+    reasons: dict[Knob, str] = field(default_factory=dict)
+    ended: dict[Stage, str] = field(default_factory=dict)
+    gain: Comparison | None = None
 
 
 class SearchEndedError(Exception):
@@ -35,7 +100,7 @@ class Search:
     """A search under way.
 
     Args:
-        lab: measures.
+        runner: measures.
         on_step, on_block: told of each block before and after it is measured.
 
     Attributes:
@@ -44,7 +109,6 @@ class Search:
         best: the best setting so far.
         because: for each knob that was changed, why.
         ended: for each stage, why it ended.
-        rivals: what was compared in turn with what, and what came of it.
         with_base: samples/s of the best and of the baseline, in turn.
         undecided: what was not decided, in words.
         why_failed: why the last block that failed did.
@@ -52,7 +116,7 @@ class Search:
 
     def __init__(
         self,
-        lab: Lab,
+        runner: Runner,
         space: Space,
         planner: Planner,
         on_step: Callable[[Step], None] = lambda step: None,
@@ -67,18 +131,17 @@ class Search:
         self.base = self.best = space.source
         self.because: dict[Knob, str] = {}
         self.ended: dict[Stage, str] = {}
-        self.rivals: list[tuple[Setting, Setting, Comparison]] = []
         self.with_base: list[tuple[float, float]] = []
         self.undecided: list[str] = []
         self.why_failed = ""
-        self._lab = lab
-        self._on_step = on_step
-        self._on_block = on_block
+        self._runner, self._on_step, self._on_block = runner, on_step, on_block
+        self._besides_s: dict[tuple[str, bool], float] = {}  # the longest that a block has taken besides measuring
+        self._supplies: dict[object, list[tuple[float, float]]] = {}
 
     @property
-    def spent_s(self) -> float:
-        """Seconds of all blocks."""
-        return math.fsum(block.seconds for block in self.blocks)
+    def left_s(self) -> float:
+        """Seconds of the budget that no block has taken."""
+        return self.space.budget_s - math.fsum(block.seconds for block in self.blocks)
 
     def measure(self, setting: Setting, kind: Kind, stage: Stage, why: str) -> Block:
         """Measure one block.
@@ -91,29 +154,23 @@ class Search:
         if (obstacle := self.memory.obstacle(setting)) is not None:
             self.why_failed = f"{in_words(setting, self.space.source)}: {obstacle}"
             return Block(setting, kind, "failed", obstacle, 0.0)
-        left_s, seconds = self.space.budget_s - self.spent_s, self.expected_s(setting, kind)
+        left_s, seconds = self.left_s, self.expected_s(setting, kind)
         if seconds > left_s:
             raise SearchEndedError(
                 f"the budget was spent: {format_duration(max(left_s, 0))} of {format_duration(self.space.budget_s)} "
                 f"are left after {len(self.blocks)} blocks, the next one takes {format_duration(seconds)} ({why})"
             )
-        vram, rate = self.memory.vram(setting), self._expected_rate(setting, kind)
-        step = Step(
-            len(self.entries),
-            stage,
-            setting,
-            kind,
-            why,
-            rate,
-            self.memory.ram(setting).expected_bytes,
-            None if vram is None else vram.expected_bytes,
-            seconds,
-        )
+        vram, ram_bytes = self.memory.vram(setting), self.memory.ram(setting).expected_bytes
+        vram_bytes = None if vram is None else vram.expected_bytes
+        rate = self._expected_rate(setting, kind)
+        step = Step(len(self.entries), stage, setting, kind, why, rate, ram_bytes, vram_bytes, seconds)
         self._on_step(step)
         share = 2 if not self.blocks else 3 if setting.compile else 6
-        least_s = 2 * self.space.block_s + sum(_ASSUMED_S.values())
-        limit_s = min(left_s, max(self.space.budget_s / share, least_s))
-        block = self._lab.measure(setting, kind, self.space.block_s, limit_s)
+        limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
+        block = self._runner.measure(setting, kind, self.space.block_s, limit_s)
+        if block.ended == "ok":
+            need = _need(self.blocks, setting, kind)
+            self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
         self.blocks.append(block)
         self.entries.append(Entry(step, block))
         self._on_block(self.entries[-1])
@@ -132,97 +189,111 @@ class Search:
         return {"run": self.rates.run, "readers": self.rates.readers, "step": self.rates.trainer}[kind](setting)
 
     def expected_s(self, setting: Setting, kind: Kind) -> float:
-        """Seconds that a block takes: what has to be restarted or changed for it, and its measuring."""
-        needs = _needs(self.blocks, setting, kind)
-        known = [
-            block.seconds - block.measured_s
-            for number, block in enumerate(self.blocks)
-            if block.ended == "ok" and _needs(self.blocks[:number], block.setting, block.kind) == needs
-        ]
-        other_s = max(known, default=math.fsum(_ASSUMED_S[need] for need in needs))
-        if "restart" in needs and setting.compile and not any(b.setting.compile for b in self.blocks):
+        """Seconds that a block takes: what has to be started or changed for it, and its measuring."""
+        need = _need(self.blocks, setting, kind)
+        other_s = self._besides_s.get(need, _ASSUMED_S[need[0]] + (20.0 if need == ("start", True) else 0.0))
+        if need[0] == "start" and setting.compile and not any(b.setting.compile for b in self.blocks):
             other_s += _COMPILE_S
         rate = self._expected_rate(setting, kind)
-        steps_s = _LEAST_STEPS * setting.global_batch / rate if rate else 0.0
-        return other_s + max(self.space.block_s, steps_s)
-
-    def readers_of(self, setting: Setting) -> float | None:
-        return self.rates.measured_readers(setting) or self.rate(setting, "readers", "readers", "the readers alone")
+        return other_s + max(self.space.block_s, _LEAST_STEPS * setting.global_batch / rate if rate else 0.0)
 
     def trainer_rate(self) -> float:
         rate = self.rates.trainer(self.best)
         assert rate is not None  # only measured settings become the best
         return rate
 
-    def target_rate(self) -> float:
-        return ENOUGH[self.space.goal] * self.trainer_rate()
+    def supply(self, setting: Setting) -> float | None:
+        """What the readers can deliver over what the steps take; in turn where it is near the threshold.
+
+        None where the readers could not be measured.
+        """
+        why, trainer = "what readers deliver and what steps take", self.rates.trainer(setting)
+        readers = self.rates.measured_readers(setting) or self.rate(setting, "readers", "readers", why)
+        trainer = trainer or self.rate(setting, "step", "readers", why)
+        if readers is None or trainer is None:
+            return None
+        if setting.workers == 0:  # reading and computing take turns
+            return 1 / (1 + trainer / readers)
+        enough = ENOUGH[self.space.goal]
+        pairs = self._supplies.setdefault((reader_knobs(setting), trainer_knobs(setting)), [])
+        if not pairs and not enough / _CLEAR < readers / trainer < enough * _CLEAR:
+            return readers / trainer
+
+        def is_settled(found: Comparison) -> bool:
+            half = (found.high or math.inf) - found.gain  # wider than needed here: a wrong choice costs little
+            return found.pairs >= _FEW_PAIRS and abs(1 + found.gain - enough) > 0.3 * half
+
+        found = self.in_turn((setting, "readers"), (setting, "step"), "readers", why, is_settled, _SOME_PAIRS, pairs)
+        return readers / trainer if found is None else 1 + found.gain
 
     def note(self, before: Setting, after: Setting, why: str) -> None:
         for knob in after.changes(before):
             self.because[knob] = why
 
-    def pairs(
-        self, one: Setting, other: Setting, kind: Kind, stage: Stage, pairs: list[tuple[float, float]] | None = None
+    def in_turn(
+        self,
+        one: tuple[Setting, Kind],
+        other: tuple[Setting, Kind],
+        stage: Stage,
+        why: str,
+        is_settled: Callable[[Comparison], bool] | None = None,
+        most_pairs: int = MOST_PAIRS,
+        pairs: list[tuple[float, float]] | None = None,
     ) -> Comparison | None:
-        """Measure two settings in turn until one is surely faster or a gain of `one` is not to be expected.
+        """Measure two settings in turn until what is asked is settled.
 
         Args:
+            is_settled: asked at each look; default: one is surely faster, or a gain of `one` is not to be expected.
             pairs: of earlier blocks; grows.
 
         Returns:
             None where one of them ended badly before there was a pair.
         """
         pairs = [] if pairs is None else pairs
+        is_settled = is_settled or is_gain_settled
         while True:
             found = compare(pairs) if pairs else None
-            if kind == "step" and len(pairs) == 2 and all(a > (1 + AT_ONCE) * b for a, b in pairs):
-                return found
-            if found is not None and len(pairs) in LOOKS:
-                decided = found.is_above(0.0) or found.is_below(SMALLEST_GAIN)
-                if decided or found.gain < 0 or (len(pairs) >= 6 and found.gain < SMALLEST_GAIN):
+            if found is not None:
+                if one[1] == "step" and len(pairs) == 2 and all(a > (1 + AT_ONCE) * b for a, b in pairs):
                     return found
-            if found is not None and (len(pairs) >= MOST_PAIRS or not self.affords_pair(one, other, kind)):
-                return found
-            order = (one, other) if self.blocks[-1].setting != other else (other, one)
+                affordable = self.expected_s(*one) + self.expected_s(*other) <= self.left_s
+                if len(pairs) >= most_pairs or not affordable or (len(pairs) in LOOKS and is_settled(found)):
+                    return found
+            last = (self.blocks[-1].setting, self.blocks[-1].kind)
             rates = {
-                s: self.rate(s, kind, stage, f"in turn: {in_words(one, other)}, pair {len(pairs) + 1}") for s in order
+                each: self.rate(*each, stage, f"in turn: {why}, pair {len(pairs) + 1}")
+                for each in ((other, one) if last == other else (one, other))
             }
             a, b = rates[one], rates[other]
             if a is None or b is None:
                 return found
             pairs.append((a, b))
 
-    def affords_pair(self, one: Setting, other: Setting, kind: Kind) -> bool:
-        """Whether the budget has room for another pair."""
-        return self.expected_s(one, kind) + self.expected_s(other, kind) <= self.space.budget_s - self.spent_s
 
-    def deaths(self) -> int:
-        return sum(block.ended in DEADLY for block in self.blocks)
-
-
-def _needs(before: Sequence[Block], setting: Setting, kind: Kind) -> frozenset[str]:
-    """What a block needs besides measuring: a restart, other readers, or the first validation of a process."""
-    process: list[Block] = []  # the blocks of the present process
-    for block in before:
-        if process and trainer_knobs(process[-1].setting) != trainer_knobs(block.setting):
-            process.clear()
-        process.append(block)
-        if block.ended != "ok":
-            process.clear()
-    if process and trainer_knobs(process[-1].setting) != trainer_knobs(setting):
-        process.clear()
-    needs = set() if process else {"restart"}
-    in_force = next((block.setting for block in reversed(process) if block.kind != "step"), None)
-    if kind != "step" and in_force != setting:
-        needs.add("readers")
-    if kind == "run" and not any(block.kind == "run" for block in process):
-        needs.add("validation")
-    return frozenset(needs)
+def is_gain_settled(found: Comparison) -> bool:
+    """Whether a costlier setting is surely faster, or shows no gain that is worth a change."""
+    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN) or found.gain < 0:
+        return True
+    return found.pairs >= 6 and found.gain < SMALLEST_GAIN
 
 
-def ladder(least: float) -> int:
+def _need(before: Sequence[Block], setting: Setting, kind: Kind) -> tuple[str, bool]:
+    """What a block needs besides measuring: a new process, other readers or neither; and whether it is a whole run."""
+    last = before[-1] if before else None
+    if last is None or last.ended != "ok" or trainer_knobs(last.setting) != trainer_knobs(setting):
+        return "start", kind == "run"
+    in_force = next((b.setting for b in reversed(before) if b.kind != "step"), None)
+    return "readers" if kind != "step" and in_force != setting else "same", kind == "run"
+
+
+def at_least(readers: float) -> int:
     """The smallest number of readers to try that is at least this."""
-    return next((workers for workers in _LADDER if workers >= least - 1e-9), math.ceil(least))
+    return next((count for count in _READER_COUNTS if count >= readers - 1e-9), math.ceil(readers))
+
+
+def fewer_than(readers: int) -> list[int]:
+    """The numbers of readers to try below this one, ascending."""
+    return [count for count in _READER_COUNTS if count < readers]
 
 
 def percent(gain: float) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vesuvius.tuning.search.rates import trainer_knobs
-from vesuvius.tuning.search.recommendation import SMALLEST_GAIN, Stage
-from vesuvius.tuning.search.search import AT_ONCE, Search, percent
-from vesuvius.tuning.setting import Knob, Setting, in_words
+from vesuvius.tuning.measurement import Knob, Setting, in_words, trainer_knobs
+from vesuvius.tuning.search.search import AT_ONCE, SMALLEST_GAIN, Search, Stage, percent
 
 _ON_GPU: tuple[tuple[Knob, Any, str], ...] = (
     ("amp", "auto", "half the bytes per value, and tensor cores; values are rounded to 16 bits"),
@@ -27,7 +25,8 @@ def raise_steps(search: Search) -> bool:
     """Try larger micro-batches and switches where a faster step can gain; returns whether one did."""
     readers, trainer = search.rates.measured_readers(search.best) or 0.0, search.trainer_rate()
     cores_bound = search.rates.cores_limit(search.best) < 0.9 * min(readers, trainer)
-    if readers < trainer and not cores_bound:
+    supply = readers / trainer if search.best.workers == 0 else search.supply(search.best) or 0.0
+    if supply < 1 and not cores_bound:
         words = f"not entered: readers deliver {readers:.3g} samples/s at most, a faster step would only wait longer"
         search.ended["batch"] = search.ended["switches"] = words
         return False
@@ -37,7 +36,6 @@ def raise_steps(search: Search) -> bool:
     if trainer_knobs(search.best) != trainer_knobs(before) and search.ended["batch"].startswith("cap"):
         _larger_batches(search)
     if search.space.on_gpu and search.ended["batch"].startswith("cap"):
-        _allocator_for_batch(search)
         _recompute_for_batch(search)
     return trainer_knobs(search.best) != trainer_knobs(before)
 
@@ -122,22 +120,6 @@ def _is_free(search: Search, knob: Knob) -> bool:
     return knob != "cudnn_benchmark" or not search.space.deterministic
 
 
-def _allocator_for_batch(search: Search) -> None:
-    """Take CUDA's expandable segments if the memory that they save lets a larger micro-batch fit that gains."""
-    before, setting = search.best, replace(search.best, cuda_allocator="expandable")
-    if setting == before or _larger_batch(search, before) is None or search.memory.obstacle(setting) is not None:
-        return
-    why = "less fragmentation of GPU memory may make room for a larger micro-batch"
-    if search.rate(setting, "step", "batch", f"{in_words(setting, before)}: {why}") is None:
-        return
-    search.best = setting
-    _larger_batches(search)
-    if search.best == setting:
-        search.best = before
-    else:
-        search.because["cuda_allocator"] = "made room for the larger micro-batch"
-
-
 def _recompute_for_batch(search: Search) -> None:
     """Checkpoint levels if only that lets larger micro-batches fit and the largest of these gains."""
     larger = _larger_batch(search, search.best)
@@ -171,7 +153,8 @@ def _step_gain(search: Search, setting: Setting, stage: Stage, why: str) -> floa
         return None
     if first < (1 - _LOST_AT_ONCE) * base:
         return first / base - 1
-    found = search.pairs(setting, search.best, "step", stage, [(first, base)])
+    words = in_words(setting, search.best)
+    found = search.in_turn((setting, "step"), (search.best, "step"), stage, words, pairs=[(first, base)])
     if found is None:
         return None
     if not (found.is_above(0.0) or found.gain < SMALLEST_GAIN or found.gain > AT_ONCE):

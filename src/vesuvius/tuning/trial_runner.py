@@ -1,38 +1,28 @@
 """Measures settings in one living trainer, which is started anew only where the network's side of a setting changes.
 
-The trainer is a process of `vesuvius train` that takes commands (`conductor.py`) and writes its results into its run
+The trainer is a process of `vesuvius train` that takes commands (`worker.py`) and writes its results into its run
 directory.  One that dies does not end the tune: what is left of it is killed, and the cause goes into the `Block`.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Self
 
 from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.errors import one_line
-from vesuvius.tuning.block import Block, Command, Kind
-from vesuvius.tuning.lab import TuneInterrupted
-from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.measurement import READER_KNOBS, Block, Command, Kind, Setting, TuneInterrupted, trainer_knobs
 from vesuvius.tuning.trainer import Trainer, next_number, trainer_config
 
-Change = Literal["compiled start", "start", "readers", "none"]
-"""What a setting costs: a new trainer, other readers in the present one, or nothing."""
-
-_READER_KNOBS = ("workers", "prefetch_factor", "requests")
-# Most seconds that a block takes besides measuring.
-_MOST_S: dict[Change, float] = {"compiled start": 1200.0, "start": 600.0, "readers": 300.0, "none": 120.0}
-# A measurement may take longer than was asked for, until a whole cycle of the readers is over.
-_LONGER = 5.0
 _POLL_S = 0.05
 
 
-class TrainerLab:
-    """A `Lab` with at most one trainer process.  A context manager, which ends it.
+class TrialRunner:
+    """A `Runner` with at most one trainer process.  A context manager, which ends it.
 
     Args:
         config: of the tune.
@@ -61,22 +51,21 @@ class TrainerLab:
         self._stopped = True
 
     def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
-        """As `Lab` says.  A trainer that gives no result in time is killed.
+        """As `Runner` says.  A trainer that gives no result in time is killed.
 
         Raises:
             TuneInterrupted: `stop` was called.
             StorageError: the trainer could not write to the disk.
-            OSError: the lab could not.
+            OSError: the runner could not.
         """
         began, force = time.monotonic(), self._in_force_for(setting, kind)
-        limit_s = min(_MOST_S[self._change_to(force)] + _LONGER * seconds, limit_s)
         try:
             trainer = self._trainer_for(force)
         except ValidationError as error:
             found = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             return Block(setting, kind, "failed", one_line(f"the config is invalid: {found}"), 0.0)
         self._commands += 1
-        readers = {knob: getattr(force, knob) for knob in _READER_KNOBS}
+        readers = {knob: getattr(force, knob) for knob in READER_KNOBS}
         trainer.process.tell(Command(self._commands, kind, seconds, **readers).line())
         block = self._result(trainer, Block(setting, kind, "ok", "", 0.0), began, limit_s)
         if block.ended == "ok":  # what it refused is not in force
@@ -87,9 +76,9 @@ class TrainerLab:
         """The setting to bring into force: steps alone need no readers: these stay as they are, or are not started."""
         if kind != "step":
             return setting
-        if self._change_to(setting) in ("start", "compiled start") or self._trainer is None:
+        if self._needs_start(setting):
             return replace(setting, workers=0)
-        return replace(setting, **{knob: getattr(self._in_force, knob) for knob in _READER_KNOBS})
+        return replace(setting, **{knob: getattr(self._in_force, knob) for knob in READER_KNOBS})
 
     def _result(self, trainer: Trainer, block: Block, began: float, limit_s: float) -> Block:
         """Wait for the result of a block, which is given without figures; the trainer ends unless it has one."""
@@ -114,11 +103,9 @@ class TrainerLab:
         ended, cause, ram_bytes = trainer.fail(elapsed_s)
         return replace(block, ended=ended, cause=cause, seconds=time.monotonic() - began, ram_bytes=ram_bytes)
 
-    def _change_to(self, setting: Setting) -> Change:
+    def _needs_start(self, setting: Setting) -> bool:
         trainer = self._trainer
-        if trainer is None or trainer.process.wait(0) or _trainer_side(setting) != _trainer_side(self._in_force):
-            return "compiled start" if setting.compile else "start"
-        return "none" if setting == self._in_force else "readers"
+        return trainer is None or trainer.process.wait(0) or trainer_knobs(setting) != trainer_knobs(self._in_force)
 
     def _trainer_for(self, setting: Setting) -> Trainer:
         """The present trainer, or a new one.
@@ -126,10 +113,10 @@ class TrainerLab:
         Raises:
             ValidationError: the setting does not fit the config.
         """
-        if self._trainer is None or self._change_to(setting) in ("start", "compiled start"):
+        if self._trainer is None or self._needs_start(setting):
             config = trainer_config(self._config, setting, next_number(self._directory))
             self._end()
-            self._trainer = Trainer.start(config, self._directory, self._lock_fd, conducted=True)
+            self._trainer = Trainer.start(config, self._directory, self._lock_fd, takes_commands=True)
             self._in_force = setting
         return self._trainer
 
@@ -137,8 +124,3 @@ class TrainerLab:
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             trainer.close()
-
-
-def _trainer_side(setting: Setting) -> dict[str, Any]:
-    """The knobs whose change needs a new trainer."""
-    return {name: value for name, value in asdict(setting).items() if name not in _READER_KNOBS}

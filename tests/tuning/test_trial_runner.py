@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,12 +29,10 @@ from vesuvius.errors import StorageError
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.tuning.block import Block, Command
-from vesuvius.tuning.conductor import is_enough, sustained_s
-from vesuvius.tuning.lab import TuneInterrupted
-from vesuvius.tuning.setting import Setting
+from vesuvius.tuning.measurement import Block, Command, Setting, TuneInterrupted
 from vesuvius.tuning.trainer import trainer_config
-from vesuvius.tuning.trainer_lab import TrainerLab
+from vesuvius.tuning.trial_runner import TrialRunner
+from vesuvius.tuning.worker import is_enough, sustained_s
 
 _HANG_S = 120
 # Far longer than any test takes: whoever waits for the end of such a block hangs.
@@ -98,7 +96,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
     config = config.model_copy(update={"data": config.data.model_copy(update={"regions_in_flight": 16})})
     setting = Setting.of(config)
     deeper, other = replace(setting, prefetch_factor=4), replace(setting, train_batch_size=4, accumulate_steps=1)
-    with TrainerLab(config, trials) as lab:
+    with TrialRunner(config, trials) as lab:
         first = lab.measure(setting, "run", 0.2, _HANG_S)
         assert (first.ended, first.cause) == ("ok", "")
         pid, run = pid_of(trials / "000"), trials / "000"
@@ -146,13 +144,13 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         assert not (run / "checkpoints").exists()
     assert no_process_of(trials)
     assert trainer_config(config, setting, 0).seed != trainer_config(config, setting, 1).seed
-    assert Block.from_record(json.loads(json.dumps(first.record()))) == first
+    assert Block.from_record(json.loads(json.dumps(asdict(first)))) == first
 
 
 @pytest.mark.long
 def test_readers_of_ray_are_added_to_a_living_trainer(config: Config, trials: Path) -> None:
     setting = Setting.of(config)
-    with TrainerLab(config, trials) as lab:
+    with TrialRunner(config, trials) as lab:
         assert lab.measure(setting, "step", 0.1, _HANG_S).ended == "ok"
         pid = pid_of(trials / "000")
         read = lab.measure(replace(setting, workers=1), "readers", 0.2, _HANG_S)
@@ -181,7 +179,7 @@ def test_the_rate_of_readers_is_that_of_their_requests(
         boxes = [plan.visit(slot).region for slot in range(40)]
         chunks = fmean(math.prod(-(-hi // 16) - lo // 16 for lo, hi in zip(*box, strict=True)) for box in boxes)
         server.set_faults(slow)
-        with TrainerLab(config, trials) as lab:
+        with TrialRunner(config, trials) as lab:
             few = lab.measure(setting, "readers", 2.5, _HANG_S)
             refused = lab.measure(replace(setting, workers=1), "readers", 2.5, _HANG_S)
             server.reset()
@@ -202,7 +200,7 @@ def test_the_rate_of_readers_is_that_of_their_requests(
 
 def test_a_trainer_that_is_killed_or_held_costs_its_block_only(config: Config, trials: Path) -> None:
     setting = Setting.of(config)
-    with TrainerLab(config, trials) as lab:
+    with TrialRunner(config, trials) as lab:
         with when_it_trains(trials / "000", lambda pid: os.kill(pid, signal.SIGKILL)):
             killed = lab.measure(setting, "run", _LONG_S, _HANG_S)
         assert killed.ended == "killed"
@@ -222,7 +220,7 @@ def test_a_trainer_that_is_killed_or_held_costs_its_block_only(config: Config, t
 
 def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., Path], trials: Path) -> None:
     config = read_config(tiny_config(monitor={"ram_limit_gib": 0.2}))
-    with TrainerLab(config, trials) as lab:
+    with TrialRunner(config, trials) as lab:
         block = lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
     assert block.ended == "guard"
     assert "monitor.ram_limit_gib counts" in block.cause
@@ -231,7 +229,7 @@ def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., P
 
 
 def test_stop_ends_the_block_in_hand_and_leaves_no_process(config: Config, trials: Path) -> None:
-    with TrainerLab(config, trials) as lab:
+    with TrialRunner(config, trials) as lab:
         with when_it_trains(trials / "000", lambda pid: lab.stop()), pytest.raises(TuneInterrupted):
             lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
         assert no_process_of(trials)
@@ -245,10 +243,9 @@ def test_a_trainer_ends_by_itself_when_its_tune_is_killed(config: Config, trials
 import sys
 from pathlib import Path
 from vesuvius.config.load import read_config
-from vesuvius.tuning.setting import Setting
-from vesuvius.tuning.trainer_lab import TrainerLab
+from vesuvius.tuning.trial_runner import TrialRunner
 config = read_config(Path(sys.argv[1]))
-with TrainerLab(config, Path(sys.argv[2])) as lab:
+with TrialRunner(config, Path(sys.argv[2])) as lab:
     lab.measure(Setting.of(config), "run", 3600.0, 3600.0)
 """
     tune = fork_server.Popen([sys.executable, "-c", script, str(tmp_path / "config.yaml"), str(trials)])
@@ -263,7 +260,7 @@ with TrainerLab(config, Path(sys.argv[2])) as lab:
 
 
 def test_what_no_trainer_can_begin_with_says_why(config: Config, trials: Path) -> None:
-    with TrainerLab(config, trials) as lab:
+    with TrialRunner(config, trials) as lab:
         invalid = lab.measure(replace(Setting.of(config), train_batch_size=0), "run", 1.0, _HANG_S)
         assert invalid.ended == "failed"
         assert "training.train_batch_size: Input should be greater than or equal to 1" in invalid.cause

@@ -36,7 +36,7 @@ from vesuvius.training.loop import MakeTuner, TrainingLoop
 from vesuvius.training.report import StepReporter
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed
 from vesuvius.training.step.step import learning_rate
-from vesuvius.tuning.block import Command
+from vesuvius.tuning.measurement import Command
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ _OUTRUN_BY = 1.1
 Figures = dict[str, Any]
 
 
-class Commands:
-    """The commands that come by a pipe.  At its end this process gets SIGTERM, and is ended if that is not enough."""
+class CommandPipe:
+    """Commands from a pipe.  At its end this process gets SIGTERM, and is ended if that is not enough."""
 
     def __init__(self, descriptor: int = 0) -> None:
         self._descriptor = descriptor
@@ -86,15 +86,15 @@ class Commands:
         os._exit(EXIT_STOPPED)
 
 
-def conducted_by(commands: Commands) -> MakeTuner:
-    """For `train`: a conductor in the place of `training.autotune`."""
-    return lambda loop, reporter: Conductor(loop, reporter, commands)
+def tune_worker(commands: CommandPipe) -> MakeTuner:
+    """For `train`: a worker in the place of `training.autotune`."""
+    return lambda loop, reporter: TuneWorker(loop, reporter, commands)
 
 
-class Conductor:
+class TuneWorker:
     """Measures one block after another.  It is a script that is gone on with between two steps (`act`)."""
 
-    def __init__(self, loop: TrainingLoop, reporter: StepReporter, commands: Commands) -> None:
+    def __init__(self, loop: TrainingLoop, reporter: StepReporter, commands: CommandPipe) -> None:
         self._loop, self._reporter, self._commands = loop, reporter, commands
         self._stream = loop.feed.stream
         self._began_at = loop.run.progress.sample_index  # where the present readers began
@@ -103,7 +103,7 @@ class Conductor:
         self._rehearsed = False
         self._rehearsal_bytes = 0  # what a validation and a save take more
         self._verdict: Verdict | None = None
-        self._script = self._conduct()
+        self._script = self._blocks()
 
     def take(self, verdict: Verdict) -> None:
         """Keep a verdict: it ends a `run`."""
@@ -117,7 +117,7 @@ class Conductor:
         self._look()
         next(self._script, None)
 
-    def _conduct(self) -> Generator[None]:
+    def _blocks(self) -> Generator[None]:
         """Yields where the loop is to make a step."""
         run = self._loop.run
         try:

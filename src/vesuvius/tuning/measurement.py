@@ -1,0 +1,262 @@
+"""What a tune turns (`Setting`), may try (`Space`) and measures (`Block`).  Plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Protocol, Self, get_args
+
+from vesuvius.config import Config
+from vesuvius.config.describe import to_yaml
+from vesuvius.errors import EXIT_INTERRUPTED, VesuviusError
+
+Knob = Literal[
+    "workers",
+    "requests",
+    "prefetch_factor",
+    "train_batch_size",
+    "accumulate_steps",
+    "amp",
+    "compile",
+    "channels_last",
+    "checkpoint_levels",
+    "cudnn_benchmark",
+]
+
+READER_KNOBS = ("workers", "prefetch_factor", "requests")
+"""The knobs that change in a living trainer."""
+
+
+class _Recorded:
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Self:
+        """From `dataclasses.asdict`, by way of JSON."""
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+        settings = {key: Setting.from_record(values[key]) for key in ("setting", "source") if key in values}
+        return cls(**values | settings)
+
+
+@dataclass(frozen=True)
+class Setting(_Recorded):
+    """Values of the knobs, named as in `training.*`; `requests` is `data.store.requests`.
+
+    None of them changes which samples a step contains.
+    """
+
+    workers: int
+    requests: int
+    prefetch_factor: int
+    train_batch_size: int
+    accumulate_steps: int
+    amp: str
+    compile: bool
+    channels_last: bool
+    checkpoint_levels: tuple[int, ...]
+    cudnn_benchmark: bool
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return the setting of a config."""
+        values = {knob: getattr(config.training, knob) for knob in get_args(Knob) if knob != "requests"}
+        return cls(requests=config.data.store.requests, **values)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per optimizer step."""
+        return self.train_batch_size * self.accumulate_steps
+
+    def changes(self, source: Setting) -> dict[Knob, Any]:
+        """Return the values that differ from another setting, by knob, in the order of the knobs."""
+        return {
+            f.name: getattr(self, f.name)  # type: ignore[misc]
+            for f in fields(self)
+            if getattr(self, f.name) != getattr(source, f.name)
+        }
+
+    def overrides(self, source: Setting) -> list[str]:
+        """Return the command-line overrides that turn a config with setting `source` into this one."""
+        return [f"{key_of(knob)}={to_yaml(value)}" for knob, value in self.changes(source).items()]
+
+    def applied_to(self, config: Config) -> Config:
+        """Return the config with these values."""
+        training = {knob: getattr(self, knob) for knob in get_args(Knob) if knob != "requests"}
+        store = config.data.store.model_copy(update={"requests": self.requests})
+        return config.model_copy(
+            update={
+                "training": config.training.model_copy(update=training),
+                "data": config.data.model_copy(update={"store": store}),
+            }
+        )
+
+
+def key_of(knob: Knob) -> str:
+    """Return the config key of a knob."""
+    return "data.store.requests" if knob == "requests" else f"training.{knob}"
+
+
+def trainer_knobs(setting: Setting) -> tuple[object, ...]:
+    """The values that the time of a step depends on, and that only a new process can change."""
+    return tuple(value for knob, value in vars(setting).items() if knob not in READER_KNOBS)
+
+
+def in_words(setting: Setting, before: Setting) -> str:
+    """Return the changes as `workers 2 -> 4, prefetch_factor 1 -> 2`; 'nothing' if there are none."""
+    changes = setting.changes(before)
+    parts = [f"{knob} {to_yaml(getattr(before, knob))} -> {to_yaml(value)}" for knob, value in changes.items()]
+    return ", ".join(parts) or "nothing"
+
+
+Goal = Literal["samples_s", "cost"]
+
+WITHIN: dict[Goal, float] = {"samples_s": 0.03, "cost": 0.10}
+"""A cheaper setting within this share of the most samples per second is taken."""
+
+
+@dataclass(frozen=True)
+class Space(_Recorded):
+    """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy.
+
+    Attributes:
+        source: the setting of the config.
+        goal: `samples_s` takes the cheapest setting within 3 % of the fastest, `cost` within 10 %.
+        scale_batch: whether the effective batch may grow.
+        budget_s: seconds for all blocks together.
+        block_s: seconds to measure in a block.
+        on_gpu: whether steps run on a GPU.
+        cores: CPU cores that the run may use.
+        most_workers, most_prefetch, most_requests: caps.
+        remote: whether any volume is on a remote store, where requests in flight matter.
+        most_batch: cap on the micro-batch, from tensors of 2^31 elements or from `scale_batch`.
+        levels: network levels that `checkpoint_levels` may name, highest resolution first.
+        deterministic: whether the config asks for determinism, which keeps cuDNN's benchmark off.
+        ram_limit_bytes: no block starts with a predicted memory above this, the first threshold of the guard.
+        vram_limit_bytes: the same for the GPU; None on a CPU.
+        kept: knobs that keep the value of the source.
+    """
+
+    source: Setting
+    goal: Goal
+    scale_batch: bool
+    budget_s: float
+    block_s: float
+    on_gpu: bool
+    cores: float
+    most_workers: int
+    most_prefetch: int
+    remote: bool
+    most_requests: int
+    most_batch: int
+    levels: tuple[int, ...]
+    deterministic: bool
+    ram_limit_bytes: int
+    vram_limit_bytes: int | None
+    kept: tuple[Knob, ...] = ()
+
+    def kept_by(self, setting: Setting) -> str | None:
+        """Return `--keep ...` with the kept knobs that a setting changes; None where it changes none."""
+        changed = [knob for knob in self.kept if knob in setting.changes(self.source)]
+        return f"--keep {','.join(changed)}" if changed else None
+
+
+class Planner(Protocol):
+    """Predicts the memory of a setting before anything runs.  Pure."""
+
+    def ram_bytes(self, setting: Setting) -> int:
+        """Peak host memory of a short run."""
+        ...
+
+    def vram_bytes(self, setting: Setting) -> int | None:
+        """Peak GPU memory, with the reserve; None on a CPU."""
+        ...
+
+    def later_bytes(self, setting: Setting) -> int:
+        """Additional host memory of a long run: readers of two Ray executions exist during a handover."""
+        ...
+
+
+Kind = Literal["run", "readers", "step"]
+"""What is measured: `run` = the training loop; `readers` = batches taken as soon as they come, without a step: what the
+readers can deliver; `step` = optimizer steps on one batch while the readers are idle: what the trainer can compute."""
+
+Ended = Literal["ok", "guard", "gpu_memory", "killed", "failed", "timeout"]
+
+DEADLY: tuple[Ended, ...] = ("guard", "gpu_memory", "killed")
+"""Ends that mean a lack of memory: such a setting is never recommended."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What to measure, for about how many seconds, and the readers that are to be in force."""
+
+    number: int
+    kind: Kind
+    seconds: float
+    workers: int
+    prefetch_factor: int
+    requests: int
+
+    def line(self) -> bytes:
+        """For the trainer's standard input."""
+        return json.dumps(vars(self)).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Block(_Recorded):
+    """A setting, what was measured, and how that ended.
+
+    Attributes:
+        cause: one line; '' where it ended ok.
+        seconds: all of it: restart, reconfiguration, warm-up and measuring.
+        samples: measured; 0 unless ok.
+        measured_s: that these took, or would have taken where they had been read ahead.
+        data_share: of the step time, spent waiting for data; of a `run` alone.
+        cores_used: CPU seconds per second of trainer and readers, while measured; None = not known.
+        reader_s: that one reader takes for a sample, with its waits for the store; None = nothing was read.
+        decode_s: the decoding part of `reader_s`.
+        ram_bytes: peak of trainer, readers and object store since the setting was in force; where it did not end ok,
+            the last that was seen.  None = not known.
+        vram_bytes: peak GPU memory of the trainer, with CUDA's own; None on a CPU.
+        text: the verdict of a `run` in words.
+    """
+
+    setting: Setting
+    kind: Kind
+    ended: Ended
+    cause: str
+    seconds: float
+    samples: int = 0
+    measured_s: float = 0.0
+    data_share: float | None = None
+    cores_used: float | None = None
+    reader_s: float | None = None
+    decode_s: float | None = None
+    ram_bytes: int | None = None
+    vram_bytes: int | None = None
+    text: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Samples per second; 0 unless ok."""
+        return self.samples / self.measured_s if self.measured_s else 0.0
+
+
+class TuneInterrupted(VesuviusError):  # noqa: N818 - not an error
+    """The block in hand was given up together with the tune."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+class Runner(Protocol):
+    """Measures settings, one block at a time: in a living trainer, or in tests on a simulated machine."""
+
+    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        """Bring a setting into force and measure it for about `seconds`, longer where these hold too few steps.
+
+        Args:
+            limit_s: after which the block ends in any case, with what was measured or as a timeout.
+
+        Raises:
+            TuneInterrupted: the tune was asked to stop.
+            StorageError: the disk is full, independent of the setting.
+        """
+        ...

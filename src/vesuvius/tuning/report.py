@@ -1,0 +1,355 @@
+"""A tune as a report: options A, B and C, the lines of the log, and the page that all reports have.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from vesuvius.config.describe import to_yaml
+from vesuvius.errors import ConfigError
+from vesuvius.report.curves import Chart, banded, chart
+from vesuvius.report.model import RunReport, Table
+from vesuvius.runlog.units import GIB, format_duration, format_percent, number, size_text
+from vesuvius.tuning.measurement import Kind, Planner, Setting, Space, in_words
+from vesuvius.tuning.search.memory import Memory, Risk
+from vesuvius.tuning.search.pairs import Comparison
+from vesuvius.tuning.search.rates import Rates
+from vesuvius.tuning.search.search import SMALLEST_GAIN, Entry, Recommendation, Search, Step, fewer_than
+
+SLOWEST = 0.85
+"""A is at least this share of B's samples per second."""
+
+_GAIN = 0.01  # a step beyond what was measured has to promise more
+_BAD = {
+    "guard": "ended by the memory guard",
+    "gpu_memory": "GPU out of memory",
+    "killed": "killed",
+    "failed": "failed",
+    "timeout": "ran out of time",
+}
+_KINDS: dict[Kind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
+_OPTION_COLUMNS = ("option", "samples/s", "step", "whole run", "RAM", "VRAM", "memory risk", "changes", "why")
+_BLOCK_COLUMNS = (
+    "#", "stage", "measured", "changes", "samples/s", "predicted", "waited for data", "RAM", "predicted", "took",
+    "ended", "why",
+)  # fmt: skip
+_NOTE = (
+    "~ = predicted.  Times are of training steps alone, without validation, saving and pictures.  Memory risk: how "
+    "near the peak of the whole run comes to the limits: low below 70 %, medium below 90 %."
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting to choose.
+
+    Attributes:
+        name: 'A conservative', 'B balanced', 'C aggressive'.
+        measured: whether the whole run was measured with it; else its figures are predicted.
+        samples_s: None where nothing is known, and then the times are None too.
+        ram_bytes, vram_bytes: peak of the whole run; `vram_bytes` None on a CPU.
+        step_s, total_s: of an optimizer step, and of all training steps without validation, saving, pictures.
+        risk: how near it comes to the memory limits.
+        overrides: what to write behind `vesuvius train` with the source config.
+        words: why this one.
+    """
+
+    name: str
+    measured: bool
+    samples_s: float | None
+    ram_bytes: int
+    vram_bytes: int | None
+    step_s: float | None
+    total_s: float | None
+    risk: Risk
+    overrides: tuple[str, ...]
+    words: str
+
+
+def build_options(
+    found: Recommendation, space: Space, rates: Rates, memory: Memory, steps: int
+) -> tuple[Option, Option, Option]:
+    """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond.
+
+    Args:
+        steps: optimizer steps of the whole run.
+    """
+
+    def option(name: str, setting: Setting, words: str) -> Option:
+        samples_s, vram = rates.run(setting), memory.vram(setting)
+        step_s = setting.global_batch / samples_s if samples_s else None
+        return Option(
+            name=name,
+            measured=bool(rates.of("run", setting)),
+            samples_s=samples_s,
+            ram_bytes=memory.run_ram_bytes(setting),
+            vram_bytes=None if vram is None else vram.expected_bytes,
+            step_s=step_s,
+            total_s=None if step_s is None else step_s * steps,
+            risk=memory.risk(setting),
+            overrides=tuple(setting.overrides(space.source)),
+            words=words,
+        )
+
+    what = "the config as it is" if found.best == space.source else "what to run"
+    return (
+        option("A conservative", *_leaner(found.best, space, rates, memory)),
+        option("B balanced", found.best, what),
+        option("C aggressive", *_faster(found.best, space, rates, memory)),
+    )
+
+
+def _leaner(best: Setting, space: Space, rates: Rates, memory: Memory) -> tuple[Setting, str]:
+    top = rates.run(best)
+    smaller = (
+        replace(best, workers=workers, prefetch_factor=prefetch)
+        for workers in range(1, best.workers + 1)
+        for prefetch in {best.prefetch_factor, max(best.prefetch_factor // 2, 1)}
+    )
+    allowed = [s for s in smaller if space.kept_by(s) is None and not memory.died(s)]
+    fits = [s for s in allowed if top and (rates.run(s) or 0.0) >= SLOWEST * top]
+    lean = min(fits, key=memory.run_ram_bytes, default=best)
+    if lean == best or memory.run_ram_bytes(lean) >= memory.run_ram_bytes(best):
+        return best, f"the same as B: nothing smaller reaches {SLOWEST:.0%} of it"
+    return lean, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(lean, best)}"
+
+
+def _faster(best: Setting, space: Space, rates: Rates, memory: Memory) -> tuple[Setting, str]:
+    top = rates.run(best)
+    if top is None:
+        return best, "the same as B: nothing was measured"
+    beyond = [
+        replace(best, workers=min(2 * max(best.workers, 1), space.most_workers)),
+        replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
+    ]
+    for setting in [*rates.measured_settings(), *beyond]:
+        faster = (rates.run(setting) or 0.0) > (1 + _GAIN) * top
+        if setting != best and faster and memory.obstacle(setting) is None:
+            how = "was measured, within what is worth a change" if rates.of("run", setting) else "is predicted"
+            return setting, f"faster, as {how}: {in_words(setting, best)}"
+    return best, "the same as B: no step beyond it fits and promises more"
+
+
+def headline(found: Recommendation, space: Space) -> str:
+    """What came of it, in one line."""
+    match found.verdict:
+        case "none":
+            return f"no recommendation: {found.reason}"
+        case "unchanged" if found.best != space.source:
+            return "the config does not fit this machine; B is the nearest that does, and no other change is worth it"
+        case "unchanged":
+            return "nothing to change: nothing that was tried is worth a change"
+        case "undecided":
+            return f"undecided: {found.reason}"
+    if found.gain is None:
+        return "B is recommended"
+    cheaper = "as fast at a lower cost: " if found.gain.gain < SMALLEST_GAIN else ""
+    return f"B: {cheaper}{gain_words(found.gain)}"
+
+
+def gain_words(gain: Comparison) -> str:
+    """`2.31 times the samples/s (95 %: 2.20 to 2.43, 4 pairs of blocks in turn)`."""
+    times = f"{1 + gain.gain:.2f} times the samples/s"
+    if gain.low is None or gain.high is None:
+        return f"{times} (from one block each: no interval)"
+    return f"{times} (95 %: {1 + gain.low:.2f} to {1 + gain.high:.2f}, {gain.pairs} pairs of blocks in turn)"
+
+
+def summary(found: Recommendation, search: Search) -> dict[str, str]:
+    """What held the baseline up, what to change, what that gives, and why it ended."""
+    base, best = (search.rates.of("run", setting) for setting in (found.base, found.best))
+    gives = {}
+    if base and best and found.best != search.space.source:
+        rates = (number(search.rates.run(setting)) for setting in (found.best, found.base))
+        gives["What it gives"] = " samples/s instead of ".join(rates)
+    return {
+        "What held it up": (base[0].text if base else "") or "not measured",
+        "What to change": in_words(found.best, search.space.source),
+        **gives,
+        "Why it ended": found.reason,
+    }
+
+
+def step_line(step: Step) -> str:
+    """The line for the begin of a block."""
+    rate = "" if step.rate is None else f"{number(step.rate)} samples/s, "
+    return (
+        f"Block {step.number} {step.stage}, {_KINDS[step.kind]}: {step.why}; expected {rate}"
+        f"{memory_words(step.ram_bytes, step.vram_bytes)}, {format_duration(step.seconds)}"
+    )
+
+
+def block_line(entry: Entry) -> str:
+    """The line for the end of a block."""
+    block = entry.block
+    begin = f"Block {entry.step.number} took {format_duration(block.seconds)}: "
+    if block.ended != "ok":
+        return f"{begin}{_BAD[block.ended]}: {block.cause}"
+    waited = "" if block.data_share is None else f", waited for data {format_percent(block.data_share)}"
+    memory = "" if block.ram_bytes is None else f", {memory_words(block.ram_bytes, block.vram_bytes)}"
+    return f"{begin}{number(block.rate)} samples/s{waited}{memory}"
+
+
+def plan_lines(space: Space, planner: Planner, machine: str) -> list[str]:
+    """The lines of `--dry-run`: limits, budget, and the planned memory of what may be tried.
+
+    Raises:
+        ConfigError: not even the smallest setting fits.
+    """
+    memory, source = Memory(space, planner, ()), space.source
+    total, workers = source.global_batch, sorted({*fewer_than(space.most_workers), space.most_workers})
+    least = {"workers": min(source.workers, 1), "prefetch_factor": 1, "train_batch_size": 1, "accumulate_steps": total}
+    least = {knob: value for knob, value in least.items() if knob not in space.kept}
+    batch = least.get("train_batch_size", source.train_batch_size)
+    smallest = replace(source, **least | {"accumulate_steps": total // batch})
+    if obstacle := memory.obstacle(smallest):
+        raise ConfigError(f"a tune needs a setting that fits this machine; got none: {obstacle}")
+    sizes = [*range(1, total + 1), *((total << n for n in range(1, 20)) if space.scale_batch else ())]
+    batches = [size for size in sizes if size <= space.most_batch and (size > total or total % size == 0)]
+    lines = []
+    for setting in (
+        source,
+        *(replace(source, workers=count) for count in workers),
+        *(replace(source, train_batch_size=size, accumulate_steps=max(total // size, 1)) for size in batches),
+    ):
+        if not lines or setting != source:
+            vram, obstacle = memory.vram(setting), memory.obstacle(setting)
+            words = memory_words(memory.run_ram_bytes(setting), None if vram is None else vram.expected_bytes)
+            what = " ".join(setting.overrides(source)) or "the config as it is"
+            lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
+    return [
+        f"machine  {machine}",
+        f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, {space.most_workers} workers, "
+        f"prefetch_factor {space.most_prefetch}, train_batch_size {space.most_batch}",
+        f"budget   {format_duration(space.budget_s)}, {space.block_s:.0f} s to measure in each block; may be tried:",
+        *lines,
+        "dry run: what is tried of it depends on what is measured; nothing was written",
+    ]
+
+
+def closing_lines(found: Recommendation, search: Search, options: Sequence[Option]) -> list[str]:
+    """The last lines of the log: result, options, changes."""
+    return [
+        headline(found, search.space),
+        *(f"{label}: {sentence}" for label, sentence in summary(found, search).items()),
+        *(_option_line(_option_row(option)) for option in options),
+        *(f"{knob}: {reason}" for knob, reason in found.reasons.items()),
+    ]
+
+
+def build_page(
+    name: str,
+    directory: str,
+    found: Recommendation,
+    search: Search,
+    options: Sequence[Option],
+    facts: Mapping[str, str],
+    config_text: str,
+) -> RunReport:
+    """The report.
+
+    Args:
+        facts: of the tune as a whole, beside those of its summary: a label and a value each.
+        config_text: the resolved source.
+    """
+    source, entries = search.space.source, search.entries
+    tables = (
+        Table("Options", _OPTION_COLUMNS, tuple(map(_option_row, options)), _NOTE),
+        Table(
+            "Why each value",
+            ("key", "before", "now", "why"),
+            tuple(
+                (knob, to_yaml(getattr(source, knob)), to_yaml(value), found.reasons.get(knob, "measured"))
+                for knob, value in found.best.changes(source).items()
+            ),
+        ),
+        Table("Where each stage stopped", ("stage", "why"), tuple(found.ended.items())),
+        Table("All blocks", _BLOCK_COLUMNS, tuple(_block_row(entry, source) for entry in entries)),
+    )
+    return RunReport(
+        name=f"{name}: tune",
+        directory=directory,
+        facts={**summary(found, search), **facts},
+        verdict=headline(found, search.space),
+        parts=(),
+        targets=(),
+        charts=tuple(_charts(entries, search.space)),
+        tables=tuple(table for table in tables if table.rows),
+        previews=(),
+        config={},
+        config_text=config_text,
+    )
+
+
+def _charts(entries: Sequence[Entry], space: Space) -> Iterator[Chart]:
+    """Over the blocks; one that ended badly is a gap: neither its figures nor what was predicted of them is drawn."""
+    ok = [entry for entry in entries if entry.block.ended == "ok"]
+    series = []
+    for kind, words in _KINDS.items():
+        of_kind = [entry for entry in ok if entry.step.kind == kind]
+        numbers = [entry.step.number for entry in of_kind]
+        series.append(banded(words, numbers, [entry.block.rate for entry in of_kind]))
+        predicted = [np.nan if entry.step.rate is None else entry.step.rate for entry in of_kind]
+        series.append(banded(f"{words}, predicted", numbers, predicted))
+    yield from chart("rate", "Speed", "samples/s", series, x_label="block")
+    for title, peak, limit_bytes in (
+        ("RAM", "ram_bytes", space.ram_limit_bytes),
+        ("VRAM", "vram_bytes", space.vram_limit_bytes),
+    ):
+        if limit_bytes is not None:
+            numbers = [entry.step.number for entry in ok]
+            sizes = [
+                [np.nan if (size := getattr(of, peak)) is None else size / GIB for of in each]
+                for each in ([entry.block for entry in ok], [entry.step for entry in ok])
+            ]
+            lines = [banded("measured", numbers, sizes[0]), banded("predicted", numbers, sizes[1])]
+            yield from chart(peak, title, "GiB", lines, x_label="block", limits=(("limit", limit_bytes / GIB),))
+
+
+def _option_row(option: Option) -> tuple[str, ...]:
+    mark = "" if option.measured else "~"
+    return (
+        option.name,
+        mark + number(option.samples_s) if option.samples_s else "-",
+        mark + _seconds(option.step_s) if option.step_s else "-",
+        mark + format_duration(option.total_s) if option.total_s else "-",
+        size_text(option.ram_bytes),
+        "-" if option.vram_bytes is None else size_text(option.vram_bytes),
+        option.risk,
+        " ".join(option.overrides) or "none",
+        option.words,
+    )
+
+
+def _option_line(row: Sequence[str]) -> str:
+    """`A conservative: samples/s 9.5, step 0.1 s, ..., why: what to run`."""
+    return f"{row[0]}: " + ", ".join(f"{name} {cell}" for name, cell in zip(_OPTION_COLUMNS[1:], row[1:], strict=True))
+
+
+def _block_row(entry: Entry, source: Setting) -> tuple[str, ...]:
+    step, block = entry.step, entry.block
+    return (
+        str(step.number),
+        step.stage,
+        _KINDS[step.kind],
+        " ".join(step.setting.overrides(source)) or "none",
+        number(block.rate or None),
+        number(step.rate),
+        "-" if block.data_share is None else format_percent(block.data_share),
+        "-" if block.ram_bytes is None else size_text(block.ram_bytes),
+        size_text(step.ram_bytes),
+        format_duration(block.seconds),
+        "ok" if block.ended == "ok" else f"{_BAD[block.ended]}: {block.cause}".removesuffix(": "),
+        step.why,
+    )
+
+
+def _seconds(span_s: float) -> str:
+    return f"{number(span_s)} s" if span_s < 60 else format_duration(span_s)
+
+
+def memory_words(ram_bytes: int, vram_bytes: int | None) -> str:
+    vram = "" if vram_bytes is None else f", {size_text(vram_bytes)} of VRAM"
+    return f"{size_text(ram_bytes)} of RAM{vram}"

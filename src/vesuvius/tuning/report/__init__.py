@@ -1,1 +1,0 @@
-"""What a tune leaves: options A, B, C, a report in four forms, and the tuned config."""
