@@ -144,18 +144,23 @@ def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
         )
 
 
-def check_store(job: ReaderJob, options: StreamOptions) -> None:
-    """Raises ConfigError where /dev/shm cannot hold a private Ray's object store, which would silently use /tmp."""
+def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
+    """Raises ConfigError where /dev/shm cannot hold what private Rays put there, which would silently use /tmp.
+
+    Args:
+        ranks: on this machine, each with the readers of these options.
+    """
     shared = Path("/dev/shm")
     if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return
-    size = store_bytes(job, options)
+    size = ranks * store_bytes(job, options)
     free = shutil.disk_usage(shared).free
     if size > free:
         raise ConfigError(
-            f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "
-            "free; start the container with a larger --shm-size, or lower data.regions_in_flight (now "
-            f"{job.plan.regions_in_flight}), training.workers, data.reader_mib or cluster.object_store_gib"
+            f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed"
+            f"{f' by {ranks} ranks' if ranks > 1 else ''} and {free / 2**30:.2f} GiB free; start the container with a "
+            f"larger --shm-size, or lower data.regions_in_flight (now {job.plan.regions_in_flight}), training.workers, "
+            "data.reader_mib or cluster.object_store_gib"
         )
 
 
