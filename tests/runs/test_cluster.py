@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,31 +17,81 @@ from tests.support.kill_harness import Session
 WriteConfig = Callable[..., Path]
 
 
+EAGER = """
+import sys
+from vesuvius.commands import train
+from vesuvius.launch import ray_train
+ray_train._GROW_EVERY_S = 5.0
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """A head without processors, for the controller, and three nodes that take a rank with its reader each."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 2**28})
     for _ in range(3):
-        nodes.add_node(num_cpus=2, object_store_memory=2**28)
+        add_node(nodes)
     nodes.wait_for_nodes()
     yield nodes
     nodes.shutdown()
 
 
+def add_node(cluster: Cluster) -> None:
+    cluster.add_node(num_cpus=2, object_store_memory=2**28)
+
+
+def ranks_at_work(run: Path) -> int:
+    """In the last step."""
+    return len(list(steps_of(run, "ranks").values())[-1]["times"])
+
+
 @pytest.mark.long
-def test_a_run_goes_on_with_two_nodes_of_three_when_one_is_killed(
+def test_ten_nodes_are_killed_and_come_back_and_the_run_shrinks_and_grows_with_them(
     tiny_config: WriteConfig, tmp_path: Path, cluster: Cluster
 ) -> None:
-    plain = {"train_batch_size": 2, "epochs": 4, "save_every": 5, "workers": 1}
-    cluster_keys = {"address": cluster.address, "min_ranks": 2}
+    plain = {"train_batch_size": 2, "epochs": 1000, "save_every": 5, "workers": 1}
+    cluster_keys = {"address": cluster.address, "min_ranks": 2, "max_restarts": 30}
     config = tiny_config("spread", training=plain | {"ranks": 3, "accumulate_steps": 1}, cluster=cluster_keys)
     tiny_config("whole", training=plain | {"accumulate_steps": 3, "workers": 0})
-    run = tmp_path / "runs/spread"
-    with Session(config, tmp_path) as session:
-        wait_for_step(run, 12, [session.process])
-        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-        assert session.end() == 0, session.text()
-    assert "training.ranks is 3 and 2 are at work" in session.text()
-    with Session(tmp_path / "whole.yaml", tmp_path) as whole:
+    run, kills = tmp_path / "runs/spread", int(os.environ.get("TEST_KILLS", "10"))
+    (tmp_path / "eager.py").write_text(EAGER)
+    with Session(config, tmp_path, module="eager") as session:
+        wait_for_step(run, 6, [session.process])
+        for number in range(kills):
+            session.wait_until(lambda: ranks_at_work(run) == 3, f"growth {number}", every_s=0.5)
+            cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+            session.wait_until(lambda: ranks_at_work(run) == 2, f"kill {number}", every_s=0.5)
+            add_node(cluster)
+        session.wait_until(lambda: ranks_at_work(run) == 3, "the last growth", every_s=0.5)
+        print(f"{kills} kills of nodes, {max(steps_of(run))} steps, {session.age_s:.0f} s")
+        session.process.terminate()
+        assert session.end() == 75, session.text()
+    text = session.text()
+    assert text.count("as ranks were lost") == kills
+    assert text.count("Ray Train goes on with 3 ranks: stopping") == kills, "they save before they grow"
+    steps = steps_of(run)
+    assert list(steps) == list(range(1, len(steps) + 1))
+    with Session(tmp_path / "whole.yaml", tmp_path, f"training.max_steps={len(steps)}") as whole:
         assert whole.end() == 0
-    assert relative(steps_of(run), steps_of(tmp_path / "runs/whole")) < 1e-5
+    difference = relative(steps, steps_of(tmp_path / "runs/whole"))
+    print(f"losses and gradient norms differ from one rank's by {difference:.1e} at most")
+    assert difference < 1e-5
+
+
+@pytest.mark.long
+def test_readers_that_may_run_anywhere_leave_a_node_with_a_gpu_to_the_trainer(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    """With the processors that they need on either; where they run is in the log."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 1, "object_store_memory": 2**28})
+    try:
+        nodes.add_node(num_cpus=4, object_store_memory=2**28)
+        nodes.wait_for_nodes()
+        cluster = {"address": nodes.address, "reader_nodes": "any"}
+        config = tiny_config(training={"workers": 2, "epochs": 1}, cluster=cluster)
+        with Session(config, tmp_path) as session:
+            assert session.end() == 0, session.text()
+    finally:
+        nodes.shutdown()
+    assert re.findall(r"readers: (.*)", session.text()) == [f"2 on {platform.node()} (no GPU)"]

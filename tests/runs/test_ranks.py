@@ -138,18 +138,47 @@ def test_ranks_with_sharded_weights_validate_draw_and_save_as_one_rank_does(
     assert names[0] == names[1]
 
 
-def test_a_signal_to_one_rank_stops_all_behind_the_same_step_with_a_checkpoint(
-    tiny_config: WriteConfig, tmp_path: Path
+DATA_OF_RANK_0_END = """
+import os, sys, time
+from vesuvius.commands import train
+from vesuvius.stream.feeder import StreamInterrupted
+from vesuvius.stream.stream import PatchStream
+whole_next, asked = PatchStream.__next__, iter(range(1000))
+def hanging_next(stream):
+    hangs = os.environ["RANK"] == "0" and next(asked) >= int(os.environ["TEST_BATCHES"])
+    while hangs:  # an outage
+        open("waits", "w").close()
+        if stream._interrupted():
+            raise StreamInterrupted
+        time.sleep(0.05)
+    return whole_next(stream)
+PatchStream.__next__ = hanging_next
+from vesuvius.training import loop
+loop._GRACE_S = 2.0
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+# Two micro-batches a step: the ninth batch is the first of step 5, the tenth its second one.
+@pytest.mark.parametrize(
+    ("batches", "saved"), [pytest.param(8, [4], id="first"), pytest.param(9, [], marks=pytest.mark.long, id="second")]
+)
+def test_a_signal_to_one_rank_stops_all_while_another_waits_for_data(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int, saved: list[int]
 ) -> None:
-    config = tiny_config(training={"ranks": 2, "epochs": 1000})
-    with started_ranks(config, tmp_path, 2) as ranks:
-        wait_for_step(tmp_path / "runs/tiny", 3, ranks)
-        ranks[1].terminate()
-        assert ends_of(ranks) == [75, 75], output_of(tmp_path, 2)
-    (checkpoint,) = list_checkpoints(tmp_path / "runs/tiny/checkpoints")
+    """Sharded weights can be saved only where all ranks take part: not in the middle of a step."""
+    monkeypatch.setenv("TEST_BATCHES", str(batches))
+    config = tiny_config(training={"ranks": 2, "epochs": 1000, "sharding": "fsdp"})
+    with started_ranks(config, tmp_path, 2, program=("-c", DATA_OF_RANK_0_END)) as ranks:
+        wait_for_step(tmp_path / "runs/tiny", 4, ranks)
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.05)
+        ranks[0 if batches == 9 else 1].terminate()
+        assert ends_of(ranks, 120) == [75, 75], output_of(tmp_path, 2)
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == saved
     last = [max(steps_of(tmp_path / "runs/tiny" / part)) for part in (".", "ranks/1")]
-    assert last == [step_of(checkpoint)] * 2
-    assert "SIGTERM: stopping" in (tmp_path / "runs/tiny/logs/train_full.log").read_text()
+    assert last == [4, 4]
+    assert "Traceback" not in output_of(tmp_path, 2)
 
 
 @pytest.mark.parametrize(("sharding", "kept"), [("none", [2]), pytest.param("fsdp", [], marks=pytest.mark.long)])
@@ -208,11 +237,12 @@ from types import SimpleNamespace
 import ray
 from vesuvius.config.load import read_config
 from vesuvius.launch import ray_train
+from vesuvius.launch.bulletin import Bulletin
 from vesuvius.launch.rank import Request
 from vesuvius.training.ranks import ranks
 
 ranks._CAUSE_S = ranks._LEAVE_S = 1.0
-board = ray_train.Bulletin.__ray_metadata__.modified_class()
+board = Bulletin()
 if "--again" in sys.argv:
     board.start(0), board.start(1)
     board.lose({1: "its process is gone"})
@@ -258,24 +288,39 @@ def test_ranks_that_have_lost_one_end_go_on_from_the_last_checkpoint_and_stop_wh
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=1000)
 
 
-@pytest.mark.long
-def test_ray_train_starts_all_ranks_again_when_one_is_killed_and_a_signal_stops_them_with_a_checkpoint(
-    tiny_config: WriteConfig, tmp_path: Path
-) -> None:
-    config = tiny_config("killed", training=PLAIN | {"epochs": 1000, "accumulate_steps": 1, "ranks": 2})
+def test_ray_train_starts_all_ranks_again_when_one_is_killed(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    """The one test of every day that starts Ray Train itself."""
+    config = tiny_config("killed", training=PLAIN | {"epochs": 2, "accumulate_steps": 1, "ranks": 2, "workers": 0})
     run, marker = tmp_path / "runs/killed", f"TEST_OF_VESUVIUS={tmp_path}"
     with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
-        wait_for_step(run, 9, [session.process])
+        wait_for_step(run, 5, [session.process])
         kill_rank(run, 1)
-        session.wait_for("restart 1 of at most 10, as ranks were lost: rank 1: its process")
-        session.wait_until(lambda: len(steps_of(run)) > 12, "it went on")
-        session.process.terminate()
-        assert session.end() == 75, session.text()
-    (*_, last) = list_checkpoints(run / "checkpoints")
-    assert step_of(last) == max(steps_of(run))
+        assert session.end() == 0, session.text()
+    assert session.text().count("restart 1 of at most 10, as ranks were lost: rank 1: its process") == 1
     assert "was killed" not in session.text()  # rank 0 was ended on purpose
     assert "was killed" in (run / "ranks/1/logs/train_full.log").read_text()
     assert list((tmp_path / "runs/.ray_train").iterdir()) == []
+    assert processes_with(marker) == []
+    assert len(steps_of(run)) == 20
+    assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=2)
+
+
+@pytest.mark.long
+def test_a_signal_to_the_command_stops_the_ranks_of_ray_train_with_a_checkpoint_and_one_to_a_rank_ends_nothing(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    config = tiny_config("stopped", training=PLAIN | {"epochs": 1000, "accumulate_steps": 1, "ranks": 2})
+    run, marker = tmp_path / "runs/stopped", f"TEST_OF_VESUVIUS={tmp_path}"
+    with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
+        wait_for_step(run, 5, [session.process])
+        kill_rank(run, 1, signal.SIGTERM)
+        steps = max(steps_of(run))
+        session.wait_until(lambda: max(steps_of(run)) > steps + 9, "it went on")
+        session.process.terminate()
+        assert session.end() == 75, session.text()
+    assert " ERROR " not in session.text(), "an ordinary stop"
+    (*_, last) = list_checkpoints(run / "checkpoints")
+    assert step_of(last) == max(steps_of(run))
     assert processes_with(marker) == []
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=1000)
 
@@ -283,12 +328,16 @@ def test_ray_train_starts_all_ranks_again_when_one_is_killed_and_a_signal_stops_
 @pytest.mark.long
 def test_ten_kills_of_ranks_lose_nothing_past_the_last_checkpoint(tiny_config: WriteConfig, tmp_path: Path) -> None:
     config = tiny_config("killed", training=PLAIN | {"epochs": 20, "accumulate_steps": 1, "ranks": 2})
-    run = tmp_path / "runs/killed"
-    with Session(config, tmp_path) as session:
+    run, marker, lost = tmp_path / "runs/killed", f"TEST_OF_VESUVIUS={tmp_path}", []
+    with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
         for number in range(10):
-            wait_for_step(run, 20 * number + 9, [session.process])
+            wait_for_step(run, 18 * number + 9, [session.process])
             kill_rank(run, (number + 1) % 2)
+            session.wait_for("as ranks were lost", number + 1)
+            lost.append(max(steps_of(run)) % PLAIN["save_every"])
         assert session.end() == 0, session.text()
+    print(f"10 kills: {lost} steps behind the checkpoint, {session.age_s:.0f} s")
+    assert processes_with(marker) == []
     assert len(steps_of(run)) == 200
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=20)
 

@@ -155,16 +155,22 @@ def test_the_last_batch_may_be_short(job: ReaderJob) -> None:
         assert [len(batch.indices) for batch in stream] == [4, 4, 2]
 
 
-def test_two_ranks_deliver_the_samples_of_one(volume: Path, job: ReaderJob) -> None:
-    with open_stream(job, batch_size=8) as stream:
-        expected, _ = collect(stream, 6)
-    parts = []
-    for rank in range(2):
-        with open_stream(replace(job, rank=rank, world=2)) as stream:
-            patches, indices = collect(stream, 6)
-        assert indices.tolist() == list(range(rank, 48, 2))
-        parts.append(patches)
-    np.testing.assert_array_equal(np.stack(parts, 1).reshape(expected.shape), expected)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_ranks_of_a_step_deliver_together_the_samples_of_one_rank(job: ReaderJob, world: int) -> None:
+    """By the hashes of indices and voxels of each global batch: none is missing, none there twice."""
+
+    def hashes(rank: int, world: int) -> list[list[str]]:
+        with open_stream(replace(job, rank=rank, world=world), batch_size=8 // world) as stream:
+            batches = [next(stream) for _ in range(6)]
+            return [[_hash(*one) for one in zip(batch.indices, batch.patches, strict=True)] for batch in batches]
+
+    expected = [sorted(batch) for batch in hashes(0, 1)]
+    steps = zip(*(hashes(rank, world) for rank in range(world)), strict=True)
+    assert [sorted(one for part in parts for one in part) for parts in steps] == expected
+
+
+def _hash(index: int, patch: Stack) -> str:
+    return hashlib.sha256(str(index).encode() + patch.tobytes()).hexdigest()
 
 
 def test_buffers_are_filled_in_turn(job: ReaderJob) -> None:
@@ -441,7 +447,9 @@ def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) ->
     with pytest.raises(ConfigError, match=r"must fit into /dev/shm.*--shm-size"):
         check_store(job, StreamOptions(4, workers=1, cluster=ClusterConfig(object_store_gib=1e6)))
     check_store(job, StreamOptions(4, workers=0, cluster=ClusterConfig(object_store_gib=1e6)))
-    check_store(job, StreamOptions(4, workers=1))
+    check_store(job, StreamOptions(4, workers=1), ranks=2)
+    with pytest.raises(ConfigError, match=r"GiB needed by 1000000 ranks and"):
+        check_store(job, StreamOptions(4, workers=1), ranks=10**6)
 
 
 def test_a_store_below_what_is_in_flight_is_refused_before_it_spills(job: ReaderJob) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from vesuvius.training.loop import TrainingLoop
+from vesuvius.training.ranks.ranks import Ranks
 from vesuvius.training.stop import StopRequest
 
 
@@ -18,8 +19,8 @@ def test_a_stop_gives_data_a_minute_where_other_ranks_are_in_the_same_step(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    stop = StopRequest(None)
-    loop: Any = SimpleNamespace(run=SimpleNamespace(stop=stop, ranks=SimpleNamespace(world=world)))
+    stop, ranks = StopRequest(None), Ranks(world=world)
+    loop: Any = SimpleNamespace(run=SimpleNamespace(stop=stop, ranks=ranks), _in_step=True)
     seen = [TrainingLoop._gives_up(loop)]
     stop.adopt(75, "SIGTERM")
     seen.append(TrainingLoop._gives_up(loop))
@@ -28,3 +29,12 @@ def test_a_stop_gives_data_a_minute_where_other_ranks_are_in_the_same_step(
     now[0] += 2
     seen.append(TrainingLoop._gives_up(loop))
     assert seen == gives_up
+
+
+def test_before_a_step_the_stop_of_another_rank_ends_the_wait_for_data() -> None:
+    ranks = Ranks(world=2)
+    loop: Any = SimpleNamespace(run=SimpleNamespace(stop=StopRequest(None), ranks=ranks), _in_step=False)
+    assert not TrainingLoop._gives_up(loop)
+    ranks.stopping = (75, "SIGTERM")
+    assert TrainingLoop._gives_up(loop)
+    assert loop.run.stop.asked() == (75, "SIGTERM"), "and all agree on it"

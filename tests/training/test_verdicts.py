@@ -132,8 +132,9 @@ class WorkingPath(StillStream):
     """A stream of which the test says what it has done."""
 
     def work(self, **figures: Any) -> None:
-        """A step's worth of decoding and cutting."""
-        self.reader_totals = replace(self.reader_totals, decode_s=self.reader_totals.decode_s + 1.9)
+        """A second's worth of decoding and cutting."""
+        decode_s = self.reader_totals.decode_s + 0.95 * self.options.workers
+        self.reader_totals = replace(self.reader_totals, decode_s=decode_s)
         more = FeederFigures(0.01, 0.97, 0.0, 2, 2, 4000)
         self.feeder_figures = FeederFigures(
             *(a + b for a, b in zip(astuple(self.feeder_figures), astuple(more), strict=True))
@@ -259,14 +260,15 @@ def test_ranks_of_one_node_share_its_idle_processors(
     """What the verdict of each of four advises, all of them do."""
     monkeypatch.setattr("vesuvius.training.verdicts.bound_cores", lambda: set(range(32)))
     monkeypatch.setattr("vesuvius.training.verdicts.usable_cores", lambda pid: 32.0)
-    rates = Rates((0.0,) * 18 + (1.0,) * 14, {41: 0.9, 42: 0.95, 99: 1.0}, 0.0, 0.0, 0.0, 0.0)
+    readers = range(41, 47)  # with its trainer a rank uses 3.5 processors, four of them 14 of 32
+    rates = Rates((0.0,) * 18 + (1.0,) * 14, dict.fromkeys(readers, 0.5) | {99: 0.5}, 0.0, 0.0, 0.0, 0.0)
     overrides = []
     for world in (1, 4, 20):
         (directory := tmp_path / str(world)).mkdir()
         ranks = Ranks(0, 64, local_world=world)
         one = Judged(read_config(tiny_config(monitor={"verdict_every": 10}), ()), directory, rates, ranks=ranks)
-        one.path.options = replace(one.path.options, workers=6)
-        one.path.readers = {41: ReaderFigures(), 42: ReaderFigures()}
+        one.path.options = replace(one.path.options, workers=len(readers))
+        one.path.readers = {pid: ReaderFigures() for pid in readers}
         one.steps(1, 20, replace(SOME, data_s=0.6, forward_s=0.1, backward_s=0.2))
         overrides.append(one.records[-1]["overrides"])
     assert overrides[:2] == [["training.workers=12"], ["training.workers=10"]], "18 idle ones, and 4.5"

@@ -3,9 +3,11 @@
     python tools/bench/ranks.py                       # 8, 64 and 512 GPUs, from the figures below or given ones
     python tools/bench/ranks.py --step-s 2.9 --parameters 155e6 --samples 4 --node-gbit 200 --store-gbit 100
     python tools/bench/ranks.py --measured runs/NAME/benches/TIME/benchmark_results.json
+    python tools/bench/ranks.py --through-ray --config C.yaml training.max_steps=30   # what Ray Train costs one rank
 
 The prediction knows the step of one rank alone and two figures of the machine: how much slower a rank computes beside
-others, and how long an all-reduce of the gradient's bytes takes (here alone, in a loop).
+others (measured: a convolution of the config's size in so many processes), and how long an all-reduce of the gradient's
+bytes takes (here alone, in a loop).
 
     step = compute x crowding + exposed + agreement,  exposed = max(0, all-reduce - overlap x last backward pass)
     all-reduce of a ring = 2 (N - 1) / N x bytes / bandwidth + 2 (N - 1) x latency
@@ -18,8 +20,12 @@ import argparse
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,41 +120,110 @@ def compare(path: Path) -> None:
     one = cells[0]["figures"]
     gradient_bytes = 4 * sum(p.numel() for p in build_unet(config.model, seed=0).parameters())
     last_backward_s = one["backward_s"] / config.training.accumulate_steps
+    sizes = [config.training.train_batch_size, config.model.channels[0], *config.data.patch_size]
+    alone = measure_together(1, gradient_bytes, sizes)
     print(f"gradient {gradient_bytes / 1e6:.2f} MB, {os.cpu_count()} cores")
-    _print_row("ranks", "step s", "samples/s", "efficiency", "comm s", "predicted s", "error")
-    _print_row(*["---"] * 7)
+    _print_row("ranks", "step s", "samples/s", "efficiency", "comm s", "crowding", "predicted s", "error")
+    _print_row(*["---"] * 8)
     for cell in cells:
         count, got = cell["ranks"], cell["figures"]
-        crowding = max(1.0, count / (os.cpu_count() or 1))
-        seconds = one["compute_s"] * crowding + one["step_s"] - one["compute_s"]
+        together = measure_together(count, gradient_bytes, sizes) if count > 1 else alone
+        crowding = together["compute_s"] / alone["compute_s"]
+        seconds = one["step_s"]
         if count > 1:
-            together = _collective(count, gradient_bytes)
-            exposed_s = together["all_reduce_s"] - Workload.overlap * last_backward_s * crowding
-            seconds += max(0.0, exposed_s) + together["barrier_s"]
+            seconds = predicted_s(one["step_s"], one["compute_s"], last_backward_s, crowding, together)
         error = f"{seconds / got['step_s'] - 1:+.1%}"
         efficiency = "-" if cell["efficiency"] is None else f"{cell['efficiency']:.0%}"
         figures = (f"{got['step_s']:.4f}", f"{cell['samples_s']['mid']:.2f}", efficiency, f"{got['comm_s']:.4f}")
-        _print_row(count, *figures, f"{seconds:.4f}", error)
+        _print_row(count, *figures, f"{crowding:.2f}", f"{seconds:.4f}", error)
 
 
-_COLLECTIVE = """
+def predicted_s(
+    one_step_s: float, one_compute_s: float, last_backward_s: float, crowding: float, together: dict[str, float]
+) -> float:
+    """Predicted seconds of a step of CPU ranks, from the step of one and what was measured with so many.  Pure."""
+    computed_s = one_compute_s * crowding + one_step_s - one_compute_s
+    exposed_s = max(0.0, together["all_reduce_s"] - Workload.overlap * last_backward_s * crowding)
+    return computed_s + exposed_s + together["barrier_s"]
+
+
+_TOGETHER = """
 import sys, time, statistics, json, os
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-tensor, sums, barriers = torch.zeros(int(sys.argv[1]) // 4), [], []
+bytes_, batch, channels, *patch = map(int, sys.argv[1:])
+tensor, sums, barriers = torch.zeros(bytes_ // 4), [], []
+layer, x = torch.nn.Conv3d(channels, channels, 3, padding=1), torch.randn(batch, channels, *patch)
 for _ in range(60):
     dist.barrier(); began = time.perf_counter(); dist.barrier(); barriers.append(time.perf_counter() - began)
     began = time.perf_counter(); dist.all_reduce(tensor); sums.append(time.perf_counter() - began)
+began, count = time.perf_counter(), 0
+while time.perf_counter() < began + 3.0:
+    layer(x).square().sum().backward(); count += 1
+computed = torch.tensor([(time.perf_counter() - began) / count])
+dist.all_reduce(computed, dist.ReduceOp.MAX)
 if dist.get_rank() == 0:
-    print(json.dumps({"all_reduce_s": statistics.median(sums[10:]), "barrier_s": statistics.median(barriers[10:])}))
+    found = {"all_reduce_s": statistics.median(sums[10:]), "barrier_s": statistics.median(barriers[10:])}
+    print(json.dumps(found | {"compute_s": computed.item()}))
 """
 
 
-def _collective(ranks: int, gradient_bytes: int) -> dict[str, float]:
-    """Seconds of an all-reduce of these bytes and of a barrier."""
-    found: dict[str, float] = json.loads(_run_ranks(ranks, ["-c", _COLLECTIVE, str(int(gradient_bytes))]))
+def measure_together(ranks: int, gradient_bytes: float, sizes: Sequence[int]) -> dict[str, float]:
+    """Seconds of an all-reduce of these bytes, of a barrier, and of a convolution while all ranks compute one.
+
+    Args:
+        sizes: samples, channels and the sides of a patch.
+    """
+    arguments = ["-c", _TOGETHER, str(int(gradient_bytes)), *map(str, sizes)]
+    found: dict[str, float] = json.loads(_run_ranks(ranks, arguments))
     return found
+
+
+_WAYS = {
+    "in the process": "from vesuvius.launch.launch import launch",
+    "through Ray Train": "from vesuvius.launch.ray_train import train_with_ray as launch",
+}
+_ONE_RANK = """
+import sys
+from pathlib import Path
+from vesuvius.config.load import read_config
+from vesuvius.launch.rank import Request
+from vesuvius.runlog.logfile import log_to_terminal
+{launch}
+log_to_terminal()
+path = Path(sys.argv[1])
+sys.exit(launch(Request(read_config(path, sys.argv[2:]), path, False)))
+"""
+
+
+def through_ray(config: Path, overrides: Sequence[str], rounds: int) -> None:
+    """Print start and steps of one rank in the process of the command and in a worker of Ray Train, in turn."""
+    figures: dict[str, list[tuple[float, float]]] = {way: [] for way in _WAYS}
+    for _ in range(rounds):
+        for way, launch in _WAYS.items():
+            with tempfile.TemporaryDirectory() as runs:
+                program = ["-c", _ONE_RANK.format(launch=launch), str(config.resolve()), *overrides]
+                environment = os.environ | {"VESUVIUS_RUNS": runs, "OMP_NUM_THREADS": "1"}
+                began = time.time()
+                subprocess.run(
+                    [sys.executable, *program], env=environment, check=True, stdout=subprocess.DEVNULL, timeout=1800
+                )
+                (metrics,) = Path(runs).glob("*/metrics.jsonl")
+                records = [json.loads(line) for line in metrics.read_text().splitlines()]
+                steps = [record for record in records if record["kind"] == "step"]
+                first = steps[0]["time"] - steps[0]["step_s"] - began
+                figures[way].append((first, statistics.median(step["step_s"] for step in steps[2:])))
+    _print_row("one rank", "start of the first step, s", "median step, s")
+    _print_row(*["---"] * 3)
+    for way, found in figures.items():
+        starts, steps_s = zip(*found, strict=True)
+        _print_row(way, f"{statistics.median(starts):.1f}", f"{statistics.median(steps_s):.4f}")
+    plain, ray = (dict(enumerate(figures[way])) for way in _WAYS)
+    ratios = [ray[number][1] / plain[number][1] - 1 for number in plain]
+    starts_s = [ray[number][0] - plain[number][0] for number in plain]
+    print(f"a step takes {statistics.median(ratios):+.1%} (rounds {min(ratios):+.1%} to {max(ratios):+.1%})")
+    print(f"the start takes {statistics.median(starts_s):+.1f} s")
 
 
 def _run_ranks(ranks: int, arguments: list[str]) -> str:
@@ -173,6 +248,10 @@ def _run_ranks(ranks: int, arguments: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, metavar="JSON", help="of a bench here; compare it instead")
+    parser.add_argument("--through-ray", action="store_true", help="measure what Ray Train costs a run of one rank")
+    parser.add_argument("--config", type=Path, help="of that run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each of the two ways")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="of that run")
     parser.add_argument("--step-s", type=float, default=2.9, help="measured step of one GPU, s")
     parser.add_argument("--samples", type=int, default=8, help="samples of one GPU and step")
     parser.add_argument("--parameters", type=float, default=155.3e6)
@@ -183,8 +262,10 @@ def main() -> None:
     parser.add_argument("--nvlink-gbit", type=float, default=2400.0, help="of one GPU within a node")
     parser.add_argument("--node-gbit", type=float, default=200.0, help="network of a node of 8 GPUs")
     parser.add_argument("--store-gbit", type=float, default=100.0, help="of the volume store, to all nodes")
-    args = parser.parse_args()
-    if args.measured:
+    args = parser.parse_intermixed_args()
+    if args.through_ray:
+        through_ray(args.config, args.overrides, args.rounds)
+    elif args.measured:
         compare(args.measured)
     else:
         predict(args)

@@ -102,8 +102,8 @@ class MonitorConfig(Section):
 class ClusterConfig(Section):
     """Where Ray runs."""
 
-    address: str | None = Field(
-        None, description="running Ray cluster, HOST:PORT or auto; null = a private Ray on this machine"
+    address: Annotated[str | None, AfterValidator(lambda address: None if address == "local" else address)] = Field(
+        None, description="running Ray cluster, HOST:PORT or auto; local or null = a private Ray on this machine"
     )
     min_ranks: PositiveInt | None = Field(
         None, description="go on with so many ranks where others are lost; null = wait for all of training.ranks"
@@ -119,7 +119,7 @@ class ClusterConfig(Section):
     )
     max_restarts: NonNegativeInt = Field(10, description="restarts from the last checkpoint after a rank was lost")
     rank_timeout_minutes: float = Field(
-        30.0, gt=0, description="longest wait of a rank for another one, also for rank 0's validation"
+        30.0, gt=0, description="longest wait of a rank for another one or rank 0's validation, and for nodes to run on"
     )
     object_store_gib: float | None = Field(
         None, gt=0, description="size of a private Ray's object store; null = computed need"

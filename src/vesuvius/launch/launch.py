@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from vesuvius.launch.rank import Request, train_as_rank
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.ranks.join import launched_ranks
 from vesuvius.training.run import train
+
+log = logging.getLogger(__name__)
 
 
 def launch(request: Request, on_step: Callable[[int], None] = lambda step: None) -> int:
@@ -49,13 +52,22 @@ def with_number_of_ranks(request: Request, launched: int | None) -> Request:
     Args:
         launched: ranks that torchrun has started; None = none.
     """
-    if request.config.training.ranks != "auto":
+    config = request.config
+    if config.training.ranks != "auto":
         return request
-    count = launched or max(torch.cuda.device_count(), 1)
-    if request.resume:
-        count = _ranks_so_far(request.config) or count
-    training = request.config.training.model_copy(update={"ranks": count})
-    return replace(request, config=request.config.model_copy(update={"training": training}))
+    count = (_ranks_so_far(config) if request.resume else None) or launched or _gpus(config)
+    log.info("training.ranks=auto: %d", count)
+    training = config.training.model_copy(update={"ranks": count})
+    return replace(request, config=config.model_copy(update={"training": training}))
+
+
+def _gpus(config: Config) -> int:
+    """GPUs of the cluster that the config names, or of this machine; 1 where there are none."""
+    if config.cluster.address is None:
+        return max(torch.cuda.device_count(), 1)
+    from vesuvius.launch.ray_train import ranks_of_cluster  # takes seconds to import
+
+    return ranks_of_cluster(config)
 
 
 def _ranks_so_far(config: Config) -> int | None:

@@ -58,8 +58,11 @@ def train_as_rank(
                 stop=stop,
             )
         except Exception as error:
-            ranks.fail(error)
-            ranks.finish(error.exit_code if isinstance(error, VesuviusError) else EXIT_ERROR)
-            raise
+            cause = ranks.explain(error)  # also of the first collectives, and of those of the last checkpoint
+            ranks.fail(cause)
+            ranks.finish(cause.exit_code if isinstance(cause, VesuviusError) else EXIT_ERROR)
+            if cause is error:
+                raise
+            raise cause from error
         ranks.finish(exit_code)
     return exit_code

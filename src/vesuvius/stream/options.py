@@ -145,7 +145,7 @@ def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
 
 
 def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
-    """Raises ConfigError where /dev/shm cannot hold a private Ray's object store of all ranks here."""
+    """Raises ConfigError where /dev/shm cannot hold the object stores of all `ranks` here: Ray would silently use /tmp."""
     shared = Path("/dev/shm")
     if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return
@@ -153,9 +153,10 @@ def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
     free = shutil.disk_usage(shared).free
     if size > free:
         raise ConfigError(
-            f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed and {free / 2**30:.2f} GiB "
-            "free; start the container with a larger --shm-size, or lower data.regions_in_flight (now "
-            f"{job.plan.regions_in_flight}), training.workers, data.reader_mib or cluster.object_store_gib"
+            f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed"
+            f"{f' by {ranks} ranks' if ranks > 1 else ''} and {free / 2**30:.2f} GiB free; start the container with a "
+            f"larger --shm-size, or lower data.regions_in_flight (now {job.plan.regions_in_flight}), training.workers, "
+            "data.reader_mib or cluster.object_store_gib"
         )
 
 

@@ -72,10 +72,10 @@ def log_killed_session(directory: RunDir) -> None:
 
 
 def log_last_session(directory: RunDir, ranks: Ranks) -> None:
-    """Log and record how this rank's last session ended; one that was ended because another was lost was not killed."""
+    """Log and record how this rank's last session ended; one that Ray Train ended was not killed."""
     restart = ranks.restart
     if restart is not None:
-        log.error("%s", restart)
+        log.log(logging.ERROR if restart.lost else logging.INFO, "%s", restart)
         last = read_session(directory.session)
         if ranks.rank not in restart.lost and last is not None and last.exit_code is None:
             try:

@@ -28,7 +28,7 @@ from vesuvius.training.rank_news import RankNews
 from vesuvius.training.ranks.ranks import RankError
 from vesuvius.training.replay.file import MicroBatch, ReplayWriter
 from vesuvius.training.report import StepReporter
-from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.device import DeviceBatch, DeviceFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def make_autotuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
     return Autotuner(loop.run, loop.job)
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingLoop:
     """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
 
@@ -78,6 +78,7 @@ class TrainingLoop:
     guard_actions: GuardActions
     deaths: Deaths
     make_tuner: MakeTuner = make_autotuner
+    _in_step: bool = False
 
     def run_steps(self) -> None:
         """Train until the last step or a request to stop.
@@ -106,12 +107,18 @@ class TrainingLoop:
             )
             tuner = self.make_tuner(self, reporter)
             try:
-                while progress.step < config.stop_step and not self._stops(clock, news):
+                while progress.step < config.stop_step:
+                    # Awaited before the ranks agree on the step: where data do not come, all can still stop together.
+                    first = self._first_batch(clock)
+                    if self._stops(clock, news):
+                        break
+                    assert first is not None, "only a stop ends the wait"
                     try:
-                        self._one_step(clock, reporter)
+                        self._one_step(clock, reporter, first)
                     except StreamInterrupted:
-                        log.info("step %d was waiting for data and is given up; --resume does it", progress.step + 1)
-                        self.run.ranks.give_up(*stop.asked())  # the others are in the middle of the step
+                        if self.run.ranks.world > 1:  # the others are in the middle of the step
+                            raise stop.error(self._given_up()) from None
+                        log.info("%s", self._given_up())
                         break
                     self._record_events(stream)
                     with clock.pausing():
@@ -134,21 +141,43 @@ class TrainingLoop:
                 self._record_events(stream)
                 watchdog.expects("end of the readers", "them to end")
 
-    def _one_step(self, clock: StepClock, reporter: StepReporter) -> None:
+    def _first_batch(self, clock: StepClock) -> DeviceBatch | None:
+        """The first micro-batch of the next step; None where a stop was requested, here or on another rank, and it is
+        not there."""
+        if self.run.stop.wanted():
+            return None
+        try:
+            return self._next_batch(clock)
+        except StreamInterrupted:
+            log.info("%s", self._given_up())
+            return None
+
+    def _given_up(self) -> str:
+        return f"step {self.run.progress.step + 1} was waiting for data and is given up; --resume does it"
+
+    def _next_batch(self, clock: StepClock) -> DeviceBatch:
+        self.run.watchdog.expects("batch", self.feed.stream.waiting_for)
+        batch = self.feed.next(clock)
+        self.run.watchdog.expects("step", "the network to compute it")
+        return batch
+
+    def _one_step(self, clock: StepClock, reporter: StepReporter, batch: DeviceBatch) -> None:
         """Run one optimizer step over all micro-batches of its global batch, and report the steps that are finished.
 
         Raises:
-            StreamInterrupted: a stop was requested while a micro-batch was awaited; the step counts as not begun.
+            StreamInterrupted: a stop was requested while a further micro-batch was awaited; the step counts as not
+                begun.
         """
-        config, progress, watchdog = self.run.config, self.run.progress, self.run.watchdog
+        config, progress = self.run.config, self.run.progress
         lr = learning_rate(progress.step, config.training)
         part = self.run.part
         timesteps = stratified_timesteps(config.seed, progress.step, config.global_batch, config.diffusion.timesteps)
         batches: list[MicroBatch] = []
         for t in np.split(timesteps[part.places], part.accumulate_steps):
-            watchdog.expects("batch", self.feed.stream.waiting_for)
-            batch = self.feed.next(clock)
-            watchdog.expects("step", "the network to compute it")
+            if batches:
+                self._in_step = True
+                batch = self._next_batch(clock)
+                self._in_step = False
             last = len(batches) == part.accumulate_steps - 1
             self.train_step.accumulate(batch.x_0, batch.indices, t, batch.condition, clock.computing, last)
             batches.append((batch.stored, t))
@@ -156,13 +185,16 @@ class TrainingLoop:
         clock.step_done()
         reporter.launched(progress.step + 1, progress.sample_index, lr, result, batches)
         progress.advance(config.global_batch)
-        watchdog.expects("step", "what is done between two steps")
+        self.run.watchdog.expects("step", "what is done between two steps")
         reporter.report()
 
     def _gives_up(self) -> bool:
-        """Whether to wait no longer for data; where other ranks are in the same step, data gets some time to come."""
-        stop = self.run.stop
-        return stop.wanted() and (self.run.ranks.world == 1 or stop.wanted_for_s() > _GRACE_S)
+        """Whether to wait no longer for data.  In the middle of a step, where other ranks count on this one, data get
+        some time to come."""
+        ranks, stop = self.run.ranks, self.run.stop
+        if ranks.stopping is not None:
+            stop.adopt(*ranks.stopping)
+        return stop.wanted() and not (self._in_step and ranks.world > 1 and stop.wanted_for_s() <= _GRACE_S)
 
     def _stops(self, clock: StepClock, news: RankNews) -> bool:
         """Whether the run is to end before the next step: all ranks come to the same answer.

@@ -110,7 +110,8 @@ def train(
             held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
         try:
             checked = unless_stopped(
-                lambda: _before_the_run(config, directory, resume, allow_drift, restart_damaged), stop.wanted
+                lambda: _before_the_run(config, directory, resume, allow_drift, restart_damaged, ranks.local_world),
+                stop.wanted,
             )
         except StoppedError:
             log.info("stopped before the run began")
@@ -158,14 +159,14 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
 
 
 def _before_the_run(
-    config: Config, directory: RunDir, resume: bool, allow_drift: bool, restart_damaged: bool
+    config: Config, directory: RunDir, resume: bool, allow_drift: bool, restart_damaged: bool, ranks_here: int
 ) -> Preflight | None:
     """What the run goes on from and needs; None where it is finished.  Raises as `train`."""
     checkpoint = checkpoint_to_resume(directory.checkpoints, restart_damaged) if resume else None
     if checkpoint is not None and is_finished(checkpoint, config):
         log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
         return None
-    checked = preflight(config, resume, checkpoint, allow_drift)
+    checked = preflight(config, resume, checkpoint, allow_drift, ranks_here=ranks_here)
     prepare_cache(config.data.store)
     return checked
 
@@ -194,6 +195,7 @@ def _train_and_record(
             progress.begin_at_multiple(ranks.world, config.global_batch)
             watchdog = _watchdog(config, directory, metrics, progress)
             ranks.on_sign = lambda: watchdog.alive("ranks")
+            ranks.asked_to_stop = lambda: stop.asked() if stop.wanted() else None
             run = RunContext(
                 config, directory, device, session.record, metrics, progress, stop, watchdog, part, ranks, on_step
             )

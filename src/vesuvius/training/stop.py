@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from types import FrameType
 from typing import TypeVar
 
-from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED
+from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,13 @@ class StopRequest:
         """Exit code and reason of a stop that is wanted."""
         assert self.exit_code is not None
         return self.exit_code, self.reason or ""
+
+    def error(self, text: str) -> VesuviusError:
+        """What ends the run where it cannot stop as it was asked to, with the same exit code."""
+        exit_code, reason = self.asked()
+        error = VesuviusError(f"{reason}: {text}")
+        error.exit_code = exit_code
+        return error
 
     def adopt(self, exit_code: int, reason: str) -> None:
         """Stop as another rank was asked to."""

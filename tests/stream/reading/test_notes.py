@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,7 @@ BOX = ((8, 8, 8), (50, 50, 50))
 FATAL = [signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL]
 DIES = """
 import os, signal, sys
+from collections import Counter
 from pathlib import Path
 from vesuvius.stream.reading.notes import NoteWriter, Place
 
@@ -48,6 +50,7 @@ with NoteWriter(Path(sys.argv[1])).reading(Place("v.zarr", ((0, 0, 0), (8, 8, 8)
 # One thread reads, and another crashes, in the way that comes on the command line.
 DIES_ELSEWHERE = """
 import ctypes, os, sys, threading
+from collections import Counter
 from pathlib import Path
 from vesuvius.stream.reading.notes import NoteWriter, Place
 
@@ -72,6 +75,7 @@ libc.pthread_create(ctypes.byref(number), None, ctypes.cast(libc.abort, ctypes.c
 READS = """
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from vesuvius.config import ArrayConfig
 from vesuvius.stream.reading.guarded import GuardedReader
@@ -299,6 +303,24 @@ def test_outages_are_known_while_ray_does_not_answer(tmp_path: Path, monkeypatch
         assert readers.outages == [one for one in (said,) if one]
     readers.close()
     notes.close()
+
+
+def test_the_nodes_of_the_readers_are_said_once_all_run_and_again_where_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = [
+        {"NodeID": "a", "NodeManagerHostname": "cpu-1", "Resources": {"CPU": 8.0}},
+        {"NodeID": "b", "NodeManagerHostname": "gpu-1", "Resources": {"CPU": 8.0, "GPU": 8.0}},
+    ]
+    monkeypatch.setattr(watch.private, "actor_rows", list)
+    monkeypatch.setattr(watch.ray, "nodes", lambda: cluster)
+    caplog.set_level("INFO")
+    readers = watch.ReaderWatch("Reader", tmp_path, lambda death: None, say_nodes_of=3)
+    for nodes in ("a", "aab", "aab", "aabaab", "abb"):  # the first have started, then twice as many for a moment
+        readers._say_nodes(Counter(nodes))
+    readers.close()
+    said = ["readers: 2 on cpu-1 (no GPU), 1 on gpu-1 (8 GPU)", "readers: 1 on cpu-1 (no GPU), 2 on gpu-1 (8 GPU)"]
+    assert [record.getMessage() for record in caplog.records] == said
 
 
 def test_an_outage_is_said_once_a_minute_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:

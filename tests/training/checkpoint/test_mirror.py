@@ -144,6 +144,37 @@ def test_the_manifest_of_a_checkpoint_is_written_last_and_pruned_ones_go(
     assert there == {"step_00000020", "step_00000030"}
 
 
+def test_a_checkpoint_that_is_replaced_at_its_step_is_stored_again_and_never_mixed(
+    run: RunDir, store: RunStore, tmp_path: Path
+) -> None:
+    """Replaced after its upload, and in the middle of it."""
+    path, put, replaced = save(run, 10), store.put, []
+    copying = Mirror(run, store, TWO)
+    assert copying._copy(at_once=True) == []
+
+    def replace_at_first(key: str, file: Path) -> None:
+        put(key, file)
+        if not replaced:
+            replaced.append(key)
+            shutil.rmtree(path)
+            resave(2.0)
+
+    def resave(value: float) -> None:
+        state = {"model": {"w": torch.full((4,), value)}, "averages": {"ema": {"weights": {"w": torch.ones(4)}}}}
+        save_checkpoint(run.checkpoints, 10, state, "name: r\n", TWO)
+
+    shutil.rmtree(path)
+    resave(1.0)
+    store.put = replace_at_first  # type: ignore[method-assign]
+    copying._copy(at_once=True)
+    assert not any(key.endswith("manifest.json") for key in store.list_keys("checkpoints"))
+    assert copying._copy(at_once=True) == []
+    fetch_run(store, other := elsewhere(tmp_path))
+    (found,) = list_checkpoints(other.checkpoints)
+    assert find_damage(found) is None
+    assert all((found / file.name).read_bytes() == file.read_bytes() for file in path.iterdir())
+
+
 def test_checkpoints_of_earlier_sessions_obey_the_policy_on_another_machine(
     run: RunDir, store: RunStore, tmp_path: Path
 ) -> None:

@@ -71,7 +71,33 @@ def test_the_failure_of_one_reaches_all_with_its_cause_and_exit_code(ranks: list
     assert [str(failure) for failure in failures] == ["rank 2 failed: a volume must be readable; got nothing"] * 2
     assert [failure.exit_code for failure in failures] == [6, 6]
     ranks[0].fail(DataError("later"))  # the first counts
+    ranks[1]._store = _Gone()  # with rank 0, which has said why
     assert "got nothing" in str(ranks[1].explain(RuntimeError("connection closed by gloo")))
+
+
+class _Gone:
+    """A store whose process has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("connection closed")
+
+
+def test_a_stop_that_comes_while_the_others_are_awaited_reaches_those_that_wait_for_data(ranks: list[Ranks]) -> None:
+    """Rank 1 has begun to agree on the step, and rank 0 has not: it would wait for as long as its data do not come."""
+    stop: list[tuple[int, str]] = []
+    ranks[1].asked_to_stop = lambda: stop[0] if stop else None
+    for one in ranks:
+        one.watch()
+
+    def act(one: Ranks) -> Any:
+        while one.rank != 1 and one.stopping is None:
+            time.sleep(0.02)
+        return one.agree(one.stopping, {}).stop
+
+    threading.Timer(0.7, lambda: stop.append((75, "SIGTERM"))).start()
+    assert on_all(ranks, act) == [(75, "SIGTERM")] * WORLD
+    for one in ranks:
+        one._ended.set()
 
 
 def test_an_error_of_the_network_without_a_cause_is_a_lost_rank_and_a_defect_stays_one(

@@ -71,7 +71,9 @@ class RayBlocks(Iterator[Block]):
         # A name of this stream's own: Ray's table of actors lists those of all streams of the process.
         self._reader_class = type(f"_RayReader_{uuid.uuid4().hex[:8]}", (RayReader,), {})
         self._store = StoreWatch(on_spill)
-        self._readers = ReaderWatch(self._reader_class.__name__, Path(job.notes_dir), self._reader_died)
+        self._readers = ReaderWatch(
+            self._reader_class.__name__, Path(job.notes_dir), self._reader_died, 0 if here else workers
+        )
         self._segment = self._next_segment()
         self._heed_interrupt()
 

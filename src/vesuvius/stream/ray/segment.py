@@ -94,6 +94,7 @@ class Segment:
                 batch_size=1,
                 compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=tasks_in_flight),
                 num_cpus=0 if here else 1,  # there the rank has reserved the processors of its readers
+                # By default Ray takes nodes without GPUs first, where one has a processor left.
                 scheduling_strategy=_this_node() if here else "DEFAULT",
             )
         # The task after the one that is being cut is fetched to this machine.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ _END_S = 5.0
 _KILLED_S = 10.0
 _SIGACTION_BYTES = 256  # more than the struct has anywhere
 _ANNOUNCEMENT = b"RAY_BACKEND_LOG_LEVEL"
+_PASSED_ON = ("VESUVIUS_", "AWS_", "GOOGLE_", "NCCL_", "GLOO_")
 
 
 class Session:
@@ -154,6 +156,8 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     if config.address is not None:
         check_cluster(config.address)
         settings = {"address": config.address}
+        if variables := passed_on(os.environ):
+            settings["runtime_env"] = {"env_vars": variables}
     try:
         # ray.init would handle SIGTERM by exiting on the spot; the trainer could not save.  Restoring the handler
         # afterwards is too late: a signal in between has left locks held for ever.
@@ -164,6 +168,16 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
             f"Ray must start or answer; got cluster.address={config.address!r}: {one_line(error)}; start one with "
             "`ray start --head`, set cluster.address=null for a private one, or training.workers=0 to do without"
         ) from error
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process that those on other nodes need: run directory, credentials, network.  Pure.
+
+    Not those that a submitted job has given Ray for all its processes, which Ray would refuse.
+    """
+    job = json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    given = ((job.get("runtime_env") or {}).get("env_vars")) or {}
+    return {name: value for name, value in environment.items() if name.startswith(_PASSED_ON) and name not in given}
 
 
 @contextmanager

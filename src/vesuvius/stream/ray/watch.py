@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,17 @@ class ReaderWatch:
         reader_class: what the names of the actors' class contain; of this stream's readers alone.
         notes: folder of the notes.
         on_death: called on the watch's thread.
+        say_nodes_of: the log says on which nodes so many readers run; 0 = it does not.
 
     Attributes:
         outages: of the stores that readers on this machine wait for at the moment.
     """
 
-    def __init__(self, reader_class: str, notes: Path, on_death: Callable[[ReaderDeath], None]) -> None:
+    def __init__(
+        self, reader_class: str, notes: Path, on_death: Callable[[ReaderDeath], None], say_nodes_of: int = 0
+    ) -> None:
+        self._say_nodes_of = say_nodes_of
+        self._nodes = Counter[str]()
         self._reader_class = reader_class
         self._notes = notes
         self._ended: set[Path] = set()
@@ -101,8 +107,10 @@ class ReaderWatch:
         # Before Ray is asked, which may hang.
         self.outages = [note.outage for note in read_notes(self._notes) if note.outage is not None and note.is_alive()]
         self._outage_log.take(self.outages, time.time())
-        for row in private.actor_rows():
-            if self._reader_class in row.class_name:
+        rows = private.actor_rows()
+        self._say_nodes(Counter(row.node_id.hex() for row in rows if row.state == "ALIVE" and self._is_mine(row)))
+        for row in rows:
+            if self._is_mine(row):
                 before = self._seen.get(row.actor)
                 gone = before is not None and not row.pid  # between two processes: remember the last one
                 self._seen[row.actor] = replace(row, pid=before.pid, node_id=before.node_id) if gone and before else row
@@ -114,6 +122,16 @@ class ReaderWatch:
         for path in ended.keys() & self._ended:  # twice: it may have crashed after its note was read
             ended[path].remove()
         self._ended = set(ended)
+
+    def _is_mine(self, row: private.ActorRow) -> bool:
+        return self._reader_class in row.class_name
+
+    def _say_nodes(self, nodes: Counter[str]) -> None:
+        """Log where the readers run, once all do, and again where that has changed."""
+        if self._say_nodes_of and nodes.total() == self._say_nodes_of and nodes != self._nodes:
+            self._nodes = nodes
+            if len(cluster := ray.nodes()) > 1:  # type: ignore[no-untyped-call]
+                log.info("readers: %s", placement(nodes, cluster))
 
     def _is_done_with(self, note: Note) -> bool:
         """Whether a note tells nothing any more: its reader ended without a crash, and its death is counted or wanted.
@@ -132,6 +150,16 @@ class ReaderWatch:
         note = next((note for note in reversed(left) if note.pid == pid or (not pid and not note.is_alive())), None)
         pid, node = (note.pid, note.node) if note else (pid, _host_name(node_id))
         self._on_death(ReaderDeath(pid, node, exit_of(pid, node_id) if pid else None, note))
+
+
+def placement(counts: Mapping[str, int], cluster: Sequence[Mapping[str, Any]]) -> str:
+    """On which nodes of a cluster how many readers run, by their identities, for people.  Pure."""
+    known = {node["NodeID"]: node for node in cluster}
+    found = [(count, known[node]) for node, count in counts.items() if node in known]
+    gpus = [int(node["Resources"].get("GPU", 0)) or "no" for _, node in found]
+    return ", ".join(
+        f"{count} on {node['NodeManagerHostname']} ({gpu} GPU)" for (count, node), gpu in zip(found, gpus, strict=True)
+    )
 
 
 def _host_name(node_id: bytes) -> str:

@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -107,7 +108,7 @@ class Mirror:
         self._stored: set[str] | None = None  # checkpoints there; None = not listed yet
         self._uploaded: dict[str, tuple[int, int]] = {}  # modification time and size by key
         self._not_before: dict[str, float] = {}
-        self._uploaded_checkpoints: set[str] = set()
+        self._uploaded_checkpoints: dict[str, tuple[int, int] | None] = {}  # identity by name
         self._ended = threading.Event()
         self._failing_since: float | None = None
         self._warned = 0.0
@@ -182,14 +183,20 @@ class Mirror:
     def _checkpoint_jobs(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Uploads of checkpoints, the newest first, then deletions of those that are gone here."""
         there = {path.name: path for path in list_checkpoints(self._directory.checkpoints)}
-        for name in sorted(there.keys() - self._uploaded_checkpoints, reverse=True):
-            yield f"checkpoints/{name}", lambda path=there[name]: self._upload_checkpoint(path)  # type: ignore[misc]
+        for name in sorted(there, reverse=True):
+            if self._uploaded_checkpoints.get(name) != _identity(there[name]):
+                yield f"checkpoints/{name}", lambda path=there[name]: self._upload_checkpoint(path)  # type: ignore[misc]
         yield "older checkpoints to be deleted there", self._prune
 
     def _upload_checkpoint(self, path: Path) -> None:
+        """Upload it.  One of the same step may lie there, or take its place here meanwhile: that is the next look's."""
+        present = _identity(path)
+        self._store.delete_checkpoint(path.name)
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):
+            if file.name == MANIFEST and _identity(path) != present:
+                return
             self._store.put(f"checkpoints/{path.name}/{file.name}", file)
-        self._uploaded_checkpoints.add(path.name)
+        self._uploaded_checkpoints[path.name] = present
 
     def _prune(self) -> None:
         """Delete what the policy does not keep of all that is stored, also half stored, by this session or before.
@@ -200,7 +207,7 @@ class Mirror:
         if self._stored is None:
             names = {key.split("/")[1] for key in self._store.list_keys("checkpoints")}
             self._stored = {name for name in names if re.fullmatch(_STEP, name)}
-        self._stored |= self._uploaded_checkpoints
+        self._stored.update(self._uploaded_checkpoints)
         here = [path.name for path in list_checkpoints(self._directory.checkpoints)]
         newest = _step(here[-1]) if here else -1
         until_now = sorted((name for name in self._stored.union(here) if _step(name) <= newest), key=_step)
@@ -211,7 +218,7 @@ class Mirror:
             if name not in here and _step(name) not in kept:
                 self._store.delete_checkpoint(name)
                 self._stored.discard(name)
-                self._uploaded_checkpoints.discard(name)
+                self._uploaded_checkpoints.pop(name, None)
 
     def _record_jobs(self, at_once: bool) -> Iterator[tuple[str, Callable[[], None]]]:
         top = self._directory.path
@@ -307,6 +314,14 @@ def fetch_run(store: RunStore, directory: RunDir) -> None:
     shutil.rmtree(path, ignore_errors=True)  # one of this step is damaged, or it would have counted as local
     partial.rename(path)
     log.info("%s and the records of the run come from %s", name, store.address)
+
+
+def _identity(checkpoint: Path) -> tuple[int, int] | None:
+    """What tells it from another one of the same step; None where it is not whole."""
+    with suppress(OSError):
+        status = (checkpoint / MANIFEST).stat()
+        return status.st_ino, status.st_mtime_ns
+    return None
 
 
 def _step(checkpoint: str) -> int:

@@ -54,8 +54,9 @@ def dry_run(
         VesuviusError: what `preflight` raises.
     """
     checkpoint = checkpoint_to_resume(run_dir(config).checkpoints, restart_damaged) if resume else None
-    checked = preflight(config, resume, checkpoint, allow_drift, caches=False)
     training, device = config.training, choose_device()
+    here = torch.cuda.device_count() if training.ranks == "auto" else training.ranks
+    checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=max(here, 1))
     yield f"run        {checked.directory.path}, steps {_steps(config)}"
     yield from _resume_lines(config, checked, resume)
     yield from _data_lines(config, checked)

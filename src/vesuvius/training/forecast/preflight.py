@@ -102,7 +102,12 @@ def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
 
 
 def preflight(
-    config: Config, resume: bool, checkpoint: Path | None, allow_drift: bool = False, caches: bool = True
+    config: Config,
+    resume: bool,
+    checkpoint: Path | None,
+    allow_drift: bool = False,
+    caches: bool = True,
+    ranks_here: int = 1,
 ) -> Preflight:
     """Check config, torch, volumes, split, plan, grey values, memory sizes and disk space.
 
@@ -114,6 +119,7 @@ def preflight(
         allow_drift: go on though the data or what the weights mean have changed.
         caches: read by way of the disk cache, where one is configured, and leave notes of what is read with the run
             that is resumed; a dry run does neither.
+        ranks_here: ranks on this machine, each with its readers.
 
     Raises:
         ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do
@@ -136,7 +142,7 @@ def preflight(
         data = prepare_data(config.seed, data_config, foreground=reads.foreground_map)
         options = StreamOptions.from_config(config.training, config.cluster)
         check_store_need(data.job, options)
-        check_store(data.job, options)
+        check_store(data.job, options, ranks_here)
         check_cache(config.data.store)
         resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
         facts = DataFacts.from_state(resumed.state) if resumed and not resumed.other_data else None

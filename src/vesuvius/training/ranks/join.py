@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.training.ranks.part import most_at_work
-from vesuvius.training.ranks.ranks import Ranks
+from vesuvius.training.ranks.ranks import RankLostError, Ranks
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ def open_ranks(device_type: str, timeout_s: float, global_batch: int) -> Iterato
         global_batch: samples of a step; ranks by whose number it does not divide stay idle.
 
     Raises:
-        ConfigError: not all ranks came.
+        ConfigError: the environment does not say where the others are.
+        RankLostError: not all of them came, or one went while it joined.
     """
     world = launched_ranks()
     if world is None or world == 1:
@@ -56,7 +57,8 @@ def open_ranks(device_type: str, timeout_s: float, global_batch: int) -> Iterato
         at_work = most_at_work(global_batch, world)
         group = None if at_work == world else dist.new_group(list(range(at_work)))
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(
+        kind = ConfigError if isinstance(error, ValueError) else RankLostError  # which Ray Train starts again
+        raise kind(
             f"all {world} ranks must come within {_START_S:g} s; got {one_line(error)} on rank {rank}; start them with "
             "torchrun or training.ranks, and let MASTER_ADDR and MASTER_PORT be reachable"
         ) from error

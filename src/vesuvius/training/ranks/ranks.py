@@ -25,7 +25,7 @@ from vesuvius.errors import EXIT_ERROR, VesuviusError, one_line
 
 log = logging.getLogger(__name__)
 
-_START, _FAILED = "start", "failed"
+_START, _FAILED, _STOPPING = "start", "failed", "stopping"
 _POLL_S = 0.5
 _PIECE_BYTES = 4 * 2**20  # the store takes no value above 8 MiB
 _SILENT_S = 300.0
@@ -62,6 +62,8 @@ class Restart:
     lost: Mapping[int, str]
 
     def __str__(self) -> str:
+        if not self.lost:
+            return "all ranks were started again, though none was lost: Ray Train changes their number"
         lost = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.lost.items()))
         return f"restart {self.number} of at most {self.most}, as ranks were lost: {lost}"
 
@@ -92,6 +94,8 @@ class Ranks:
         group: torch's process group of the ranks at work; None = all.
         idle: this one has no part in the steps, as the effective batch does not divide by so many.
         restart: that they were started anew; None = they were not.
+        stopping: exit code and reason with which a rank wants all to stop before the next step.
+        asked_to_stop: whether that is this one, which may be waiting for the others while these wait for data.
         on_sign: called while another rank is awaited and lives.
         on_call: what this rank does, between two steps, when rank 0 asks for it by `call`.
     """
@@ -104,12 +108,15 @@ class Ranks:
     group: Any = None
     idle: bool = False
     restart: Restart | None = None
+    stopping: tuple[int, str] | None = None
     _store: Any = None
     _round: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)
     _unwinding: threading.Event = field(default_factory=threading.Event)
     _beat_s: float = field(default_factory=time.monotonic)
     _calls: int = 0
+    _cause: RankError | None = None
+    asked_to_stop: Callable[[], tuple[int, str] | None] = lambda: None
     on_sign: Callable[[], None] = lambda: None
     on_call: Callable[[str], None] | None = None
 
@@ -215,26 +222,22 @@ class Ranks:
             with suppress(RuntimeError):  # rank 0 is gone
                 self._store.compare_set(_FAILED, "", text)
 
-    def give_up(self, exit_code: int, reason: str) -> None:
-        """Tell the other ranks that this one leaves the step in hand because of a stop."""
-        error = VesuviusError(f"{reason}: stopped while it waited for data")
-        error.exit_code = exit_code
-        self.fail(error)
-
     def await_end(self) -> int:
         """On an idle rank, wait until rank 0 ends, and return its exit code."""
         return int(self._get("finished", 0, "end", at_most_s=math.inf))
 
     def explain(self, error: Exception) -> Exception:
         """Return the failure of another rank that an error of this one follows from; else the error itself."""
+        again = self._unwinding.is_set()
         self._unwinding.set()
         if self._store is None or isinstance(error, VesuviusError):
             return error
-        deadline = time.monotonic() + _CAUSE_S  # a broken connection is noticed sooner than its reason is told
-        while time.monotonic() < deadline:
-            if (failure := self._failure()) is not None:
-                return failure
+        # A broken connection is noticed sooner than its reason is told.
+        deadline = time.monotonic() + (0.0 if again else _CAUSE_S)
+        while (failure := self._failure()) is None and time.monotonic() < deadline:
             time.sleep(0.1)
+        if failure is not None:
+            return failure
         if isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
             return RankLostError(
                 f"every rank must live as long as the run; one ended without a word: {one_line(error)}"
@@ -324,8 +327,10 @@ class Ranks:
         return cast(bytes, self._store.get(key)) if self._store.check([key]) else b""
 
     def _failure(self) -> RankError | None:
-        """The failure of another rank."""
+        """The failure of another rank; once it is known rank 0 may go, and its store."""
         assert self._store is not None
+        if self._cause is not None:
+            return self._cause
         try:
             if not self._store.check([_FAILED]):
                 return None
@@ -335,7 +340,8 @@ class Ranks:
         if failed["rank"] == self.rank:
             return None
         kind = RankLostError if failed.get("lost") else RankError
-        return kind(f"rank {failed['rank']} failed: {failed['text']}", failed["exit_code"])
+        self._cause = kind(f"rank {failed['rank']} failed: {failed['text']}", failed["exit_code"])
+        return self._cause
 
     def watch(self) -> None:
         """Begin to look for failures of other ranks: a collective that hangs because of one must end."""
@@ -350,9 +356,20 @@ class Ranks:
             if self.is_main:
                 with suppress(RuntimeError):
                     self._tell_silent(seen)
+            if self.stopping is None:
+                with suppress(RuntimeError):
+                    self._tell_stop()
             if (failure := self._failure()) is not None:
                 self._end_after(failure)
                 return
+
+    def _tell_stop(self) -> None:
+        """Tell the others that this rank was asked to stop, or hear it; the first stop counts."""
+        if (stop := self.asked_to_stop()) is not None:
+            self._store.compare_set(_STOPPING, "", json.dumps(stop))
+        if self._store.check([_STOPPING]):
+            exit_code, reason = json.loads(self._store.get(_STOPPING))
+            self.stopping = exit_code, reason
 
     def _beat(self) -> None:
         """Give a sign of life, and note that the store has taken it."""

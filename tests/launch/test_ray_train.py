@@ -1,0 +1,175 @@
+"""What ranks learn when they are started, again or for the first time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vesuvius.config.load import read_config
+from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.launch import ray_train
+from vesuvius.launch.bulletin import Bulletin
+from vesuvius.launch.launch import with_number_of_ranks
+from vesuvius.launch.rank import Request
+from vesuvius.stream.ray.session import passed_on
+
+
+def test_ranks_are_started_again_with_the_losses_that_they_have_not_heard_of() -> None:
+    board = Bulletin()
+    first = [board.start(rank) for rank in (0, 1)]
+    assert [(start.restarts, start.lost, start.ended) for start in first] == [(0, {}, None)] * 2
+    assert not first[0].again
+    board.lose({1: "its process is gone"})
+    assert [board.start(rank).lost for rank in (1, 0)] == [{1: "its process is gone"}] * 2
+    assert not board.start(3).again  # more than there were
+    resized = board.start(0)  # Ray Train has only changed their number
+    assert (resized.again, resized.restarts, resized.lost) == (True, 1, {})
+    board.lose({0: "a"})
+    board.lose({1: "b"})
+    assert board.start(1).lost == {1: "b"}
+    assert board.start(2).restarts == 3
+
+
+def test_no_rank_is_started_again_because_another_one_was_there_first() -> None:
+    board = Bulletin()
+    assert not board.start(1).again
+    assert not board.start(0).again  # the first rank 0: the run may not exist yet
+    assert board.start(1).again
+
+
+def test_rank_0_does_not_begin_anew_on_a_node_without_the_run_that_has_made_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_config: Callable[..., Path]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    board = Bulletin()
+    assert not board.start(0).begun
+    assert not board.start(0).begun  # it was lost before its first step: there may be no directory
+    board.begin()
+    assert board.start(0).begun
+    config = read_config(tiny_config())
+    with pytest.raises(ConfigError, match=r"a path that all nodes share; got .*runs/tiny, which is not on"):
+        ray_train._refuse_missing(config)
+    (tmp_path / "runs/tiny/logs").mkdir(parents=True)
+    ray_train._refuse_missing(config)
+    stored = read_config(tiny_config("other", cluster={"storage_path": "s3://bucket/runs"}))
+    ray_train._refuse_missing(stored)  # it comes from there
+
+
+def test_ray_train_is_asked_for_what_the_config_says(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    """Of its own classes, whose arguments change between releases."""
+    cluster = {"min_ranks": 2, "max_restarts": 7}
+    path = tiny_config(training={"ranks": 4, "workers": 3}, cluster=cluster)
+    job = ray_train._Job(Request(read_config(path), path, False), str(tmp_path), 0.0, Bulletin())
+    trainer: Any = ray_train._trainer(job, 4, on_gpu=True)
+    assert trainer.scaling_config.num_workers == (2, 4)
+    assert trainer.scaling_config.use_gpu
+    assert trainer.scaling_config.resources_per_worker == {"CPU": 4, "GPU": 1}
+    assert trainer.run_config.failure_config.max_failures == 7
+    assert ".ray_train/tiny-" in trainer.run_config.storage_path
+    (hook,) = [hook for hook in vars(ray_train._Resizes) if not hook.startswith("__")]
+    assert hook in dir(ray_train.ControllerCallback), "a private interface, which Ray Train must still call"
+
+
+def test_the_first_end_that_no_restart_helps_is_what_every_start_returns() -> None:
+    board = Bulletin()
+    board.end(6, "a chunk must be readable")
+    board.end(1, "rank 1 failed")
+    assert board.start(0).ended == board.start(1).ended == (6, "a chunk must be readable")
+
+
+def test_a_stop_is_heard_once_rank_0_has_asked_after_it_came() -> None:
+    board = Bulletin()
+    assert board.stop() is None
+    assert not board.heard()
+    board.ask(75, "SIGTERM")
+    assert not board.heard()
+    assert board.stop() == (75, "SIGTERM")
+    assert board.heard()
+
+
+NODES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 64.0}]
+
+
+def test_a_rank_needs_all_of_its_processors_and_its_gpu_on_one_node() -> None:
+    """A program that adds up the cluster finds room for twelve ranks of six processors."""
+    assert ray_train.room_for_ranks(NODES, {"CPU": 4, "GPU": 1}) == 2
+    assert ray_train.room_for_ranks(NODES, {"CPU": 6, "GPU": 1}) == 0
+    assert ray_train.room_for_ranks(NODES, {"CPU": 4}) == 18
+    assert ray_train.room_for_ranks([], {"CPU": 1}) == 0
+
+
+def test_ranks_that_fit_only_in_sum_are_refused_before_ray_train_waits_for_them(
+    tiny_config: Callable[..., Path],
+) -> None:
+    config = read_config(tiny_config(training={"ranks": 2, "workers": 5}))
+    refused = r"6 processors of one node .*, and a GPU; got room for 0 of 2 ranks on 2 x \(4 CPU \+ 1 GPU\), 1 x \(64"
+    with pytest.raises(ConfigError, match=refused):
+        ray_train._check_room(config, NODES)
+    ray_train._check_room(read_config(tiny_config(training={"ranks": 2, "workers": 3})), NODES)
+
+
+def test_a_wait_for_ranks_is_said_each_minute_and_ends(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(ray_train, "_nodes", lambda: NODES[:1])
+    config = read_config(tiny_config(training={"ranks": 2}, cluster={"rank_timeout_minutes": 2}))
+    board = Bulletin()
+    for step, awaited in [(59, 0), (1, 1), (60, 2)]:
+        now[0] += step
+        ray_train._look_for_ranks(config, True, board.waited_s())
+        assert caplog.text.count("waiting for 2 ranks for") == awaited
+    assert "the nodes have room for 1 (1 x (4 CPU + 1 GPU))" in caplog.text
+    board.start(0)
+    assert board.waited_s() == 0.0
+    board.lose({1: "gone"})
+    now[0] += 121
+    with pytest.raises(VesuviusError, match=r"2 ranks must start within cluster.rank_timeout_minutes=2; got none"):
+        ray_train._look_for_ranks(config, True, board.waited_s())
+
+
+def test_ranks_that_are_at_work_save_before_their_number_changes_and_nobody_waits_for_others() -> None:
+    board = Bulletin()
+    assert not board.resize("3 ranks")  # the first start
+    board.start(0)
+    assert board.resize("3 ranks")
+    assert (board.stop(), board.heard(), board.resizing()) == ((75, "3 ranks"), False, True)
+    board.leave()
+    assert (board.stop(), board.resizing()) == (None, False)
+    board.start(0)
+    board.resize("4 ranks")
+    board.lose({1: "gone"})  # it cannot save any more
+    assert not board.resizing()
+    board.ask(130, "SIGINT")
+    assert board.stop() == (130, "SIGINT")
+
+
+def test_a_rank_on_a_node_without_the_folder_of_the_command_says_so_once_and_for_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be there on all nodes; got .*gone"):
+        ray_train._enter(str(tmp_path / "gone"))
+
+
+def test_run_directory_and_credentials_reach_other_nodes_unless_a_job_has_set_them() -> None:
+    environment = {"VESUVIUS_RUNS": "/runs", "AWS_ACCESS_KEY_ID": "key", "GOOGLE_SERVICE_ACCOUNT": "x", "HOME": "/root"}
+    assert set(passed_on(environment)) == {"VESUVIUS_RUNS", "AWS_ACCESS_KEY_ID", "GOOGLE_SERVICE_ACCOUNT"}
+    job = {"runtime_env": {"env_vars": {"VESUVIUS_RUNS": "/runs"}}, "metadata": {}}
+    assert "VESUVIUS_RUNS" not in passed_on(environment | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(job)})
+
+
+def test_auto_counts_the_gpus_of_the_cluster_that_is_named_and_not_those_of_the_machine_of_the_command(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_train, "Session", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(ray_train, "_nodes", lambda: [*NODES, {"CPU": 16.0, "GPU": 8.0}])
+    training = {"ranks": "auto", "workers": 1}
+    for address, count in (("head:6379", 10), ("local", 1)):
+        path = tiny_config(training=training, cluster={"address": address})
+        request = with_number_of_ranks(Request(read_config(path), path, False), None)
+        assert request.config.training.ranks == count, address
+    assert request.config.cluster.address is None, "local is the default: a private Ray with settings of its own"
