@@ -145,7 +145,7 @@ def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
 
 
 def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
-    """Raises ConfigError where /dev/shm cannot hold the object stores of all `ranks` here: Ray would silently use /tmp."""
+    """Raises ConfigError where /dev/shm cannot hold the stores of all ranks here, which would silently use /tmp."""
     shared = Path("/dev/shm")
     if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return
