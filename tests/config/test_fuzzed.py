@@ -40,7 +40,7 @@ _BASE: dict[str, Any] = {
     "data": {"volumes": [{"path": "nowhere.zarr", "level": 0}], "patch_size": [8, 16, 16], "reader_mib": 64},
     "model": {"channels": [8, 16], "blocks_per_level": 1, "full_res_channels": 4, "norm_groups": 2},
     "diffusion": {"noise": "edm", "timesteps": 100, "sampler_steps": 4},
-    "training": {"epochs": 1, "steps_per_epoch": 4, "train_batch_size": 2, "workers": 0, "max_hours": 1},
+    "training": {"epochs": 1, "steps_per_epoch": 4, "warmup_steps": 1, "workers": 0, "max_hours": 1},
     "monitor": {"verdict_every": 10, "guard": "act"},
 }
 

@@ -26,7 +26,7 @@ from vesuvius.training.milestones import Milestones
 from vesuvius.training.stop import StopRequest
 
 FORWARD_S, STEP_S, EACH_FOURTH_WAITS_S, FIRST_STEP_S = 0.3, 1.0, 0.8, 15.0
-HANDED_S, WRITTEN_S = 3.0, 25.0  # a checkpoint
+HANDED_S, WRITTEN_S = 2.0, 10.0  # a checkpoint
 PREFLIGHT_S = 400.0
 VALIDATE_PATCHES, BATCH = 16, 4
 VALIDATION_S = VALIDATE_PATCHES * 8 * 2 * FORWARD_S / BATCH * 1.3  # 8 bins, 2 sets of weights, and noise to draw
@@ -124,7 +124,7 @@ def trained(
 ) -> tuple[list[dict[str, Any]], float]:
     """The records of the steps of a session, and when it ended."""
     keys = {"epochs": 1, "warmup_steps": 1, "validate_every": 0, "preview_every": 0, "save_every": 10**6, "workers": 0}
-    keys |= {"validate_patches": VALIDATE_PATCHES, "train_batch_size": BATCH, "steps_per_epoch": 400}
+    keys |= {"validate_patches": VALIDATE_PATCHES, "train_batch_size": BATCH, "steps_per_epoch": 600}
     data = DataConfig(volumes=(VolumeConfig(path="v.zarr"),))
     config = Config(name="any", data=data, training=TrainingConfig(**(keys | training)))
     clock = Clock(monkeypatch)
@@ -147,11 +147,11 @@ def trained(
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "validations are half of the time": {"validate_every": 40},
-    "a best checkpoint after most validations, none otherwise": {"validate_every": 10, "handed_s": 20.0},
-    "validations, previews and saves": {"validate_every": 50, "preview_every": 32, "save_every": 24},
-    "saves that the disk does not keep up with": {"save_every": 10},
-    "a limit of hours, behind a long preflight": {"max_hours": 0.2, "validate_every": 40, "save_every": 36},
+    "validations are half of the time": {"validate_every": 60},
+    "a best checkpoint after most validations, none otherwise": {"validate_every": 15, "handed_s": 20.0},
+    "validations, previews and saves": {"validate_every": 75, "preview_every": 48, "save_every": 36},
+    "saves that the disk does not keep up with": {"save_every": 5},
+    "a limit of hours, behind a long preflight": {"max_hours": 0.25, "validate_every": 40, "save_every": 30},
 }
 
 
