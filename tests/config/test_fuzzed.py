@@ -179,8 +179,10 @@ def test_a_dry_run_of_nonsense_ends_in_one_message(
     """With a volume that is there, so that more is looked at than the config."""
     monkeypatch.chdir(tmp_path)
     base = _BASE | {"data": _BASE["data"] | {"volumes": [{"path": str(volume)}]}}
-    given = list(cases(base, range(1000, 1012), "--dry-run"))
-    assert_refused_or_fine(given, list(run_in_child(given, more_bytes=8 * 2**30, each_s=60)))
+    given = [(yaml.safe_dump(base).encode(), ["--dry-run"]), *cases(base, range(1000, 1012), "--dry-run")]
+    found = list(run_in_child(given, more_bytes=8 * 2**30, each_s=60))
+    assert_refused_or_fine(given, found)
+    assert found[0][0] == EXIT_OK
 
 
 @pytest.mark.parametrize("ill", ["hangs", "swells"])
