@@ -40,7 +40,7 @@ _BASE: dict[str, Any] = {
     "data": {"volumes": [{"path": "nowhere.zarr", "level": 0}], "patch_size": [8, 16, 16], "reader_mib": 64},
     "model": {"channels": [8, 16], "blocks_per_level": 1, "full_res_channels": 4, "norm_groups": 2},
     "diffusion": {"noise": "edm", "timesteps": 100, "sampler_steps": 4},
-    "training": {"epochs": 1, "steps_per_epoch": 4, "train_batch_size": 2, "workers": 0, "max_hours": 1},
+    "training": {"epochs": 1, "steps_per_epoch": 4, "warmup_steps": 1, "workers": 0, "max_hours": 1},
     "monitor": {"verdict_every": 10, "guard": "act"},
 }
 
@@ -179,8 +179,10 @@ def test_a_dry_run_of_nonsense_ends_in_one_message(
     """With a volume that is there, so that more is looked at than the config."""
     monkeypatch.chdir(tmp_path)
     base = _BASE | {"data": _BASE["data"] | {"volumes": [{"path": str(volume)}]}}
-    given = list(cases(base, range(1000, 1012), "--dry-run"))
-    assert_refused_or_fine(given, list(run_in_child(given, more_bytes=8 * 2**30, each_s=60)))
+    given = [(yaml.safe_dump(base).encode(), ["--dry-run"]), *cases(base, range(1000, 1012), "--dry-run")]
+    found = list(run_in_child(given, more_bytes=8 * 2**30, each_s=60))
+    assert_refused_or_fine(given, found)
+    assert found[0][0] == EXIT_OK
 
 
 @pytest.mark.parametrize("ill", ["hangs", "swells"])

@@ -38,6 +38,8 @@ def test_the_step_line_is_the_one_that_others_grep() -> None:
         "other_s 0.028 data_pct 14.1 samples_s 1.37 vram_gib 41.2/79.3 ram_gib 38.4/170.0 workers 4 worker_max_gib 6.9 "
         "eta 4d07h"
     )
+    assert " workers 4 (1 with work) worker_max_gib 6.9 " in step_line(replace(FIGURES, working=1))
+    assert " workers 4 worker_max_gib 6.9 " in step_line(replace(FIGURES, working=4))
     assert " samples_s 1.37 mfu_pct 41.3 vram_gib " in step_line(replace(FIGURES, mfu=0.4126))
 
 

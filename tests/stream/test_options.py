@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from tests.stream.test_stream import make_job, open_stream
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.errors import ConfigError
 from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.ray.blocks import RayBlocks
+from vesuvius.stream.ray.segment import Segment
+from vesuvius.stream.stream import PatchStream
 
 WRONG: list[dict[str, Any]] = [
     {"batch_size": 0},
@@ -70,3 +74,25 @@ def test_a_config_made_in_python_fails_with_one_line_of_ours() -> None:
     assert str(raised.value).startswith("DataConfig must be valid: patch_size: ")
     assert "level: Extra inputs are not permitted; got 3" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("left", "working"), [(100.0, 8), (8.0, 8), (1.5, 2), (0.25, 1), (0.0, 0)])
+def test_readers_with_work_are_those_that_a_task_is_left_for(left: float, working: int) -> None:
+    """A task counts until all its blocks have been handed over."""
+    stream: Any = SimpleNamespace(_source=SimpleNamespace(tasks_left=left), _options=SimpleNamespace(workers=8))
+    assert PatchStream.readers_with_work.fget(stream) == working  # type: ignore[attr-defined]
+    reading_here: Any = SimpleNamespace(_source=None, _options=SimpleNamespace(workers=0))
+    assert PatchStream.readers_with_work.fget(reading_here) == 0  # type: ignore[attr-defined]
+
+
+def test_tasks_are_left_of_both_segments_until_their_blocks_have_been_handed_over() -> None:
+    segments: list[Any] = [Segment.__new__(Segment) for _ in range(2)]
+    for segment, handed_over in zip(segments, (10, 0), strict=True):
+        segment.tasks, segment._blocks_per_task, segment._blocks = [None] * 3, 4, handed_over
+    blocks: Any = RayBlocks.__new__(RayBlocks)
+    blocks._segment, blocks._upcoming = segments
+    assert blocks.tasks_left == 0.5 + 3
+    blocks._segment, blocks._upcoming = segments[1], None
+    assert blocks.tasks_left == 3
+    blocks._segment = None
+    assert blocks.tasks_left == 0

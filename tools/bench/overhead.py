@@ -78,7 +78,7 @@ class MemoryStream:
         self._first = first
         self.options = options
         self.readers: dict[int, Any] = {}
-        self.reader_deaths = 0
+        self.reader_deaths = self.readers_with_work = 0
         self.reader_totals = ReaderTotals()
         self.feeder_figures = FeederFigures()
         self.events: deque[Any] = deque()
@@ -103,6 +103,9 @@ class MemoryStream:
 
     def reader_memory(self) -> dict[int, int]:
         return {}
+
+    def readers_here(self) -> frozenset[int]:
+        return frozenset()
 
     def waiting_for(self) -> str:
         return "memory"

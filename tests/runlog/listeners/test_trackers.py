@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def test_a_tracker_that_hangs_holds_up_nobody_and_what_waits_is_bounded(
         for _ in range(1100):  # 1000 wait at a time, some more fit into the pipe
             tracker.take(large)
         assert len(warnings(caplog)) == 1, "while the run goes on"
-    assert len(warnings(caplog)) == 1
+    assert len(warnings(caplog)) == 2
+    assert re.search(r"at most 1000 writes may wait .*; \d+ more are lost", warnings(caplog)[-1])
 
 
 def test_a_short_failure_of_a_server_loses_its_own_figures_alone(fake: Path, tmp_path: Path) -> None:

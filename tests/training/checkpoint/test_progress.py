@@ -64,7 +64,7 @@ def test_the_time_left_is_that_of_steps_and_of_all_that_comes_between_them() -> 
 
 def test_pauses_of_long_ago_say_nothing_of_those_to_come() -> None:
     progress = Progress(step=10)
-    for seconds in [100.0] * 50 + [10.0] * 5:
+    for seconds in [100.0] * 50 + [10.0] * 10:
         progress.note_pause("validation", seconds)
     progress.pace.extend([1.0])
     assert progress.time_left(run_of(validate_every=20)) == TimeLeft(90 * 1.0 + 5 * 10.0, at_least=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.conftest import tiny_sections
 from vesuvius.config import Config
-from vesuvius.training.forecast.preflight import doubts
+from vesuvius.training.forecast.preflight import doubts, too_few_tasks
 
 
 @pytest.mark.parametrize(
@@ -23,3 +27,22 @@ def test_more_readers_than_processors_can_serve_are_doubted(workers: int, addres
     found = [line for line in doubts(config, cores=2.0) if "readers share 2 processors" in line]
     assert len(found) == doubted
     assert not doubted or "set training.workers=2, or at most 8 for a store" in found[0]
+
+
+@pytest.mark.parametrize(("tasks", "warned"), [(range(2), True), (range(8), False), (itertools.count(), False)])
+def test_fewer_tasks_than_readers_are_doubted(tasks: Iterable[int], warned: bool) -> None:
+    """Of the samples from the present step on; of an endless run no more tasks are made than there are readers."""
+    sections = tiny_sections("tiny", Path("v.zarr"))
+    sections["training"] |= {"workers": 8}
+    config = Config.model_validate_json(json.dumps(sections))
+    asked: list[tuple[int, ...]] = []
+
+    def made(*what: int) -> Iterable[int]:
+        asked.append(what)
+        return tasks
+
+    plan: Any = SimpleNamespace(tasks=made)
+    found = too_few_tasks(config, plan, step=3)
+    assert asked == [(3 * config.global_batch, config.stop_step * config.global_batch, 0, 1)]
+    assert len(found) == warned
+    assert not warned or "8 readers and 2 tasks: the others stay without work; set training.workers=2" in found[0]

@@ -53,7 +53,8 @@ def sizes_then(moment: MemorySample) -> Sizes:
 
 def _with_sums(parts: Mapping[str, int], singles: Mapping[int, int]) -> Sizes:
     readers = sum(singles.values())
-    return {**parts, **singles, "readers": readers, "used": sum(parts.values()) + readers}
+    sums: Sizes = {"readers": readers, "used": sum(parts.values()) + readers}
+    return sums | dict(parts) | dict(singles)
 
 
 class Figure:

@@ -102,7 +102,9 @@ class Gpus:
 
     def _part(self, handle: Any, own: str | None) -> Any:
         """The instance of a GPU that is divided (MIG) which has this uuid; None where it has none."""
-        count = (self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0) if own and handle is not None else 0
+        if own is None or handle is None:
+            return None
+        count = self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
         parts = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in range(count))
         for part in parts:
             if part is not None and own in _text(self._ask("nvmlDeviceGetUUID", part) or ""):

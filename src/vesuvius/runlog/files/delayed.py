@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -40,9 +41,10 @@ class DelayedWrites:
 
     def close(self, timeout_s: float) -> bool:
         """Finish what waits; returns whether that was done in time."""
+        deadline = time.monotonic() + timeout_s
         with suppress(queue.Full):
-            self._calls.put_nowait(None)
-        self._thread.join(timeout_s)
+            self._calls.put(None, timeout=timeout_s)
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
         self._say_lost()
         return not self._thread.is_alive()
 

@@ -16,7 +16,7 @@ from vesuvius.runlog.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 _PACE_STEPS = 200
-_PAUSES = 5
+_PAUSES = 10
 _COUNTS = ("step", "sample_index", "validated_step", "previewed_step")
 
 
