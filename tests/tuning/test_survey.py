@@ -14,7 +14,7 @@ from vesuvius.config.load import read_config
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.tuning.measurement import Setting, Space, in_words
+from vesuvius.tuning.measurement import Setting, Space, in_words, restored
 from vesuvius.tuning.survey import ConfigPlanner, describe_machine, ram_left, survey
 
 WriteConfig = Callable[..., Path]
@@ -31,7 +31,7 @@ def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfi
     assert not space.remote
     assert not space.on_gpu
     assert space.vram_limit_bytes is None
-    assert Space.from_record(asdict(space)) == space
+    assert restored(Space, asdict(space)) == space
 
 
 def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:

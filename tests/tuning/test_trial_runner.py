@@ -29,7 +29,7 @@ from vesuvius.errors import StorageError
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.tuning.measurement import Block, Command, Setting, TuneInterrupted
+from vesuvius.tuning.measurement import Block, Command, Setting, TuneInterrupted, restored
 from vesuvius.tuning.trainer import trainer_config
 from vesuvius.tuning.trial_runner import TrialRunner
 from vesuvius.tuning.worker import is_enough, sustained_s
@@ -144,7 +144,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         assert not (run / "checkpoints").exists()
     assert no_process_of(trials)
     assert trainer_config(config, setting, 0).seed != trainer_config(config, setting, 1).seed
-    assert Block.from_record(json.loads(json.dumps(asdict(first)))) == first
+    assert restored(Block, json.loads(json.dumps(asdict(first)))) == first
 
 
 @pytest.mark.long

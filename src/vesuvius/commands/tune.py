@@ -53,7 +53,7 @@ def _main(argv: list[str]) -> int:
         metavar="KNOB,...",
         help=f"leave these knobs as the config has them; any of {', '.join(KEEPABLE)}",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be measured; write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="print the limits and what may be tried; write nothing")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted tune from its ledger")
     args = parser.parse_intermixed_args(argv)
     if args.scale_batch and "train_batch_size" in args.keep:

@@ -12,7 +12,7 @@ from vesuvius import __version__
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.records import JsonLines, read_records
-from vesuvius.tuning.measurement import Block, Kind, Runner, Setting, Space, in_words
+from vesuvius.tuning.measurement import Block, Kind, Runner, Setting, Space, in_words, restored
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Ledger:
             raise ConfigError(f"the ledger must be readable; got {error}; drop --resume to start over") from error
         try:
             header = next(record for record in records if record["kind"] == "tune")
-            ledger = cls(path, header["config"], Space.from_record(header["space"]), Machine(**header["machine"]))
-            ledger.blocks += [Block.from_record(record["block"]) for record in records if record["kind"] == "block"]
+            ledger = cls(path, header["config"], restored(Space, header["space"]), Machine(**header["machine"]))
+            ledger.blocks += [restored(Block, record["block"]) for record in records if record["kind"] == "block"]
         except (StopIteration, KeyError, TypeError, IndexError) as error:
             raise ConfigError(
                 f"the ledger must be from this version of vesuvius; got {path}, which lacks {error}; drop --resume to "

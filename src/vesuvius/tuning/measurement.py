@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, Self, get_args
+from typing import Any, Literal, Protocol, Self, TypeVar, get_args
 
 from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
@@ -27,17 +27,17 @@ READER_KNOBS = ("workers", "prefetch_factor", "requests")
 """The knobs that change in a living trainer."""
 
 
-class _Recorded:
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Self:
-        """From `dataclasses.asdict`, by way of JSON."""
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
-        settings = {key: Setting.from_record(values[key]) for key in ("setting", "source") if key in values}
-        return cls(**values | settings)
+_T = TypeVar("_T", "Setting", "Space", "Block")
+
+
+def restored(cls: type[_T], record: dict[str, Any]) -> _T:
+    """From `dataclasses.asdict`, by way of JSON."""
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+    return cls(**values | {key: restored(Setting, values[key]) for key in ("setting", "source") if key in values})
 
 
 @dataclass(frozen=True)
-class Setting(_Recorded):
+class Setting:
     """Values of the knobs, named as in `training.*`; `requests` is `data.store.requests`.
 
     None of them changes which samples a step contains.
@@ -113,7 +113,7 @@ WITHIN: dict[Goal, float] = {"samples_s": 0.03, "cost": 0.10}
 
 
 @dataclass(frozen=True)
-class Space(_Recorded):
+class Space:
     """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy.
 
     Attributes:
@@ -201,7 +201,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Block(_Recorded):
+class Block:
     """A setting, what was measured, and how that ended.
 
     Attributes:

@@ -200,10 +200,12 @@ def plan_lines(space: Space, planner: Planner, machine: str) -> list[str]:
     """
     memory, source = Memory(space, planner, ()), space.source
     total, workers = source.global_batch, sorted({*fewer_than(space.most_workers), space.most_workers})
-    least = {"workers": min(source.workers, 1), "prefetch_factor": 1, "train_batch_size": 1, "accumulate_steps": total}
-    least = {knob: value for knob, value in least.items() if knob not in space.kept}
-    batch = least.get("train_batch_size", source.train_batch_size)
-    smallest = replace(source, **least | {"accumulate_steps": total // batch})
+    smallest = replace(
+        source,
+        workers=source.workers if "workers" in space.kept else min(source.workers, 1),
+        prefetch_factor=source.prefetch_factor if "prefetch_factor" in space.kept else 1,
+        **{} if "train_batch_size" in space.kept else {"train_batch_size": 1, "accumulate_steps": total},
+    )
     if obstacle := memory.obstacle(smallest):
         raise ConfigError(f"a tune needs a setting that fits this machine; got none: {obstacle}")
     sizes = [*range(1, total + 1), *((total << n for n in range(1, 20)) if space.scale_batch else ())]

@@ -24,7 +24,7 @@ from tests.tuning.simulated import (
     best_rate,
     tune,
 )
-from vesuvius.tuning.measurement import Block, Ended, Kind, Knob, Setting, Space
+from vesuvius.tuning.measurement import Block, Ended, Kind, Knob, Setting, Space, restored
 from vesuvius.tuning.search.policy import recommend
 from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
@@ -437,9 +437,9 @@ def test_a_trainer_that_reads_itself_gets_readers() -> None:
 
 def test_a_space_survives_its_record() -> None:
     space = replace(SLOW.space(), levels=(1, 2), kept=("workers",))
-    assert Space.from_record(json.loads(json.dumps(asdict(space)))) == space
+    assert restored(Space, json.loads(json.dumps(asdict(space)))) == space
 
 
 def test_a_block_survives_its_record() -> None:
     for entry in tuned("CPU")[0]:
-        assert Block.from_record(json.loads(json.dumps(asdict(entry.block)))) == entry.block
+        assert restored(Block, json.loads(json.dumps(asdict(entry.block)))) == entry.block

@@ -37,7 +37,7 @@ ENOUGH: dict[Goal, float] = {"samples_s": 1.25, "cost": 1.05}
 """Readers must be able to deliver this multiple of the trainer's rate, because volumes and load vary."""
 
 _CLEAR = 1.5  # factor beyond ENOUGH, up or down, from which on two blocks that were not in turn decide
-_FEW_PAIRS, _SOME_PAIRS = 3, 8
+_SOME_PAIRS = 8
 _READER_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # that are tried
 # What a block takes besides measuring, until that is known: the first run of a process validates and saves.
 _ASSUMED_S = {"start": 20.0, "readers": 10.0, "same": 0.0}
@@ -220,8 +220,8 @@ class Search:
             return readers / trainer
 
         def is_settled(found: Comparison) -> bool:
-            half = (found.high or math.inf) - found.gain  # wider than needed here: a wrong choice costs little
-            return found.pairs >= _FEW_PAIRS and abs(1 + found.gain - enough) > 0.3 * half
+            # Far within the interval, which is wider than is needed here: a wrong choice costs little.
+            return found.high is not None and abs(1 + found.gain - enough) > 0.3 * (found.high - found.gain)
 
         found = self.in_turn((setting, "readers"), (setting, "step"), "readers", why, is_settled, _SOME_PAIRS, pairs)
         return readers / trainer if found is None else 1 + found.gain
