@@ -101,7 +101,9 @@ def test_any_number_of_ranks_over_resumes_sharded_or_not_trains_on_the_same_numb
     one = steps_of(tmp_path / "runs/one")
     found = steps_of(tmp_path / "runs/several")
     assert len(found) == worlds[-1][1]
-    assert relative(found, one) < 1e-5
+    difference = relative(found, one)
+    print(f"{worlds}, {optimizer}: at most {difference:.1e} from one rank")
+    assert difference < 1e-5
     ranks = steps_of(tmp_path / "runs/several", "ranks")
     assert all(
         len(record["times"]) == next(w for w, last, _ in worlds if step <= last) for step, record in ranks.items()

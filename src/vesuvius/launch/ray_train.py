@@ -112,7 +112,8 @@ def train_with_ray(request: Request) -> int:
         on_gpu = _have_gpus(nodes)
         _check_room(config, nodes)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        bulletin = ray.remote(num_cpus=0, scheduling_strategy=here)(Bulletin).remote()  # type: ignore[attr-defined]
+        board: Any = ray.remote(Bulletin)  # Ray's hints know no options of a class
+        bulletin = board.options(num_cpus=0, scheduling_strategy=here).remote()
         opened.callback(shutil.rmtree, _storage(config), ignore_errors=True)
         signals = opened.enter_context(_Signals(bulletin))
         lines = _LogLines(run_dir(config).log)
