@@ -72,7 +72,7 @@ class StartReads:
         self._held.close()
 
     def read(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
-        """As `Volume.read`, of the volume of this number or of its condition.
+        """As `Volume.read`, of the volume of this number, or of its condition in voxels of its own.
 
         Raises:
             UnreadableChunkError: also for a chunk that has crashed the process.
