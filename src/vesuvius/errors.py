@@ -4,6 +4,7 @@ A message has three parts: the rule, the value received, what to change.
 """
 
 import re
+from typing import Any
 
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -27,6 +28,17 @@ class VesuviusError(Exception):
     """Base of all errors with a message for the user; ends the process with `exit_code`."""
 
     exit_code = EXIT_ERROR
+
+    def __reduce__(self) -> Any:
+        """Pickles also where the constructor takes other parameters than the message."""
+        return _unpickled, (type(self), str(self), vars(self))
+
+
+def _unpickled(kind: type[VesuviusError], message: str, attributes: dict[str, Any]) -> VesuviusError:
+    error = kind.__new__(kind, message)
+    Exception.__init__(error, message)
+    vars(error).update(attributes)
+    return error
 
 
 class ConfigError(VesuviusError, ValueError):

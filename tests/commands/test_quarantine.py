@@ -169,3 +169,20 @@ def test_a_run_that_is_not_there_is_told_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert quarantine.main(["nothing"]) == 13
     assert "RUN must be a run directory or a name below runs/; got 'nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_chunk_of_a_coarser_condition_is_tried_again_where_it_lies(
+    tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    coarse = write_array(tmp_path / "coarse.zarr", textured((48, 64, 64), seed=1))
+    config = tiny_config(data={"volumes": [{"path": str(volume), "condition": {"path": str(coarse)}}]})
+    sound = (coarse / "0/1/1").read_bytes()
+    (coarse / "0/1/1").write_bytes(b"torn")
+    assert train.main(["--config", str(config), "training.max_steps=8"]) == 0
+    (found,) = read_quarantine(tmp_path / "runs/tiny/quarantine.jsonl")
+    assert box_of(found) == ((0, 64, 64), (64, 128, 128)), "in voxels of the volume"
+    assert quarantine.main(["tiny", "--retry"]) == 6
+    (coarse / "0/1/1").write_bytes(sound)
+    assert quarantine.main(["tiny", "--retry"]) == 0

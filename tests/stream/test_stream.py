@@ -354,13 +354,6 @@ def test_a_condition_is_cut_where_its_patch_is(tmp_path: Path, volume: Path, wor
                 np.testing.assert_array_equal(patch, labels[z : z + 8, y : y + 16, x : x + 16])
 
 
-def test_a_condition_of_another_shape_is_refused(tmp_path: Path, volume: Path) -> None:
-    other = write_array(tmp_path / "labels.zarr", textured((96, 128, 120)))
-    spec = VolumeConfig(path=str(volume), condition=ArrayConfig(path=str(other)))
-    with pytest.raises(DataError, match=r"must have the shape of its volume; got \(96, 128, 120\)"):
-        prepare_data(0, DataConfig(volumes=(spec,), patch_size=(8, 16, 16)))
-
-
 def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
     free = StreamOptions(4, workers=2, prefetch_factor=100)
     assert batches_ahead(job.patch_bytes, free) == 200

@@ -81,7 +81,13 @@ def _volume_text(report: VolumeSummary) -> str:
     if report.already:
         return f"{report.out} is there already: {shape} {report.dtype}, drawn with the same arguments"
     known = "" if report.known is None else f"; {report.known} known voxels kept, compared bit by bit"
-    return f"wrote {report.out}: {shape} {report.dtype}, {report.levels} level(s), in {report.seconds:.1f} s{known}"
+    coarse = ""
+    if report.differences is not None:
+        rms, std = report.differences
+        share = f", {rms / std:.2g} of its standard deviation" if std else ""
+        coarse = f"; downsampled, it differs from --condition by {rms:.3g} grey values (rms){share}"
+    written = f"wrote {report.out}: {shape} {report.dtype}, {report.levels} level(s), in {report.seconds:.1f} s"
+    return f"{written}{known}{coarse}"
 
 
 def _text(report: SampleSummary) -> str:

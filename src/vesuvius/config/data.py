@@ -38,7 +38,9 @@ class VolumeConfig(ArrayConfig):
         None, description="volume whose nonzero voxels are foreground; may be coarser by a whole factor per axis"
     )
     condition: ArrayConfig | None = Field(
-        None, description="labels or a second scan of the same shape, cut at the same place as a second tensor"
+        None,
+        description="labels, a second scan or a coarser level, cut at the same place as a second tensor; coarser by "
+        "whole factors only",
     )
 
 

@@ -17,7 +17,9 @@ from vesuvius.plan.split import split_volume
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volumes.box import Box, format_box, shape_of
-from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.coarser import Upsampling, times
+from vesuvius.volumes.geometry import FloatTriple
+from vesuvius.volumes.volume import open_volume
 
 
 class ConditionPatches(AbstractContextManager["ConditionPatches"]):
@@ -35,6 +37,8 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         greys: Sequence[GreyRange],
         given: ArrayConfig | None = None,
         box: Box | None = None,
+        shape_zyx: Triple | None = None,
+        factors: Triple = (1, 1, 1),
     ) -> None:
         """Reads metadata.  Raises DataError where the condition volume cannot be used.
 
@@ -43,16 +47,20 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
             greys: grey range of each volume's condition; empty with labels.
             given: another condition volume.
             box: the place in it that all samples are shown, of the size of a patch; None = all of it.
+            shape_zyx: of the volume itself; None = as the condition says.
+            factors: voxels of a sample, and of `box`, per voxel of the condition, along each axis.
         """
         spec = given or config.volumes[number].condition
         assert spec is not None
         self.volume = open_volume(spec, config.store, config.missing_chunk)
         self._patch_zyx, self._seed = config.patch_size, seed
+        shape = (None if given else shape_zyx) or times(self.volume.shape_zyx, factors)
+        self._upsampling = Upsampling(shape, self.volume.shape_zyx, factors)
         if given is None:
-            split = split_volume(self.volume.name, self.volume.shape_zyx, config.patch_size, config.validation)
+            split = split_volume(self.volume.name, shape, config.patch_size, config.validation)
             self._box = split.validation or split.train
         else:
-            self._box = _checked(box or ((0, 0, 0), self.volume.shape_zyx), self.volume, config.patch_size)
+            self._box = _checked(box or ((0, 0, 0), shape), shape, self.volume.name, config.patch_size)
         labels = config.condition_classes
         self._grey = GreyRange(0, max(1, labels - 1)) if labels else greys[number]
 
@@ -62,6 +70,14 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
     def start_zyx(self, sample: int) -> Triple:
         """Where the condition of a sample begins, from (seed, sample) alone.  Pure."""
         return random_start(self._box, self._patch_zyx, self._seed, sample)
+
+    @property
+    def voxel_size_um(self) -> FloatTriple | None:
+        """Edge lengths (z, y, x) of what is shown, where the condition's metadata say them."""
+        if (size_um := self.volume.voxel_size_um) is None:
+            return None
+        z, y, x = (size / factor for size, factor in zip(size_um, self._upsampling.factors, strict=True))
+        return z, y, x
 
     def read(self, samples: Sequence[int]) -> NDArray[Any]:
         """The conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
@@ -74,16 +90,16 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
 
     def _read(self, start_zyx: Triple) -> NDArray[Any]:
         z, y, x = (start + size for start, size in zip(start_zyx, self._patch_zyx, strict=True))
-        return self.volume.read((start_zyx, (z, y, x)))
+        return self._upsampling.read((start_zyx, (z, y, x)), self.volume.read)
 
 
-def _checked(box: Box, volume: Volume, patch_zyx: Triple) -> Box:
+def _checked(box: Box, shape_zyx: Triple, name: str, patch_zyx: Triple) -> Box:
     """The box, which leaves one place for a patch.  Raises ConfigError where it does not."""
-    inside = all(0 <= lo < hi <= size for lo, hi, size in zip(*box, volume.shape_zyx, strict=True))
+    inside = all(0 <= lo < hi <= size for lo, hi, size in zip(*box, shape_zyx, strict=True))
     if not inside or shape_of(box) != patch_zyx:
         raise ConfigError(
             f"samples are shown a box of the size of a patch, {'x'.join(map(str, patch_zyx))}, inside the condition; "
-            f"got {format_box(box)} of {volume.name}; change --box, or name an --out that ends in .zarr "
+            f"got {format_box(box)} of {name}; change --box, or name an --out that ends in .zarr "
             "for a whole volume"
         )
     return box

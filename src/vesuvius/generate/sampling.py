@@ -208,7 +208,7 @@ class _Drawing:
             flat = np.lib.format.open_memmap(directory / NPY, mode="w+", dtype=volume.dtype, shape=shape)
         with self._open_conditions() as conditions:
             if conditions:
-                size_um = conditions.volume.voxel_size_um or volume.voxel_size_um
+                size_um = conditions.voxel_size_um or volume.voxel_size_um
                 shown = SampleArray(directory / CONDITIONS, shape, conditions.volume.dtype, size_um)
             for first in range(0, request.count, request.batch_size):
                 numbers = range(first, first + request.batch_size)
@@ -240,11 +240,20 @@ class _Drawing:
         return evaluations
 
     def _open_conditions(self) -> AbstractContextManager[ConditionPatches | None]:
-        config, request = self._info.config, self._request
+        config, request, facts = self._info.config, self._request, self._info.data
         if not config.has_condition:
             return nullcontext()
-        greys = self._info.data.greys.conditions
-        return ConditionPatches(config.data, request.volume, request.seed, greys, request.condition, request.box)
+        volume = facts.volumes[request.volume]
+        return ConditionPatches(
+            config.data,
+            request.volume,
+            request.seed,
+            facts.greys.conditions,
+            request.condition,
+            request.box,
+            volume.shape_zyx,
+            volume.condition_factors,
+        )
 
     def _generate(self, numbers: Sequence[int], stored: NDArray[Any] | None) -> Generated:
         """Draw one batch, on the device."""

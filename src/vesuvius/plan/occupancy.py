@@ -15,16 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
-from vesuvius.errors import DataError
 from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.volumes.box import Box
+from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.listing import Bools, chunk_occupancy, with_progress
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.volume import Volume, open_volume
 
 _CELLS_MAX = 64_000_000
 _BLOCK_BYTES = 64 * 2**20
-_POWERS = tuple(2**n for n in range(16))
 
 
 def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:
@@ -66,7 +65,7 @@ def coarse_map(volume: Volume, coarse: Volume, threshold: float | None, patch_zy
     Raises:
         DataError: the array is not coarser by whole factors, or cannot be read.
     """
-    factors = _factors(volume, coarse)
+    factors = Upsampling.between(volume, coarse, "a mask or coarse level").factors
     merged = [max(p // (4 * f), 1) for p, f in zip(patch_zyx, factors, strict=True)]
     while np.prod([-(-n // m) for n, m in zip(coarse.shape_zyx, merged, strict=True)]) > _CELLS_MAX:
         finest = min(range(3), key=lambda axis: merged[axis] * factors[axis])
@@ -86,29 +85,6 @@ def coarse_map(volume: Volume, coarse: Volume, threshold: float | None, patch_zy
             fraction[tuple(slice(lo, lo + n) for lo, n in zip(first, share.shape, strict=True))] = share
     z, y, x = cell
     return ForegroundMap(fraction, (z, y, x), volume.shape_zyx)
-
-
-def _factors(volume: Volume, coarse: Volume) -> Triple:
-    """Voxels of the volume per coarse voxel along each axis.
-
-    Sizes are ambiguous: 100 voxels become 4 by any factor from 21 to 33.  As pyramids halve, a power of two is
-    preferred, the same for all axes if possible.
-    """
-    sizes = list(zip(volume.shape_zyx, coarse.shape_zyx, strict=True))
-    fitting = [{f for f in (*_POWERS, round(fine / size)) if f and _fits(fine, size, f)} for fine, size in sizes]
-    if not all(fitting):
-        raise DataError(
-            "a mask or coarse level must be smaller than its volume by a whole factor per axis; got "
-            f"{coarse.shape_zyx} of {coarse.name} for {volume.shape_zyx} of {volume.name}; take another level, or "
-            "resample it"
-        )
-    common = set.intersection(*fitting).intersection(_POWERS)
-    z, y, x = (min(common or factors.intersection(_POWERS) or factors) for factors in fitting)
-    return z, y, x
-
-
-def _fits(fine: int, size: int, factor: int) -> bool:
-    return size in (fine // factor, -(-fine // factor))
 
 
 def _blocks(coarse: Volume, merged: list[int]) -> Iterator[Box]:

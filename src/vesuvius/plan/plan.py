@@ -24,13 +24,12 @@ import numpy as np
 
 from vesuvius.config import AugmentConfig, Triple
 from vesuvius.plan.cells import Cells, region_of
-from vesuvius.plan.dealing import volume_of_slot
 from vesuvius.plan.foreground import QualifyingStarts
 from vesuvius.plan.mixing import GROUPS, Mixing
-from vesuvius.plan.permutation import permuted
+from vesuvius.plan.order import permuted, volume_of_slot
 from vesuvius.volumes.box import Box
 
-# Second word of every random seed here (`dealing.py` has 2, `mixing.py` 6): keeps draws for different purposes
+# Second word of every random seed here (`order.py` has 2, `mixing.py` 6): keeps draws for different purposes
 # independent.
 _ORDER, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 3, 4, 5, 7, 8, 9
 # Steps of a lattice that fills a box evenly (Roberts' R3 sequence: powers of the root of x^4 = x + 1).

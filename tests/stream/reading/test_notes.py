@@ -20,6 +20,7 @@ from tests.support import fork_server
 from tests.support.poison import poison, write_sharded
 from vesuvius.config import ArrayConfig
 from vesuvius.stream.ray import watch
+from vesuvius.stream.ray.watch import OutageLog
 from vesuvius.stream.reading import notes as notes_module
 from vesuvius.stream.reading.guarded import GuardedReader
 from vesuvius.stream.reading.notes import (
@@ -31,7 +32,6 @@ from vesuvius.stream.reading.notes import (
     read_crashes,
     read_notes,
 )
-from vesuvius.stream.reading.outage_log import OutageLog
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.store.retry import Outage
 from vesuvius.volumes.volume import open_volume

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from vesuvius import __version__
-from vesuvius.config import Triple
+from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, StorageError
@@ -33,6 +33,7 @@ from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import choose_device
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import check_record, finished_record, is_begun, open_partial, partial_path
+from vesuvius.volumes.volume import open_volume
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class VolumeSummary:
 
     Attributes:
         known: voxels of `--inpaint` that were kept, compared bit by bit after writing; None without it.
+        differences: from a coarser condition of grey values, as in `Inputs.differences`; else None.
         already: it was there, made with the same arguments.
     """
 
@@ -86,6 +88,7 @@ class VolumeSummary:
     known: int | None
     seconds: float
     already: bool = False
+    differences: tuple[float, float] | None = None
 
 
 def draw_volume(
@@ -134,6 +137,7 @@ def draw_volume(
 
             size_um = drawing.voxel_size_um
             known = write_volume(target, plan, x, drawing.greys, drawing.inputs, out.stem, size_um, check_stop)
+        differences = drawing.differences()
     return VolumeSummary(
         out,
         drawing.shape_zyx,
@@ -141,6 +145,7 @@ def draw_volume(
         plan.levels,
         known if drawing.inputs.inpaint else None,
         time.monotonic() - started,
+        differences=differences,
     )
 
 
@@ -236,6 +241,13 @@ class _Drawing:
         )
         return Sampling(self.job, folder, open_work, self.workers, stop, on_progress)
 
+    def differences(self) -> tuple[float, float] | None:
+        """As `Inputs.differences`, of what was written."""
+        if self._info.config.data.condition_classes is not None:
+            return None
+        with closing(open_volume(ArrayConfig(path=str(self._request.out)))) as written:
+            return self.inputs.differences(written.read)
+
     def forecast(self, measured: bool = False) -> VolumeForecast:
         """What it takes; `measured`: with a call of the network, for time and memory."""
         forecast = forecast_of(
@@ -267,11 +279,12 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
     _check_condition(request, info)
     lay_out_network(config).check_size(request.batch_size, config.data.patch_size)
     with ExitStack() as held:
-        inputs = held.enter_context(Inputs(request.given, config.data.store))
+        factors = info.data.volumes[request.volume].condition_factors
+        inputs = held.enter_context(Inputs(request.given, config.data.store, request.shape_zyx, factors))
         if request.shape_zyx is not None and inputs.shape_zyx not in (None, request.shape_zyx):
             assert inputs.shape_zyx is not None
             raise ConfigError(
-                f"--shape must be that of the given volumes, or of --box in them; got {_commas(request.shape_zyx)} and "
+                f"--shape must be that of --box in the given volumes; got {_commas(request.shape_zyx)} and "
                 f"{_commas(inputs.shape_zyx)}; leave --shape out, or change --box"
             )
         drawing = _Drawing(request, info, inputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
@@ -18,8 +20,11 @@ from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.step.grey_values import grey_scales, normalised
-from vesuvius.volumes.box import Box, format_box, intersection, shape_of, slices
+from vesuvius.volumes.box import Box, chunk_box, format_box, grid_shape, intersection, shape_of, slices
+from vesuvius.volumes.coarser import Upsampling, fits, times
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
+
+_BLOCK = 128  # voxels of a drawing along each axis that are compared at once
 
 
 @dataclass(frozen=True)
@@ -46,18 +51,33 @@ class Inputs(AbstractContextManager["Inputs"]):
         shape_zyx: of the drawing, where a volume or a box says it.
     """
 
-    def __init__(self, given: GivenVolumes, store: StoreConfig) -> None:
-        """Reads metadata.  Raises DataError, and ConfigError where shapes differ or the box is outside."""
+    def __init__(
+        self,
+        given: GivenVolumes,
+        store: StoreConfig,
+        shape_zyx: Triple | None = None,
+        condition_factors: Triple = (1, 1, 1),
+    ) -> None:
+        """Reads metadata.  Raises DataError, and ConfigError where shapes differ or the box is outside.
+
+        Args:
+            shape_zyx: of the drawing, where it is asked for.
+            condition_factors: voxels of the drawing per voxel of the condition, along each axis.
+        """
         named = {"--inpaint": given.inpaint, "--mask": given.mask, "--condition": given.condition}
         with ExitStack() as opened:
             volumes = {}
             for option, spec in named.items():
                 if spec is not None:
                     volumes[option] = opened.enter_context(closing(open_volume(spec, store)))
-            self.shape_zyx = _common_shape(volumes, given.box)
+            whole = _common_shape(volumes, given.box, shape_zyx, condition_factors)
             self._open = opened.pop_all()
         self.volumes: dict[str, Volume] = volumes
+        self.shape_zyx = shape_of(given.box) if given.box else whole
         self._origin = given.box[0] if given.box else (0, 0, 0)
+        self._upsampling = None
+        if whole is not None and self.condition is not None:
+            self._upsampling = Upsampling(whole, self.condition.shape_zyx, condition_factors)
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
@@ -79,8 +99,40 @@ class Inputs(AbstractContextManager["Inputs"]):
         }
 
     def read(self, volume: Volume, box: Box) -> NDArray[Any]:
-        """Stored voxels.  Raises DataError."""
-        return volume.read(self._shifted(box))
+        """Stored voxels, those of the condition upsampled.  Raises DataError."""
+        there = self._shifted(box)
+        if self._upsampling is not None and volume is self.condition:
+            return self._upsampling.read(there, volume.read)
+        return volume.read(there)
+
+    def differences(self, read: Callable[[Box], NDArray[Any]]) -> tuple[float, float] | None:
+        """How far a drawing is from a coarser condition: that, and the mean of the drawn voxels that each covers.
+
+        Args:
+            read: from a box to the drawing's voxels.
+
+        Returns:
+            Root mean square of the differences, and the standard deviation of the condition; None without one that is
+            coarser, and where its voxels begin beside those of the drawing.  Raises DataError.
+        """
+        up, shape = self._upsampling, self.shape_zyx
+        if up is None or shape is None or up.factors == (1, 1, 1) or any(map(operator.mod, self._origin, up.factors)):
+            return None
+        assert self.condition is not None
+        (z, y, x), sums = (max(_BLOCK // f, 1) * f for f in up.factors), np.zeros(4)
+        for index in np.ndindex(grid_shape(shape, (z, y, x))):
+            box = chunk_box((index[0], index[1], index[2]), (z, y, x), shape)
+            shown = self.condition.read(up.coarse_box(self._shifted(box))).astype(np.float64)
+            drawn = read(box).astype(np.float64)
+            for axis, f in enumerate(up.factors):
+                starts = np.arange(0, drawn.shape[axis], f)[: shown.shape[axis]]
+                sizes = np.diff(np.append(starts, drawn.shape[axis])).reshape(
+                    [-1 if a == axis else 1 for a in range(3)]
+                )
+                drawn = np.add.reduceat(drawn, starts, axis=axis) / sizes
+            sums += shown.size, shown.sum(), (shown**2).sum(), ((shown - drawn) ** 2).sum()
+        _, mean, square, off = sums / sums[0]
+        return math.sqrt(off), math.sqrt(max(square - mean**2, 0.0))
 
     def gaps(self, box: Box) -> NDArray[np.bool_]:
         """Which voxels are to be filled.  Raises DataError."""
@@ -119,29 +171,34 @@ def fill(field: Field, tiling: Tiling, read: Callable[[Box], NDArray[Any]]) -> N
             field.write(block, read(tiling.block_box(block)))
 
 
-def _common_shape(volumes: dict[str, Volume], box: Box | None) -> Triple | None:
-    """The shape that all volumes, or the box in them, have."""
+def _common_shape(
+    volumes: dict[str, Volume], box: Box | None, asked_zyx: Triple | None, condition_factors: Triple
+) -> Triple | None:
+    """The shape that all volumes have, and the box lies in; that of the condition counts times its factors."""
     if not volumes:
         if box is not None:
             raise ConfigError(
                 f"--box is a part of --condition or --inpaint; got {format_box(box)} and neither; use --shape"
             )
-        return None
-    shapes = {option: volume.shape_zyx for option, volume in volumes.items()}
-    first, shape = next(iter(shapes.items()))
-    for option, other in shapes.items():
-        if other != shape:
+        return asked_zyx
+    factors = dict.fromkeys(volumes, (1, 1, 1)) | {"--condition": condition_factors}
+    first, volume = next(iter(volumes.items()))
+    shape = times(volume.shape_zyx, factors[first])
+    if asked_zyx is not None and box is None:
+        first, shape = "--shape", asked_zyx
+    for option, volume in volumes.items():
+        by = factors[option]
+        if not all(map(fits, shape, volume.shape_zyx, by)):
+            much = "have one shape" if by == (1, 1, 1) else f"differ by the factors of the training, {_text(by)}"
             raise ConfigError(
-                f"{first} and {option} must have one shape; got {_text(shape)} and {_text(other)}; give volumes (or "
+                f"{first} and {option} must {much}; got {_text(shape)} and {_text(volume.shape_zyx)}; give volumes (or "
                 "levels, PATH@LEVEL) of the same region"
             )
-    if box is None:
-        return shape
-    if any(not 0 <= lo < hi <= size for lo, hi, size in zip(*box, shape, strict=True)):
+    if box is not None and any(not 0 <= lo < hi <= size for lo, hi, size in zip(*box, shape, strict=True)):
         raise ConfigError(
             f"--box must lie inside the volume; got {format_box(box)} in {_text(shape)} of {first}; change --box"
         )
-    return shape_of(box)
+    return shape
 
 
 def _text(shape: Triple) -> str:

@@ -17,7 +17,6 @@ from vesuvius.errors import one_line
 from vesuvius.stream.ray import private
 from vesuvius.stream.ray.deaths import ReaderDeath, exit_of
 from vesuvius.stream.reading.notes import Note, read_notes
-from vesuvius.stream.reading.outage_log import OutageLog
 from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
@@ -25,6 +24,35 @@ log = logging.getLogger(__name__)
 _READERS_S = 0.5
 _STORE_S = 1.0
 _JOIN_S = 3.0
+# Shorter outages end with the next retry.
+_SAID_AFTER_S = 10.0
+_SAID_EVERY_S = 60.0
+
+
+class OutageLog:
+    """Logs, once a minute, each store that the readers wait for: nobody sees their own logs."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, tuple[Outage, float]] = {}
+
+    def take(self, outages: Sequence[Outage], now: float) -> None:
+        """Log what is due.
+
+        Args:
+            outages: of all readers, now.
+            now: seconds since 1970.
+        """
+        oldest: dict[str, Outage] = {}
+        for outage in sorted(outages, key=lambda outage: outage.since):
+            oldest.setdefault(outage.address, outage)
+        for address, outage in oldest.items():
+            _, said = self._said.get(address, (outage, 0.0))
+            if now - outage.since >= _SAID_AFTER_S and now - said >= _SAID_EVERY_S:
+                self._said[address] = outage, now
+                log.warning("%s (for %.0f s); the readers try again", outage, now - outage.since)
+        for address in self._said.keys() - oldest.keys():
+            outage, _ = self._said.pop(address)
+            log.info("%s answers again after %.0f s", address, now - outage.since)
 
 
 class Poller:

@@ -12,6 +12,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.stream.reading.guarded import GuardedReader
 from vesuvius.stream.reading.quarantine import DamagedBox, check_quarantine, record_of
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
+from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.retry import Outage
@@ -162,13 +164,10 @@ class Reader:
         self._ring = [np.empty(job.block_bytes, np.uint8) for _ in range(ring)]
         self._turn = 0
         self._node, self._actor = node, actor
-        self._volumes = [open_volume(spec, job.store, job.missing_chunk, known=True) for spec in job.volumes]
-        for volume, stored in zip(self._volumes, job.stored, strict=False):
+        self._arrays = [_open_arrays(spec, job) for spec in job.volumes]
+        for ((volume, _), *_), stored in zip(self._arrays, job.stored, strict=False):
             volume.expect(stored)
-        self._conditions = [
-            open_volume(spec.condition, job.store, job.missing_chunk, known=True) if spec.condition else None
-            for spec in job.volumes
-        ]
+        self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
         self._damaged = set(job.quarantined)
         self._staged: list[_RegionKey] = []
         self._last_cause = "all of them touch damage that was known before"
@@ -220,15 +219,6 @@ class Reader:
         """The buffer that is being filled."""
         return self._ring[self._turn]
 
-    @property
-    def _opened(self) -> list[Volume]:
-        return self._volumes + [volume for volume in self._conditions if volume is not None]
-
-    def _arrays(self, number: int) -> list[Volume]:
-        """The volume of this number, and its condition if it has one."""
-        condition = self._conditions[number]
-        return [self._volumes[number], condition] if condition else [self._volumes[number]]
-
     def _stage(self, queue: list[_RegionKey]) -> None:
         """Start fetching the chunks of the next regions, within the limit."""
         held = 0
@@ -238,8 +228,8 @@ class Reader:
                 return
             if key not in self._staged and not self._is_damaged(key):
                 self._staged.append(key)
-                for volume in self._arrays(key[0]):
-                    volume.stage(key[1])
+                for volume, upsampling in self._arrays[key[0]]:
+                    volume.stage(upsampling.coarse_box(key[1]))
 
     def _fill(self, visit: Visit) -> Visit:
         """Read the region of a visit into the block, or that of a substitute; returns which.
@@ -253,7 +243,7 @@ class Reader:
                 return instead
         raise DataError(
             f"some region must be readable in place of an unreadable one; got none in {_SUBSTITUTES_TRIED} draws for "
-            f"volume {self._volumes[visit.volume].name}, region {format_box(visit.region)}, the last because of "
+            f"volume {self._arrays[visit.volume][0][0].name}, region {format_box(visit.region)}, the last because of "
             f"{self._last_cause}; restore the volume (`vesuvius volume verify` lists what is broken)"
         )
 
@@ -269,13 +259,13 @@ class Reader:
             return False
         started = time.perf_counter()
         try:
-            for place, volume in enumerate(self._arrays(number)):
+            for place, (volume, upsampling) in enumerate(self._arrays[number]):
                 out = regions_in(self._block, self._job, shape_of(box))[place]
-                voxels = self._reads.read(volume, box, out)
+                voxels = upsampling.read(box, partial(self._reads.read, volume), out)
                 if voxels is not out:
                     self._renew_block()
                     regions_in(self._block, self._job, shape_of(box))[place][...] = voxels
-                self._since.bytes_read += _decoded_bytes(volume, box)
+                self._since.bytes_read += _decoded_bytes(volume, upsampling.coarse_box(box))
         except UnreadableChunkError as error:
             self._renew_block()
             self._unstage(key)
@@ -291,8 +281,8 @@ class Reader:
 
     def _unstage(self, key: _RegionKey) -> None:
         """Drop what was fetched for a region that is not read to its end."""
-        for volume in self._arrays(key[0]):
-            volume.release(key[1])
+        for volume, upsampling in self._arrays[key[0]]:
+            volume.release(upsampling.coarse_box(key[1]))
 
     def _is_damaged(self, key: _RegionKey) -> bool:
         return any(number == key[0] and intersects(box, key[1]) for number, box in self._damaged)
@@ -312,6 +302,13 @@ class Reader:
 
 
 _RegionKey = tuple[int, Box]  # volume number and region
+
+
+def _open_arrays(spec: VolumeConfig, job: ReaderJob) -> list[tuple[Volume, Upsampling]]:
+    """The volume, and its condition if it has one, with how they lie in the volume."""
+    specs = [spec, *([spec.condition] if spec.condition else [])]
+    arrays = [open_volume(array, job.store, job.missing_chunk, known=True) for array in specs]
+    return [(array, Upsampling.between(arrays[0], array, "a condition")) for array in arrays]
 
 
 class _Tally:

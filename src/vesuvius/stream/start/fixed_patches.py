@@ -178,7 +178,7 @@ def _read_patch(
         number, start_zyx = numbers[sample.volume], sample.start_zyx
         try:
             for kind, voxels in zip(KINDS, out, strict=False):
-                voxels[...] = read(kind, number, sample.box)
+                voxels[...] = data.read_patch(read, kind, number, sample.box)
             return number, start_zyx
         except UnreadableChunkError as error:
             log.warning("fixed patch %d is passed over at %s, for another of its volume: %s", index, start_zyx, error)

@@ -20,6 +20,7 @@ from vesuvius.plan.split import Split, split_volume
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.start_reads import Kind
 from vesuvius.volumes.box import Box
+from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
@@ -29,7 +30,7 @@ _PERCENTILES = (0.5, 99.5)
 _SEED = 0  # not the run's, so that runs with other seeds on the same data see the same model values
 
 ReadBox = Callable[[Kind, int, Box], NDArray[Any]]
-"""Reads a box of a volume, or of its condition, by the number of the volume."""
+"""Reads a box of a volume, or of its condition in voxels of its own, by the number of the volume."""
 MakeForeground = Callable[[Volume, VolumeConfig, DataConfig], ForegroundMap | None]
 
 
@@ -59,10 +60,20 @@ class PreparedData:
     plan: Plan
     job: ReaderJob
 
+    def array(self, kind: Kind, number: int) -> tuple[Volume, Upsampling]:
+        """The volume of this number, or its condition, and how that lies in the volume."""
+        volume = self.volumes[number]
+        array = volume if kind == "volume" else self.conditions[number]
+        return array, Upsampling.between(volume, array, "a condition")
+
     def read(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
-        """As `Volume.read`, of the volume of this number or of its condition."""
-        volumes = self.volumes if kind == "volume" else self.conditions
-        return volumes[number].read(box)
+        """A `ReadBox` in this process.  Raises as `Volume.read`."""
+        return self.array(kind, number)[0].read(box)
+
+    def read_patch(self, read: ReadBox, kind: Kind, number: int, box: Box) -> NDArray[Any]:
+        """A box in voxels of the volume of this number, of it or of its condition, upsampled.  Raises as `read`."""
+        upsampling = self.array(kind, number)[1]
+        return upsampling.read(box, lambda inner, _: read(kind, number, inner))
 
     def grey_ranges(self, config: DataConfig, read: ReadBox | None = None) -> GreyRanges:
         """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
@@ -74,11 +85,11 @@ class PreparedData:
             DataError: a range must be estimated, and all sampled voxels are air or equal.
         """
         conditions = () if config.condition_classes else self.conditions
-        read = read or self.read
+        read_patch = partial(self.read_patch, read or self.read)
         return GreyRanges(
-            self._ranges("data.normalize", config.normalize, self.volumes, partial(read, "volume")),
+            self._ranges("data.normalize", config.normalize, self.volumes, partial(read_patch, "volume")),
             self._ranges(
-                "data.condition_normalize", config.condition_normalize, conditions, partial(read, "condition")
+                "data.condition_normalize", config.condition_normalize, conditions, partial(read_patch, "condition")
             ),
         )
 
@@ -142,11 +153,7 @@ def prepare_data(
     )
     dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
     for volume, condition in zip(volumes, conditions, strict=False):
-        if condition.shape_zyx != volume.shape_zyx:
-            raise DataError(
-                f"a condition must have the shape of its volume; got {condition.shape_zyx} of {condition.name} for "
-                f"{volume.shape_zyx} of {volume.name}; choose the level that fits"
-            )
+        Upsampling.between(volume, condition, "a condition")
     assert dtype is not None
     voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
     splits = tuple(split_volume(v.name, v.shape_zyx, config.patch_size, config.validation) for v in volumes)

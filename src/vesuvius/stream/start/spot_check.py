@@ -19,6 +19,7 @@ from vesuvius.stream.reading.quarantine import DamagedBox
 from vesuvius.stream.start.prepare import PreparedData, ReadBox
 from vesuvius.stream.start.start_reads import Kind
 from vesuvius.volumes.box import intersects
+from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.volume import Volume
 
@@ -91,21 +92,15 @@ def spot_check(
     Raises:
         DataError: a store is away for `data.store.outage_minutes`, or refuses.
     """
-    arrays: list[tuple[Kind, int, Volume, ArrayConfig]] = [
-        ("volume", number, volume, spec)
-        for number, (volume, spec) in enumerate(zip(data.volumes, config.volumes, strict=True))
-    ]
-    conditions = [spec.condition for spec in config.volumes if spec.condition]
-    arrays += [
-        ("condition", number, volume, spec)
-        for number, (volume, spec) in enumerate(zip(data.conditions, conditions, strict=True))
-    ]
+    arrays: list[tuple[Kind, int, ArrayConfig]] = [("volume", *numbered) for numbered in enumerate(config.volumes)]
+    arrays += [("condition", number, spec.condition) for number, spec in enumerate(config.volumes) if spec.condition]
     started = time.monotonic()
-    for place, (kind, number, volume, spec) in enumerate(arrays, 1):
+    for place, (kind, number, spec) in enumerate(arrays, 1):
+        volume, upsampling = data.array(kind, number)
         found = SpotCheck(spec, volume.name, math.prod(volume.grid.counts_zyx))
-        for chunk in _chunks(data, number, volume, most):
+        for chunk in _chunks(data, number, volume, upsampling, most):
             box = volume.grid.box_of(chunk)
-            if any(n == number and intersects(box, damaged) for n, damaged in quarantined):
+            if any(n == number and intersects(upsampling.fine_box(box), damaged) for n, damaged in quarantined):
                 found.quarantined += 1
                 continue
             if any(intersects(box, error.box) for error in found.broken):
@@ -131,15 +126,15 @@ def _read(found: SpotCheck, volume: Volume, chunk: Triple, voxels: NDArray[Any])
     found.absent += 1
 
 
-def _chunks(data: PreparedData, number: int, volume: Volume, most: int) -> list[Triple]:
+def _chunks(data: PreparedData, number: int, volume: Volume, upsampling: Upsampling, most: int) -> list[Triple]:
     """All chunks that training and validation touch, or `most` of them in the order of random patches."""
     split, grid = data.splits[number], volume.grid
     if math.prod(grid.counts_zyx) <= most:
         boxes = (split.train, *((split.validation,) if split.validation else ()))
-        return sorted({chunk for box in boxes for chunk in grid.chunks_of(box)})
+        return sorted({chunk for box in boxes for chunk in grid.chunks_of(upsampling.coarse_box(box))})
     drawn: dict[Triple, None] = {}
     for draw in range(4 * most):
-        touched = list(grid.chunks_of(data.plan.uniform_patch(number, draw)))
+        touched = list(grid.chunks_of(upsampling.coarse_box(data.plan.uniform_patch(number, draw))))
         drawn.setdefault(touched[np.random.default_rng((_SEED, number, draw)).integers(len(touched))])
         if len(drawn) == most:
             break

@@ -72,7 +72,7 @@ class StartReads:
         self._held.close()
 
     def read(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
-        """As `Volume.read`, of the volume of this number or of its condition.
+        """As `Volume.read`, of the volume of this number, or of its condition in voxels of its own.
 
         Raises:
             UnreadableChunkError: also for a chunk that has crashed the process.
@@ -212,7 +212,7 @@ def serve() -> None:
             else:
                 answer = "done", reads.read(volume, box)
         except VesuviusError as error:
-            answer = "error", _Carried(error)
+            answer = "error", error
         with lock:
             _send(answers, answer)
     for volume in opened.values():
@@ -232,23 +232,6 @@ def _take_requests(requests: SimpleQueue[Any], temporary: Path | None) -> None:
                 shutil.rmtree(temporary, ignore_errors=True)
             os._exit(1)
         requests.put(request)
-
-
-class _Carried:
-    """Pickles an error whose constructor takes other parameters than its message."""
-
-    def __init__(self, error: VesuviusError) -> None:
-        self._parts = type(error), str(error), vars(error)
-
-    def __reduce__(self) -> Any:
-        return _made_again, self._parts
-
-
-def _made_again(kind: type[VesuviusError], message: str, attributes: dict[str, Any]) -> VesuviusError:
-    error = kind.__new__(kind, message)
-    Exception.__init__(error, message)
-    vars(error).update(attributes)
-    return error
 
 
 class _Forward(logging.Handler):

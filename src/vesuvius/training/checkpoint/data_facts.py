@@ -8,8 +8,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from vesuvius.config import Triple
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges, PreparedData
+from vesuvius.stream.start.start_reads import Kind
 from vesuvius.volumes.geometry import FloatTriple
 
 
@@ -21,11 +23,15 @@ class VolumeFacts:
         name: path and level.
         dtype: stored dtype of its voxels.
         voxel_size_um: edge lengths (z, y, x), or None where unknown.
+        shape_zyx: None in checkpoints of versions whose conditions all had the shape of their volume.
+        condition_factors: its voxels per voxel of its condition, along each axis.
     """
 
     name: str
     dtype: np.dtype[Any]
     voxel_size_um: FloatTriple | None
+    shape_zyx: Triple | None = None
+    condition_factors: Triple = (1, 1, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +52,11 @@ class DataFacts:
     @classmethod
     def of(cls, data: PreparedData, greys: GreyRanges, spectrum: Spectrum | None, scalars: NDArray[np.float32]) -> Self:
         """The facts of prepared data."""
-        volumes = tuple(VolumeFacts(volume.name, volume.dtype, volume.voxel_size_um) for volume in data.volumes)
+        kind: Kind = "condition" if data.conditions else "volume"
+        volumes = tuple(
+            VolumeFacts(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, data.array(kind, number)[1].factors)
+            for number, v in enumerate(data.volumes)
+        )
         return cls(volumes, greys, spectrum, scalars)
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,7 +79,14 @@ class DataFacts:
         greys, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys"))
         return cls(
             tuple(
-                VolumeFacts(volume["name"], np.dtype(volume["dtype"]), volume["voxel_size_um"]) for volume in volumes
+                VolumeFacts(
+                    volume["name"],
+                    np.dtype(volume["dtype"]),
+                    volume["voxel_size_um"],
+                    volume.get("shape_zyx"),
+                    volume.get("condition_factors", (1, 1, 1)),
+                )
+                for volume in volumes
             ),
             GreyRanges(greys, conditions),
             Spectrum.from_state(state["spectrum"]) if "spectrum" in state else None,
