@@ -18,7 +18,7 @@ _LEAST, _MOST, _VOXELS = 16, 64, 2**25
 
 
 def measure_spectrum(data: PreparedData, config: DataConfig, greys: GreyRanges, read: ReadBox) -> Spectrum:
-    """The spectrum of 16 to 64 patches of training, not augmented: always the same for the same data.
+    """The spectrum that training sees: of 16 to 64 patches, always the same for the same data, in every augmentation.
 
     Args:
         read: what reads them, e.g. `StartReads.read`.
@@ -30,4 +30,4 @@ def measure_spectrum(data: PreparedData, config: DataConfig, greys: GreyRanges, 
     found = read_training_patches(data, config, count, read)
     scales = grey_scales(greys.volumes)[list(found.volumes)]
     values = model_values(torch.from_numpy(found.patches), [Augmentation()] * len(found.patches), scales)
-    return Spectrum.of(values[:, 0])
+    return Spectrum.of(values[:, 0]).augmented(**dict(config.augment))
