@@ -99,14 +99,8 @@ class Spectrum:
     def linear_estimate(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """Return the best linear estimate of standardised x_0 from x_t = alpha x_0 + sigma eps: the Wiener filter.
 
-        It scales each frequency by alpha P / (alpha^2 P + sigma^2).  Pure.
-
-        Args:
-            x_t: float32 [B, C, Z, Y, X].
-            alpha, sigma: [B, 1, 1, 1, 1].
-
-        Returns:
-            float32, the shape of x_t.
+        It scales each frequency by alpha P / (alpha^2 P + sigma^2).  x_t is float32 [B, C, Z, Y, X], as the result is;
+        alpha and sigma [B, 1, 1, 1, 1].  Pure.
         """
         power = _power_on(self, x_t.device)
         gain = alpha * power / (alpha.square() * power + sigma.square())
