@@ -8,8 +8,9 @@ Needs one CUDA GPU and torch, numpy and pydantic: no network, no data, no Ray, a
 then taken from ../src.  Exit codes: 0 done; 1 a self-test or the parity of losses failed; 2 no GPU, or wrong options.
 
 What is measured, most important first, at 72x136x136: a self-test of Conv3d, and of norms in both memory orders; our
-default model over micro-batches 1, 2, 4, ... until one does not fit; parity of the losses in float32, bf16 and fp16;
-the eight largest convolutions in both memory orders, and norms, elementwise kernels and copies (`gpu/kernels.py`);
+default model over micro-batches 1, 2, 4, ... until one does not fit; parity of the losses in float32, bf16 and fp16,
+and a step, both with edm and Muon as our configs have them (all else has cosine noise and AdamW, as the peers can); the
+eight largest convolutions in both memory orders, and norms, elementwise kernels and copies (`gpu/kernels.py`);
 MONAI's U-Net of as many parameters and as many halvings, where it can be imported; each switch turned from its default;
 our plain full-resolution U-Net; the largest micro-batch under --cap-gib; torch.compile.  A row is some optimizer steps
 of its own (at least 3 and --seconds), after two to warm up, with the data on the device; medians.
@@ -36,16 +37,29 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gpu.report import GIB, Row, figures, print_report
+import torch
 
 if importlib.util.find_spec("vesuvius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-if TYPE_CHECKING:
-    from gpu.measure import Bench, Budget
-    from gpu.networks import Spec
+from gpu.kernels import LAYOUTS, convolution_row, family_rows, main_convolutions
+from gpu.measure import Bench, Budget, find_peak_tflops, fits, kernel_share, measured, predicted
+from gpu.networks import (
+    FULL_MONAI,
+    FULL_OURS,
+    FULL_PATCH,
+    FULL_PLAIN,
+    SHIPPED,
+    Spec,
+    count_parameters,
+    experiment,
+    matched,
+    training_flops,
+)
+from gpu.parity import AMPS, convolution_self_test, norm_self_test, parity
+from gpu.report import GIB, Row, figures, print_report
 
 EXIT_OK, EXIT_WRONG, EXIT_USAGE = 0, 1, 2
 SECTIONS = ("networks", "self_test", "norms", "parity", "steps", "convolutions", "families", "kernels", "largest")
@@ -120,8 +134,6 @@ class Networks:
 
 def real_networks() -> Networks:
     """The default model, and peers with as many parameters and a lowest level as small: 9x17x17."""
-    from gpu.networks import FULL_MONAI, FULL_OURS, FULL_PLAIN, count_parameters, matched
-
     parameters = count_parameters(FULL_OURS)
     monai = matched(FULL_MONAI[4], parameters) if can_import("monai") else None
     return Networks(FULL_OURS, matched(FULL_PLAIN, parameters), monai, batch=8)
@@ -129,8 +141,6 @@ def real_networks() -> Networks:
 
 def tiny_networks() -> Networks:
     """For the rehearsal: the same kinds of network, not matched."""
-    from gpu.networks import Spec
-
     heads = {"attention_heads": 2, "blocks_per_level": 1}
     ours = Spec("ours", "vesuvius", (8, 16), {"full_res_channels": 4, **heads})
     plain = Spec("plain", "vesuvius", (4, 8, 16), {"stem_stride": (1, 1, 1), "full_res_channels": 0, **heads})
@@ -152,8 +162,6 @@ class Check:
     """The measurements in their order.  Each looks at the clock first."""
 
     def __init__(self, bench: Bench, networks: Networks, budget: Budget, findings: Findings) -> None:
-        from gpu.networks import count_parameters, training_flops
-
         self._bench, self._networks, self._budget, self._findings = bench, networks, budget, findings
         self._flops = {}
         for spec in (networks.ours, networks.plain, networks.monai):
@@ -167,7 +175,8 @@ class Check:
         self._self_tests()
         limits = self._sweep(ours)
         batch = max(1, min(self._networks.batch, limits[0]))
-        self._parity(ours)
+        self._parity(ours, min(batch, 2))  # one sample does not tell whether each has its own scale and shift
+        self._step(ours, batch, **SHIPPED)
         self._step(ours, batch, channels_last=True)
         self._convolutions(ours, batch)
         self._families(ours, batch)
@@ -196,8 +205,6 @@ class Check:
         return False
 
     def _step(self, spec: Spec, batch: int, needs_s: float = LEAST_S, **settings: Any) -> Row | None:
-        from gpu.measure import measured, predicted
-
         changed = " ".join(f"{name}={value}" for name, value in settings.items())
         if not self._time_for(f"{spec.name}, micro-batch {batch} {changed}".strip(), needs_s):
             return None
@@ -223,8 +230,6 @@ class Check:
 
     def _largest(self, spec: Spec, limits: tuple[int, int | None], **settings: Any) -> None:
         """The largest micro-batch, between what is known to fit and what is known not to, to a sixteenth."""
-        from gpu.measure import fits
-
         fitting, too_many = limits
         while too_many is None or too_many - fitting > max(1, fitting // 16):
             batch = max(2 * fitting, 1) if too_many is None else (fitting + too_many) // 2
@@ -238,23 +243,17 @@ class Check:
         self._findings.add("largest", row)
 
     def _self_tests(self) -> None:
-        from gpu.parity import AMPS, convolution_self_test, norm_self_test
-
         for amp in AMPS:
             self._findings.add("self_test", convolution_self_test(self._bench, amp))
             for channels_last in (False, True):
                 self._findings.add("norms", norm_self_test(self._bench, amp, channels_last))
 
-    def _parity(self, spec: Spec) -> None:
-        from gpu.parity import parity
-
+    def _parity(self, spec: Spec, batch: int) -> None:
         if self._time_for("parity of losses", LEAST_S):
-            for row in parity(self._bench, spec, 1, self._budget):
+            for row in parity(self._bench, spec, batch, self._budget):
                 self._findings.add("parity", row)
 
     def _convolutions(self, spec: Spec, batch: int) -> None:
-        from gpu.kernels import LAYOUTS, convolution_row, main_convolutions
-
         for shape, count, share in main_convolutions(self._bench, spec):
             for layout in LAYOUTS:
                 if self._time_for(f"convolution {shape} {layout}", LEAST_S):
@@ -262,8 +261,6 @@ class Check:
                     self._findings.add("convolutions", row | {"count": count, "share_of_flops": share})
 
     def _families(self, spec: Spec, batch: int) -> None:
-        from gpu.kernels import family_rows
-        from gpu.networks import experiment
 
         config = experiment(spec, self._bench.patch_zyx).model
         full, first = self._bench.patch_zyx, config.channels[0]
@@ -274,8 +271,6 @@ class Check:
                     self._findings.add("families", row)
 
     def _kernels(self, spec: Spec, batch: int) -> None:
-        from gpu.measure import kernel_share
-
         if self._time_for("profile", LEAST_S):
             self._findings.add("kernels", kernel_share(self._bench, spec, batch, self._budget))
 
@@ -300,9 +295,6 @@ def parse() -> argparse.Namespace:
 
 def prepare(arguments: argparse.Namespace) -> tuple[Bench, Networks, Row]:
     """The device under its cap, the networks, and what to say about them."""
-    import torch
-    from gpu.measure import Bench, find_peak_tflops
-    from gpu.networks import FULL_PATCH
 
     peak = (arguments.peak_tflops, arguments.peak_tflops / 2) if arguments.peak_tflops else None
     about: Row = {"rehearsal": arguments.rehearse, "minutes": arguments.minutes, "cap_gib": None, "memory_gib": None}
@@ -323,7 +315,6 @@ def prepare(arguments: argparse.Namespace) -> tuple[Bench, Networks, Row]:
 
 
 def _versions() -> dict[str, str]:
-    import torch
 
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -334,9 +325,6 @@ def _versions() -> dict[str, str]:
 
 def main() -> int:
     arguments = parse()
-    import torch
-    from gpu.measure import Budget
-
     if not arguments.rehearse and not torch.cuda.is_available():
         print(
             f"gpu_check needs a CUDA GPU; torch {torch.__version__} sees none here; run it on a machine with one, or "

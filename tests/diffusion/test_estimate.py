@@ -16,7 +16,7 @@ from vesuvius.diffusion.schedule import x_0_and_eps
 
 SHAPE = (3, 1, 2, 4, 5)
 LEVEL = NoiseLevel(700, 0.6, 0.8)
-KINDS: tuple[Prediction, ...] = ("v", "eps", "x_0")
+KINDS: tuple[Prediction, ...] = ("v", "eps", "x_0", "flow")
 
 
 def _x() -> Tensor:

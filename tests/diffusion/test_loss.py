@@ -10,7 +10,7 @@ from vesuvius.diffusion.schedule import Schedule, cosine_betas
 
 SHAPE = (6, 2, 3, 4, 5)
 TIMES = torch.tensor([0, 100, 268, 500, 900, 999])
-KINDS: tuple[Prediction, ...] = ("v", "eps", "x_0")
+KINDS: tuple[Prediction, ...] = ("v", "eps", "x_0", "flow")
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,10 +26,10 @@ def _loss(config: DiffusionConfig, prediction: torch.Tensor, x_0: torch.Tensor, 
 @pytest.mark.parametrize("gamma", [1.0, 5.0, 1e9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_min_snr_weights_parity_with_lucidrains_formula(kind: Prediction, gamma: float) -> None:
-    # clip(snr, max gamma), then / snr for noise, as it is for x_0, / (snr + 1) for v.
+    # clip(snr, max gamma), then / snr for noise, as it is for x_0, / (snr + 1) for v.  flow is not there.
     alpha_bar = np.cumprod(1 - cosine_betas(1000))
     snr = alpha_bar / (1 - alpha_bar)
-    divisor = {"eps": snr, "x_0": np.ones(1000), "v": snr + 1}[kind]
+    divisor = {"eps": snr, "x_0": np.ones(1000), "v": snr + 1, "flow": (np.sqrt(snr) + 1) ** 2}[kind]
     ours = min_snr_weight(kind, Schedule.from_config(DiffusionConfig(noise="cosine")).snr_table, gamma)
     assert ours.dtype == torch.float32
     # 1e-6: the snr is rounded to float32 once, and so is the quotient.
@@ -48,6 +48,8 @@ def test_min_snr_loss_parity_with_the_papers_weight_on_x_0(kind: Prediction, gam
         "v": np.sqrt(alpha_bar) * x_t - np.sqrt(1 - alpha_bar) * prediction_64,
         "eps": (x_t - np.sqrt(1 - alpha_bar) * prediction_64) / np.sqrt(alpha_bar),
         "x_0": prediction_64,
+        # x_0 where the straight path of rectified flow, (1 - s) x_0 + s eps, starts: x_s - s u.
+        "flow": (x_t - np.sqrt(1 - alpha_bar) * prediction_64) / (np.sqrt(alpha_bar) + np.sqrt(1 - alpha_bar)),
     }[kind]
     weight = np.minimum(alpha_bar / (1 - alpha_bar), gamma)
     expected = (weight * (x_0_predicted - x_0_64) ** 2).mean(axis=(1, 2, 3, 4))

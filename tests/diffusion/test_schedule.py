@@ -11,7 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import REPOSITORY
 from vesuvius.config import DiffusionConfig
+from vesuvius.config.load import read_config
+from vesuvius.diffusion.levels import CLEAN, sampling_levels
 from vesuvius.diffusion.schedule import (
     Prediction,
     Schedule,
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 SHAPE = (5, 1, 3, 4, 6)
 TIMES = torch.tensor([0, 1, 500, 998, 999])
-KINDS: tuple[Prediction, ...] = ("v", "eps", "x_0")
+KINDS: tuple[Prediction, ...] = ("v", "eps", "x_0", "flow")
 BETAS = {"linear": linear_betas, "cosine": cosine_betas, "sigmoid": sigmoid_betas}
 
 
@@ -158,6 +161,18 @@ def test_zero_terminal_snr_parity_with_diffusers(name: str) -> None:
     np.testing.assert_allclose(ours.alpha_bar_64, theirs.alphas_cumprod.numpy(), rtol=0, atol=1e-6)
 
 
+def test_the_shipped_ddpm_has_the_levels_of_ho_et_al() -> None:
+    config = read_config(REPOSITORY / "configs" / "ddpm.yaml").diffusion
+    classic = ("ddpm", 0.0, "l2", None, "eps")
+    found = (config.sampler, config.sampler_eta, config.loss, config.min_snr_gamma, config.prediction)
+    assert found == classic
+    # Section 4 of the paper: 1e-4 to 0.02 in 1000 equal steps, all of them sampled; about 4e-5 of the signal is left.
+    alpha_bar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    schedule = Schedule.from_config(config)
+    np.testing.assert_allclose(schedule.alpha_bar_64, alpha_bar, rtol=1e-12)
+    assert [level.t for level in sampling_levels(schedule, config)] == [*range(999, -1, -1), CLEAN.t]
+
+
 @pytest.mark.parametrize("name", sorted(BETAS))
 def test_zero_terminal_snr_ends_at_exactly_zero_and_leaves_the_start(name: str) -> None:
     plain = Schedule.from_config(DiffusionConfig(noise=name))
@@ -194,7 +209,7 @@ def test_conversions_parity_with_diffusers_noising(kind: Prediction, name: str) 
     oracle.alphas_cumprod = torch.cumprod(1 - oracle.betas.double(), 0)  # its float32 table would drown the rest
     x_t, v = oracle.add_noise(x_0, eps, TIMES), oracle.get_velocity(x_0, eps, TIMES)
     alpha_bar = oracle.alphas_cumprod[TIMES].view(-1, 1, 1, 1, 1)
-    prediction = {"v": v, "eps": eps, "x_0": x_0}[kind]
+    prediction = {"v": v, "eps": eps, "x_0": x_0, "flow": eps - x_0}[kind]
     pair = x_0_and_eps(kind, prediction, x_t, alpha_bar.sqrt(), (1 - alpha_bar).sqrt())
     # 1e-5 is asked for; float64 leaves 1e-11 where the least of alpha and sigma, 5e-5, divides.
     for ours, expected in zip(pair, (x_0, eps), strict=True):
@@ -216,7 +231,7 @@ def test_conversions_invert_noising_in_float32(schedule: Schedule, kind: Predict
 
 
 @given(st.floats(0.01, 1.56), st.floats(-5, 5), st.floats(-5, 5))
-def test_conversions_go_round_between_all_three_predictions(angle: float, x_0: float, eps: float) -> None:
+def test_conversions_go_round_between_all_predictions(angle: float, x_0: float, eps: float) -> None:
     alpha, sigma = np.cos(angle), np.sin(angle)
     x_t, v = (
         torch.tensor(value, dtype=torch.float64) for value in (alpha * x_0 + sigma * eps, alpha * eps - sigma * x_0)
@@ -226,6 +241,7 @@ def test_conversions_go_round_between_all_three_predictions(angle: float, x_0: f
     for again in (
         x_0_and_eps("eps", from_v[1], x_t, alpha, sigma),
         x_0_and_eps("x_0", from_v[0], x_t, alpha, sigma),
+        x_0_and_eps("flow", from_v[1] - from_v[0], x_t, alpha, sigma),
     ):
         assert [float(part) for part in again] == pytest.approx([x_0, eps], abs=1e-11)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from itertools import pairwise
 from typing import Any
@@ -16,9 +17,10 @@ from vesuvius.diffusion.levels import CLEAN, NoiseLevel, rho_levels, sampling_le
 from vesuvius.diffusion.sampler import sample
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
+from vesuvius.plan.plan import Augmentation
+from vesuvius.training.step.device import model_values
 
 SHAPE = (12, 16, 15)
-EDM: dict[str, Any] = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 40}
 AXES = (-3, -2, -1)
 
 
@@ -123,7 +125,7 @@ def share_of_variance(power: float, levels: tuple[NoiseLevel, ...], config: Diff
 @pytest.mark.parametrize("exponent", range(-2, 6))
 def test_the_sampler_of_edm_gives_every_mode_its_variance_back(exponent: int) -> None:
     """A sampler whose first step is too long, or whose noise ends too low, loses what is large."""
-    config = DiffusionConfig(**EDM)
+    config = DiffusionConfig()
     levels = sampling_levels(Schedule.from_config(config, spectrum_up_to(max(10.0**exponent, 1.0))), config)
     assert 0.9 < share_of_variance(10.0**exponent, levels, config) < 1.1
     to_the_largest = sampling_levels(Schedule.from_config(config, spectrum_up_to(1e5)), config)
@@ -193,3 +195,29 @@ def test_the_linear_guess_is_the_same_whatever_the_schedule_standardises_by(nois
     guess = schedule.linear_x_0(spectrum, schedule.q_sample(x_0, torch.randn(x_0.shape), t), t)
     assert float(guess.mean()) == pytest.approx(float(x_0.mean()), abs=2.0)
     assert float((guess - x_0).square().mean()) < 0.9 * float((x_0 - spectrum.mean).square().mean())
+
+
+AUGMENTS = [
+    {"flip": True, "turn": False, "contrast": 0.0, "brightness": 0.0},
+    {"flip": False, "turn": True, "contrast": 0.0, "brightness": 0.0},
+    {"flip": True, "turn": True, "contrast": 0.4, "brightness": 0.7},
+]
+
+
+@pytest.mark.parametrize("augment", AUGMENTS)
+def test_the_augmented_spectrum_is_that_of_all_augmented_patches(augment: dict[str, Any]) -> None:
+    """Patches tilted against all axes: a mean over too few symmetries, or about another origin, is not that of all."""
+    white = patches_of(red((4, 6, 6)), 2, (4, 6, 6))
+    patches = 2 + white + white.roll((1, 1), (1, 2)) + white.roll((1, 2), (2, 3))
+    flips = list(itertools.product((False, True), repeat=3)) if augment["flip"] else [(False,) * 3]
+    # Two equally likely gains, and offsets, of the variance of the uniform ones.
+    gains, offsets = (np.array([-1, 1]) * augment[key] / math.sqrt(3) for key in ("contrast", "brightness"))
+    every = [
+        Augmentation(flip, turns, 1 + gain, offset)
+        for flip, turns, gain, offset in itertools.product(flips, range(4 if augment["turn"] else 1), gains, offsets)
+    ]
+    values = [model_values(patches, [one] * 2, np.array([[-1.0, 1.0]] * 2))[:, 0] for one in every]
+    expected, found = Spectrum.of(torch.cat(values)), Spectrum.of(patches).augmented(**augment)
+    assert (found.mean, found.std) == pytest.approx((expected.mean, expected.std), rel=1e-5)
+    np.testing.assert_allclose(found.power, expected.power, rtol=1e-4, atol=1e-6)
+    assert np.abs(Spectrum.of(patches).power / found.power - 1).max() > 0.1, "these patches have a direction"

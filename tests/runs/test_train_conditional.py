@@ -58,11 +58,14 @@ def test_a_conditional_run_trains_draws_and_resumes_bit_by_bit(tmp_path: Path, c
 def test_how_samples_are_drawn_may_change_on_resume_and_what_the_network_is_may_not(
     tmp_path: Path, conditional_config: Path
 ) -> None:
-    begun = run_vesuvius("train", "--config", conditional_config, "training.max_steps=1", cwd=tmp_path)
+    one_step = ("training.max_steps=1", "training.lean_norm=false")
+    begun = run_vesuvius("train", "--config", conditional_config, *one_step, cwd=tmp_path)
     assert begun.returncode == 0, begun.stderr
     resume = ("train", "--config", conditional_config, "--resume", "--dry-run")
-    other_sampler = run_vesuvius(*resume, "diffusion.sampler=heun", "training.lean_norm=false", cwd=tmp_path)
+    other_sampler = run_vesuvius(*resume, "diffusion.sampler=heun", cwd=tmp_path)
     assert other_sampler.returncode == 0, other_sampler.stderr
+    assert "lean_norm false (as in the checkpoint)" in other_sampler.stdout, "auto keeps what the run began with"
+    assert "changed    training.lean_norm" not in other_sampler.stdout
     other_model = run_vesuvius(*resume, "data.condition_classes=3", cwd=tmp_path)
     assert other_model.returncode == 2
     assert "data.condition_classes: was 2, is 3" in other_model.stderr

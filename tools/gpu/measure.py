@@ -21,16 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
-from gpu.networks import Spec, Triple, build, experiment
+from gpu.networks import SHIPPED, Spec, Triple, build, experiment
 from torch import Tensor
 
 from vesuvius.config import Config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import one_line
 from vesuvius.monitor.clock import Timed, make_clock, untimed
 from vesuvius.runlog.step_times import StepTimes
 from vesuvius.training.forecast.gpu_memory import is_gpu_memory_error
+from vesuvius.training.forecast.mfu import peak_flops_s
 from vesuvius.training.step.outcome import StepResult
 from vesuvius.training.step.step import TrainStep
 
@@ -39,32 +41,6 @@ Row = dict[str, Any]
 WARM_UP_STEPS = 2  # the first makes the optimizer's state and cuDNN's choices
 LEAST_STEPS, MOST_STEPS = 3, 30
 REHEARSED_BATCH = 2  # in a rehearsal larger micro-batches "do not fit"
-
-# What cuDNN says where it has no kernel, or none whose workspace fits: "unable to find an engine to execute this
-# computation" is torch's own text.
-NO_KERNEL = ("unable to find an engine", "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_INTERNAL_ERROR")
-NEARLY_FULL = 0.6  # a workspace is at most some tensors of a convolution
-
-# Dense tensor-core TFLOP/s with float32 accumulation: (bf16 and fp16, TF32), from NVIDIA's data sheets, whose sparse
-# figures are twice these.  The first name found in the device's name counts.
-PEAK_TFLOPS = {
-    "B200": (2250.0, 1125.0),
-    "GH200": (989.5, 494.7),
-    "H200 NVL": (835.5, 417.5),
-    "H200": (989.5, 494.7),
-    "H100 PCIe": (756.5, 378.0),
-    "H100 NVL": (835.5, 417.5),
-    "H100": (989.5, 494.7),
-    "A100": (312.0, 156.0),
-    "A30": (165.0, 82.0),
-    "A40": (149.7, 74.8),
-    "RTX A6000": (154.8, 77.4),
-    "A10G": (70.0, 35.0),
-    "A10": (125.0, 62.5),
-    "L40S": (362.0, 183.0),
-    "L40": (181.0, 90.5),
-    "L4": (121.0, 60.0),
-}
 
 
 class OutOfTimeError(BaseException):
@@ -120,8 +96,8 @@ class Bench:
 
 def find_peak_tflops(device_name: str) -> tuple[float, float] | None:
     """Peak of 16-bit and TF32 products by the device's name; None where the table has it not.  Pure."""
-    # "NVIDIA L40S" must not be taken for L4: longer names stand first.
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name.lower() in device_name.lower()), None)
+    half, tf32 = (peak_flops_s(device_name, amp, tf32=True) for amp in ("bf16", "off"))
+    return (half / 1e12, tf32 / 1e12) if half and tf32 else None
 
 
 # ---- a step, timed
@@ -138,8 +114,10 @@ def attempt(bench: Bench, budget: Budget, row: Row, measure: Callable[[], Row]) 
     except OutOfTimeError:
         row = row | {"outcome": "out of time"}
     except Exception as error:
-        short = is_out_of_memory(error, _used_share(bench))
-        row = row | {"outcome": "out of memory" if short else type(error).__name__, "detail": one_line(error)}
+        row = row | {
+            "outcome": "out of memory" if is_gpu_memory_error(error) else type(error).__name__,
+            "detail": one_line(error),
+        }
     # Only here: as long as an error is handled, its frames hold the tensors.
     gc.collect()
     if "torch._dynamo" in sys.modules:
@@ -149,29 +127,8 @@ def attempt(bench: Bench, budget: Budget, row: Row, measure: Callable[[], Row]) 
     return row
 
 
-def is_out_of_memory(error: Exception, used_share: float) -> bool:
-    """Whether a measurement failed for lack of memory.  Pure.
-
-    cuDNN says it in two ways: that an allocation failed, and, where each of its kernels wants more workspace than is
-    left, that it knows no kernel.  The latter may be a kernel that is missing: it counts where memory was nearly full.
-
-    Args:
-        error: what torch raised.
-        used_share: allocated at the most, of what this process may take.
-    """
-    no_kernel = isinstance(error, RuntimeError) and any(text in str(error) for text in NO_KERNEL)
-    return is_gpu_memory_error(error) or (no_kernel and used_share >= NEARLY_FULL)
-
-
-def _used_share(bench: Bench) -> float:
-    if not bench.on_gpu:
-        return 0.0
-    may_take = torch.cuda.get_per_process_memory_fraction() * torch.cuda.get_device_properties(0).total_memory
-    return torch.cuda.max_memory_allocated() / may_take
-
-
 def measured(bench: Bench, spec: Spec, batch: int, budget: Budget, flops_per_patch: int, **training: Any) -> Row:
-    """Patches/s, memory and shares of the step.  `batch`: the micro-batch; `training`: fields of `TrainingConfig`."""
+    """Patches/s, memory and shares of the step.  `batch`: the micro-batch; `training`: as for `experiment`."""
     row: Row = {"system": spec.name, "micro_batch": batch, "settings": spec.switches | training}
     config = experiment(spec, bench.patch_zyx, batch, **training)
     return attempt(bench, budget, row, lambda: _timed_steps(bench, spec, config, flops_per_patch))
@@ -236,7 +193,8 @@ def _timed_steps(bench: Bench, spec: Spec, config: Config, flops_per_patch: int)
 def make_step(bench: Bench, spec: Spec, config: Config) -> TrainStep:
     """The training step of a run, around any of the networks."""
     network = build(spec, config, bench.device)
-    return TrainStep(config, network, Schedule.from_config(config.diffusion), bench.device)
+    spectrum = Spectrum.of(resident_patches(bench, 2)[:, 0].cpu())  # of as many frequencies as a run's
+    return TrainStep(config, network, Schedule.from_config(config.diffusion, spectrum), bench.device)
 
 
 def resident_patches(bench: Bench, batch: int) -> Tensor:
@@ -304,7 +262,7 @@ def _profiled(bench: Bench, spec: Spec, batch: int) -> Row:
 
     if not bench.on_gpu:
         raise RuntimeError("the profile needs a GPU")
-    config = experiment(spec, bench.patch_zyx, batch)
+    config = experiment(spec, bench.patch_zyx, batch, **SHIPPED)
     prepare_device(bench, config)
     step, x_0 = make_step(bench, spec, config), resident_patches(bench, batch)
     for number in range(WARM_UP_STEPS):

@@ -78,6 +78,7 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
 
 
+SHIPPED = {"noise": "edm", "optimizer": "muon"}  # what our configs set; the peers' sizes are compared without
 DEFAULT_MODEL = ModelConfig()
 FULL_PATCH = (72, 136, 136)
 FULL_OURS = Spec(
@@ -107,8 +108,11 @@ FULL_MONAI = {
 # ---- building
 
 
-def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, **training: Any) -> Config:
-    """The config of a run of this network.  Peers get one that fits every patch."""
+def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, noise: str = "cosine", **training: Any) -> Config:
+    """The config of a run of this network.  Peers get one that fits every patch.
+
+    Of cosine noise the network sees one channel, as the peers do; of edm two.
+    """
     model = ModelConfig(channels=spec.channels, **spec.architecture) if spec.kind == "vesuvius" else ANY_PATCH
     return Config.model_validate(
         {
@@ -119,7 +123,7 @@ def experiment(spec: Spec, patch_zyx: Triple, batch: int = 1, **training: Any) -
                 "augment": {"turn": patch_zyx[1] == patch_zyx[2]},
             },
             "training": {"train_batch_size": batch, **spec.switches, **training},
-            "diffusion": {"noise": "cosine"},  # one channel in, as the peers have
+            "diffusion": {"noise": noise},
             "model": model,
         }
     )

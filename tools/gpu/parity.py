@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from gpu.measure import Bench, Budget, Row, attempt, make_step, one_step, resident_patches, synchronize
-from gpu.networks import Spec, experiment
+from gpu.networks import SHIPPED, Spec, experiment
 from torch import nn
 
 from vesuvius.training.step.self_test import TOLERANCES, convolution_errors, norm_errors
@@ -36,8 +36,8 @@ def norm_self_test(bench: Bench, amp: AmpMode, channels_last: bool) -> Row:
 def parity(bench: Bench, spec: Spec, batch: int, budget: Budget) -> list[Row]:
     """Losses of a few optimizer steps in float32, bf16 and fp16: same weights, patches, noise and timesteps.
 
-    The float32 steps are without TF32.  Weights that start as zero get small random values, or the first losses would
-    not see the network.
+    Noise and optimizer are those of our configs, edm and Muon.  The float32 steps are without TF32.  Weights that start
+    as zero get small random values, or the first losses would not see the network.
     """
     rows: list[Row] = []
     for amp in AMPS:
@@ -54,7 +54,7 @@ def parity(bench: Bench, spec: Spec, batch: int, budget: Budget) -> list[Row]:
 
 
 def _losses(bench: Bench, spec: Spec, batch: int, amp: AmpMode) -> list[float]:
-    config = experiment(spec, bench.patch_zyx, batch, amp=amp)
+    config = experiment(spec, bench.patch_zyx, batch, amp=amp, **SHIPPED)
     step = make_step(bench, spec, config)
     _wake(step.network)
     x_0 = resident_patches(bench, batch)

@@ -22,8 +22,8 @@ def figures(content: Row) -> Row:
         if row["outcome"] == "ok" and not row["settings"]:
             best[row["system"]] = max(best.get(row["system"], 0.0), row["patches_s"])
     monai = next((speed for name, speed in best.items() if name.startswith("monai")), None)
-    default = [row for row in content["steps"] if row["system"] == "ours" and row["outcome"] == "ok"]
-    default = [row for row in default if not row["settings"]]
+    steps = [row for row in content["steps"] if row["system"] == "ours" and row["outcome"] == "ok"]
+    default = [row for row in steps if not row["settings"]]
     swept = [row["micro_batch"] for row in default]
     found = [row["micro_batch"] for row in content["largest"] if not row["settings"]]
     errors = [
@@ -37,6 +37,8 @@ def figures(content: Row) -> Row:
         "parity_ok": all(row["ok"] for row in content["parity"]) if content["parity"] else None,
         "patches_s_to_monai": best["ours"] / monai if monai and "ours" in best else None,
         "largest_micro_batch": max(swept + found, default=None),
+        "mfu": max((row["mfu"] for row in default if row["mfu"] is not None), default=None),
+        "mfu_as_shipped": next((row["mfu"] for row in steps if row["settings"].get("noise") == "edm"), None),
         "waiting_share": default[-1]["waiting_share"] if default else None,
         "prediction_errors": [min(errors), max(errors)] if errors else None,
     }

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from vesuvius.config.section import PositiveInt, Section
 
-Prediction = Literal["v", "eps", "x_0"]
+Prediction = Literal["v", "eps", "x_0", "flow"]
 SamplerMethod = Literal["ddim", "ddpm", "dpmpp2m", "heun"]
 
 
@@ -29,10 +29,12 @@ class DiffusionConfig(Section):
         None, gt=0, description="most noise of edm; null = four times the largest amplitude of the measured spectrum"
     )
     zero_terminal_snr: bool = Field(
-        False, description="rescale the schedule so that the last t is pure noise; needs prediction v or x_0"
+        False, description="rescale the schedule so that the last t is pure noise; not with prediction eps"
     )
     prediction: Prediction = Field(
-        "v", description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; eps wants a sampler_clip"
+        "v",
+        description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; flow = eps - x_0; eps wants a "
+        "sampler_clip",
     )
     loss: Literal["l2", "huber"] = Field("l2", description="error of the prediction, per voxel")
     huber_delta: float = Field(1.0, gt=0, description="error above which the Huber loss is linear, model values")

@@ -45,8 +45,10 @@ class TrainingConfig(Section):
         "auto", description="autocast dtype; auto = bf16 on Ampere and newer, fp16 on older GPUs, off on CPU"
     )
     channels_last: bool = Field(False, description="weights and activations in channels_last_3d memory order")
-    lean_norm: bool = Field(
-        True, description="recompute norms and SiLU in the backward pass instead of keeping them; same numbers"
+    lean_norm: bool | Literal["auto"] = Field(
+        "auto",
+        description="recompute norms and SiLU in the backward pass instead of keeping them; same numbers; auto = "
+        "unless a GPU has room for them when the run begins",
     )
     checkpoint_levels: tuple[NonNegativeInt, ...] = Field(
         (), description="levels whose activations are recomputed in the backward pass; 0 = full resolution"

@@ -22,14 +22,9 @@ class NetworkEstimate:
     """Estimates x_0 and eps with a network, for one batch and its condition.
 
     Computes in the dtype of x (float32 or float64) outside the network.  Uses `prediction`, `sampler_guidance`,
-    `sampler_clip` and `sampler_quantile` of the config.
-
-    Args:
-        mean, std: mean and standard deviation of the data in model values.  x_0 is standardised with them; the clipping
-            limits are in model values.
-
-    Attributes:
-        evaluations: network calls so far; an estimate takes two if guidance is neither 0 nor 1.
+    `sampler_clip` and `sampler_quantile` of the config.  x_0 is standardised with the data's mean and std, in model
+    values, as are the clipping limits.  `evaluations` counts network calls, two per estimate if guidance is neither 0
+    nor 1.
     """
 
     def __init__(
@@ -59,7 +54,7 @@ class NetworkEstimate:
         """Return the prediction with classifier-free guidance: p_u + scale (p_c - p_u).
 
         Source: Ho & Salimans 2022, eq. 6, for eps, with w = scale - 1.  Both terms share x, so the same rule holds for
-        v and x_0.
+        the other predictions.
         """
         scale = self._config.sampler_guidance
         if scale == 1:

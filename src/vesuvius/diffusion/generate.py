@@ -19,12 +19,7 @@ from vesuvius.diffusion.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """A batch of samples.
-
-    Attributes:
-        x_0: float32 [len(numbers), C, Z, Y, X], model values.
-        evaluations: network calls for the batch.
-    """
+    """A batch of samples: float32 [len(numbers), C, Z, Y, X], model values, and the network calls that it took."""
 
     x_0: Tensor
     evaluations: int
@@ -47,14 +42,8 @@ def generate(
 
     The initial noise of a sample follows from (seed, purpose, number), that of step k from (seed, purpose, number, k).
     A sample therefore does not depend on the rest of its batch, except where `denoise` rounds differently for another
-    batch size.  Uses no global generator.
-
-    Args:
-        condition: one entry per number, on `device`.
-        on_step: called as on_step(k, x) after each sampling step, with the standardised state.
-
-    Raises:
-        ConfigError: sampler_steps is not in [1, timesteps].
+    batch size.  Uses no global generator.  The condition has one entry per number, on `device`; on_step(k, x) is called
+    after each sampling step, with the standardised state.
     """
     estimate = NetworkEstimate(denoise, config, condition, schedule.mean, schedule.std)
 

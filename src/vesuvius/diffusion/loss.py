@@ -12,9 +12,10 @@ from vesuvius.diffusion.schedule import Schedule
 def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:
     """Return the min-SNR-gamma weight of a squared error in this kind of prediction, float32 like `snr`.
 
-    min(snr, gamma) for x_0; the same divided by snr for eps, and by snr + 1 for v (without the + 1 it is the bug of
-    diffusers #5654).  The paper defines the weight for an error in x_0; an error in eps is sqrt(snr) times, one in v
-    sqrt(snr + 1) times as large, hence the divisions.  At snr 0 (pure noise) the weight of v and x_0 is 0.  Pure.
+    min(snr, gamma) for x_0; the same divided by snr for eps, by snr + 1 for v (without the + 1 it is the bug of
+    diffusers #5654), and by (sqrt(snr) + 1)^2 for flow.  The paper defines the weight for an error in x_0; an error in
+    eps is sqrt(snr) times, one in v sqrt(snr + 1) and one in flow sqrt(snr) + 1 times as large, hence the divisions.
+    At snr 0 (pure noise) only the weight of eps is above 0.  Pure.
 
     Source: Hang et al. 2023.
     """
@@ -26,6 +27,8 @@ def min_snr_weight(kind: Prediction, snr: Tensor, gamma: float) -> Tensor:
             return capped / snr
         case "v":
             return capped / (snr + 1)
+        case "flow":
+            return capped / (snr.sqrt() + 1).square()
 
 
 def loss_per_sample(

@@ -44,14 +44,8 @@ def split(schedule: Schedule, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> tupl
     The denoiser splits x_t into a signal and a noise estimate, the two input channels.  Each is scaled to variance 1,
     so weak noise is as visible as the signal.  At a frequency of power P the variance of x_t is D = alpha^2 P +
     sigma^2; the signal gets the share alpha^2 P / D and the noise sigma^2 / D.  v is alpha sigma (1 - P) / D times x_t,
-    with an error of variance P / D.  Pure.
-
-    Args:
-        x_t: float32 [B, 1, Z, Y, X], standardised.
-        alpha, sigma: [B, 1, 1, 1, 1], alpha^2 + sigma^2 = 1.
-
-    Returns:
-        float32 [B, 2, Z, Y, X], [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
+    with an error of variance P / D.  Pure.  x_t is float32 [B, 1, Z, Y, X], standardised, alpha and sigma are
+    [B, 1, 1, 1, 1] with alpha^2 + sigma^2 = 1; the results [B, 2, Z, Y, X], [B, 1, Z, Y, X] and [B, 1, 1, 1, 1].
     """
     power, mode_weight = schedule.power, schedule.mode_weight
     assert power is not None

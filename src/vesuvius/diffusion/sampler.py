@@ -26,11 +26,7 @@ Estimate = Callable[[Tensor, NoiseLevel], tuple[Tensor, Tensor]]
 class Coefficients:
     """One step: the next state is the weighted sum of five tensors.
 
-    Attributes:
-        x: weight of the state.
-        x_0, eps: weights of the estimates at the state.
-        x_0_before: weight of the estimate of x_0 one step earlier.
-        noise: weight of new standard normal noise.
+    They are the state, the estimates at it, the estimate of x_0 one step earlier, and new standard normal noise.
     """
 
     x: float = 0.0

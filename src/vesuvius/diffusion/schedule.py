@@ -128,7 +128,8 @@ def x_0_and_eps(
     """Convert a prediction for `x_t` = alpha x_0 + sigma eps to (x_0, eps).  Pure; in the dtype of its arguments.
 
     `alpha` = sqrt(alpha_bar), `sigma` = sqrt(1 - alpha_bar).  eps -> x_0 divides by alpha, x_0 -> eps by sigma, which
-    amplifies errors where these are small.  Source: Salimans & Ho 2022, section 4 and appendix D.
+    amplifies errors where these are small.  flow, eps - x_0, divides by alpha + sigma, at least 1.  Sources: Salimans &
+    Ho 2022, section 4 and appendix D; Liu et al. 2023 for flow.
     """
     match kind:
         case "v":
@@ -137,6 +138,8 @@ def x_0_and_eps(
             return (x_t - sigma * prediction) / alpha, prediction
         case "x_0":
             return prediction, (x_t - alpha * prediction) / sigma
+        case "flow":
+            return (x_t - sigma * prediction) / (alpha + sigma), (x_t + alpha * prediction) / (alpha + sigma)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +271,8 @@ class Schedule:
                 return eps.float()
             case "x_0":
                 return self.standardised(x_0)
+            case "flow":
+                return eps.float() - self.standardised(x_0)
 
     def x_0_and_eps(self, kind: Prediction, prediction: Tensor, x_t: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Convert a prediction for x_t to x_0, in model values, and eps; see the function of this name."""

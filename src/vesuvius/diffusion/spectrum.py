@@ -5,7 +5,9 @@ They determine the noise levels and the best linear denoiser, the baseline of th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -44,6 +46,24 @@ class Spectrum:
             power += torch.fft.rfftn((patch.double() - mean) / std).abs().square()
         return cls(mean, std, (power / patches.numel()).float().numpy(), patches.shape[-1])
 
+    def augmented(self, flip: bool, turn: bool, contrast: float, brightness: float) -> Spectrum:
+        """Return the spectrum of the same patches as `plan.augmentation_of` varies them.  Pure.
+
+        Flips and turns move the patches' periodic covariance about its origin, so their mean over the whole group is
+        taken there.  Contrast and brightness are uniform: their variance is a third of the square of their range.
+        """
+        voxels = math.prod(self.power.shape[:-1]) * self.size_x
+        covariance = torch.fft.irfftn(torch.from_numpy(self.power).double(), s=(*self.power.shape[:-1], self.size_x))
+        if turn:  # by 180 degrees, then by 90
+            covariance = (covariance + _mirrored(_mirrored(covariance, -1), -2)) / 2
+            covariance = (covariance + _mirrored(covariance.transpose(-1, -2), -1)) / 2
+        for axis in AXES if flip else ():
+            covariance = (covariance + _mirrored(covariance, axis)) / 2
+        power = torch.fft.rfftn(covariance).real.clamp(min=0) * self.std**2 * (1 + contrast**2 / 3)
+        power[0, 0, 0] += voxels * (self.mean**2 * contrast**2 + brightness**2) / 3
+        std = math.sqrt(float(torch.fft.irfftn(power, s=covariance.shape)[0, 0, 0])) or 1.0
+        return Spectrum(self.mean, std, (power / std**2).float().numpy(), self.size_x)
+
     @classmethod
     def white(cls) -> Self:
         """Return the spectrum of uncorrelated voxels with mean 0 and variance 1, for patches of any size."""
@@ -79,16 +99,21 @@ class Spectrum:
     def linear_estimate(self, x_t: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """Return the best linear estimate of standardised x_0 from x_t = alpha x_0 + sigma eps: the Wiener filter.
 
-        It scales each frequency by alpha P / (alpha^2 P + sigma^2).  Pure.
-
-        Args:
-            x_t: float32 [B, C, Z, Y, X].
-            alpha, sigma: [B, 1, 1, 1, 1].
-
-        Returns:
-            float32, the shape of x_t.
+        It scales each frequency by alpha P / (alpha^2 P + sigma^2).  x_t is float32 [B, C, Z, Y, X], as the result is;
+        alpha and sigma [B, 1, 1, 1, 1].  Pure.
         """
-        power = torch.from_numpy(self.power).to(x_t.device)
+        power = _power_on(self, x_t.device)
         gain = alpha * power / (alpha.square() * power + sigma.square())
         estimate: Tensor = torch.fft.irfftn(gain * torch.fft.rfftn(x_t, dim=AXES), s=x_t.shape[-3:], dim=AXES)
         return estimate
+
+
+@lru_cache(maxsize=2)
+def _power_on(spectrum: Spectrum, device: torch.device) -> Tensor:
+    """Return the power on a device, copied once: each copy from pageable memory makes the host wait for the GPU."""
+    return torch.from_numpy(spectrum.power).to(device)
+
+
+def _mirrored(covariance: Tensor, axis: int) -> Tensor:
+    """Return the covariance with offsets d along an axis negated, modulo its size."""
+    return covariance.flip(axis).roll(1, axis)

@@ -180,6 +180,7 @@ def _train_and_record(
     ranks: Ranks,
 ) -> int:
     """Run one session, and record how it began and how it ended, however it ends."""
+    config = preflight.resolved(config)
     directory, device = preflight.directory, choose_device(ranks.local_rank)
     part = part_of(config, ranks.rank, ranks.world)
     log_ranks(config, part)

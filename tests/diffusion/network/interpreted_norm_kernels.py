@@ -130,9 +130,10 @@ def test_autograd_around_the_kernels_gives_the_numbers_of_torchs_and_keeps_x_and
         monkeypatch.setattr(norm_silu, "kernels_for", lambda x, module=module: module)
         x, weight, bias, _ = (part.requires_grad_() for part in parts(True, layout, torch.float32))
         conv, made = _conv(), x * 1
+        scale, shift = torch.cat([weight, bias], dim=1).chunk(2, dim=1)  # views of the rows of both, as AdaGN's
         sizes.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            out = norm_silu_conv(made, weight, bias, 3, conv, lean)
+            out = norm_silu_conv(made, scale, shift, 3, conv, lean)
         assert out.stride() == out.contiguous(memory_format=layout).stride()
         out.square().sum().backward()
         results.append([out, x.grad, weight.grad, bias.grad, conv.weight.grad, conv.bias.grad])

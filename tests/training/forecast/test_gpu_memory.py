@@ -79,6 +79,24 @@ def gpu_of(total_bytes: int, foreign_bytes: int = CONTEXT_BYTES) -> VramUse:
 
 
 @pytest.mark.parametrize(
+    ("text", "used_share", "short"),
+    [
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", 0.1, True),
+        ("CUDA error: out of memory", 0.1, True),
+        ("FIND was unable to find an engine to execute this computation", 0.9, True),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", 0.9, True),
+        ("FIND was unable to find an engine to execute this computation", 0.1, False),
+        ("cuDNN error: CUDNN_STATUS_BAD_PARAM", 0.9, False),
+    ],
+)
+def test_cudnn_without_a_kernel_is_out_of_memory_where_memory_was_nearly_full(
+    text: str, used_share: float, short: bool
+) -> None:
+    assert is_gpu_memory_error(RuntimeError(text), lambda: used_share) is short
+    assert not is_gpu_memory_error(ValueError(text), lambda: used_share), "not an error of the device"
+
+
+@pytest.mark.parametrize(
     ("batch", "accumulate", "fitting", "expected"),
     [
         (4, 4, 3, (2, 8)),  # 3 fit, and do not divide 16

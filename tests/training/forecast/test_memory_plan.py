@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import GIB
 from vesuvius.training.forecast import memory_plan
-from vesuvius.training.forecast.memory_plan import largest_batch, plan_memory
+from vesuvius.training.forecast.memory_plan import largest_batch, lean_norm, plan_memory
 from vesuvius.training.step.network import build_network, lay_out_network
 from vesuvius.training.step.step import AmpMode, TrainStep
 
@@ -350,3 +351,15 @@ def test_a_rank_with_sharded_weights_is_planned_with_its_part_of_them() -> None:
     vram = part.vram_bytes
     fit = [largest_batch(make_config(ranks | {"sharding": sharding}), vram) for sharding in ("none", "fsdp")]
     assert fit[0] < fit[1]
+
+
+def test_lean_norm_auto_is_off_where_a_step_fits_nine_tenths_of_the_free_gpu_memory_without_it() -> None:
+    config, cuda = make_config({"amp": "bf16"}), torch.device("cuda")
+    lean, plain = (plan_memory(with_training(config, lean_norm=on)).vram_bytes for on in (True, False))
+    assert lean < plain
+    assert lean_norm(config, cuda, math.floor(plain / 0.9))[0] is True
+    assert lean_norm(config, cuda, math.ceil(plain / 0.9))[0] is False
+    assert lean_norm(config, CPU)[0] is True
+    assert lean_norm(with_training(config, lean_norm=False), CPU)[0] is False
+    assert lean_norm(with_training(config, lean_norm=True), cuda, 80 * GIB)[0] is True
+    assert plan_memory(config).live_bytes == plan_memory(with_training(config, lean_norm=True)).live_bytes

@@ -60,7 +60,6 @@ class ZeroConv3d(nn.Conv3d):
     """A zero-initialised convolution; the branch that ends in it adds nothing at first."""
 
     def reset_parameters(self) -> None:
-        """Set weight and bias to 0."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -69,7 +68,6 @@ class ZeroLinear(nn.Linear):
     """A zero-initialised linear layer."""
 
     def reset_parameters(self) -> None:
-        """Set weight and bias to 0."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -84,7 +82,6 @@ class NormSiLU(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor, conv: nn.Conv3d, lean: bool) -> Tensor:
-        """[B, C, Z, Y, X] -> conv(SiLU(norm(x)))."""
         return norm_silu_conv(x, self.weight, self.bias, self.groups, conv, lean)
 
 
@@ -134,7 +131,6 @@ class Attention(nn.Module):
         self.out = ZeroConv3d(channels, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, Z, Y, X] -> the same shape."""
         b, c, *size_zyx = x.shape
         qkv: Tensor = self.qkv(self.norm(laid_out(x)).flatten(2).transpose(1, 2))
         q, k, v = qkv.reshape(b, -1, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)

@@ -45,7 +45,8 @@ def norm_silu_conv(x: Tensor, weight: Tensor, bias: Tensor, groups: int, conv: n
     assert conv.stride == (1, 1, 1), conv.stride
     dtype = _compute_dtype(x)
     x = x.to(dtype)
-    weight, bias = (part.to(norm_silu.statistics_dtype(x)) for part in (weight, bias))
+    # Contiguous: the Triton kernels count rows by channels, and AdaGN's shift is a view of the rows of both.
+    weight, bias = (part.to(norm_silu.statistics_dtype(x)).contiguous() for part in (weight, bias))
     padding = [int(size) for size in conv.padding]
     with no_autocast(x.device):
         if not torch.is_grad_enabled():

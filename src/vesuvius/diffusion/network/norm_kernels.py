@@ -58,15 +58,13 @@ def norm_silu(x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float) 
 
     Args:
         x: [N, C, Z, Y, X] in float32, bf16 or fp16, contiguous or channels last, which the result keeps.
-        weight, bias: float32 [C], or [N, C] with one row per sample.
-        groups: a divisor of C.
-        eps: added to the variance.
+        weight, bias: float32 [C], or contiguous [N, C] with one row per sample.
     """
     n, c = x.shape[:2]
     voxels, grid = x[0, 0].numel(), _plan(x)
     parts = torch.empty(2, n, grid.chunks, c, dtype=torch.float32, device=x.device)
     _moments[(grid.chunks, triton.cdiv(c, grid.tile_c), n)](
-        x, parts[0], parts[1], c, voxels, grid.chunk, *_steps(grid), grid.tile_v, grid.tile_c, num_warps=_WARPS
+        x, parts[0], parts[1], c, voxels, grid.chunk, *grid[:4], num_warps=_WARPS
     )
     mean = torch.empty(n, groups, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
@@ -86,8 +84,7 @@ def again(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -
         y,
         *(weight, bias, mean, rstd),
         *(c, voxels, c // mean.shape[1], _row(weight)),
-        *_steps(grid),
-        *(grid.tile_v, grid.tile_c),
+        *grid[:4],
         num_warps=_WARPS,
     )
     return y
@@ -100,23 +97,18 @@ def backward(
 
     With u = (x - mean) rstd, z = weight u + bias and h = grad SiLU'(z): the weight's gradient is sum(h u), the bias's
     sum(h), and x's is rstd (weight h - a - b u), where a and b are the means of weight h and weight h u over the group.
-
-    Args:
-        grad: gradient of the result of `norm_silu`, in its shape, dtype and memory order.
-        x, weight, bias, mean, rstd: inputs and statistics of `norm_silu`.
+    `grad` is the gradient of the result of `norm_silu`, in its shape, dtype and memory order.
     """
     n, c = x.shape[:2]
     voxels, groups, grid = x[0, 0].numel(), mean.shape[1], _plan(x)
     numbers = (c, voxels, c // groups, _row(weight))
-    tile = (grid.tile_v, grid.tile_c)
     blocks_c = triton.cdiv(c, grid.tile_c)
     parts = torch.empty(2, n, grid.chunks, c, dtype=torch.float32, device=x.device)
     _summed[(grid.chunks, blocks_c, n)](
         *(grad, x, parts[0], parts[1], weight, bias, mean, rstd),
         *numbers,
         grid.chunk,
-        *_steps(grid),
-        *tile,
+        *grid[:4],
         num_warps=_WARPS,
     )
     sums = parts.sum(2)  # h u and h, [2, N, C]
@@ -125,17 +117,12 @@ def backward(
     _pulled_back[(triton.cdiv(voxels, grid.tile_v), blocks_c, n)](
         *(grad, x, grad_x, weight, bias, mean, rstd, of_group[0], of_group[1]),
         *numbers,
-        *_steps(grid),
-        *tile,
+        *grid[:4],
         num_warps=_WARPS,
     )
     if weight.ndim == 1:
         sums = sums.sum(1)
     return grad_x, sums[0], sums[1]
-
-
-def _steps(grid: _Grid) -> tuple[int, int]:
-    return grid.stride_c, grid.stride_v
 
 
 def _row(weight: Tensor) -> int:
@@ -149,16 +136,7 @@ def _row(weight: Tensor) -> int:
 
 @triton.jit
 def _moments(
-    x,
-    means,
-    squares,
-    channels,
-    voxels,
-    chunk,
-    stride_c,
-    stride_v,
-    tile_v: tl.constexpr,
-    tile_c: tl.constexpr,
+    x, means, squares, channels, voxels, chunk, stride_c, stride_v, tile_v: tl.constexpr, tile_c: tl.constexpr
 ):
     """Mean and sum of squared deviations of each channel of a chunk.
 
@@ -188,17 +166,7 @@ def _moments(
 
 @triton.jit
 def _combined(
-    means,
-    squares,
-    mean,
-    rstd,
-    channels,
-    voxels,
-    width,
-    chunk,
-    eps,
-    tile_k: tl.constexpr,
-    tile_c: tl.constexpr,
+    means, squares, mean, rstd, channels, voxels, width, chunk, eps, tile_k: tl.constexpr, tile_c: tl.constexpr
 ):
     """Combine the moments of the channels and chunks of a group (Chan et al. 1983)."""
     group, sample = tl.program_id(0), tl.program_id(1)
@@ -211,7 +179,7 @@ def _combined(
         inside = (k < chunks)[:, None] & (inner < width)[None, :]
         count = tl.minimum(voxels - k * chunk, chunk).to(tl.float32)
         total += count[:, None] * tl.load(means + base[None, :] + k[:, None] * channels, mask=inside, other=0.0)
-    elements = voxels.to(tl.float32) * width
+    elements = 1.0 * voxels * width  # no `.to`: Triton makes a constant of an argument of 1
     centre = tl.sum(tl.sum(total, 1), 0) / elements
     square = tl.zeros((tile_k, tile_c), tl.float32)
     for start in range(0, chunks, tile_k):

@@ -84,12 +84,9 @@ def again(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor) -
 def backward(
     grad: Tensor, z: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias.
+    """Return the gradients of x, weight and bias from that of y, in any memory order.
 
-    Args:
-        grad: gradient of y, in any memory order.
-        z: from `forward` or `again`; None = recompute it if needed.
-        x, weight, bias, mean, rstd: inputs and statistics of `forward`.
+    z is from `forward` or `again`, None = recompute it if needed; the others are inputs and statistics of `forward`.
     """
     kernels = kernels_for(x)
     if kernels is not None:
@@ -147,21 +144,12 @@ def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[T
         rows = [_group_norm(x[i : i + 1], weight[i], bias[i], groups) for i in range(len(x))]
         z, mean, rstd = (torch.cat(parts) for parts in zip(*rows, strict=True))
         return z, mean, rstd
-    n, c, *size_zyx = _folded(x, weight).shape
-    # CUDA kernels need one dtype; CPU kernels accept float32 weights for 16-bit x and keep float32 statistics.
-    own = x.dtype if x.is_cuda else weight.dtype
+    folded = _folded(x, weight)
+    n, c, *size_zyx = folded.shape
     z, mean, rstd = torch.native_group_norm(
-        _folded(x, weight),
-        weight.reshape(-1).to(own),
-        bias.reshape(-1).to(own),
-        n,
-        c,
-        math.prod(size_zyx),
-        groups * len(x) // n,
-        NORM_EPS,
+        folded, weight.reshape(-1), bias.reshape(-1), n, c, math.prod(size_zyx), groups * len(x) // n, NORM_EPS
     )
-    mean, rstd = (part.view(len(x), groups).to(weight.dtype) for part in (mean, rstd))
-    return _like(x, z), mean, rstd
+    return _like(x, z), mean.view(len(x), groups), rstd.view(len(x), groups)
 
 
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,35 +166,25 @@ def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: T
         )
     folded = _folded(x, weight)
     n, c, *size_zyx = folded.shape
-    own = x.dtype if x.is_cuda else weight.dtype
     grad_x, grad_weight, grad_bias = torch.ops.aten.native_group_norm_backward(
-        _folded(grad, weight),
-        folded,
-        mean.view(n, -1).to(own),
-        rstd.view(n, -1).to(own),
-        weight.reshape(-1).to(own),
-        n,
-        c,
-        math.prod(size_zyx),
-        mean.numel() // n,
-        [True, True, True],
+        *(_folded(grad, weight), folded, mean.view(n, -1), rstd.view(n, -1), weight.reshape(-1)),
+        *(n, c, math.prod(size_zyx), mean.numel() // n, [True, True, True]),
     )
-    grad_weight, grad_bias = (part.view(weight.shape).to(weight.dtype) for part in (grad_weight, grad_bias))
-    return _like(x, grad_x), grad_weight, grad_bias
+    return _like(x, grad_x), grad_weight.view(weight.shape), grad_bias.view(weight.shape)
 
 
 def _folded(x: Tensor, weight: Tensor) -> Tensor:
     """Return `x` with the batch folded into the channels if each sample has its own weights, else `x` itself.
 
-    Contiguous on CUDA, as torch's kernels require.
+    On CUDA contiguous and in the dtype of the weights, as torch's kernels require: they keep statistics in that of x.
     """
     folded = x.reshape(1, -1, *x.shape[2:]) if weight.ndim == 2 and len(x) > 1 else x
-    return folded.contiguous() if x.is_cuda else folded
+    return folded.to(weight.dtype).contiguous() if x.is_cuda else folded
 
 
 def _like(x: Tensor, found: Tensor) -> Tensor:
-    """Return `found` in the shape and memory order of `x`."""
-    return laid_out(found.view(x.shape).contiguous(memory_format=layout_of(x)))
+    """Return `found` in the shape, dtype and memory order of `x`."""
+    return laid_out(found.view(x.shape).to(x.dtype).contiguous(memory_format=layout_of(x)))
 
 
 # ---- custom ops for torch.compile: opaque, or it would merge the recomputation with the forward pass and keep y

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,17 +74,15 @@ class Execution:
     def run(self, level: int, block: nn.Module, embedding: Tensor, *parts: Tensor) -> Tensor:
         """Join parts by channel and apply a residual block of a level."""
 
-        def joined_and_applied(embedding: Tensor, *parts: Tensor) -> Tensor:
-            out: Tensor = block(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], embedding, self.lean_norm)
-            return out
+        def applied(*parts: Tensor) -> Any:
+            return block(torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], embedding, self.lean_norm)
 
-        if level in self.checkpoint_levels and torch.is_grad_enabled():
-            # Blocks have no randomness, so no generator state has to be restored.
-            out: Tensor = checkpoint(
-                joined_and_applied, embedding, *parts, use_reentrant=False, preserve_rng_state=False
-            )
-            return out
-        return joined_and_applied(embedding, *parts)
+        again = level in self.checkpoint_levels and torch.is_grad_enabled()
+        # Blocks have no randomness, so no generator state has to be restored.
+        out: Tensor = (
+            checkpoint(applied, *parts, use_reentrant=False, preserve_rng_state=False) if again else applied(*parts)
+        )
+        return out
 
 
 class Trunk(nn.Module):
@@ -162,13 +161,8 @@ class UNet(nn.Module):
 
     Space-to-depth by `stem_stride` leads to the trunk, depth-to-space back.  With `full_res_channels`, one residual
     block at each end works at full resolution.  The first is added to the output of the trunk, not concatenated,
-    because these tensors are the largest of all.
-
-    Args:
-        config: the architecture.
-        in_channels: 1 for x_t, or the 2 channels of `preconditioning.split`, plus those of the condition.
-        out_channels: channels of the prediction.
-        execution: how it is computed.
+    because these tensors are the largest of all.  `in_channels` is 1 for x_t, or 2 for `preconditioning.split`, plus
+    the channels of the condition.
     """
 
     def __init__(
@@ -200,7 +194,10 @@ class UNet(nn.Module):
         Raises:
             ConfigError: (Z, Y, X) is not a multiple of `config.divisor_zyx`, or a tensor would reach 2^31 elements.
         """
-        self._check_input(x, t)
+        batch, channels, z, y, x_size = x.shape
+        assert channels == self.in_channels, x.shape
+        assert t.shape == (batch,), (t.shape, x.shape)
+        self.check_size(batch, (z, y, x_size))
         x = self._laid_out_as_weights(x)
         embedding = self.embed(t, scalars)
         stride, run, lean = self.config.stem_stride, self.execution.run, self.execution.lean_norm
@@ -221,13 +218,6 @@ class UNet(nn.Module):
         if layout_of(self.conv_out.weight) != torch.channels_last_3d:
             return x
         return with_channels_last_strides(x.contiguous(memory_format=torch.channels_last_3d))
-
-    def _check_input(self, x: Tensor, t: Tensor) -> None:
-        assert x.ndim == 5, x.shape
-        assert x.shape[1] == self.in_channels, x.shape
-        assert t.shape == x.shape[:1], (t.shape, x.shape)
-        batch, _, z, y, x_size = x.shape
-        self.check_size(batch, (z, y, x_size))
 
     def check_size(self, batch: int, size_zyx: Triple) -> None:
         """Raise ConfigError if the strides do not divide the size, or a tensor would reach 2^31 elements."""

@@ -54,9 +54,11 @@ def dry_run(
         VesuviusError: what `preflight` raises.
     """
     checkpoint = checkpoint_to_resume(run_dir(config).checkpoints, restart_damaged) if resume else None
-    training, device = config.training, choose_device()
-    here = torch.cuda.device_count() if training.ranks == "auto" else training.ranks
+    ranks, device = config.training.ranks, choose_device()
+    here = torch.cuda.device_count() if ranks == "auto" else ranks
     checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=max(here, 1))
+    config = checked.resolved(config)
+    training = config.training
     yield f"run        {checked.directory.path}, steps {_steps(config)}"
     yield from _resume_lines(config, checked, resume)
     yield from _data_lines(config, checked)
@@ -64,7 +66,7 @@ def dry_run(
     yield from (f"chunks     {check.line()}" for check in chunks)
     yield (
         f"model      {checked.parameters / 1e6:.1f} M parameters, device {device}, "
-        f"amp {resolve_amp(training.amp, device)}"
+        f"amp {resolve_amp(training.amp, device)}, lean_norm {str(checked.lean_norm).lower()} ({checked.lean_reason})"
     )
     ranks = "" if training.ranks == 1 else f" x {training.ranks} ranks"
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
@@ -156,11 +158,12 @@ def _regions(data: PreparedData, number: int) -> str:
 
 def _time_line(config: Config, plan: MemoryPlan, device: torch.device, done: int, vram_gib: float | None) -> str:
     """How long steps take here, at the rate of a convolution that is timed now."""
-    compute = f"{_compute(plan.flops_per_step)} a step"
+    flops = plan.flops_per_step
+    compute = (f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP") + " a step"
     if vram_gib is not None and device.type == "cpu":
         return f"time       {compute}; how long it takes on a GPU that is not here is not known"
     flops_s = reachable_flops_s(device, resolve_amp(config.training.amp, device))
-    step_s, steps = plan.flops_per_step / flops_s, max(config.stop_step - done, 0)
+    step_s, steps = flops / flops_s, max(config.stop_step - done, 0)
     step_text = f"{step_s:.2g} s" if step_s < 60 else format_duration(step_s)
     return (
         f"time       {compute}, about {step_text} on this {'GPU' if device.type == 'cuda' else 'CPU'} at "
@@ -208,10 +211,6 @@ def _vram(device: torch.device, vram_gib: float | None) -> tuple[int, str]:
         properties = torch.cuda.get_device_properties(device)
         return properties.total_memory, properties.name
     return ASSUMED_VRAM_GIB * GIB, "assumed, as this machine has no GPU; --vram-gib N plans for another"
-
-
-def _compute(flops: int) -> str:
-    return f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP"
 
 
 def _too_large(config: Config, plan: MemoryPlan, vram_bytes: int) -> str:

@@ -33,12 +33,7 @@ _OUTAGE_MINUTES = 0.5  # an address with a typing error is to be told at once
 
 
 def first_config(name: str, spec: ArrayConfig) -> tuple[str, list[str]]:
-    """The text of a config, and what was found and chosen, a line each.
-
-    Raises:
-        ConfigError: the volume is too small.
-        DataError: it cannot be opened.
-    """
+    """The text of a config, and what was found and chosen, a line each.  Raises ConfigError and DataError."""
     remote = is_remote(spec.path)
     volume = describe_volume(spec, PATCH, StoreConfig(outage_minutes=_OUTAGE_MINUTES), places=_PLACES)
     machine = look_at_machine()

@@ -7,6 +7,7 @@ that the effective batch, and with it the training, stays the same.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -19,14 +20,34 @@ from vesuvius.training.step.step import resolve_amp
 
 # cuBLAS and cuDNN, and torch for pinned memory, report the same without torch's own class.
 _OTHER_NAMES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+# What cuDNN says where it has no kernel, or none whose workspace fits; the first is torch's own text.
+_NO_KERNEL = ("unable to find an engine", "CUDNN_STATUS_NOT_SUPPORTED", "CUDNN_STATUS_INTERNAL_ERROR")
+_NEARLY_FULL = 0.6  # a workspace is at most some tensors of a convolution
 _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-def is_gpu_memory_error(error: BaseException) -> bool:
-    """Whether an error says that a GPU has no memory left, whichever library found out.  Pure."""
+def used_share() -> float:
+    """The most that tensors took at once of the GPU memory that this process may have; 0 without a GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    may_take = min(torch.cuda.get_per_process_memory_fraction() * total, free + torch.cuda.memory_reserved())
+    return torch.cuda.max_memory_allocated() / max(may_take, 1)
+
+
+def is_gpu_memory_error(error: BaseException, share: Callable[[], float] = used_share) -> bool:
+    """Whether an error says that a GPU has no memory left, whichever library found out.
+
+    Where each of its kernels wants more workspace than is left, cuDNN says that it has no kernel.  One may be missing
+    indeed, so that counts only where `share`, of the memory in use, was large.
+    """
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(name in str(error) for name in _OTHER_NAMES)
+    if not isinstance(error, RuntimeError):
+        return False
+    if any(text in str(error) for text in _NO_KERNEL):
+        return share() >= _NEARLY_FULL
+    return any(name in str(error) for name in _OTHER_NAMES)
 
 
 def gpu_memory_error(
@@ -34,14 +55,8 @@ def gpu_memory_error(
 ) -> GpuMemoryError:
     """The error to end a run with: rule, value and remedy in its first line, the memory table below.
 
-    Takes seconds, because the memory plan is asked.  Raises nothing.
-
-    Args:
-        config: of the run.
-        device: where it ran.
-        error: what torch raised.
-        saved_step: of the checkpoint that holds all finished steps; None where none could be saved.
-        vram: reads the GPU's memory; None = that of `device`.
+    Takes seconds, because the memory plan is asked.  Raises nothing.  `saved_step` is of the checkpoint that holds all
+    finished steps, None where none could be saved.
     """
     use = (vram or Vram(device)).read(new_window=False)
     what_to_do = remedy(config, device, use)
@@ -49,16 +64,16 @@ def gpu_memory_error(
         f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
         f"({_said(error)}); {what_to_do}"
     )
-    return GpuMemoryError("\n".join([first, *memory_table(use), _checkpoint_line(saved_step)]), what_to_do)
+    saved = "none could be saved now; --resume goes on from the last one"
+    if saved_step is not None:
+        saved = f"step {saved_step} is saved, and nothing is lost"
+    return GpuMemoryError("\n".join([first, *memory_table(use), f"checkpoint: {saved}"]), what_to_do)
 
 
 def smaller_batch(config: Config, fitting: int | None) -> tuple[int, int] | None:
     """The largest micro-batch below the present one that fits and divides the global batch, and its accumulation.
 
-    None where there is none.  Pure.
-
-    Args:
-        fitting: patches that fit at once; None = not known: then the next smaller one.
+    None where there is none.  Where it is not known how many patches are `fitting`, the next smaller one.  Pure.
     """
     present, total = config.training.train_batch_size, config.global_batch
     most = present - 1 if fitting is None else min(fitting, present - 1)
@@ -137,9 +152,3 @@ def leaner(config: Config) -> str:
 
 def _unused_text(use: VramUse) -> str:
     return size_text(max(use.reserved_bytes - use.allocated_bytes, 0))
-
-
-def _checkpoint_line(saved_step: int | None) -> str:
-    if saved_step is None:
-        return "checkpoint: none could be saved now; --resume goes on from the last one"
-    return f"checkpoint: step {saved_step} is saved, and nothing is lost"

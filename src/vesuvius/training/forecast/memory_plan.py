@@ -26,7 +26,8 @@ from vesuvius.config import ArrayConfig, Config, DataConfig, TrainingConfig, Vol
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.network.unet import INT32_LIMIT, UNet, largest_activation_elements
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.runlog.units import GIB
+from vesuvius.errors import one_line
+from vesuvius.runlog.units import GIB, size_text
 from vesuvius.training.forecast.footprint import Footprint
 from vesuvius.training.step.network import execution, lay_out_network
 from vesuvius.training.step.shards import gathered_bytes
@@ -37,6 +38,7 @@ CONTEXT_BYTES = int(0.6 * GIB)  # what CUDA itself, cuDNN's and cuBLAS's handles
 _CPU_HOLES = 0.5
 # The caching allocator takes segments of 2 MiB and more, and holes in them stay unused.  Assumed, not measured.
 FRAGMENTATION = 0.05
+_USABLE_SHARE = 0.9  # of the free GPU memory, for a step without `lean_norm`
 LARGEST_PLANNED_BATCH = 1024  # a larger answer is of no use
 
 
@@ -123,18 +125,36 @@ def plan_memory(config: Config, batch: int | None = None, amp: AmpMode | None = 
     Beyond three patches nothing is traced: the same operations follow each other, and each figure, as well as what is
     alive at each of them, lies on a straight line through those of two and of three patches.
 
-    Args:
-        config: the experiment; no volume is opened.
-        batch: patches per micro-batch; None = `training.train_batch_size`.
-        amp: autocast dtype; None = `planned_amp`.
-
-    Raises:
-        ConfigError: a tensor would reach 2^31 elements.
+    Raises ConfigError where a tensor would reach 2^31 elements.  No volume is opened.
     """
     batch = batch or config.training.train_batch_size
     lay_out_network(config).check_size(batch, config.data.patch_size)
     plan = _sharded(_plan(_TracedStep(_what_matters(config), amp or planned_amp(config)), batch), config)
     return replace(plan, flops_per_step=plan.flops_per_step * config.training.accumulate_steps)
+
+
+def lean_norm(config: Config, device: torch.device, free_bytes: int | None = None) -> tuple[bool, str]:
+    """What `training.lean_norm` means on this device, and why.
+
+    It costs a pass over memory per norm, so auto is false where a step fits without it into 0.9 of what is free.
+
+    Args:
+        free_bytes: of the GPU; None = ask it.
+    """
+    if config.training.lean_norm != "auto":
+        return config.training.lean_norm, "by the config"
+    if device.type != "cuda":
+        return True, "as always on a CPU"
+    if free_bytes is None:
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    plain = config.training.model_copy(update={"lean_norm": False})
+    amp = resolve_amp(config.training.amp, device)
+    try:
+        need_bytes = plan_memory(config.model_copy(update={"training": plain}), amp=amp).vram_bytes
+    except Exception as error:  # a plan must not end a run
+        return True, f"the memory plan has no answer: {one_line(error)}"
+    reason = f"without it a step takes {size_text(need_bytes)} by the plan, of {size_text(free_bytes)} free"
+    return need_bytes > _USABLE_SHARE * free_bytes, reason
 
 
 def largest_batch(config: Config, vram_bytes: int, amp: AmpMode | None = None) -> int:
@@ -206,7 +226,7 @@ def _what_matters(config: Config) -> Config:
         training=TrainingConfig(
             accumulate_steps=min(training.accumulate_steps, 2),
             channels_last=training.channels_last,
-            lean_norm=training.lean_norm,
+            lean_norm=training.lean_norm is not False,
             checkpoint_levels=training.checkpoint_levels,
             deterministic=training.deterministic,
             optimizer=training.optimizer,
@@ -220,11 +240,7 @@ def _what_matters(config: Config) -> Config:
 
 @lru_cache(maxsize=8)  # a dry run, a tune or a first config asks for the same step again and again
 class _TracedStep:
-    """A step on fake tensors that takes micro-batches of any size.
-
-    Args:
-        config: from `_what_matters`.
-    """
+    """A step on fake tensors that takes micro-batches of any size; the config is from `_what_matters`."""
 
     def __init__(self, config: Config, amp: AmpMode) -> None:
         self._config = config.model_copy(update={"training": config.training.model_copy(update={"amp": amp})})

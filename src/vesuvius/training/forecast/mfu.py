@@ -37,10 +37,12 @@ class Peaks:
 # a laptop's, a MIG slice of one or the A10G have other peaks.
 _PEAKS = {
     r"(NVIDIA )?A100-(SXM4|PCIE|PCIe)-[48]0GB|NVIDIA A100 80GB PCIe": Peaks(312, 312, 156, 19.5),
-    r"NVIDIA H100 80GB HBM3|NVIDIA H200": Peaks(989.5, 989.5, 494.7, 66.9),
+    r"NVIDIA B200": Peaks(2250, 2250, 1125, 75),
+    r"NVIDIA H100 80GB HBM3|NVIDIA H200|NVIDIA GH200 480GB": Peaks(989.5, 989.5, 494.7, 66.9),
     r"NVIDIA H100 PCIe": Peaks(756, 756, 378, 51),
     r"NVIDIA H(100|200) NVL": Peaks(835.5, 835.5, 417.5, 60),
     r"NVIDIA L40S": Peaks(362, 362, 183, 91.6),
+    r"NVIDIA L40": Peaks(181, 181, 90.5, 90.5),
     r"NVIDIA L4": Peaks(121, 121, 60, 30.3),
     r"(NVIDIA )?A10": Peaks(125, 125, 62.5, 31.2),
     r"(NVIDIA )?A40": Peaks(149.7, 149.7, 74.8, 37.4),
@@ -57,9 +59,7 @@ _PEAKS = {
 def peak_flops_s(name: str, amp: AmpMode, tf32: bool) -> float | None:
     """Dense peak of a GPU, by the name that CUDA has for it; None where it is not in the table.  Pure.
 
-    Args:
-        amp: autocast dtype.
-        tf32: whether float32 convolutions may use tensor cores.
+    `tf32`: whether float32 convolutions may use tensor cores.
     """
     peaks = next((peaks for pattern, peaks in _PEAKS.items() if re.fullmatch(pattern, name)), None)
     if peaks is None:

@@ -25,9 +25,10 @@ from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
 from vesuvius.training.checkpoint.trained import InitialWeights, read_initial_weights
+from vesuvius.training.forecast.memory_plan import lean_norm
 from vesuvius.training.step.conditioning import volume_scalars
 from vesuvius.training.step.network import lay_out_network
-from vesuvius.training.step.step import check_initial_weights, parameter_count, saved_copies
+from vesuvius.training.step.step import check_initial_weights, choose_device, parameter_count, saved_copies
 from vesuvius.training.validation.data_spectrum import measure_spectrum
 from vesuvius.volumes.store.object_store import check_cache
 
@@ -45,6 +46,8 @@ class Preflight:
         initial: the weights it starts from, for `training.init_from` at step 0.
         fixed: patches for validation and previews, or None where the config wants neither.
         facts: what the run knows of its data; of a resumed one, what it began with.
+        lean_norm: whether norms are recomputed: as the checkpoint has it, or as `memory_plan.lean_norm` finds.
+        lean_reason: why.
         parameters: trainable weights of the network.
         checkpoint_bytes: size of one checkpoint on disk, estimated.
         free_bytes: free space where the run directory is or will be.
@@ -56,6 +59,8 @@ class Preflight:
     resumed: ResumePoint | None
     initial: InitialWeights | None
     fixed: FixedPatches | None
+    lean_norm: bool
+    lean_reason: str
     parameters: int
     checkpoint_bytes: int
     free_bytes: int
@@ -65,6 +70,11 @@ class Preflight:
         """Of the data: measured where a checkpoint does not hold it."""
         assert self.facts.spectrum is not None
         return self.facts.spectrum
+
+    def resolved(self, config: Config) -> Config:
+        """The config with what `training.lean_norm: auto` came to, the same on all ranks."""
+        training = config.training.model_copy(update={"lean_norm": self.lean_norm})
+        return config.model_copy(update={"training": training})
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,6 @@ def preflight(
     Args:
         resume: the run may exist.
         checkpoint: the whole one to go on from, if there is one.
-        allow_drift: go on though the data or what the weights mean have changed.
         caches: read by way of the disk cache, where one is configured, and leave notes of what is read with the run
             that is resumed; a dry run does neither.
         ranks_here: ranks on this machine, each with its readers.
@@ -150,9 +159,16 @@ def preflight(
         spectrum = facts.spectrum if facts else None
         if spectrum is None:
             spectrum = measure_spectrum(data, config.data, greys, reads.read)
-        fixed = _fixed_patches(config, data, reads)
+        # Read once, before a run starts, so that nothing fails weeks later.
+        count = fixed_count(config.training, data)
+        fixed = read_fixed_patches(data, config.data, count, reads.read) if count else None
     scalars = facts.scalars if facts else volume_scalars(config, data)
     initial = None if resumed else _initial_weights(config)
+    stored = resumed.state["config"]["training"].get("lean_norm") if resumed else None
+    if config.training.lean_norm == "auto" and isinstance(stored, bool):
+        lean, reason = stored, "as in the checkpoint"
+    else:
+        lean, reason = lean_norm(config, choose_device())
     checkpoint_bytes = sum(checkpoint_sizes(config))
     free_bytes = _check_disk(directory.path, checkpoint_bytes)
     return Preflight(
@@ -162,6 +178,8 @@ def preflight(
         resumed,
         initial,
         fixed,
+        lean,
+        reason,
         parameter_count(network),
         checkpoint_bytes,
         free_bytes,
@@ -192,12 +210,6 @@ def fixed_count(training: TrainingConfig, data: PreparedData) -> int:
     """How many patches validations and previews use.  Pure."""
     validates = training.validate_every > 0 and any(split.validation for split in data.splits)
     return max(training.validate_patches if validates else 0, training.preview_count if training.preview_every else 0)
-
-
-def _fixed_patches(config: Config, data: PreparedData, reads: StartReads) -> FixedPatches | None:
-    """Those patches: read once, before a run starts, so that nothing fails weeks later."""
-    count = fixed_count(config.training, data)
-    return read_fixed_patches(data, config.data, count, reads.read) if count else None
 
 
 def doubts(config: Config, cores: float) -> list[str]:

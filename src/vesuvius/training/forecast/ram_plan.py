@@ -52,12 +52,10 @@ _WARN_SHARE = 0.8
 
 @dataclass(frozen=True)
 class RamPart:
-    """Some of the memory.
+    """Some of the memory, at its peak.
 
     Attributes:
         term: who holds it: readers, store, Ray or trainer.
-        name: what it is.
-        size_bytes: at its peak.
         lower: what to change to have less of it.
         once: whatever the number of ranks on the machine.
     """
@@ -101,16 +99,8 @@ class RamPlan:
 def plan_ram(config: Config, data: PreparedData | None = None, gpu: bool | None = None) -> RamPlan:
     """Predict the memory of a run of `config` on this machine: of all ranks, or of one in a cluster of any size.
 
-    Takes a few seconds for a network that was not planned before.
-
-    Args:
-        config: the experiment.
-        data: what `prepare_data` gave; None opens the volumes, which reads metadata.
-        gpu: whether it will run on a GPU; None = as this machine has one.
-
-    Raises:
-        DataError: a volume cannot be used.
-        ConfigError: a tensor would reach 2^31 elements.
+    Takes a few seconds for a network that was not planned before.  `data` None opens the volumes; `gpu` None = as this
+    machine has one.  Raises DataError, and ConfigError where a tensor would reach 2^31 elements.
     """
     data = data or prepare_data(config.seed, config.data)
     gpu = choose_device().type == "cuda" if gpu is None else gpu

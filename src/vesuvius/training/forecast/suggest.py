@@ -83,12 +83,8 @@ _SMALLEST: Triple = (8, 8, 8)
 class Suggestion:
     """What to train with, and the figures behind it.
 
-    Attributes:
-        config: with the keys set that were chosen.
-        network: as chosen.
-        step_s: predicted seconds of an optimizer step.
-        largest_patch_zyx: that the volume has room for.
-        stored_share: of the chunks; None = not known.
+    In `config` the keys are set that were chosen; `step_s` is predicted; the volume has room for `largest_patch_zyx`;
+    `stored_share` is of the chunks, None where it is not known.
     """
 
     config: Config
@@ -120,15 +116,11 @@ def suggest(
     """Choose patch, network, batch and length of a first run.
 
     The largest patch and network whose step takes at most 2 s on a CPU, 4 s on a GPU; patches shrink before a run
-    without validation is chosen.
+    without validation is chosen.  Raises ConfigError where the volume is too small for any patch.
 
     Args:
-        name: of the run.
         remote: whether readers wait for a network.
         step_bytes: memory that a training step of a config takes, on the GPU or, without one, in RAM.
-
-    Raises:
-        ConfigError: the volume is too small for any patch, or the name is none.
     """
     shape = shape_zyx(volume)
     patches, held_out = _fitting_patches(shape)

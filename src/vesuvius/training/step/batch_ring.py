@@ -64,11 +64,7 @@ class BatchRing:
             copied.synchronize()
 
     def take(self, patches: NDArray[Any]) -> list[Tensor]:
-        """The slot in which the stream has delivered a batch, whose place in the ring the stream alone decides.
-
-        Raises:
-            VesuviusError: these patches lie in no slot: the stream fills another ring.
-        """
+        """The slot in which the stream has delivered a batch, whose place in the ring the stream alone decides."""
         place = self._places.get(patches.ctypes.data)
         if place is None:
             raise VesuviusError(
@@ -83,11 +79,7 @@ class BatchRing:
         self._copied[self._held[-1]] = copied
 
     def resized(self, count: int) -> BatchRing:
-        """Another ring, with as many slots of this one as it has and needs, and new ones.  Waits for all copies.
-
-        Raises:
-            ConfigError: there is no memory for new slots.
-        """
+        """Another ring, with as many slots of this one as it has and needs, and new ones.  Waits for all copies."""
         for copied in self._copied:
             if copied is not None:
                 copied.synchronize()
@@ -101,18 +93,9 @@ class BatchRing:
 
 
 def exchange(stream: PatchStream, ring: BatchRing, count: int, **changes: Unpack[StreamChanges]) -> BatchRing:
-    """Change a stream that fills a ring, and the ring with it.
+    """Change a stream that fills a ring, and the ring with it; return the ring that is filled from now on.
 
-    Args:
-        ring: that the stream fills now; not to be used any more, unless an error is raised.
-        count: slots of the new one.
-        changes: for `PatchStream.reconfigure`.
-
-    Returns:
-        The ring that is filled from now on.
-
-    Raises:
-        ConfigError: it cannot be had; the stream goes on with the ring that it has.
+    Raises ConfigError where it cannot be had: then the stream goes on with the ring that it has.
     """
     other = ring.resized(count)
     stream.reconfigure(**changes, buffers=other.buffers, condition_buffers=other.condition_buffers)

@@ -14,8 +14,7 @@ from vesuvius.config import Config
 from vesuvius.diffusion.condition import Condition
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import GreyRange, PreparedData
-from vesuvius.training.step.grey_values import grey_scales, normalised, signed_view
-from vesuvius.training.step.transfer import to_device
+from vesuvius.training.step.grey_values import grey_scales, normalised, signed_view, to_device
 from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.volume import Volume
 
@@ -43,12 +42,7 @@ class Conditioner:
         self._device = device
 
     def __call__(self, raw: Tensor | None, volumes: Sequence[int]) -> Condition:
-        """The condition of a batch.
-
-        Args:
-            raw: [B, 1, Z, Y, X] in the stored dtype; None where the volumes have no conditions.
-            volumes: the number of the volume that each sample comes from.
-        """
+        """The condition of a batch: `raw` [B, 1, Z, Y, X] in the stored dtype, or None, of the samples' volumes."""
         return Condition(
             None if raw is None else self._channels(raw, volumes),
             self._scalars_of(volumes) if self._scalars.shape[1] else None,

@@ -48,14 +48,7 @@ class DeviceBatch:
 
 
 class DeviceFeed:
-    """Opens a stream, takes batches from it and delivers model values.
-
-    Args:
-        device: where the model is.
-        options, job: of the stream.
-        greys: grey range of each volume of the plan.
-        conditioner: makes the condition of a batch.
-    """
+    """Opens a stream, takes batches from it and delivers model values on `device`; `greys` are the volumes'."""
 
     def __init__(
         self,
@@ -138,7 +131,9 @@ class DeviceFeed:
             batch = next(self.stream)
         if self._ring:
             raw = self._copy_to_device(self._ring, batch, clock)
-            batch = _copy_of(batch)  # its buffers are filled again two batches on; the device computes meanwhile
+            # Its buffers are filled again two batches on; the device computes meanwhile.
+            condition = None if batch.condition is None else batch.condition.copy()
+            batch = Batch(batch.patches.copy(), batch.samples, condition)
         else:
             with clock.copying():
                 raw = [torch.from_numpy(part) for part in (batch.patches, batch.condition) if part is not None]
@@ -179,20 +174,10 @@ def _release_pinned() -> None:
         torch.accelerator.empty_host_cache()
 
 
-def _copy_of(batch: Batch) -> Batch:
-    return Batch(batch.patches.copy(), batch.samples, None if batch.condition is None else batch.condition.copy())
-
-
 def model_values(raw: Tensor, augmentations: Sequence[Augmentation], scales: NDArray[np.float64]) -> Tensor:
-    """From stored voxels to what the network learns.
+    """From voxels [B, Z, Y, X] in the stored dtype to what the network learns, float32 [B, 1, Z, Y, X].
 
-    Args:
-        raw: [B, Z, Y, X] in the stored dtype.
-        augmentations: of each sample.
-        scales: `grey_scales` of each sample's volume, float64 [B, 2].
-
-    Returns:
-        float32 [B, 1, Z, Y, X] on the device of `raw`.
+    `scales` are the `grey_scales` of each sample's volume, float64 [B, 2].
     """
     gains, shifts = [a.gain for a in augmentations], [a.offset for a in augmentations]
     return normalised(apply_symmetries(raw, augmentations).unsqueeze(1), scales, gains, shifts)

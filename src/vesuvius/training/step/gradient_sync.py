@@ -51,11 +51,7 @@ class GradientSync:
         return nullcontext() if last or self._parallel is None else self._parallel.no_sync()
 
     def wait(self) -> None:
-        """Wait until the gradients are summed: on a GPU the device does, on a CPU the host.
-
-        Raises:
-            RankError: another rank has failed.
-        """
+        """Wait until the gradients are summed: on a GPU the device does, on a CPU the host.  Raises RankError."""
         for work in self._pending:
             self._ranks.wait_for(work)
         self._pending.clear()
@@ -66,11 +62,7 @@ class GradientSync:
         return self._part.world > 1
 
     def gather(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the losses of all samples in the order of the global batch, float32 [G].
-
-        Args:
-            losses: of the micro-batches of this rank.
-        """
+        """Return the losses of all samples in the order of the global batch, float32 [G], from those of this rank."""
         own = torch.cat(list(losses))
         gathered = own.new_zeros(self._part.global_batch)
         gathered[self._part.rank :: self._part.world] = own

@@ -11,12 +11,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vesuvius.stream.start.prepare import GreyRange
-from vesuvius.training.step.transfer import to_device
 
 # float32 holds all of their values.
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.float16, torch.float32)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """torch moves and adds no unsigned integers but uint8; their bits can be looked at as these."""
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy small host values to the device.  From pinned memory: an ordinary copy makes the host wait for the GPU."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def grey_scales(greys: Sequence[GreyRange]) -> NDArray[np.float64]:

@@ -21,11 +21,8 @@ from vesuvius.diffusion.network.layers import Attention, ResidualBlock
 def shard(network: nn.Module, group: Any) -> None:
     """Leave each rank of a process group its part of the weights, by FSDP2; gradients are summed, not averaged.
 
-    Weights are gathered for one block at a time, and for all that is outside of blocks.
-
-    Args:
-        network: on its device, with the same weights on all ranks.
-        group: None = all ranks.
+    Weights are gathered for one block at a time, and for all that is outside of blocks.  The network is on its device,
+    with the same weights on all ranks; group None = all ranks.
     """
     device = next(network.parameters()).device
     everybody: Any = dist.group.WORLD
@@ -85,11 +82,7 @@ def sharded_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
 
 
 def gathered_bytes(network: nn.Module) -> int:
-    """The most that whole weights take at a time: the largest block, the next one, and what is outside of blocks.
-
-    Args:
-        network: also one without memory for its weights.  Pure.
-    """
+    """The most that whole weights take at a time: the largest block, the next one, and what is outside of blocks."""
     alone = sorted((_bytes(one.parameters()) for one in network.modules() if is_gathered_alone(one)), reverse=True)
     return _bytes(network.parameters()) - sum(alone) + sum(alone[:2])
 

@@ -32,11 +32,11 @@ from vesuvius.training.ranks.part import Part, part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.averages import MovingAverage, average_decays, load_averages
 from vesuvius.training.step.gradient_sync import GradientSync
+from vesuvius.training.step.grey_values import to_device
 from vesuvius.training.step.muon import Muon
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.outcome import StepResult
 from vesuvius.training.step.shards import own_part, sharded_like, sharded_moments, whole
-from vesuvius.training.step.transfer import to_device
 
 AmpMode = Literal["off", "bf16", "fp16"]
 
@@ -108,10 +108,8 @@ class TrainStep:
         """Add the gradient of one micro-batch.
 
         Args:
-            x_0: model values, float32 [B, 1, Z, Y, X] on the device.
+            x_0: model values, float32 [B, 1, Z, Y, X] on the device, as is the condition.
             indices: sample indices [B]; the noise, and whether the condition is shown, follow from them.
-            t: timesteps [B].
-            condition: of the same samples, on the device.
             timed: `computing` of a clock.
             last: it is the last one of the step: only then do the ranks exchange gradients.
         """
@@ -139,12 +137,7 @@ class TrainStep:
             self._losses.append(per_sample.detach())
 
     def apply(self, lr: float, timed: Timed = untimed) -> StepResult:
-        """Update the weights with the accumulated gradient, if it is finite, and start the next one.
-
-        Args:
-            lr: learning rate.
-            timed: `computing` of a clock.
-        """
+        """Update the weights with the accumulated gradient, if it is finite, and start the next one."""
         if self._sync.parallel:
             with timed("comm"):
                 self._sync.wait()
@@ -232,11 +225,7 @@ class TrainStep:
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Start the network and every average from these weights, by the names of the network's parameters.
-
-        Raises:
-            ConfigError: they are of another network.
-        """
+        """Start the network and every average from these weights.  Raises ConfigError for those of another network."""
         check_initial_weights(self.network, weights)
         for name, parameter in self.network.named_parameters():
             own_part(parameter).copy_(own_part(sharded_like(parameter, weights[name])))

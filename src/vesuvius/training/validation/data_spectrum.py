@@ -18,16 +18,12 @@ _LEAST, _MOST, _VOXELS = 16, 64, 2**25
 
 
 def measure_spectrum(data: PreparedData, config: DataConfig, greys: GreyRanges, read: ReadBox) -> Spectrum:
-    """The spectrum of 16 to 64 patches of training, not augmented: always the same for the same data.
+    """The spectrum that training sees: of 16 to 64 patches, always the same for the same data, in every augmentation.
 
-    Args:
-        read: what reads them, e.g. `StartReads.read`.
-
-    Raises:
-        DataError: hardly any patch can be read.
+    Raises DataError where hardly any patch can be read.
     """
     count = min(max(_LEAST, _VOXELS // math.prod(config.patch_size)), _MOST)
     found = read_training_patches(data, config, count, read)
     scales = grey_scales(greys.volumes)[list(found.volumes)]
     values = model_values(torch.from_numpy(found.patches), [Augmentation()] * len(found.patches), scales)
-    return Spectrum.of(values[:, 0])
+    return Spectrum.of(values[:, 0]).augmented(**dict(config.augment))

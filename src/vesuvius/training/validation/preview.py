@@ -58,20 +58,12 @@ def make_preview(
 
     Args:
         run: the run directory.
-        step: optimizer steps done, for name and title.
-        denoise: the network to draw from, usually with the averaged weights.
-        schedule: on the device to draw on, as are the reference's conditions.
-        reference: `preview_count` patches or more.
-        stop: asked after each sampling step.
+        schedule: on the device to draw on, as are the reference's conditions, of `preview_count` patches or more.
+        stop: asked after each sampling step; where it says so, nothing is written and None returned.
 
     Returns:
-        None where `stop` said so; nothing is written then.  Else the fields of the record: picture (relative to the
-        run), histogram, air, spectrum, correlation, means_std and planarity of both, and their distances:
-        histogram_distance (model values), spectrum_distance_db, correlation_distance.
-        The distances are NaN where generated values are not finite; the log then has a warning.
-
-    Raises:
-        OSError: the picture cannot be written.
+        The fields of the record: picture (relative to the run), `_figures` of both, and their distances, which are NaN
+        where generated values are not finite; the log then has a warning.
     """
     rows = range(config.training.preview_count)
     sight = "held out" if reference.held_out else "of training"
@@ -118,10 +110,7 @@ def _generate(
     *,
     left_out: bool = False,
 ) -> list[Patch]:
-    """`preview_count` patches, under the conditions of the reference or with these left out.
-
-    One after another: a batch of them could need more memory than a training step.  Raises _StopWantedError.
-    """
+    """`preview_count` patches, one after another: a batch of them could need more memory than a training step."""
     assert len(reference) >= config.training.preview_count, (len(reference), config.training.preview_count)
     diffusion = config.diffusion.model_copy(update={"sampler_guidance": 1.0}) if left_out else config.diffusion
 

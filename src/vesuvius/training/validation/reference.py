@@ -15,23 +15,14 @@ from vesuvius.stream.start.fixed_patches import FixedPatches
 from vesuvius.stream.start.prepare import GreyRanges
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import model_values
-from vesuvius.training.step.grey_values import grey_scales
-from vesuvius.training.step.transfer import to_device
+from vesuvius.training.step.grey_values import grey_scales, to_device
 
 
 class Reference:
     """Real patches that stay the same for a whole run; host memory holds them in their stored dtype.
 
-    Rows are patch numbers 0 ... len - 1, in any order, repeated or not.
-
-    Args:
-        fixed: the patches.
-        greys: grey ranges of the run.
-        conditioner: makes their conditions.
-        device: where model values are delivered: that of the conditioner.
-
-    Attributes:
-        held_out: whether training never sees them.
+    Rows are patch numbers 0 ... len - 1, in any order, repeated or not.  `device` is that of the conditioner.
+    `held_out` says whether training never sees the patches.
     """
 
     def __init__(self, fixed: FixedPatches, greys: GreyRanges, conditioner: Conditioner, device: torch.device) -> None:

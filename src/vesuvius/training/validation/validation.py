@@ -24,7 +24,7 @@ from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.randomness import Purpose, sample_noise, timestep_bins, validation_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
-from vesuvius.training.step.transfer import to_device
+from vesuvius.training.step.grey_values import to_device
 from vesuvius.training.validation.reference import Reference
 
 RAW = "raw"
@@ -57,13 +57,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What a validation came to.
-
-    Attributes:
-        patches: how many were looked at, each once in every bin.
-        bin_edges: bin b holds the timesteps bin_edges[b] <= t < bin_edges[b + 1].
-        weights: for each name of a set of weights.
-    """
+    """What a validation found of each set of weights; bin b holds the t with bin_edges[b] <= t < bin_edges[b + 1]."""
 
     patches: int
     bin_edges: tuple[int, ...]
@@ -111,10 +105,8 @@ class ValidationResult:
 class Validation:
     """Measures loss and error of x_0 on the first `training.validate_patches` patches of a reference.
 
-    Every patch meets one timestep of each bin, with noise of its own and always with its condition.
-
-    Args:
-        spectrum: of patches of training; the best linear denoiser follows from it.
+    Every patch meets one timestep of each bin, with noise of its own and always with its condition.  The best linear
+    denoiser follows from the spectrum of patches of training.
     """
 
     def __init__(
