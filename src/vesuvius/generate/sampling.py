@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius import __version__
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.generate import Generated, generate
 from vesuvius.errors import ConfigError, NonFiniteError
+from vesuvius.generate.described import check_condition, check_volume, described
 from vesuvius.generate.sample_conditions import ConditionPatches
 from vesuvius.generate.sample_zarr import (
     CONDITIONS,
@@ -37,15 +36,12 @@ from vesuvius.generate.sample_zarr import (
 from vesuvius.generate.volume.network import Network, NetworkRecipe
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
 from vesuvius.training.checkpoint.format import find_checkpoint
-from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
+from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint_info
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import AmpMode
 from vesuvius.training.stop import StopRequest
 from vesuvius.training.validation.montage import Cell, draw_grid, magnification, orthogonal_slices
 from vesuvius.volumes.box import Box
-
-if TYPE_CHECKING:
-    from vesuvius.generate.volume.draw import VolumeRequest
 
 MAX_IN_MONTAGE = 64
 
@@ -122,23 +118,6 @@ def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, 
         evaluations = _Drawing(request, info, Watch(stop, on_progress)).write(staged)
     dtype, seconds = info.data.volumes[request.volume].dtype.name, time.monotonic() - started
     return SampleSummary(out, request.count, info.config.data.patch_size, dtype, evaluations, seconds)
-
-
-def check_volume(info: CheckpointInfo, volume: int, option: str = "--volume") -> None:
-    """Raises ConfigError where a checkpoint has no training volume of this number."""
-    if volume >= len(info.data.volumes):
-        raise ConfigError(
-            f"{option} counts the {len(info.data.volumes)} volumes of the training from 0; got {volume}; lower it"
-        )
-
-
-def check_condition(info: CheckpointInfo, condition: ArrayConfig | None) -> None:
-    """Raises ConfigError where a condition is given to a model that was trained without."""
-    if condition is not None and not info.config.has_condition:
-        raise ConfigError(
-            f"--condition needs a model that was trained with conditions; got {condition.path} and "
-            f"{info.checkpoint}, which has none; remove --condition"
-        )
 
 
 def _check_request(request: SampleRequest, info: CheckpointInfo) -> None:
@@ -283,26 +262,7 @@ def describe(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, evaluat
         "evaluations_per_sample": evaluations,
         "checkpoint": str(info.checkpoint),
         "amp": amp,
-        **describe_drawing(request, info),
-    }
-
-
-def describe_drawing(request: SampleRequest | VolumeRequest, info: CheckpointInfo) -> dict[str, Any]:
-    """What samples and volumes follow from alike."""
-    diffusion, grey = info.config.diffusion, info.data.greys.volumes[request.volume]
-    return {
-        "seed": request.seed,
-        "batch_size": request.batch_size,
-        "step": info.step,
-        "weights": request.weights,
-        "weights_sha256": check_weights(info.checkpoint, request.weights),
-        "sampler": diffusion.sampler,
-        **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "eta", "clip", "quantile", "guidance")},
-        "volume": info.data.volumes[request.volume].name,
-        "grey_low": grey.low,
-        "grey_high": grey.high,
-        "vesuvius": __version__,
-        "torch": torch.__version__,
+        **described(info, request.weights, request.volume, request.seed, request.batch_size),
     }
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.errors import ConfigError
+from vesuvius.generate.described import check_volume
 from vesuvius.generate.evaluate.figures import Judgement, judge
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
 from vesuvius.generate.evaluate.page import SHOWN, build_page, figure_table, montage_cells, plain, seam_table, verdict
@@ -31,7 +32,7 @@ from vesuvius.generate.evaluate.patches import (
 )
 from vesuvius.generate.evaluate.seams import Seam, face_planes, plane_differences, seam_statistics
 from vesuvius.generate.sample_zarr import RECORD, SAMPLES, published_when_whole
-from vesuvius.generate.sampling import SampleRequest, check_volume, default_out, describe, draw_samples
+from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
 from vesuvius.generate.volume.output import DRAWING
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.watch import OnProgress

@@ -19,7 +19,7 @@ from vesuvius.config import Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.generate.sampling import check_condition, check_volume, describe_drawing
+from vesuvius.generate.described import check_condition, check_volume, described
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.forecast import VolumeForecast, forecast_of, measured_too
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
@@ -186,7 +186,7 @@ class _Drawing:
             "box": None if request.given.box is None else [list(end) for end in request.given.box],
             "amp": info.config.training.amp,
             "device": self._device.type,
-            **describe_drawing(request, info),
+            **described(info, request.weights, request.volume, request.seed, request.batch_size),
         }
 
     def fill(self, folder: Path, watch: Watch) -> None:
