@@ -5,25 +5,36 @@ The laws of the sampling itself are in tests/generate/volume.  GPUs are not test
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import random
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import zarr
+from safetensors.torch import load_file, save_file
 
 from tests.conftest import textured, write_array
 from tests.runs.test_sample import PATCH, write_config
+from tests.support import fork_server
 from tests.support.runs import vesuvius_train
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
 from vesuvius.generate.volume import forecast
-from vesuvius.generate.volume.run import VolumeStoppedError
+from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
+from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.work import Work
+from vesuvius.generate.watch import OnProgress, SamplingStoppedError
 from vesuvius.volume_tools.pyramid import halve
 from vesuvius.volumes.volume import open_volume
 
@@ -50,9 +61,12 @@ def _in_place(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained)
 
 
+def command_for(out: Path, *arguments: object) -> list[object]:
+    return ["--checkpoint", "shown", "--out", out, "--steps", 2, "--workers", 1, *arguments]
+
+
 def draws(out: Path, *arguments: object) -> int:
-    command = ["--checkpoint", "shown", "--out", out, "--steps", 2, "--workers", 1, *arguments]
-    return sample.main([str(argument) for argument in command])
+    return sample.main([str(argument) for argument in command_for(out, *arguments)])
 
 
 def voxels(out: Path, level: int = 0) -> np.ndarray[Any, Any]:
@@ -98,11 +112,8 @@ def test_a_condition_of_any_size_is_shown_tile_by_tile(tmp_path: Path) -> None:
 
 
 def test_known_voxels_are_kept_bit_by_bit_and_gaps_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, gaps, mask = hole(tmp_path)
     scan = voxels(Path("scan.zarr"))[:12, :24, :24]
-    mask = np.zeros(SHAPE, np.uint8)
-    mask[3:8, 5:15, 9:20] = 255
-    holed = np.where(mask, 0, scan).astype(np.uint8)
-    source, gaps = write_array(tmp_path / "holed.zarr", holed), write_array(tmp_path / "mask.zarr", mask)
     arguments = ("--inpaint", source, "--mask", gaps, "--guidance", 0, "--rounds", 2)
     assert draws(tmp_path / "filled.zarr", *arguments) == 0
     found = voxels(tmp_path / "filled.zarr")
@@ -123,30 +134,167 @@ def test_chunks_that_are_not_stored_are_filled(tmp_path: Path) -> None:
     assert found[gone].std() > 5
 
 
-def test_a_drawing_that_was_stopped_goes_on_to_the_same_voxels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def hole(place: Path, *, dtype: str = "uint8") -> tuple[Path, Path, np.ndarray[Any, Any]]:
+    """A part of the scan with a gap that is 0, its mask and the voxels of the mask."""
+    mask = np.zeros(SHAPE, np.uint8)
+    mask[3:8, 5:15, 9:20] = 255
+    holed = np.where(mask, 0, voxels(Path("scan.zarr"))[:12, :24, :24]).astype(dtype)
+    return write_array(place / "holed.zarr", holed), write_array(place / "mask.zarr", mask), mask
+
+
+def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("vesuvius.generate.volume.output._CHUNK", 8)
+    source, gaps, _ = hole(tmp_path)
+    given = GivenVolumes(*(ArrayConfig(path=str(path)) for path in (source, gaps)))
+    overrides = ("diffusion.sampler_steps=2", "diffusion.sampler_guidance=0")
+    request = VolumeRequest(Path("shown"), "ema", overrides, 0, 4, 0, tmp_path / "out.zarr", None, workers=1,
+                            given=given)  # fmt: skip
+    told: list[str] = []
+
+    def told_of(phase: str) -> OnProgress:
+        def tell(what: str, done: int, total: int) -> None:
+            told.append(what)
+            if what == phase and told.count(phase) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return tell
+
+    phases = ("blocks of --inpaint read", "blocks searched for gaps", "batches of tiles", "chunks written",
+              "chunks compared with --inpaint", "chunks of level 1 written")  # fmt: skip
+    for phase in phases:
+        told.clear()
+        with pytest.raises(SamplingStoppedError, match=rf"got SIGTERM after \d+ of \d+ {phase}; what is done stays"):
+            draw_volume(request, told_of(phase))
+        assert told[-1] == phase
+        assert told.count(phase) <= 2, "no more is done after the signal than two batches that were handed out"
+    assert draw_volume(request, told_of("")).known == np.prod(SHAPE) - 5 * 10 * 11
+
+
+def test_the_default_route_of_two_workers_gives_the_bits_of_one(tmp_path: Path) -> None:
+    arguments = ("--shape", "12,24,24", "--guidance", 0, "--batch-size", 5)
+    assert draws(tmp_path / "one.zarr", *arguments) == 0
+    assert draws(tmp_path / "two.zarr", *arguments, "--workers", 2) == 0
+    np.testing.assert_array_equal(voxels(tmp_path / "one.zarr"), voxels(tmp_path / "two.zarr"))
+
+
+DRAW_AND_DIE = """
+import os, signal, sys
+from vesuvius.commands.sample import main
+from vesuvius.generate.volume.work import Work
+from vesuvius.volume_tools.partial import PartialCopy
+
+kind, calls = {"block": (Work, "block"), "chunk": (PartialCopy, "write")}[sys.argv[1]], [0]
+act = getattr(*kind)
+def acting(*arguments):
+    calls[0] += 1
+    if calls[0] == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return act(*arguments)
+setattr(*kind, acting)
+import vesuvius.generate.volume.output as output
+output._CHUNK = 8
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_command_that_is_killed_while_it_samples_and_while_it_writes_goes_on_to_the_same_voxels(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vesuvius.generate.volume.output._CHUNK", 8)
     arguments = ("--shape", "12,24,24", "--guidance", 0, "--batch-size", 5)
     assert draws(tmp_path / "once.zarr", *arguments) == 0
-    block, left = Work.block, [3]
+    out = tmp_path / "killed.zarr"
+    for place in ("block", "chunk"):
+        command = [sys.executable, "-c", DRAW_AND_DIE, place, *map(str, command_for(out, *arguments))]
+        assert fork_server.run(command, cwd=trained, text=True, capture_output=True).returncode == -signal.SIGKILL
+        assert not out.exists()
+    assert draws(out, *arguments) == 0
+    for level in range(3):
+        np.testing.assert_array_equal(voxels(out, level), voxels(tmp_path / "once.zarr", level))
 
-    def stopping(self: Work, number: int, index: int, live: bool = True) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise VolumeStoppedError(75)
-        block(self, number, index, live)
 
-    out = tmp_path / "stopped.zarr"
-    with monkeypatch.context() as patch:
-        patch.setattr(Work, "block", stopping)
-        assert draws(out, *arguments) == 75
-    assert "what is done stays: give the same command again to go on" in capsys.readouterr().err
-    assert not out.exists()
-    assert out.with_name("stopped.zarr.partial").is_dir()
-    assert draws(out, *arguments, "--overlap", 0.25) == 2
-    assert "got overlap 0.25 (there: 0.5)" in capsys.readouterr().err
+@pytest.mark.long
+def test_ten_kills_of_the_command_at_random_times_change_no_bit(trained: Path, tmp_path: Path) -> None:
+    arguments = ("--shape", "24,64,64", "--guidance", 0, "--batch-size", 2, "--steps", 10)
+    assert draws(tmp_path / "once.zarr", *arguments) == 0
+    out, rng, died = tmp_path / "killed.zarr", random.Random(0), 0
+    command = [sys.executable, "-m", "vesuvius.sample", *map(str, command_for(out, *arguments, "--workers", 2))]
+    while died < 10 and not out.exists():
+        with subprocess.Popen(command, cwd=trained, stderr=subprocess.DEVNULL) as process:
+            try:
+                process.wait(rng.uniform(6, 10))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                died += 1
+    assert died == 10, "the volume is larger than what ten of them can draw"
     assert draws(out, *arguments) == 0
     np.testing.assert_array_equal(voxels(out), voxels(tmp_path / "once.zarr"))
+
+
+def test_another_network_or_another_mask_is_not_taken_for_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, gaps, mask = hole(tmp_path)
+    run = tmp_path / "run"
+    shutil.copytree("runs/shown", run, symlinks=True)
+    arguments = ("--checkpoint", run, "--inpaint", source, "--mask", gaps, "--guidance", 0, "--rounds", 1)
+    out = tmp_path / "out.zarr"
+    assert draws(out, *arguments) == 0
+    assert draws(out, *arguments) == 0
+    assert "is there already" in capsys.readouterr().out
+    zarr.open_array(str(gaps), mode="r+")[...] = np.roll(mask, 1, axis=0)
+    assert draws(out, *arguments) == 2
+    assert "got given {" in capsys.readouterr().err
+    zarr.open_array(str(gaps), mode="r+")[...] = mask
+    assert draws(out, *arguments) == 0, "the mask is as it was"
+    checkpoint = max((run / "checkpoints").glob("step_*"))
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({name: 1.01 * each for name, each in weights.items()}, checkpoint / "model.safetensors")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    assert draws(out, *arguments) == 2
+    assert re.search(r"got weights_sha256 \S+ \(there: ", capsys.readouterr().err)
+
+
+def test_a_box_keeps_its_place(tmp_path: Path) -> None:
+    out = tmp_path / "boxed.zarr"
+    assert draws(out, "--condition", "labels.zarr", "--box", "4:16,0:24,8:32") == 0
+    geometry = open_volume(ArrayConfig(path=str(out))).geometry
+    assert geometry is not None
+    assert (geometry.translation_zyx, geometry.voxel_size_um) == ((32.0, 0.0, 64.0), (8.0, 8.0, 8.0))
+
+
+def test_known_voxels_that_are_not_finite_are_refused_before_anything_is_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, gaps, _ = hole(tmp_path, dtype="float32")
+    zarr.open_array(str(source), mode="r+")[0, 1, 2] = np.nan
+    assert draws(tmp_path / "out.zarr", "--inpaint", source, "--mask", gaps, "--guidance", 0) == 6
+    assert "NaN or infinity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), 3, "a batch must fit the GPU's memory; got --batch-size 4"),
+        (OSError(28, "No space left on device"), 6, "No space left on device"),
+    ],
+)
+def test_a_gpu_or_a_disk_that_is_too_small_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int,
+    message: str,
+) -> None:  # fmt: skip
+    def full(self: Work, number: int, batch: int) -> None:
+        raise error
+
+    monkeypatch.setattr(Work, "tiles", full)
+    assert draws(tmp_path / "out.zarr", "--shape", "12,24,24", "--guidance", 0) == code
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
 
 
 def test_a_dry_run_says_time_disk_and_memory_and_writes_nothing(
@@ -168,6 +316,18 @@ def test_a_dry_run_says_time_disk_and_memory_and_writes_nothing(
     assert draws(tmp_path / "big.zarr", *arguments[:-1]) == 6
     assert capsys.readouterr().err.count("the disk must have room for the state and the volume; got ") == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_an_inpainting_counts_the_tiles_near_gaps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, mask = tmp_path / "source.zarr", np.zeros((8, 16, 80), np.uint8)
+    mask[:, :, 3] = 1  # in the first of five blocks, and too far from the second
+    gaps = write_array(tmp_path / "mask.zarr", mask)
+    write_array(source, mask)
+    arguments = ("--inpaint", source, "--mask", gaps, "--guidance", 0, "--overlap", 0, "--batch-size", 1, "--dry-run")
+    assert draws(tmp_path / "filled.zarr", *arguments) == 0
+    assert "volume 8,16,80: 1 tiles, 8 network evaluations of a tile" in capsys.readouterr().out
 
 
 REFUSED = {

@@ -67,7 +67,7 @@ def _main(argv: list[str]) -> int:
         "classifier_steps",
     )}  # fmt: skip
     command = shlex.join(["vesuvius", "evaluate", *argv])
-    with progress("steps") as on_step:
+    with progress("evaluating") as on_step:
         folder, text = evaluate(
             EvaluationRequest(**options, overrides=overrides_of(arguments), command=command), on_step
         )

@@ -47,8 +47,8 @@ def _patches(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         box=arguments.box,
         npy=arguments.npy,
     )
-    with progress("steps") as on_step:
-        report = draw_samples(request, on_step)
+    with progress("sampling") as on_progress:
+        report = draw_samples(request, on_progress)
     say(_text(report))
     return EXIT_OK
 
@@ -70,7 +70,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
         say(forecast.text())
         forecast.check_space(request.out)
         return EXIT_OK
-    with progress("batches of tiles") as on_progress:
+    with progress("sampling") as on_progress:
         report = draw_volume(request, on_progress)
     say(_volume_text(report))
     return EXIT_OK

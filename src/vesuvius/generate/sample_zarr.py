@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.checkpoint.files import sync
+from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.geometry import FloatTriple
 
 log = logging.getLogger(__name__)
@@ -50,15 +51,11 @@ class SampleArray:
             shape: (count, Z, Y, X).
             voxel_size_um: edge lengths (z, y, x); None: unknown, the scale is 1 without a unit.
         """
-        unit = {"unit": "micrometer"} if voxel_size_um else {}
-        scale = {"type": "scale", "scale": [1.0, *(voxel_size_um or (1.0, 1.0, 1.0))]}
-        axes = [{"name": "sample", "type": "sample"}, *({"name": name, "type": "space", **unit} for name in "zyx")]
-        self._multiscale: dict[str, Any] = {
-            "version": "0.4",
-            "name": path.name.removesuffix(".zarr"),
-            "axes": axes,
-            "datasets": [{"path": "0", "coordinateTransformations": [scale]}],
-        }
+        unit = "micrometer" if voxel_size_um else None
+        name = path.name.removesuffix(".zarr")
+        self._multiscale = multiscale(name, 1, voxel_size_um or (1.0, 1.0, 1.0), [unit] * 3)
+        self._multiscale["axes"].insert(0, {"name": "sample", "type": "sample"})
+        self._multiscale["datasets"][0]["coordinateTransformations"][0]["scale"].insert(0, 1.0)
         self._group = zarr.create_group(path, zarr_format=2)
         self._array = self._group.create_array(
             "0",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.generate.evaluate.scrolls import Voxels, patch_set, patches, scroll, search_in
-from vesuvius.generate.evaluate.diversity import ms_ssim
+from vesuvius.generate.evaluate.diversity import ms_ssim, scales_of
 from vesuvius.generate.evaluate.figures import Figure, Judgement, _drawn, _folds, estimate, judge
 from vesuvius.generate.evaluate.page import plain, verdict
 from vesuvius.generate.evaluate.patches import PatchSet
@@ -115,12 +115,16 @@ def test_samples_under_held_out_conditions_are_tested_on_the_other_half_of_those
 def test_similarity_is_1_for_equal_patches_and_falls_with_noise_to_0_for_strangers() -> None:
     patch, stranger = patches(scroll(5, air=False), 2, 0)
     noise = np.random.default_rng(0).standard_normal(patch.shape).astype(np.float32)
-    alike = [ms_ssim(patch, patch + share * noise) for share in (0, 0.1, 0.5, 2)]
+
+    def similar(one: Voxels, other: Voxels) -> float:
+        return ms_ssim(scales_of(one), scales_of(other))
+
+    alike = [similar(patch, patch + share * noise) for share in (0, 0.1, 0.5, 2)]
     assert alike[0] == pytest.approx(1, abs=1e-5)
     assert alike == sorted(alike, reverse=True)
-    assert ms_ssim(patch, stranger) < 0.4 < alike[1]
+    assert similar(patch, stranger) < 0.4 < alike[1]
     large = np.kron(patch, np.ones((5, 5, 5), np.float32))
-    assert ms_ssim(large, large) > 0.99 > ms_ssim(large, -large)
+    assert similar(large, large) > 0.99 > similar(large, -large)
 
 
 def test_figures_are_plain_json_without_nan() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,7 +20,8 @@ from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.generate.volume.passes import Pass, advanced, corrected
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, Work
+from vesuvius.generate.volume.work import Job, Work, live_blocks
+from vesuvius.generate.watch import Watch
 from vesuvius.volumes.box import Box, slices
 
 Correlation = Callable[[Tensor], Tensor]
@@ -59,12 +62,12 @@ def field_levels(correlation: Correlation, patch_zyx: Triple, steps: int) -> tup
     return rho_levels(Schedule.from_betas(edm_betas(1000, 0.02, None, spectrum)), steps)
 
 
-def tiled(tiling: Tiling, estimate: Estimate) -> Estimate:
-    """What a volume's passes do, in memory: the weighted mean of the estimates of all tiles, in order."""
+def tiled(tiling: Tiling, estimate: Estimate, tiles: Sequence[int] | None = None) -> Estimate:
+    """What a volume's passes do, in memory: the weighted mean of the estimates of all tiles, or some, in order."""
 
     def estimated(x: Tensor, level: NoiseLevel) -> tuple[Tensor, Tensor]:
         x_0 = torch.zeros_like(x)
-        for tile in range(tiling.tiles):
+        for tile in range(tiling.tiles) if tiles is None else tiles:
             box: Box = tiling.tile_box(tile)
             cut = (..., *slices(box))
             x_0[cut] += torch.from_numpy(tiling.weight(tile, box)).to(x.dtype) * estimate(x[cut], level)[0]
@@ -73,14 +76,34 @@ def tiled(tiling: Tiling, estimate: Estimate) -> Estimate:
     return estimated
 
 
-def filled(passes: Sequence[Pass], estimate: Estimate, noise: Tensor, known: Tensor) -> Tensor:
-    """The gaps of `known`, NaN there, filled in memory; any leading axes."""
+def live_voxels(tiling: Tiling, gap: Tensor) -> tuple[Tensor, list[int]]:
+    """The voxels of live blocks, and the tiles over them.
+
+    Args:
+        gap: bool, of the shape of the volume.
+    """
+    live, tiles = torch.zeros_like(gap), set()
+    blocks = live_blocks(tiling, lambda box: gap[slices(box)].numpy(), Watch())
+    for block in np.flatnonzero(blocks).tolist():
+        live[slices(tiling.block_box(block))] = True
+        tiles |= set(tiling.tiles_over(tiling.block_box(block)))
+    return live, sorted(tiles)
+
+
+def filled(
+    passes: Sequence[Pass], estimate: Estimate, noise: Tensor, known: Tensor, live: Tensor | None = None
+) -> Tensor:
+    """The gaps of `known`, NaN there, filled in memory; any leading axes.
+
+    Args:
+        live: the voxels of live blocks; None = all.
+    """
     level = passes[0].level
     gap, before = known.isnan(), None
     x = torch.where(gap, noise, level.alpha * known + level.sigma * noise)
     for step in passes:
         x_0 = estimate(x, step.level)[0]
-        x = corrected(step.level, x, x_0, known)
+        x = corrected(step, x, x_0, known if live is None else torch.where(live, known, torch.nan))
         if step.row is not None:
             x_0 = torch.where(gap, x_0, known)
             x, before = advanced(step, x, x_0, before, None), x_0
@@ -91,11 +114,24 @@ def work_of(job: Job, folder: Path, estimate: Estimate) -> Work:
     return Work(job, folder, lambda condition: estimate, torch.device("cpu"))
 
 
-def drawn(job: Job, folder: Path, estimate: Estimate, workers: int = 1) -> np.ndarray:
+def drawn(job: Job, folder: Path, estimate: Estimate, workers: int = 1, watch: Watch | None = None) -> np.ndarray:
     """The last state of a volume that is begun, or gone on with, in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    sampling = Sampling(job, folder, lambda worker: work_of(job, folder, estimate), workers, context="fork")
+    sampling = Sampling(job, folder, lambda worker: work_of(job, folder, estimate), workers, watch, context="fork")
     return sampling.run().read(((0, 0, 0), job.tiling.shape_zyx))
+
+
+def in_child(act: Callable[[], None]) -> int:
+    """Run in a forked process; its wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
 
 
 def expected_periodogram(correlation: Correlation, shape_zyx: Triple) -> Tensor:

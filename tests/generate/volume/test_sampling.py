@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +20,28 @@ import pytest
 import torch
 import zarr
 
-from tests.generate.volume.fields import drawn, exact_estimate, falling, field_levels, filled, tiled, work_of
+from tests.generate.volume.fields import (
+    drawn,
+    exact_estimate,
+    falling,
+    field_levels,
+    filled,
+    in_child,
+    live_voxels,
+    tiled,
+    work_of,
+)
 from vesuvius.config import SamplerMethod
 from vesuvius.diffusion.levels import NoiseLevel
 from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import sample
-from vesuvius.errors import NonFiniteError, StorageError
+from vesuvius.errors import NonFiniteError
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.passes import START, STEP, block_noise, box_noise, passes_of
-from vesuvius.generate.volume.run import Sampling, VolumeStoppedError
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, State, Work, forget_unflushed
+from vesuvius.generate.volume.work import Job, State, forget_unflushed, live_blocks
+from vesuvius.generate.watch import SamplingStoppedError, Watch
+from vesuvius.volumes.box import slices
 
 PATCH = (4, 6, 6)
 TILING = Tiling((7, 13, 12), PATCH, 0.5)
@@ -100,21 +113,6 @@ def test_any_order_of_parts_gives_the_same_bits(tmp_path: Path) -> None:
     np.testing.assert_array_equal(State(tmp_path / "mixed", work._job, 4).x.read(ALL), expected)
 
 
-def in_child(act: Callable[[], None]) -> int:
-    """Run in a forked process; its wait status."""
-    child = os.fork()
-    if child == 0:
-        try:
-            act()
-            os._exit(0)
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
-
-
 def killed_after(renames: int, before: bool, act: Callable[[], object]) -> None:
     """Act until so many files have got, or are about to get, their names; then die of SIGKILL."""
     replace, left = Path.replace, [renames]
@@ -146,26 +144,6 @@ def test_a_volume_whose_process_was_killed_again_and_again_has_the_same_bits(tmp
     np.testing.assert_array_equal(drawn(work, folder, ESTIMATE), expected)
 
 
-@dataclass(frozen=True)
-class OpenSpawned:
-    """What a process that imports anew opens; picklable, unlike a closure."""
-
-    folder: Path
-
-    def __call__(self, worker: int) -> Work:
-        torch.set_num_threads(1)
-        return work_of(job(), self.folder, exact_estimate(FIELD, PATCH))
-
-
-def test_workers_that_import_anew_give_the_same_bits(tmp_path: Path) -> None:
-    """Others here are forked, which takes less time: those would also work where nothing could be sent to a process."""
-    expected = drawn(job(), tmp_path / "one", ESTIMATE)
-    folder = tmp_path / "spawned"
-    folder.mkdir()
-    found = Sampling(job(), folder, OpenSpawned(folder), workers=2).run()
-    np.testing.assert_array_equal(found.read(ALL), expected)
-
-
 def test_two_workers_give_the_same_bits_and_one_that_dies_is_replaced(tmp_path: Path) -> None:
     expected = drawn(job(), tmp_path / "one", ESTIMATE)
     np.testing.assert_array_equal(drawn(job(), tmp_path / "two", ESTIMATE, workers=2), expected)
@@ -180,8 +158,12 @@ def test_two_workers_give_the_same_bits_and_one_that_dies_is_replaced(tmp_path: 
                 pass
         return ESTIMATE(x, level)
 
-    np.testing.assert_array_equal(drawn(job(), tmp_path / "killed", dying, workers=2), expected)
+    told: list[tuple[int, int]] = []
+    watch = Watch(on_progress=lambda what, done, total: told.append((done, total)))
+    np.testing.assert_array_equal(drawn(job(), tmp_path / "killed", dying, workers=2, watch=watch), expected)
     assert victim.exists()
+    assert told[-1] == (4 * TILING.tiles, 4 * TILING.tiles)
+    assert max(told) == told[-1], "what the dead one had done is not counted twice"
 
 
 def test_workers_that_die_again_and_again_end_the_drawing(tmp_path: Path) -> None:
@@ -208,9 +190,8 @@ def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) ->
             return calls[0] >= 50
 
     folder = tmp_path / "stopped"
-    folder.mkdir()
-    with pytest.raises(VolumeStoppedError) as stopped:
-        Sampling(job(), folder, lambda worker: work_of(job(), folder, counting), stop=Stop()).run()
+    with pytest.raises(SamplingStoppedError) as stopped:
+        drawn(job(), folder, counting, watch=Watch(Stop()))
     assert stopped.value.exit_code == 75
     assert calls[0] == 50
     np.testing.assert_array_equal(drawn(job(), folder, counting), expected)
@@ -229,9 +210,55 @@ def test_after_a_crash_of_the_machine_what_may_not_be_on_the_disk_is_made_anew(t
     # written when the machine crashed: their names are there, and not their voxels
     states[0].predictions.write(3, np.zeros(PATCH, np.float32))
     states[1].x.write(1, np.zeros(PATCH, np.float32))
-    (folder / "boot").write_text("another")
-    forget_unflushed(job(), folder)
-    np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected)
+    for crash in ("in pass 0", "before it"):
+        if crash == "before it":
+            shutil.rmtree(states[1].path, ignore_errors=True)
+            shutil.rmtree(folder / "00004")
+            states[0].create()
+            for block in range(TILING.blocks):
+                states[0].x.write(block, np.zeros(PATCH, np.float32))
+        (folder / "boot").write_text("another")
+        forget_unflushed(job(), folder)
+        np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected, err_msg=crash)
+
+
+@pytest.mark.parametrize("blocks", [5, TILING.blocks])
+def test_no_state_is_deleted_before_all_of_the_next_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
+) -> None:
+    """Also what a process has written that was then killed: it flushes nothing here."""
+    work, states = work_of(job(), tmp_path, ESTIMATE), [State(tmp_path, job(), number) for number in range(2)]
+    for state in states:
+        state.create()
+    for block in range(TILING.blocks):
+        work.start(block)
+    for batch in range(TILING.tiles):
+        work.tiles(0, batch)
+    for block in range(blocks):
+        work.block(0, block)
+
+    def stamp(stat: os.stat_result) -> tuple[int, int]:
+        return stat.st_ino, stat.st_mtime_ns  # numbers of files that are deleted are used again
+
+    flushed, deleted, flush, delete = set(), [], os.fsync, State.delete
+
+    def flushing(descriptor: int) -> None:
+        flush(descriptor)
+        flushed.add(stamp(os.fstat(descriptor)))
+
+    def deleting(state: State) -> None:
+        after = State(tmp_path, job(), state.number + 1)
+        if state.path.exists():
+            paths = [path for path in after.path.rglob("*") if not path.match("tiles*") and path.name != ".zarray"]
+            assert len(paths) == 2 + TILING.blocks * (2 if state.number < 2 else 1)
+            assert all(stamp(path.stat()) in flushed for path in paths)
+            deleted.append(state.number)
+        delete(state)
+
+    monkeypatch.setattr(os, "fsync", flushing)
+    monkeypatch.setattr(State, "delete", deleting)
+    drawn(job(), tmp_path, ESTIMATE)
+    assert deleted == [0, 1, 2, 3]
 
 
 def test_whole_tiles_are_drawn_one_by_one_and_blended_once(tmp_path: Path) -> None:
@@ -276,21 +303,36 @@ def test_tiles_without_a_gap_are_not_computed(tmp_path: Path) -> None:
     field.create()
     for block in range(tiling.blocks):
         field.write(block, known[..., block * 6 : block * 6 + 6])
-    done = Sampling(work, tmp_path, lambda worker: work_of(work, tmp_path, ESTIMATE),
-                    on_progress=lambda *progress: tiles.append(progress)).run()  # fmt: skip
-    assert tiles == [(i + 1, 20) for i in range(20)]
-    assert np.count_nonzero(np.abs(done.read(((0, 0, 0), tiling.shape_zyx))) > 1e-5) <= 1
+    done = drawn(work, tmp_path, ESTIMATE, watch=Watch(on_progress=lambda *progress: tiles.append(progress)))
+    assert tiles[8:] == [("batches of tiles", i + 1, 20) for i in range(20)]
+    assert tiles[:8] == [("blocks searched for gaps", i + 1, 8) for i in range(8)]
+    assert np.count_nonzero(np.abs(done) > 1e-5) <= 1
+
+
+def test_blocks_are_live_where_a_gap_is_less_than_half_a_patch_away() -> None:
+    rng = np.random.default_rng(0)
+    for patch, shape in (((4, 6, 6), (11, 25, 19)), ((1, 3, 5), (2, 7, 11))):
+        tiling = Tiling(shape, patch, 0.5)
+        gaps = rng.random(shape) < 0.004
+        found = live_blocks(tiling, lambda box: gaps[slices(box)], Watch())  # noqa: B023
+        for block in range(tiling.blocks):
+            lo, hi = tiling.block_box(block)
+            near = tuple(slice(max(0, a - p // 2), b + p // 2) for a, b, p in zip(lo, hi, patch, strict=True))
+            assert found[block] == gaps[near].any()
+        assert 0 < found.sum() < tiling.blocks
 
 
 @pytest.mark.parametrize("method", ["dpmpp2m", "ddim"])
 def test_rounds_of_a_volume_on_disk_equal_those_in_memory(tmp_path: Path, method: SamplerMethod) -> None:
     known = torch.randn(TILING.shape_zyx, generator=torch_generator(5, Purpose.NOISE))
-    known[2:5, 3:11, 4:10] = torch.nan  # less than half a patch from every block
+    known[4:6, 9:11, 3:5] = torch.nan
+    live, tiles = live_voxels(TILING, known.isnan())
+    assert not live.all(), "some blocks are too far from the gap"
     work = job(method, inpaint=True, rounds=3)
     write_known(tmp_path, known.numpy())
     passes = passes_of(LEVELS, method, rounds=3)
     assert len(passes) == 12
-    expected = filled(passes, tiled(TILING, ESTIMATE), first_noise()[0, 0], known)
+    expected = filled(passes, tiled(TILING, ESTIMATE, tiles), first_noise()[0, 0], known, live)
     np.testing.assert_allclose(drawn(work, tmp_path, ESTIMATE), expected.numpy(), atol=1e-4)
 
 
@@ -309,10 +351,12 @@ def test_what_is_not_finite_is_refused_by_the_name_of_its_tile(tmp_path: Path) -
         drawn(job(), tmp_path, broken)
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Work, number: int, batch: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Work, "tiles", full)
-    with pytest.raises(StorageError, match=r"No space left on device.*free space: what is done stays"):
-        drawn(job(), tmp_path, ESTIMATE)
+@pytest.mark.long
+def test_peak_memory_does_not_grow_with_the_volume() -> None:
+    """What each worker holds is counted by the peak of a process that draws 64 and 512 times a patch."""
+    peaks = {}
+    for times in (4, 8):
+        command = [sys.executable, "tools/bench/volume_sampling.py", "--memory", str(times)]
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+        peaks[times] = float(found.split()[1])
+    assert peaks[8] == pytest.approx(peaks[4], rel=0.1)

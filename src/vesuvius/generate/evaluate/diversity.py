@@ -5,6 +5,8 @@ Source: Wang, Simoncelli & Bovik 2003; means of cubic windows in place of Gaussi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -19,38 +21,53 @@ _PLACES = 32  # windows along an axis, about
 _LARGE = 2**18  # voxels
 
 
-def ms_ssim(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """Similarity of two patches [Z, Y, X] in model values: 1 for equal ones, about 0 for those of nothing in common.
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """A patch at the scales that are compared: of each, its voxels, and means and variances of their windows."""
+
+    voxels: list[Tensor]
+    means: list[Tensor]
+    variances: list[Tensor]
+
+
+def scales_of(patch: NDArray[np.float32]) -> Scales:
+    """The scales of a patch [Z, Y, X] in model values.
 
     An axis is halved from scale to scale as long as two windows fit in; there are as many scales as the longest axis
-    has, up to five, whose weights are scaled to a sum of 1.  The first scale of a large patch is half its size.
+    has, up to five.  The first scale of a large patch is half its size.
     """
-    a, b = (torch.from_numpy(np.ascontiguousarray(patch)).clamp(-3, 3)[None, None] for patch in (one, other))
-    if a.numel() > _LARGE:
-        a, b = F.avg_pool3d(a, 2), F.avg_pool3d(b, 2)
-    terms = []
+    found = Scales([], [], [])
+    voxels = torch.from_numpy(np.ascontiguousarray(patch)).clamp(-3, 3)[None, None]
+    if voxels.numel() > _LARGE:
+        voxels = F.avg_pool3d(voxels, 2)
     for _ in _WEIGHTS:
-        luminance, structure = _similarity(a, b)
-        terms.append(structure)
-        factors = [2 if size >= 2 * _WINDOW else 1 for size in a.shape[2:]]
+        mean = _means(voxels)
+        found.voxels.append(voxels)
+        found.means.append(mean)
+        found.variances.append(_means(voxels * voxels) - mean**2)
+        factors = [2 if size >= 2 * _WINDOW else 1 for size in voxels.shape[2:]]
         if max(factors) == 1:
             break
-        a, b = (F.avg_pool3d(patch, factors) for patch in (a, b))
-    terms[-1] *= luminance
+        voxels = F.avg_pool3d(voxels, factors)
+    return found
+
+
+def ms_ssim(one: Scales, other: Scales) -> float:
+    """Similarity of two patches: 1 for equal ones, about 0 for those of nothing in common.
+
+    The weights of the scales are scaled to a sum of 1.
+    """
+    terms: list[float] = []
+    scales = zip(one.voxels, one.means, one.variances, other.voxels, other.means, other.variances, strict=True)
+    for a, mean_a, var_a, b, mean_b, var_b in scales:
+        covariance = _means(a * b) - mean_a * mean_b
+        terms.append(float(((2 * covariance + _C2) / (var_a + var_b + _C2)).mean()))
+    terms[-1] *= float(((2 * mean_a * mean_b + _C1) / (mean_a**2 + mean_b**2 + _C1)).mean())
     weights = np.array(_WEIGHTS[: len(terms)]) / sum(_WEIGHTS[: len(terms)])
     return float(np.prod([max(term, 0.0) ** weight for term, weight in zip(terms, weights, strict=True)]))
 
 
-def _similarity(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """Means over windows: of their brightness, and of their contrast and structure."""
-    windows = [min(_WINDOW, size) for size in a.shape[2:]]
-    strides = [max(1, size // _PLACES) for size in a.shape[2:]]
-
-    def mean(values: Tensor) -> Tensor:
-        return F.avg_pool3d(values, windows, strides)
-
-    mean_a, mean_b = mean(a), mean(b)
-    var_a, var_b = mean(a * a) - mean_a**2, mean(b * b) - mean_b**2
-    covariance = mean(a * b) - mean_a * mean_b
-    luminance = (2 * mean_a * mean_b + _C1) / (mean_a**2 + mean_b**2 + _C1)
-    return float(luminance.mean()), float(((2 * covariance + _C2) / (var_a + var_b + _C2)).mean())
+def _means(voxels: Tensor) -> Tensor:
+    """Of windows."""
+    windows = [min(_WINDOW, size) for size in voxels.shape[2:]]
+    return F.avg_pool3d(voxels, windows, [max(1, size // _PLACES) for size in voxels.shape[2:]])

@@ -7,22 +7,35 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.errors import ConfigError
+from vesuvius.generate.described import check_volume
 from vesuvius.generate.evaluate.figures import Judgement, judge
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
-from vesuvius.generate.evaluate.page import build_page, figure_table, montage_cells, plain, seam_table, verdict
-from vesuvius.generate.evaluate.patches import PatchSet, RealPatches, RealSource, generated_set, open_generated
+from vesuvius.generate.evaluate.page import SHOWN, build_page, figure_table, montage_cells, plain, seam_table, verdict
+from vesuvius.generate.evaluate.patches import (
+    Generated,
+    PatchSet,
+    RealPatches,
+    RealSource,
+    cut_generated,
+    generated_set,
+    open_generated,
+)
 from vesuvius.generate.evaluate.seams import Seam, face_planes, plane_differences, seam_statistics
 from vesuvius.generate.sample_zarr import RECORD, SAMPLES, published_when_whole
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
 from vesuvius.generate.volume.output import DRAWING
 from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.generate.watch import OnProgress
 from vesuvius.report.files import FOLDER, new_folder, write_pages
 from vesuvius.report.model import Table
 from vesuvius.report.pictures import Picture
@@ -32,6 +45,7 @@ from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, 
 from vesuvius.training.validation.charts import draw_charts
 from vesuvius.training.validation.montage import draw_grid, magnification
 from vesuvius.volume_tools.partial import finished_record
+from vesuvius.volumes.box import Box
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
@@ -48,9 +62,9 @@ class EvaluationRequest:
         run: as `find_checkpoint` takes it.
         overrides, weights, seed, batch_size: of samples that are drawn, as in `SampleRequest`.
         count: generated patches, and real ones of each kind.
-        generated: samples that are there already; None = they are drawn.
+        generated: samples that are there already; None = they are cut from `volume`, or drawn.
         training_volume: whose grey values generated patches have.
-        volume: a volume drawn by `vesuvius sample`, for its seams.
+        volume: a volume drawn by `vesuvius sample`, for its seams, and for patches without `generated`.
         out: the folder to write; None = a new one in the run's reports/.
         classifier_steps: of each of the four classifiers.
         command: for the page.
@@ -70,9 +84,7 @@ class EvaluationRequest:
     command: str
 
 
-def evaluate(
-    request: EvaluationRequest, on_step: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[Path, str]:
+def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done, total: None) -> tuple[Path, str]:
     """Judge a trained model and write the folder.
 
     Args:
@@ -92,23 +104,29 @@ def evaluate(
     own = config.has_condition or info.data.scalars.shape[1] > 0
     number = request.training_volume if own or len(config.data.volumes) == 1 else None
     source = RealSource(config.seed, config.data, number, info.data.greys.volumes)
-    tiled = None if request.volume is None else _TiledVolume(request.volume, config.data.patch_size)
-    count = request.count
-    if request.generated is not None:
-        count = len(open_generated(request.generated, config.data.patch_size, count)[0])
-    started = time.monotonic()
-    real = source.read(count)  # before samples are drawn for minutes
-    reading_s = time.monotonic() - started
-    path = request.generated or _samples(request, info, on_step)
-    stored, places = open_generated(path, config.data.patch_size, count)
-    started = time.monotonic()
+    patch = config.data.patch_size
+    place_of = 0 if number is not None else request.training_volume  # among the volumes of `source`
+    condition = source.data.conditions[place_of].name if config.has_condition else None
+    count, found, path = request.count, None, request.generated
+    with ExitStack() as opened:
+        tiled = None if request.volume is None else opened.enter_context(_TiledVolume(request.volume, patch))
+        if path is not None:
+            found = open_generated(path, patch, count, condition)
+        elif tiled is not None:
+            path, found = tiled.path, tiled.cut(patch, count, condition)
+        started = time.monotonic()
+        real = source.read(count if found is None else len(found.stored))  # before samples are drawn for minutes
+        reading_s = time.monotonic() - started
+        if found is None:
+            path = _samples(request, info, on_step)
+            found = open_generated(path, patch, count, condition)
+        started = time.monotonic()
+        seams = [] if tiled is None else tiled.seams(source.data.volumes[place_of])
     facts, grey = info.data.volumes[request.training_volume], info.data.greys.volumes[request.training_volume]
-    place_of = 0 if number is not None else request.training_volume
-    halves = None if places is None else [source.half_of(place_of, start) for start in places[: len(stored)]]
-    generated = generated_set(stored, grey, facts.dtype, halves)
+    halves = None if found.starts_zyx is None else [source.half_of(place_of, start) for start in found.starts_zyx]
+    generated = generated_set(found, grey, facts.dtype, halves)
     search = TrainingSearch(real.searched, config.data.patch_size, config.data.augment)
     judgement = judge(generated, real.held_out, real.training, real.beside, search, request.classifier_steps)
-    seams = [] if tiled is None else tiled.seams(source.data.volumes[0])
     seconds = reading_s + time.monotonic() - started
     notes = _notes(generated, real, search, config.has_condition)
     described = {
@@ -125,7 +143,8 @@ def evaluate(
     with published_when_whole(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(judgement, seams)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
-        picture = _pictures(staged, generated, real.held_out, judgement, config.name)
+        rows = _rows(source, place_of, found, generated, real.held_out, config.data.condition_classes)
+        picture = _pictures(staged, rows, judgement, config.name)
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
         write_pages(staged, NAME, [report], (), (), [picture], made)
     tables = [figure_table(judgement.figures), *([seam_table(seams)] if seams else [])]
@@ -134,13 +153,9 @@ def evaluate(
 
 
 def _check(request: EvaluationRequest, info: CheckpointInfo) -> None:
-    if request.generated is None:
+    if request.generated is None and request.volume is None:
         check_weights(info.checkpoint, request.weights)
-    if request.training_volume >= len(info.data.volumes):
-        raise ConfigError(
-            f"--training-volume counts the {len(info.data.volumes)} volumes of the training from 0; got "
-            f"{request.training_volume}; lower it"
-        )
+    check_volume(info, request.training_volume, "--training-volume")
     if request.out is not None and os.path.lexists(request.out):
         raise ConfigError(
             f"an evaluation does not replace what exists; got {request.out}, which is there; choose another --out"
@@ -153,7 +168,7 @@ def _beside(checkpoint: Path) -> Path:
     return parent.parent if parent.name == "checkpoints" else Path()
 
 
-def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: Callable[[int, int], None]) -> Path:
+def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgress) -> Path:
     """Draw samples, or find those that an evaluation has drawn with the same arguments."""
     asked = SampleRequest(
         info.checkpoint,
@@ -186,7 +201,7 @@ def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: Callable
     return out
 
 
-class _TiledVolume:
+class _TiledVolume(AbstractContextManager["_TiledVolume"]):
     """A volume that `vesuvius sample` has drawn, with its tiles."""
 
     def __init__(self, path: Path, patch_zyx: Triple) -> None:
@@ -200,15 +215,40 @@ class _TiledVolume:
         z, y, x = record["shape_zyx"]
         pz, py, px = record.get("patch_zyx", patch_zyx)
         tiling = Tiling((z, y, x), (pz, py, px), record["overlap"])
-        sizes = zip(tiling.starts, tiling.patch_zyx, strict=True)
-        self._path, self._faces = path, [face_planes(starts, patch) for starts, patch in sizes]
+        self._faces = [
+            face_planes(starts, patch) for starts, patch in zip(tiling.starts, tiling.patch_zyx, strict=True)
+        ]
+        self.path, self._record = path, record
+        self._first_zyx: Triple = tuple((record.get("box") or [[0, 0, 0]])[0])
+        self._volume = open_volume(ArrayConfig(path=str(path)))
+
+    def __exit__(self, *_: object) -> None:
+        self._volume.close()
+
+    def cut(self, patch_zyx: Triple, count: int, condition: str | None) -> Generated:
+        """Patches of it.  Raises ConfigError and DataError.
+
+        Args:
+            condition: name of the training's condition.
+        """
+        shown = (self._record.get("given") or {}).get("condition", [None])[0]
+        first = self._first_zyx if condition is not None and shown == condition else None
+        return cut_generated(self._volume, patch_zyx, count, first)
 
     def seams(self, real: Volume) -> list[tuple[Seam, Seam | None]]:
         """The statistic along each axis, beside that of the same planes of a real volume.  Raises DataError."""
-        with closing(open_volume(ArrayConfig(path=str(self._path)))) as drawn:
-            found = seam_statistics(plane_differences(drawn.read, drawn.shape_zyx), self._faces)
-            z, y, x = map(min, drawn.shape_zyx, real.shape_zyx)
-        beside = {seam.axis: seam for seam in seam_statistics(plane_differences(real.read, (z, y, x)), self._faces)}
+        drawn, first = self._volume, self._first_zyx
+        found = seam_statistics(plane_differences(drawn.read, drawn.shape_zyx), self._faces)
+        if any(lo >= size for lo, size in zip(first, real.shape_zyx, strict=True)):  # a box of another volume
+            first = (0, 0, 0)
+        left = (size - lo for lo, size in zip(first, real.shape_zyx, strict=True))
+        z, y, x = map(min, drawn.shape_zyx, left)
+
+        def read(box: Box) -> NDArray[Any]:
+            (z0, y0, x0), (z1, y1, x1) = ([v + o for v, o in zip(end, first, strict=True)] for end in box)
+            return real.read(((z0, y0, x0), (z1, y1, x1)))
+
+        beside = {seam.axis: seam for seam in seam_statistics(plane_differences(read, (z, y, x)), self._faces)}
         return [(seam, beside.get(seam.axis)) for seam in found]
 
 
@@ -232,11 +272,27 @@ def _notes(generated: PatchSet, real: RealPatches, search: TrainingSearch, condi
     return notes
 
 
-def _pictures(folder: Path, generated: PatchSet, held_out: PatchSet, judgement: Judgement, name: str) -> Picture:
+def _rows(
+    source: RealSource, number: int, found: Generated, generated: PatchSet, held_out: PatchSet, classes: int | None
+) -> dict[str, NDArray[np.float32]]:
+    """Patches for the montage: generated and real ones, of the same places where these are known, and their labels."""
+    rows, starts = {"generated": generated.values[:SHOWN]}, (found.starts_zyx or [])[:SHOWN]
+    rows["real"] = source.values_at(number, starts) if starts else held_out.values[:SHOWN]
+    labels = found.labels
+    if labels is None and starts:
+        labels = source.labels_at(number, starts)
+    if labels is not None:
+        shown = np.asarray(labels[:SHOWN], np.float32)
+        low, high = (0, classes - 1) if classes else (shown.min(), shown.max())
+        rows["label"] = (2 * (shown - low) / max(high - low, 1e-9) - 1).astype(np.float32)
+    return rows
+
+
+def _pictures(folder: Path, rows: dict[str, NDArray[np.float32]], judgement: Judgement, name: str) -> Picture:
     """Write montage.png and curves.png; the montage for the page."""
-    scale = magnification(generated.values.shape[1:])
-    cells = montage_cells(generated.values, held_out.values, scale, _COLUMNS)
-    montage = draw_grid(cells, f"{name}: generated and held-out patches, slices across z", _COLUMNS)
+    scale = magnification(rows["real"].shape[1:])
+    kinds = " / ".join(rows)
+    montage = draw_grid(montage_cells(rows, scale, _COLUMNS), f"{name}: {kinds}, middle slices across z", _COLUMNS)
     montage.save(folder / "montage.png", format="PNG")
     curves = draw_charts(1080, judgement.textures["generated"], judgement.textures["held_out"])
     from PIL import Image
@@ -244,7 +300,7 @@ def _pictures(folder: Path, generated: PatchSet, held_out: PatchSet, judgement: 
     Image.fromarray(curves).save(folder / "curves.png", format="PNG")
     small = io.BytesIO()
     montage.convert("RGB").save(small, format="JPEG", quality=85, optimize=True)
-    return Picture("Generated and held-out patches by turns, middle slices across z", small.getvalue())
+    return Picture(f"Rows of patches by turns: {kinds}; middle slices across z", small.getvalue())
 
 
 def _terminal(table: Table) -> str:

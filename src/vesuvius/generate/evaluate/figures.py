@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vesuvius.generate.evaluate.diversity import ms_ssim
+from vesuvius.generate.evaluate.diversity import ms_ssim, scales_of
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
 from vesuvius.generate.evaluate.patches import PatchSet
 from vesuvius.generate.evaluate.two_sample import pairs_in_order, two_sample_scores
@@ -203,7 +203,8 @@ def _diversity(sets: dict[str, PatchSet], draws: dict[str, list[Weights]]) -> Fi
     for name, each in sets.items():
         order = np.random.default_rng(1).permutation(len(each))
         pairs = np.hstack([np.stack([order, np.roll(order, shift)]) for shift in range(1, _PARTNERS + 1)])
-        alike = np.array([ms_ssim(each.values[a], each.values[b]) for a, b in pairs.T])
+        scales = [scales_of(patch) for patch in each.values]
+        alike = np.array([ms_ssim(scales[a], scales[b]) for a, b in pairs.T])
         values[name] = float(alike.mean())
         weights = [np.prod(times[pairs], axis=0) for times in draws[name]]
         drawn[name] = [float(alike @ w / w.sum()) if w.any() else float("nan") for w in weights]

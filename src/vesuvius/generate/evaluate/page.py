@@ -17,7 +17,7 @@ from vesuvius.report.model import RunReport, Table
 from vesuvius.training.validation.montage import Cell, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, Texture
 
-_SHOWN = 24
+SHOWN = 24
 _NAMES = {"generated": "generated", "held_out": "held out", "training": "training"}
 
 _HOW = (
@@ -133,16 +133,14 @@ def plain(judgement: Judgement, seams: Sequence[tuple[Seam, Seam | None]]) -> di
     return found
 
 
-def montage_cells(
-    generated: NDArray[np.float32], held_out: NDArray[np.float32], scale: int, columns: int = 8
-) -> list[Cell]:
-    """Middle slices of the first patches of both, in rows by turns."""
-    cells = []
-    for first in range(0, min(_SHOWN, len(generated), len(held_out)), columns):
-        for name, patches in (("generated", generated), ("real", held_out)):
+def montage_cells(rows: Mapping[str, NDArray[np.float32]], scale: int, columns: int = 8) -> list[Cell]:
+    """Middle slices of the first patches of each kind, in rows by turns."""
+    count, cells = min(SHOWN, *map(len, rows.values())), []
+    for first in range(0, count - count % min(columns, count), columns):
+        for name, patches in rows.items():
             cells += [
                 Cell(f"{name} {number}", middle_slice(patches[number], scale))
-                for number in range(first, min(first + columns, len(generated), len(held_out)))
+                for number in range(first, min(first + columns, count))
             ]
     return cells
 

@@ -24,6 +24,7 @@ from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
 from vesuvius.training.step.device import model_values
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volumes.box import Box, intersection, intersects, shape_of
+from vesuvius.volumes.volume import Volume
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +136,23 @@ class RealSource:
         )
 
     def half_of(self, number: int, start_zyx: Sequence[int]) -> int:
-        """The same of one place."""
-        box = self.data.splits[number].validation
+        """The same of one place; -1 also for one that is not held out."""
+        box, patch = self.data.splits[number].validation, self._config.patch_size
         assert box is not None
-        return _half_of(box, self._config.patch_size, start_zyx)
+        inside = all(lo <= at and at + p <= hi for lo, at, p, hi in zip(box[0], start_zyx, patch, box[1], strict=True))
+        return _half_of(box, patch, start_zyx) if inside else -1
+
+    def values_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[np.float32]:
+        """Real voxels at these places of a volume, as model values: [N, Z, Y, X].  Raises DataError."""
+        boxes = [_patch_box(start, self._config.patch_size) for start in starts_zyx]
+        raw = torch.from_numpy(np.stack([self.data.read("volume", number, box) for box in boxes]))
+        values: NDArray[np.float32] = normalised(raw, self._scales[[number] * len(raw)]).numpy()
+        return values
+
+    def labels_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[Any]:
+        """The condition there, as it is stored."""
+        boxes = [_patch_box(start, self._config.patch_size) for start in starts_zyx]
+        return np.stack([self.data.read("condition", number, box) for box in boxes])
 
     def _set_of(self, found: FixedPatches, rows: Sequence[int]) -> PatchSet:
         picked = FixedPatches(
@@ -158,12 +172,8 @@ class RealSource:
 
     def _groups(self, found: FixedPatches) -> NDArray[np.int64]:
         """Patches that begin in the same cell, of the size of a patch, share voxels."""
-        patch = self._config.patch_size
-        cells = [
-            (number, *(at // size for at, size in zip(start, patch, strict=True)))
-            for number, start in zip(found.volumes, found.starts_zyx, strict=True)
-        ]
-        return np.unique(np.array(cells), axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        places = zip(found.volumes, found.starts_zyx, strict=True)
+        return _cells([(number, *start) for number, start in places], self._config.patch_size)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
         """All training voxels, or where they are too many those around patches of training."""
@@ -187,12 +197,22 @@ class RealSource:
         return intersection(((z0, y0, x0), (z1, y1, x1)), self.data.splits[number].train)
 
 
+def _cells(places: Sequence[tuple[int, int, int, int]], patch_zyx: Triple) -> NDArray[np.int64]:
+    """Of places (volume, z, y, x), the number of the cell of the size of a patch that each is in."""
+    cells = np.array(places) // np.array((1, *patch_zyx))
+    return np.unique(cells, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def _patch_box(start_zyx: Triple, patch_zyx: Triple) -> Box:
+    z, y, x = (start + size for start, size in zip(start_zyx, patch_zyx, strict=True))
+    return start_zyx, (z, y, x)
+
+
 def _apart(found: FixedPatches, patch_zyx: Triple, count: int) -> list[int]:
     """Rows behind the first `count` that share no voxel with those; up to `count`."""
 
     def box(row: int) -> Box:
-        z, y, x = found.starts_zyx[row]
-        return (z, y, x), (z + patch_zyx[0], y + patch_zyx[1], x + patch_zyx[2])
+        return _patch_box(found.starts_zyx[row], patch_zyx)
 
     rows = range(count, len(found.volumes))
     first = [(found.volumes[row], box(row)) for row in range(count)]
@@ -208,12 +228,30 @@ def _half_of(box: Box, patch_zyx: Triple, start_zyx: Sequence[int]) -> int:
     return 0 if start_zyx[axis] + patch_zyx[axis] <= middle else -1
 
 
-def open_generated(path: Path, patch_zyx: Triple, count: int | None) -> tuple[Any, list[Triple] | None]:
-    """Generated patches in grey values, not read yet, and the places whose conditions they were drawn under.
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """Generated patches in grey values, not read yet.
+
+    Attributes:
+        stored: [N, Z, Y, X].
+        starts_zyx: the places, in the training's condition, that they were drawn under; None = not known.
+        labels: the conditions themselves, [N, Z, Y, X] as they are stored; None = see `starts_zyx`.
+        groups: as in `PatchSet`.
+    """
+
+    stored: Any
+    starts_zyx: list[Triple] | None
+    labels: Any
+    groups: NDArray[np.int64]
+
+
+def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None) -> Generated:
+    """Generated patches of a file.
 
     Args:
         path: .npy, a zarr array, a group with one in "0", or what `vesuvius sample` writes.
-        count: at most so many; None = all.
+        count: at most so many.
+        condition: name of the training's condition.
 
     Raises:
         ConfigError: they are not patches of this size, or too few.
@@ -230,11 +268,40 @@ def open_generated(path: Path, patch_zyx: Triple, count: int | None) -> tuple[An
         raise ConfigError(
             f"an evaluation needs {LEAST_PATCHES} generated patches or more; got {shape[0]} in {path}; draw more"
         )
-    places = None
+    starts = labels = None
+    count = min(count, shape[0])
     if folder is not None and (folder / CONDITIONS / ".zattrs").is_file():
-        starts = json.loads((folder / CONDITIONS / ".zattrs").read_text()).get(RECORD, {}).get("starts_zyx")
-        places = None if starts is None else [(int(z), int(y), int(x)) for z, y, x in starts]
-    return array[: count or shape[0]], places
+        labels = _opened(folder / CONDITIONS)[:count]
+        record = json.loads((folder / CONDITIONS / ".zattrs").read_text()).get(RECORD, {})
+        # Places in another volume (--condition) say nothing about the held-out voxels.
+        if record.get("condition") == condition and "starts_zyx" in record:
+            starts = [(int(z), int(y), int(x)) for z, y, x in record["starts_zyx"]][:count]
+    return Generated(array[:count], starts, labels, np.arange(count))
+
+
+def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Triple | None) -> Generated:
+    """Generated patches from random places of a drawn volume.  Reads them.
+
+    Args:
+        first_zyx: of the volume, in the training's condition that it was drawn under; None = it was not.
+
+    Raises:
+        ConfigError: the volume holds too few.
+    """
+    apart = math.prod(n // p for n, p in zip(volume.shape_zyx, patch_zyx, strict=True))
+    if apart < LEAST_PATCHES:
+        raise ConfigError(
+            f"an evaluation needs {LEAST_PATCHES} patches side by side in --volume; got {apart} in {volume.name}; draw "
+            "a larger one, or name samples to judge with --generated"
+        )
+    last = [size - patch for size, patch in zip(volume.shape_zyx, patch_zyx, strict=True)]
+    starts = [(z, y, x) for z, y, x in np.random.default_rng(0).integers(0, last, (count, 3), endpoint=True).tolist()]
+    stored = np.stack([volume.read(_patch_box(start, patch_zyx)) for start in starts])
+    groups = _cells([(0, *start) for start in starts], patch_zyx)
+    if first_zyx is not None:
+        (fz, fy, fx), places = first_zyx, starts
+        starts = [(z + fz, y + fy, x + fx) for z, y, x in places]
+    return Generated(stored, None if first_zyx is None else starts, None, groups)
 
 
 def _opened(path: Path) -> Any:
@@ -251,13 +318,13 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def generated_set(stored: Any, grey: GreyRange, dtype: np.dtype[Any], halves: Sequence[int] | None) -> PatchSet:
+def generated_set(found: Generated, grey: GreyRange, dtype: np.dtype[Any], halves: Sequence[int] | None) -> PatchSet:
     """Generated patches as model values; first rounded to the dtype of the volume, as real voxels are.
 
     Raises:
         ConfigError: voxels are not finite.
     """
-    voxels = np.array(stored)
+    voxels = np.array(found.stored)
     if voxels.dtype.kind not in "biuf" or not np.isfinite(voxels).all():
         raise ConfigError(
             f"generated patches must be finite numbers; got {voxels.dtype} with NaN or infinity, or of another kind"
@@ -265,4 +332,4 @@ def generated_set(stored: Any, grey: GreyRange, dtype: np.dtype[Any], halves: Se
     raw = torch.from_numpy(np.ascontiguousarray(as_stored(voxels, dtype)))
     values = normalised(raw, grey_scales([grey])).numpy()
     half = None if halves is None else np.array(halves, np.int64)
-    return PatchSet(values, np.arange(len(values)), half)
+    return PatchSet(values, found.groups, half)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 Patches = NDArray[np.float32]  # [N, Z, Y, X]
 
-_LAYERS = ((16, 2), (16, 1), (32, 2), (64, 1), (64, 2))
+_LAYERS = ((16, 2), (32, 2), (32, 1), (64, 2))
 _BATCH = 32
 _VIEWS = 8
 _SEEN_VOXELS = 2**13
@@ -61,16 +61,11 @@ def two_sample_scores(
     return tuple(_scores(branches, seen, random) for seen in others)
 
 
-def area_under_curve(higher: NDArray[np.floating], lower: NDArray[np.floating]) -> float:
-    """The share of pairs in which `higher` has the larger score; equal ones count half (Mann & Whitney 1947).  Pure.
-
-    0.5: they cannot be told apart.
-    """
-    return float(pairs_in_order(higher, lower).mean())
-
-
 def pairs_in_order(higher: NDArray[np.floating], lower: NDArray[np.floating]) -> NDArray[np.float64]:
-    """[higher, lower]: 1 where the first is larger, 1/2 where they are equal, else 0.  Pure."""
+    """[higher, lower]: 1 where the first is larger, 1/2 where they are equal, else 0.  Pure.
+
+    Their mean is the area under the curve (Mann & Whitney 1947); 0.5: they cannot be told apart.
+    """
     pairs = np.asarray(higher)[:, None] - np.asarray(lower)[None]
     found: NDArray[np.float64] = (pairs > 0) + 0.5 * (pairs == 0)
     return found

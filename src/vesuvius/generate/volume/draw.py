@@ -13,26 +13,30 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from numpy.typing import NDArray
 
-from vesuvius import __version__
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, StorageError
+from vesuvius.generate.described import check_condition, check_volume, described
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.forecast import VolumeForecast, forecast_of, measured_too
-from vesuvius.generate.volume.inputs import GivenVolumes, Inputs, fill
+from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.generate.volume.network import NetworkRecipe, OpenNetworkWork
 from vesuvius.generate.volume.output import DRAWING, Greys, output_plan, write_volume
-from vesuvius.generate.volume.run import Sampling, VolumeStoppedError
+from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, forget_unflushed
+from vesuvius.generate.volume.work import Job, forget_unflushed, live_blocks
+from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import choose_device
 from vesuvius.training.stop import StopRequest
 from vesuvius.volume_tools.partial import check_record, finished_record, is_begun, open_partial, partial_path
+from vesuvius.volume_tools.pyramid import multiscale
+from vesuvius.volumes.box import Box
 from vesuvius.volumes.volume import open_volume
 
 log = logging.getLogger(__name__)
@@ -91,19 +95,14 @@ class VolumeSummary:
     differences: tuple[float, float] | None = None
 
 
-def draw_volume(
-    request: VolumeRequest, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> VolumeSummary:
+def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> VolumeSummary:
     """Draw a volume, or go on with it; one that is there, made with the same arguments, is left as it is.
-
-    Args:
-        on_progress: called with the batches of tiles done and those in all.
 
     Raises:
         ConfigError: arguments do not fit the checkpoint or each other, or something else is at `out`.
         DataError: a given volume cannot be read.
         StorageError: the disk refuses or is too small.
-        VolumeStoppedError, NonFiniteError: as they say; what is done stays.
+        GpuMemoryError, SamplingStoppedError, NonFiniteError: as they say; what is done stays.
     """
     started = time.monotonic()
     with _prepared(request) as drawing:
@@ -117,41 +116,30 @@ def draw_volume(
         with (
             StopRequest(None) as stop,
             open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target,
+            gpu_memory(request.batch_size),
         ):
+            watch = Watch(stop, on_progress, resumable=True)
             folder = target.path / "state"
-            folder.mkdir(exist_ok=True)
             try:
+                folder.mkdir(exist_ok=True)
                 forget_unflushed(drawing.job, folder)
-                drawing.fill(folder)
-                x = drawing.sampling(folder, stop, on_progress).run()
+                drawing.fill(folder, watch)
+                x = drawing.sampling(folder, watch).run()
+                known = write_volume(target, plan, x, drawing.greys, drawing.inputs, drawing.multiscale, watch)
             except OSError as error:
                 raise StorageError(
                     f"a drawing needs a writable disk with enough room; got {error} while writing {target.path}; free "
                     "space: what is done stays, and the same command goes on"
                 ) from error
-
-            def check_stop() -> None:
-                if stop.wanted():
-                    assert stop.exit_code is not None
-                    raise VolumeStoppedError(stop.exit_code)
-
-            size_um = drawing.voxel_size_um
-            known = write_volume(target, plan, x, drawing.greys, drawing.inputs, out.stem, size_um, check_stop)
         differences = drawing.differences()
-    return VolumeSummary(
-        out,
-        drawing.shape_zyx,
-        dtype.name,
-        plan.levels,
-        known if drawing.inputs.inpaint else None,
-        time.monotonic() - started,
-        differences=differences,
-    )
+    kept = known if drawing.inputs.inpaint else None
+    seconds = time.monotonic() - started
+    return VolumeSummary(out, drawing.shape_zyx, dtype.name, plan.levels, kept, seconds, differences=differences)
 
 
 def forecast_volume(request: VolumeRequest) -> VolumeForecast:
     """What a volume takes in time, disk and memory: calls the network twice, writes nothing.   Raises as that."""
-    with _prepared(request) as drawing:
+    with _prepared(request) as drawing, gpu_memory(request.batch_size):
         return drawing.forecast(measured=True)
 
 
@@ -168,8 +156,9 @@ class _Drawing:
         dtype = source.dtype if source is not None else facts.volumes[request.volume].dtype
         schedule = Schedule.from_config(config.diffusion, facts.spectrum)
         self.greys = Greys(dtype, facts.greys.volumes[request.volume], schedule)
-        self.voxel_size_um = (source and source.voxel_size_um) or facts.volumes[request.volume].voxel_size_um
+        scale, unit, corner = inputs.space(facts.volumes[request.volume].voxel_size_um)
         self.plan = output_plan(shape, dtype.itemsize)
+        self.multiscale = multiscale(request.out.stem, self.plan.levels, scale, [unit] * 3, corner)
         self.tiling = Tiling(shape, config.data.patch_size, request.overlap)
         self.job = Job(
             self.tiling,
@@ -191,42 +180,31 @@ class _Drawing:
     def record(self) -> dict[str, Any]:
         """All that the voxels follow from, as plain JSON: a drawing goes on with the same, or not at all."""
         request, info = self._request, self._info
-        diffusion = info.config.diffusion
         return {
             "shape_zyx": list(self.shape_zyx),
             "patch_zyx": list(self.tiling.patch_zyx),
-            "seed": request.seed,
             "checkpoint": str(info.checkpoint.resolve()),
-            "step": info.step,
-            "weights": request.weights,
-            "sampler": diffusion.sampler,
-            **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "eta", "clip", "quantile", "guidance")},
             "overlap": request.overlap,
             "blend": request.blend,
-            "batch_size": request.batch_size,
             "rounds": self.job.rounds,
             "given": self.inputs.record(),
             "box": None if request.given.box is None else [list(end) for end in request.given.box],
-            "volume": info.data.volumes[request.volume].name,
-            "grey_low": self.greys.grey.low,
-            "grey_high": self.greys.grey.high,
             "amp": info.config.training.amp,
             "device": self._device.type,
-            "vesuvius": __version__,
-            "torch": torch.__version__,
+            **described(info, request.weights, request.volume, request.seed, request.batch_size),
         }
 
-    def fill(self, folder: Path) -> None:
+    def fill(self, folder: Path, watch: Watch) -> None:
         """Bring the given volumes into the blocks of the state."""
-        inputs = self.inputs
+        inputs, schedule, grey = self.inputs, self.greys.schedule, self.greys.grey
         if inputs.inpaint is not None:
-            schedule, grey = self.greys.schedule, self.greys.grey
-            fill(Field(folder / "known", self.tiling), self.tiling, lambda box: inputs.known(box, grey, schedule))
+            known = Field(folder / "known", self.tiling)
+            _fill(known, self.tiling, lambda box: inputs.known(box, grey, schedule), "blocks of --inpaint read", watch)
         if (condition := inputs.condition) is not None:
             shown = Field(folder / "condition", self.tiling, condition.dtype)
-            fill(shown, self.tiling, lambda box: inputs.read(condition, box))
+            _fill(shown, self.tiling, lambda box: inputs.read(condition, box), "blocks of --condition read", watch)
 
-    def sampling(self, folder: Path, stop: StopRequest, on_progress: Callable[[int, int], None]) -> Sampling:
+    def sampling(self, folder: Path, watch: Watch) -> Sampling:
         """All passes."""
         open_work = OpenNetworkWork(self.job, folder, self._recipe)
         log.info(
@@ -239,7 +217,7 @@ class _Drawing:
             self.workers,
             self._device.type,
         )
-        return Sampling(self.job, folder, open_work, self.workers, stop, on_progress)
+        return Sampling(self.job, folder, open_work, self.workers, watch)
 
     def differences(self) -> tuple[float, float] | None:
         """As `Inputs.differences`, of what was written."""
@@ -249,14 +227,17 @@ class _Drawing:
             return self.inputs.differences(written.read)
 
     def forecast(self, measured: bool = False) -> VolumeForecast:
-        """What it takes; `measured`: with a call of the network, for time and memory."""
-        forecast = forecast_of(
-            self.job,
-            self.plan.raw_bytes,
-            self.workers,
-            self._request.out,
-        )
+        """What it takes; `measured`: with a search for gaps and a call of the network, for time and memory."""
+        live = live_blocks(self.tiling, self.inputs.gaps, Watch()) if measured and self.job.inpaint else None
+        forecast = forecast_of(self.job, self.plan.raw_bytes, self.workers, self._request.out, live)
         return measured_too(forecast, self.job, self._recipe) if measured else forecast
+
+
+def _fill(field: Field, tiling: Tiling, read: Callable[[Box], NDArray[Any]], what: str, watch: Watch) -> None:
+    """Write the blocks of a field that are missing, with the voxels that `read` gives of a box."""
+    field.create()
+    for block in watch.over(what, [block for block in range(tiling.blocks) if not field.has(block)]):
+        field.write(block, read(tiling.block_box(block)))
 
 
 @contextmanager
@@ -264,23 +245,24 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
     """Check the request against the checkpoint and the given volumes.  Writes nothing."""
     info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
     check_weights(info.checkpoint, request.weights)
-    config = info.config
+    config, given = info.config, request.given
     if request.out.suffix != ".zarr":
         raise ConfigError(f"the name of a volume must end in .zarr; got {request.out}; add the ending to --out")
-    if request.volume >= len(info.data.volumes):
-        raise ConfigError(
-            f"--volume counts the {len(info.data.volumes)} volumes of the training from 0; got {request.volume}; "
-            "lower it"
-        )
-    if request.rounds is not None and (request.given.inpaint is None or request.blend == "final"):
+    check_volume(info, request.volume)
+    check_condition(info, given.condition)
+    if request.rounds is not None and (given.inpaint is None or request.blend == "final"):
         raise ConfigError("--rounds is of --inpaint with --blend step only; got it without; remove it")
-    if request.given.mask is not None and request.given.inpaint is None:
+    if given.mask is not None and given.inpaint is None:
         raise ConfigError("--mask says what to fill of --inpaint; got no --inpaint; add it, or remove --mask")
-    _check_condition(request, info)
+    if given.condition is None and config.has_condition and config.diffusion.sampler_guidance != 0:
+        raise ConfigError(
+            "a model that was trained with conditions needs --condition VOLUME; got none; name one, or add --guidance "
+            "0 to draw without"
+        )
     lay_out_network(config).check_size(request.batch_size, config.data.patch_size)
     with ExitStack() as held:
         factors = info.data.volumes[request.volume].condition_factors
-        inputs = held.enter_context(Inputs(request.given, config.data.store, request.shape_zyx, factors))
+        inputs = held.enter_context(Inputs(given, config.data.store, request.shape_zyx, factors))
         if request.shape_zyx is not None and inputs.shape_zyx not in (None, request.shape_zyx):
             assert inputs.shape_zyx is not None
             raise ConfigError(
@@ -290,20 +272,6 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
         drawing = _Drawing(request, info, inputs)
         drawing.tiling.check()
         yield drawing
-
-
-def _check_condition(request: VolumeRequest, info: CheckpointInfo) -> None:
-    config, given = info.config, request.given.condition
-    if given is not None and not config.has_condition:
-        raise ConfigError(
-            f"--condition needs a model that was trained with conditions; got {given.path} and {info.checkpoint}, "
-            "which has none; remove --condition"
-        )
-    if given is None and config.has_condition and config.diffusion.sampler_guidance != 0:
-        raise ConfigError(
-            "a model that was trained with conditions needs --condition VOLUME; got none; name one, or add --guidance "
-            "0 to draw without"
-        )
 
 
 def _default_workers(device: torch.device, batches: int) -> int:

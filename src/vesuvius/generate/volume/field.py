@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.generate.volume.tiling import Tiling, shared_part
 from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.training.checkpoint.files import sync
 from vesuvius.volumes.box import Box, grid_shape, shape_of
 
 
@@ -71,9 +72,8 @@ class Field:
         write_unflushed(self._file(block), np.ascontiguousarray(voxels, self._dtype))
 
     def flush(self, block: int) -> None:
-        """Have a block on the disk itself, where it outlives a crash of the machine."""
-        with self._file(block).open("rb") as file:
-            os.fsync(file.fileno())
+        """Have the voxels of a block on the disk itself, where they outlive a crash of the machine."""
+        sync(self._file(block))
 
     def read(self, box: Box) -> NDArray[Any]:
         """The voxels of a box whose blocks are all written.  Of blocks it touches, only these are read."""
@@ -107,9 +107,9 @@ class Predictions:
         """Make the folder."""
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def has(self, tile: int) -> bool:
-        """Whether a tile is there."""
-        return self._file(tile).exists()
+    def tiles(self) -> set[int]:
+        """The tiles that are there."""
+        return {int(entry.name) for entry in os.scandir(self.path) if entry.name.isdigit()}
 
     def write(self, tile: int, x_0: NDArray[np.float32]) -> None:
         """Write a tile."""

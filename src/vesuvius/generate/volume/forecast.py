@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import StorageError
@@ -26,7 +27,8 @@ class VolumeForecast:
     """What a volume takes.
 
     Attributes:
-        tiles, evaluations: tiles per pass, and calls of the network for one tile in all (guidance calls it twice).
+        tiles, evaluations: tiles per pass, and calls of the network for one tile in all (guidance calls it twice);
+            of an inpainting those near gaps.
         seconds: with these workers; None = not measured.
         state_bytes, output_bytes: on the disk, at most; the output without compression.
         free_bytes: of that disk.
@@ -35,6 +37,7 @@ class VolumeForecast:
 
     shape_zyx: Triple
     tiles: int
+    batches: int
     evaluations: int
     workers: int
     state_bytes: int
@@ -73,9 +76,18 @@ class VolumeForecast:
             )
 
 
-def forecast_of(job: Job, output_bytes: int, workers: int, out: Path) -> VolumeForecast:
-    """What follows from numbers alone.  Asks the disk of `out` for its free space."""
+def forecast_of(
+    job: Job, output_bytes: int, workers: int, out: Path, live: NDArray[np.bool_] | None = None
+) -> VolumeForecast:
+    """What follows from numbers alone.  Asks the disk of `out` for its free space.
+
+    Args:
+        live: blocks with gaps near; None = all.
+    """
     tiling = job.tiling
+    blocks = range(tiling.blocks) if live is None else np.flatnonzero(live)
+    batches = job.batches_over(blocks)
+    tiles = sum(len(job.batch(batch)) for batch in batches)
     fields = 4 if any(step.keeps_x_0 for step in job.passes) else 2
     state = (fields + job.inpaint) * Field(Path(), tiling).bytes
     if job.condition is not None:
@@ -86,8 +98,9 @@ def forecast_of(job: Job, output_bytes: int, workers: int, out: Path) -> VolumeF
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     return VolumeForecast(
         shape_zyx=tiling.shape_zyx,
-        tiles=tiling.tiles,
-        evaluations=tiling.tiles * _evaluations_per_tile(job),
+        tiles=tiles,
+        batches=len(batches),
+        evaluations=tiles * _evaluations_per_tile(job),
         workers=workers,
         state_bytes=state,
         output_bytes=output_bytes,
@@ -109,11 +122,11 @@ def measured_too(forecast: VolumeForecast, job: Job, recipe: NetworkRecipe) -> V
             seconds = time.monotonic() - started
     finally:
         torch.set_num_threads(threads)
-    batches = -(-job.tiling.tiles // job.batch_size)
+    batches = forecast.batches
     unit = 1 if sys.platform == "darwin" else 1024
     return replace(
         forecast,
-        seconds=seconds * batches * _evaluations_per_tile(job) / min(forecast.workers, batches),
+        seconds=seconds * batches * _evaluations_per_tile(job) / max(1, min(forecast.workers, batches)),
         worker_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +18,15 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
-from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volumes.box import Box, chunk_box, format_box, grid_shape, intersection, shape_of, slices
 from vesuvius.volumes.coarser import Upsampling, fits, times
+from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
 _BLOCK = 128  # voxels of a drawing along each axis that are compared at once
+_HASHED_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -93,10 +95,36 @@ class Inputs(AbstractContextManager["Inputs"]):
         return self.volumes.get("--condition")
 
     def record(self) -> dict[str, Any]:
-        """The volumes and what identifies their arrays, as plain JSON."""
-        return {
-            option.strip("-"): [volume.name, metadata_hash(volume.array)] for option, volume in self.volumes.items()
-        }
+        """The volumes and what identifies their arrays and what is stored in them, as plain JSON."""
+        found = {}
+        for option, volume in self.volumes.items():
+            assert self.shape_zyx is not None
+            box = self._shifted(((0, 0, 0), self.shape_zyx))
+            if self._upsampling is not None and volume is self.condition:
+                box = self._upsampling.coarse_box(box)
+            found[option.strip("-")] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
+        return found
+
+    def space(self, voxel_size_um: FloatTriple | None) -> tuple[FloatTriple, str | None, FloatTriple | None]:
+        """Edge lengths of voxels, their unit, and where the drawing begins: where its voxels lie in the given volumes.
+
+        Args:
+            voxel_size_um: of the training volume, where the given ones do not say theirs.
+        """
+        volume = next(iter(self.volumes.values()), None)
+        geometry = volume.geometry if volume is not None else None
+        own = geometry.voxel_size_um if geometry is not None else None
+        if own is not None and self._upsampling is not None and volume is self.condition:
+            own_z, own_y, own_x = (size / factor for size, factor in zip(own, self._upsampling.factors, strict=True))
+            own = own_z, own_y, own_x
+        z, y, x = scale = own or voxel_size_um or (1.0, 1.0, 1.0)
+        oz, oy, ox = self._origin
+        corner = (oz * z, oy * y, ox * x)
+        if geometry is not None and own is not None:
+            place = zip(geometry.translation_zyx, geometry.scale_zyx, own, strict=True)
+            tz, ty, tx = (shift * um / size for shift, size, um in place)
+            corner = (tz + corner[0], ty + corner[1], tx + corner[2])
+        return scale, "micrometer" if own or voxel_size_um else None, corner if any(corner) else None
 
     def read(self, volume: Volume, box: Box) -> NDArray[Any]:
         """Stored voxels, those of the condition upsampled.  Raises DataError."""
@@ -159,16 +187,22 @@ class Inputs(AbstractContextManager["Inputs"]):
         return (z0, y0, x0), (z1, y1, x1)
 
 
-def fill(field: Field, tiling: Tiling, read: Callable[[Box], NDArray[Any]]) -> None:
-    """Write the blocks of a field that are missing.
+def _stored_stamp(volume: Volume, box: Box) -> str | None:
+    """What changes when voxels of a box are written anew: of few bytes their content, else sizes and times of files.
 
-    Args:
-        read: from a box to its voxels.
+    None for a remote volume: of that only the metadata are compared.
     """
-    field.create()
-    for block in range(tiling.blocks):
-        if not field.has(block):
-            field.write(block, read(tiling.block_box(block)))
+    if volume.source.remote:
+        return None
+    root, found = Path(volume.source.address), hashlib.sha256()
+    files = sorted({root / volume.grid.key_of(chunk) for chunk in volume.grid.chunks_of(box)})
+    stats = [(file, file.stat()) for file in files if file.exists()]
+    small = sum(stat.st_size for _, stat in stats) <= _HASHED_BYTES
+    for file, stat in stats:
+        found.update(f"{file.relative_to(root)} {stat.st_size} {'' if small else stat.st_mtime_ns}\n".encode())
+        if small:
+            found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def _common_shape(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.estimate import NetworkEstimate
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.generate.volume.work import Job, Work
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
 from vesuvius.training.step.conditioning import Conditioner
-from vesuvius.training.step.self_test import check_convolution
+from vesuvius.training.step.self_test import check_convolution, cudnn_problem
 from vesuvius.training.step.step import choose_device
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,16 @@ class Network:
         config, data = self.info.config, self.info.data
         self.schedule = Schedule.from_config(config.diffusion, data.spectrum).to(self.device)
         self.denoiser = Denoiser(self.info, recipe.weights, self.schedule, self.device)
+        if problem := cudnn_problem(self.device, self.denoiser.amp, config.training.channels_last):
+            log.warning("sampling will be slow: %s", problem)
         check_convolution(self.device, self.denoiser.amp)
         self._volume = recipe.volume
         self._conditioner = Conditioner(config.data.condition_classes, data.greys.conditions, data.scalars, self.device)
+
+    def condition_of(self, stored: NDArray[Any] | None, count: int) -> Condition:
+        """What the network is told of `count` samples; `stored`: their condition, [B, 1, Z, Y, X] in its dtype."""
+        raw = None if stored is None else torch.from_numpy(np.ascontiguousarray(stored))
+        return self._conditioner(raw, [self._volume] * count)
 
     def estimate_for(self, stored: NDArray[Any] | None, tiles: int) -> Estimate:
         """The estimate for a batch of tiles.
@@ -65,8 +76,7 @@ class Network:
         if stored is None and config.has_condition:
             # Left out, as training has left it out: zeros, the presence flag included.
             stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
-        raw = None if stored is None else torch.from_numpy(np.ascontiguousarray(stored))
-        condition = self._conditioner(raw, [self._volume] * tiles)
+        condition = self.condition_of(stored, tiles)
         return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule.mean, self.schedule.std)
 
 

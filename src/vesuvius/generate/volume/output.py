@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +15,11 @@ from vesuvius.errors import StorageError
 from vesuvius.generate.sample_zarr import to_greys
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.inputs import Inputs
+from vesuvius.generate.watch import Watch
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import Kind, PartialCopy
-from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.box import Box, format_box, slices
-from vesuvius.volumes.geometry import FloatTriple
 
 DRAWING = Kind("drawing", "vesuvius sample")
 
@@ -59,9 +57,8 @@ def write_volume(
     x: Field,
     greys: Greys,
     inputs: Inputs,
-    name: str,
-    voxel_size_um: FloatTriple | None,
-    check_stop: Callable[[], None],
+    multiscale: dict[str, Any],
+    watch: Watch,
 ) -> int:
     """Write all levels that are missing and give the volume its name.  Returns how many voxels are known ones.
 
@@ -69,22 +66,21 @@ def write_volume(
         DataError: a given volume cannot be read any more.
         StorageError: the disk refuses, or a known voxel is not what it was.
     """
-    for chunk in _missing(target, 0):
+    for chunk in watch.over("chunks written", _missing(target, 0)):
         box = plan.box_of(0, chunk)
         voxels = greys.of(x.read(box))
         if inputs.inpaint is not None:
             voxels = np.where(inputs.gaps(box), voxels, inputs.read(inputs.inpaint, box))
         target.write(0, chunk, voxels)
-        check_stop()
-    finer = target.finish_level(0)
-    known = _checked_known(plan, finer, inputs) if inputs.inpaint is not None else 0
+    finer, known = target.finish_level(0), 0
+    if inputs.inpaint is not None:
+        for chunk in watch.over("chunks compared with --inpaint", list(np.ndindex(plan.counts[0]))):
+            known += _checked_known(plan.box_of(0, chunk), finer, inputs)
     for level in range(1, plan.levels):
-        for chunk in _missing(target, level):
+        for chunk in watch.over(f"chunks of level {level} written", _missing(target, level)):
             target.write(level, chunk, target.halved(level, chunk, finer))
-            check_stop()
         finer = target.finish_level(level)
-    unit = ["micrometer" if voxel_size_um else None] * 3
-    target.publish(multiscale(name, plan.levels, voxel_size_um or (1.0, 1.0, 1.0), unit))
+    target.publish(multiscale)
     return known
 
 
@@ -92,18 +88,13 @@ def _missing(target: PartialCopy, level: int) -> list[Triple]:
     return [(int(z), int(y), int(x)) for z, y, x in np.argwhere(~target.done[level])]
 
 
-def _checked_known(plan: CopyPlan, written: zarr.Array[Any], inputs: Inputs) -> int:
+def _checked_known(box: Box, written: zarr.Array[Any], inputs: Inputs) -> int:
     """Compare what is on the disk with the given volume, voxel by voxel; how many are known."""
-    count = 0
-    for index in np.ndindex(plan.counts[0]):
-        box: Box = plan.box_of(0, (index[0], index[1], index[2]))
-        known = ~inputs.gaps(box)
-        assert inputs.inpaint is not None
-        stored = np.asarray(written[slices(box)])
-        if not np.array_equal(stored[known], inputs.read(inputs.inpaint, box)[known]):
-            raise StorageError(
-                f"known voxels must be kept; got others in the box {format_box(box)} of what was written: the given "
-                "volume has changed, or the disk fails; remove the unfinished drawing and start again"
-            )
-        count += int(known.sum())
-    return count
+    assert inputs.inpaint is not None
+    known = ~inputs.gaps(box)
+    if not np.array_equal(np.asarray(written[slices(box)])[known], inputs.read(inputs.inpaint, box)[known]):
+        raise StorageError(
+            f"known voxels must be kept; got others in the box {format_box(box)} of what was written: the given "
+            "volume has changed, or the disk fails; remove the unfinished drawing and start again"
+        )
+    return int(known.sum())

@@ -6,6 +6,7 @@ block.  Noise is drawn per block, from (seed, stream, pass, place of the block),
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ from vesuvius.volumes.box import Box, shape_of
 START, STEP = 0, 1
 """Streams of noise: of the first state, and of a sampler step."""
 
-_PULL = 1.25
-"""How far known voxels follow the error of their estimate; above 2 the rounds of an exact denoiser diverge."""
+_RESPONSES = 0.4, 1.05
+"""The responses of the network to known voxels that the rounds of a step are made for, see `_pulls`."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,14 @@ class Pass:
     Attributes:
         level: noise level of the state.
         row: the sampler step from it; None = the pass only corrects the noise of known voxels.
+        pull: how far known voxels follow the error of their estimate, see `corrected`.
         keeps_x_0: a later step needs the estimate of x_0 of the last step up to this pass.
     """
 
     level: NoiseLevel
     row: Coefficients | None
     keeps_x_0: bool = False
+    pull: float = 1.0
 
 
 def passes_of(
@@ -53,15 +56,28 @@ def passes_of(
         rounds: passes per step; all but the last of a step correct the noise of known voxels.
     """
     passes: list[Pass] = []
-    rows = step_table(levels, method, eta)
+    rows, pulls = step_table(levels, method, eta), _pulls(rounds)
     for step, row in enumerate(rows):
-        corrects = Pass(levels[step], None, keeps_x_0=row.x_0_before != 0)
+        keeps_before = row.x_0_before != 0
         keeps = step + 1 < len(rows) and rows[step + 1].x_0_before != 0
         corrector = []
         if method == "heun" and step + 1 < len(rows):
             corrector = [_heun_corrector(levels[step], levels[step + 1])]
-        passes += [*[corrects] * (rounds - 1), Pass(levels[step], row, keeps or bool(corrector)), *corrector]
+        passes += [Pass(levels[step], None, keeps_before, pull) for pull in pulls[:-1]]
+        passes += [Pass(levels[step], row, keeps or bool(corrector), pulls[-1]), *corrector]
     return tuple(passes)
+
+
+def _pulls(rounds: int) -> list[float]:
+    """One per round, so that together they leave the least error of known voxels.
+
+    A round with pull p leaves the share 1 - p r of an error to which the network responds with r.  The product of all
+    rounds is smallest over a range of r where it is a Chebyshev polynomial, with roots at 1 / p.  The range goes down
+    to 0.4 / rounds; up to about its mirror image above 1 nothing grows.
+    """
+    low, high = _RESPONSES[0] / rounds, _RESPONSES[1]
+    roots = (math.cos(math.pi * (2 * k + 1) / (2 * rounds)) for k in range(rounds))
+    return [2 / (high + low + (high - low) * root) for root in roots]
 
 
 def _heun_corrector(here: NoiseLevel, there: NoiseLevel) -> Pass:
@@ -75,7 +91,7 @@ def _heun_corrector(here: NoiseLevel, there: NoiseLevel) -> Pass:
     return Pass(there, Coefficients(x=1.0, x_0=share, x_0_before=-share))
 
 
-def corrected(level: NoiseLevel, x: Tensor, x_0: Tensor, known: Tensor) -> Tensor:
+def corrected(step: Pass, x: Tensor, x_0: Tensor, known: Tensor) -> Tensor:
     """The state with the noise of known voxels changed, so that the network will estimate them better.
 
     With independent noise the network knows of them only what the noise lets through, and fills gaps that do not fit.
@@ -87,7 +103,7 @@ def corrected(level: NoiseLevel, x: Tensor, x_0: Tensor, known: Tensor) -> Tenso
     Args:
         known: NaN where not known.
     """
-    return torch.where(known.isnan(), x, x + _PULL * level.alpha * (known - x_0))
+    return torch.where(known.isnan(), x, x + step.pull * step.level.alpha * (known - x_0))
 
 
 def advanced(step: Pass, x: Tensor, x_0: Tensor, x_0_before: Tensor | None, noise: Tensor | None) -> Tensor:

@@ -18,15 +18,16 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExe
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vesuvius.errors import EXIT_INTERRUPTED, StorageError, VesuviusError
+from vesuvius.errors import VesuviusError
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.work import Job, State, Work, live_blocks, state_numbers
+from vesuvius.generate.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -39,27 +40,6 @@ OpenWork = Callable[[int], Work]
 """Makes what does the work in the process it is called in, from the number of that process; picklable."""
 
 
-class Stop(Protocol):
-    """Says whether to end early."""
-
-    exit_code: int | None
-
-    def wanted(self) -> bool:
-        """Whether to end now."""
-
-
-class VolumeStoppedError(VesuviusError):
-    """A signal came before the volume was whole."""
-
-    def __init__(self, exit_code: int) -> None:
-        name = signal.SIGINT.name if exit_code == EXIT_INTERRUPTED else signal.SIGTERM.name
-        super().__init__(
-            f"a volume is written when its last step is taken; got {name} before; what is done stays: give the same "
-            "command again to go on"
-        )
-        self.exit_code = exit_code
-
-
 class Sampling:
     """All passes over a volume.
 
@@ -67,7 +47,6 @@ class Sampling:
         folder: `state/`, which exists; `known` and `condition` are whole.
         open_work: called in each worker.
         workers: processes; 1 = this one.
-        on_progress: called with batches done and batches in all.
         context: how worker processes are started.
     """
 
@@ -77,40 +56,32 @@ class Sampling:
         folder: Path,
         open_work: OpenWork,
         workers: int = 1,
-        stop: Stop | None = None,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        watch: Watch | None = None,
         context: str = "spawn",
     ) -> None:
         self._job, self._folder, self._open_work = job, folder, open_work
-        self._workers, self._stop, self._on_progress, self._context = workers, stop, on_progress, context
+        self._workers, self._watch, self._context = workers, watch or Watch(), context
         self._live = np.ones(job.tiling.blocks, np.bool_)
-        if job.inpaint:
-            self._live = live_blocks(job, Field(folder / "known", job.tiling))
-        self._batches = len(_batches_over(job, self._live))
-        self._done = 0
         self._deaths = 0
-
-    @property
-    def total(self) -> int:
-        """Batches of tiles of all passes."""
-        return self._batches * len(self._job.passes)
 
     def run(self) -> Field:
         """Go on from what is there to the last state, and return it.
 
         Raises:
-            VolumeStoppedError: `stop` was wanted.
+            SamplingStoppedError: a stop was wanted.
             VesuviusError: workers die before they have done anything; and what a part of the work raises.
         """
-        number = self._resumed()
-        self._done = max(0, number) * self._batches
-        last = len(self._job.passes)
+        job = self._job
+        if job.inpaint:
+            known = Field(self._folder / "known", job.tiling)
+            self._live = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), self._watch)
+        number, last = self._resumed(), len(job.passes)
         while number < last:
             try:
-                with self._executor() as executor, ThreadPoolExecutor(1, "flush") as self._flusher:
+                with self._executor() as executor, ThreadPoolExecutor(1, "flush") as flusher:
                     while number < last:
-                        self._one_pass(executor, number)
-                        State(self._folder, self._job, number).delete()
+                        self._one_pass(executor, flusher, number)
+                        State(self._folder, job, number).delete()
                         number += 1
             except BrokenProcessPool as error:
                 self._deaths += 1
@@ -120,58 +91,55 @@ class Sampling:
                         "above, and for a kill the kernel's (dmesg); try fewer --workers"
                     ) from error
                 log.warning("a worker has died; others are started and go on with its part")
-        return State(self._folder, self._job, last).x
+        return State(self._folder, job, last).x
 
     def _resumed(self) -> int:
         """The pass to go on with, -1 = the noise is to be drawn; older states are deleted."""
-        numbers = state_numbers(self._folder)
-        whole = [n for n in numbers if State(self._folder, self._job, n).x.whole()]
-        latest = whole[-1] if whole else -1
-        for number in numbers:
-            if number < latest:
-                State(self._folder, self._job, number).delete()
-        return latest
+        states = [State(self._folder, self._job, number) for number in state_numbers(self._folder)]
+        whole = [state for state in states if state.x.whole()]
+        if not whole:
+            return -1
+        if states[0].number < whole[-1].number:
+            whole[-1].flush_all()  # a process that was killed has perhaps not
+        for state in states:
+            if state.number < whole[-1].number:
+                state.delete()
+        return whole[-1].number
 
-    def _one_pass(self, executor: Executor, number: int) -> None:
-        """Write all blocks of the next state that are missing."""
-        before = State(self._folder, self._job, number)
+    def _one_pass(self, executor: Executor, flusher: Executor, number: int) -> None:
+        """Write all blocks of the next state that are missing, and have all of it on the disk itself."""
+        job = self._job
         if number >= 0:
-            before.create()
-        after = State(self._folder, self._job, number + 1)
+            State(self._folder, job, number).create()
+        after = State(self._folder, job, number + 1)
         after.create()
-        parts = _Parts(self._job, self._folder, number, self._live)
-        done_before = self._done
+        parts = _Parts(job, self._folder, number, self._live)
+        # Those that are there were written by a process that was killed, or whose workers died.
+        flushed = [flusher.submit(after.flush, block) for block in np.flatnonzero(parts.blocks_done).tolist()]
+        batches = len(job.batches_over(np.flatnonzero(self._live)))
+        done, total = (max(0, number) + 1) * batches - parts.batches_left, len(job.passes) * batches
         flying: dict[Future[None], Part] = {}
-        flushed: list[Future[None]] = []
         while True:
             while len(flying) < 2 * self._workers and (part := parts.next()):
                 flying[executor.submit(_do, *part)] = part
-                self._check_stop()
+                self._watch.check()
             if not flying:
                 break
             finished, _ = wait(flying, timeout=_POLL_S, return_when=FIRST_COMPLETED)
             for future in finished:
                 part = flying.pop(future)
-                try:
-                    future.result()
-                except OSError as error:
-                    raise _disk_error(self._folder, error) from error
+                future.result()
                 self._deaths = 0
                 parts.finished(part)
                 if part[0] == "tiles":
-                    self._done += 1
-                    self._on_progress(self._done, self.total)
+                    done += 1
+                    self._watch.tell("batches of tiles", done, total)
                 else:
-                    flushed.append(self._flusher.submit(after.flush, part[2]))
-            self._check_stop()
+                    flushed.append(flusher.submit(after.flush, part[2]))
+            self._watch.check()
         for flush in flushed:
             flush.result()
-        self._done = done_before + self._batches if number >= 0 else 0
-
-    def _check_stop(self) -> None:
-        if self._stop is not None and self._stop.wanted():
-            assert self._stop.exit_code is not None
-            raise VolumeStoppedError(self._stop.exit_code)
+        after.flush_folders()
 
     @contextmanager
     def _executor(self) -> Iterator[Executor]:
@@ -191,14 +159,22 @@ class Sampling:
 
 
 class _Parts:
-    """The parts of one pass that are still to be done, in the order in which they are handed out."""
+    """The parts of one pass that are still to be done, in the order in which they are handed out.
+
+    Attributes:
+        blocks_done: blocks of the next state that are there: bool [blocks].
+        batches_left: batches of tiles that were to be done at the beginning.
+    """
 
     def __init__(self, job: Job, folder: Path, number: int, live: NDArray[np.bool_]) -> None:
         self._job, self._number, self._live = job, number, live
         self._predictions = State(folder, job, number).predictions if number >= 0 else None
-        there = State(folder, job, number + 1).x
-        self._finished = np.array([there.has(block) for block in range(job.tiling.blocks)])
-        self._blocks = iter(np.flatnonzero(~self._finished).tolist())
+        self._there: set[int] = self._predictions.tiles() if self._predictions is not None else set()
+        next_x = State(folder, job, number + 1).x
+        self.blocks_done = np.array([next_x.has(block) for block in range(job.tiling.blocks)])
+        missing = np.flatnonzero(~self.blocks_done)
+        self._blocks = iter(missing.tolist())
+        self.batches_left = len(job.batches_over(missing[live[missing]], self._there)) if number >= 0 else 0
         self._ready: deque[int] = deque()
         self._batches: deque[int] = deque()
         self._waiting: dict[int, set[int]] = {}  # block -> batches
@@ -219,39 +195,36 @@ class _Parts:
 
     def finished(self, part: Part) -> None:
         """Note a part that is done."""
-        if part[0] == "tiles":
-            self._handed_out.discard(part[2])
-            for block in [block for block, batches in self._waiting.items() if part[2] in batches]:
-                self._waiting[block].discard(part[2])
+        kind, _, index, live = part
+        tiling = self._job.tiling
+        if kind == "tiles":
+            self._there.update(self._job.batch(index))
+            self._handed_out.discard(index)
+            for block in [block for block, batches in self._waiting.items() if index in batches]:
+                self._waiting[block].discard(index)
                 if not self._waiting[block]:
                     del self._waiting[block]
                     self._ready.append(block)
             return
-        self._finished[part[2]] = True
-        if self._predictions is not None and part[3]:
-            for tile in self._tiles_over(part[2]):
-                if self._finished[self._needing(tile)].all():
+        self.blocks_done[index] = True
+        if self._predictions is not None and live:
+            for tile in tiling.tiles_over(tiling.block_box(index)):
+                over = tiling.blocks_over(tiling.tile_box(tile))
+                if all(self.blocks_done[block] or not self._live[block] for block in over):
                     self._predictions.delete(tile)
+                    self._there.discard(tile)
 
     def _plan(self, block: int) -> None:
         """Queue a block, or the batches it waits for."""
         missing: set[int] = set()
         if self._predictions is not None and self._live[block]:
-            tiles = self._tiles_over(block)
-            missing = {tile // self._job.batch_size for tile in tiles if not self._predictions.has(tile)}
+            missing = self._job.batches_over([block], self._there)
         if not missing:
             self._ready.append(block)
             return
         self._waiting[block] = missing
         self._batches.extend(sorted(missing - self._handed_out))
         self._handed_out |= missing
-
-    def _tiles_over(self, block: int) -> list[int]:
-        return self._job.tiling.tiles_over(self._job.tiling.block_box(block))
-
-    def _needing(self, tile: int) -> list[int]:
-        blocks = self._job.tiling.blocks_over(self._job.tiling.tile_box(tile))
-        return [block for block in blocks if self._live[block]]
 
 
 class _Inline(Executor):
@@ -304,18 +277,3 @@ def _do(kind: str, number: int, index: int, live: bool) -> None:
             _work.tiles(number, index)
         case "block":
             _work.block(number, index, live)
-
-
-def _batches_over(job: Job, live: NDArray[np.bool_]) -> set[int]:
-    """The batches that blocks with gaps near need."""
-    if live.all():
-        return set(range(-(-job.tiling.tiles // job.batch_size)))
-    boxes = (job.tiling.block_box(int(block)) for block in np.flatnonzero(live))
-    return {tile // job.batch_size for box in boxes for tile in job.tiling.tiles_over(box)}
-
-
-def _disk_error(folder: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"a volume that is being drawn needs a writable disk with enough room; got {error} in {folder}; free space: "
-        "what is done stays, and the same command goes on"
-    )

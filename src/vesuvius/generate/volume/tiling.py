@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
-from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, shape_of, slices
+from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, slices
 
 _MAX_OVERLAP = 0.75
 
@@ -151,11 +151,6 @@ def shared_part(a: Box, b: Box) -> tuple[Box, tuple[slice, slice, slice], tuple[
     """The box that two boxes share, and the slices that cut it out of each."""
     shared = intersection(a, b)
     return shared, slices(shared, a[0]), slices(shared, b[0])
-
-
-def box_voxels(box: Box) -> int:
-    """Voxels in a box."""
-    return math.prod(shape_of(box))
 
 
 def _place(number: int, grid: Triple) -> Triple:

@@ -11,9 +11,10 @@ A block of the next state is written last of all that it writes: where its file 
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +33,9 @@ from vesuvius.errors import NonFiniteError
 from vesuvius.generate.volume.field import Field, Predictions
 from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_noise, box_noise, corrected, passes_of
 from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.generate.watch import Watch
 from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.training.checkpoint.files import sync
 from vesuvius.volumes.box import Box, format_box
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -76,12 +79,18 @@ class Job:
         """The tiles of a batch."""
         return range(number * self.batch_size, min((number + 1) * self.batch_size, self.tiling.tiles))
 
+    def batches_over(self, blocks: Iterable[int], there: Container[int] = ()) -> set[int]:
+        """The batches with the tiles over some blocks, but for the tiles that are `there`."""
+        tiling = self.tiling
+        tiles = (tile for block in blocks for tile in tiling.tiles_over(tiling.block_box(block)))
+        return {tile // self.batch_size for tile in tiles if tile not in there}
+
 
 class State:
     """The files of the state before one pass."""
 
     def __init__(self, folder: Path, job: Job, number: int) -> None:
-        self.path = folder / f"{number:05d}"
+        self.number, self.path, self._blocks = number, folder / f"{number:05d}", job.tiling.blocks
         self.x = Field(self.path / "x", job.tiling)
         self.x_0 = Field(self.path / "x_0", job.tiling)
         self.predictions = Predictions(self.path / "tiles", job.tiling)
@@ -92,10 +101,22 @@ class State:
             part.create()
 
     def flush(self, block: int) -> None:
-        """Have all of a block on the disk itself."""
+        """Have the voxels of a block on the disk itself."""
         for part in (self.x_0, self.x):
             if part.has(block):
                 part.flush(block)
+
+    def flush_folders(self) -> None:
+        """Have the names of all blocks on the disk itself."""
+        for folder in (self.x_0.path, self.x.path, self.path, self.path.parent):
+            if folder.exists():
+                sync(folder)
+
+    def flush_all(self) -> None:
+        """Have all of it on the disk itself."""
+        for block in range(self._blocks):
+            self.flush(block)
+        self.flush_folders()
 
     def delete(self) -> None:
         """Delete all of it."""
@@ -159,7 +180,7 @@ class Work:
         if self.known is not None:
             known = torch.from_numpy(self.known.read(box))
             if live and not job.whole_tiles:
-                x = corrected(step.level, x, x_0, known)
+                x = corrected(step, x, x_0, known)
             x_0 = torch.where(known.isnan(), x_0, known)
         if step.row is None:
             if step.keeps_x_0:
@@ -186,22 +207,24 @@ class Work:
         return sample(estimate, job.levels, x, job.method, eta=job.eta, step_noise=step_noise)
 
 
-def live_blocks(job: Job, known: Field) -> NDArray[np.bool_]:
-    """Whether there are gaps in a block, or less than half a patch from it.  Reads all of `known` several times."""
-    return np.array(
-        [
-            bool(np.isnan(known.read(_widened(job.tiling.block_box(block), job.tiling))).any())
-            for block in range(job.tiling.blocks)
-        ]
-    )
+def live_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], watch: Watch) -> NDArray[np.bool_]:
+    """Whether there are gaps in a block, or less than half a patch from it: bool [blocks].
 
-
-def _widened(box: Box, tiling: Tiling) -> Box:
-    """The box and what lies less than half a patch from it."""
-    z0, y0, x0 = (max(0, lo - patch // 2) for lo, patch in zip(box[0], tiling.patch_zyx, strict=True))
-    ends = zip(box[1], tiling.patch_zyx, tiling.shape_zyx, strict=True)
-    z1, y1, x1 = (min(size, hi + patch // 2) for hi, patch, size in ends)
-    return (z0, y0, x0), (z1, y1, x1)
+    Args:
+        gaps: which voxels of a box are gaps; called once per block.
+    """
+    live = np.zeros(tiling.block_grid, np.bool_)
+    for block in watch.over("blocks searched for gaps", range(tiling.blocks)):
+        gap, index = gaps(tiling.block_box(block)), tiling.block_index(block)
+        if not gap.any():
+            continue
+        for offset in itertools.product((-1, 0, 1), repeat=3):
+            near = tuple(i + o for i, o in zip(index, offset, strict=True))
+            ends = zip(offset, tiling.patch_zyx, strict=True)
+            part = tuple((slice(None), slice(p - p // 2, None), slice(p // 2))[o] for o, p in ends)
+            if all(0 <= i < n for i, n in zip(near, tiling.block_grid, strict=True)) and gap[part].any():
+                live[near] = True
+    return live.ravel()
 
 
 def state_numbers(folder: Path) -> list[int]:
@@ -212,14 +235,14 @@ def state_numbers(folder: Path) -> list[int]:
 def forget_unflushed(job: Job, folder: Path) -> None:
     """After a crash of the machine, delete what may not be on the disk as it was written.
 
-    A state is flushed before the one before it is deleted; so the oldest whole one is sound.  Later ones, predictions
-    and what was read of given volumes are made anew.
+    A state is flushed before the one before it is deleted; so the oldest whole one is sound, but for the first, which
+    has none before it.  Later ones, predictions and what was read of given volumes are made anew.
     """
     now = _BOOT_ID.read_bytes() if _BOOT_ID.exists() else b"unknown"
     note = folder / "boot"
     if note.exists() and note.read_bytes() != now:
         states = [State(folder, job, number) for number in state_numbers(folder)]
-        sound = [state.path for state in states if state.x.whole()][:1]
+        sound = [state.path for state in states if state.x.whole()][:1] if states and states[0].number else []
         for path in [entry for entry in folder.iterdir() if entry.is_dir()]:
             shutil.rmtree(path / "tiles" if path in sound else path, ignore_errors=True)
     write_whole(note, now)

@@ -149,7 +149,7 @@ def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:
     """
     try:
         with readable():
-            digests = _read_digests(path)
+            digests = read_digests(path)
             for name in digests if names is None else names:
                 if digest(path / name) != digests[name]:
                     return f"{name} has another checksum"
@@ -160,7 +160,7 @@ def find_damage(path: Path, names: Sequence[str] | None = None) -> str | None:
 
 def stored_averages(path: Path) -> list[str]:
     """Names of the averages in a checkpoint whose manifest was found whole."""
-    files = (re.fullmatch(r"model(?:_(.+))?\.safetensors", name) for name in _read_digests(path))
+    files = (re.fullmatch(r"model(?:_(.+))?\.safetensors", name) for name in read_digests(path))
     return [found[1] or "ema" for found in files if found]
 
 
@@ -238,7 +238,7 @@ def readable() -> Iterator[None]:
         ) from error
 
 
-def _read_digests(path: Path) -> dict[str, str]:
+def read_digests(path: Path) -> dict[str, str]:
     """The manifest's sums by file.  Raises StorageError for another version's, many kinds for a damaged one."""
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     digests: dict[str, str] = manifest["files"]

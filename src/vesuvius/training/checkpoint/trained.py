@@ -27,6 +27,7 @@ from vesuvius.training.checkpoint.format import (
     check_files,
     find_checkpoint,
     map_state,
+    read_digests,
     readable,
     stored_averages,
     unreadable,
@@ -147,14 +148,15 @@ def load_weights(checkpoint: Path, weights: str) -> dict[str, Tensor]:
     return _load_safetensors(path)
 
 
-def check_weights(checkpoint: Path, weights: str) -> None:
-    """Raises ConfigError where a checkpoint has no such weights."""
+def check_weights(checkpoint: Path, weights: str) -> str:
+    """The SHA-256 sum of the file with these weights.  Raises ConfigError where a checkpoint has no such weights."""
     there = [*stored_averages(checkpoint), _LAST_WEIGHTS]
     if weights not in there:
         raise ConfigError(
             f"--weights must be one of {', '.join(there)}, which the checkpoint holds; got {weights!r} of "
             f"{checkpoint}; choose another"
         )
+    return read_digests(checkpoint)[_file_of(weights)]
 
 
 def read_initial_weights(given: Path) -> InitialWeights:

@@ -54,9 +54,9 @@ def dry_run(
         VesuviusError: what `preflight` raises.
     """
     checkpoint = checkpoint_to_resume(run_dir(config).checkpoints, restart_damaged) if resume else None
-    ranks, device = config.training.ranks, choose_device()
-    here = torch.cuda.device_count() if ranks == "auto" else ranks
-    checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=max(here, 1))
+    device, asked = choose_device(), config.training.ranks
+    ranks_here = max(torch.cuda.device_count(), 1) if asked == "auto" else asked
+    checked = preflight(config, resume, checkpoint, allow_drift, caches=False, ranks_here=ranks_here)
     config = checked.resolved(config)
     training = config.training
     yield f"run        {checked.directory.path}, steps {_steps(config)}"

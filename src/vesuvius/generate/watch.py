@@ -1,0 +1,83 @@
+"""What is told of a command that takes long, and whether it is to end before it is done."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from vesuvius.errors import EXIT_INTERRUPTED, GpuMemoryError, VesuviusError
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is counted ("sampling steps"), how many of them are done, and how many there are."""
+T = TypeVar("T")
+
+
+class Stop(Protocol):
+    """Says whether to end early."""
+
+    exit_code: int | None
+
+    def wanted(self) -> bool:
+        """Whether to end now."""
+
+
+class SamplingStoppedError(VesuviusError):
+    """A signal came before all was drawn and written."""
+
+    def __init__(self, exit_code: int, progress: str, resumable: bool) -> None:
+        name = signal.SIGINT.name if exit_code == EXIT_INTERRUPTED else signal.SIGTERM.name
+        left = "what is done stays" if resumable else "nothing is left of them"
+        super().__init__(
+            f"samples are there when all are drawn and written; got {name} {progress}; {left}: give the same command "
+            "again" + (" to go on" if resumable else "")
+        )
+        self.exit_code = exit_code
+
+
+@dataclass
+class Watch:
+    """Passes on progress, and raises SamplingStoppedError once a stop is wanted.
+
+    Attributes:
+        resumable: the same command goes on from what is done.
+    """
+
+    stop: Stop | None = None
+    on_progress: OnProgress = lambda what, done, total: None
+    resumable: bool = False
+    _progress: str = "before the first step"
+
+    def check(self) -> None:
+        """Raises SamplingStoppedError."""
+        if self.stop is not None and self.stop.wanted():
+            assert self.stop.exit_code is not None
+            raise SamplingStoppedError(self.stop.exit_code, self._progress, self.resumable)
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Pass on how far it is."""
+        self._progress = f"after {done} of {total} {what}"
+        self.on_progress(what, done, total)
+
+    def over(self, what: str, items: Sequence[T]) -> Iterator[T]:
+        """The items, each told of when it is done."""
+        for number, item in enumerate(items):
+            self.check()
+            yield item
+            self.tell(what, number + 1, len(items))
+
+
+@contextmanager
+def gpu_memory(batch_size: int) -> Iterator[None]:
+    """Turns torch's error of a GPU that is too small into one with a remedy."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise GpuMemoryError(
+            f"a batch must fit the GPU's memory; got --batch-size {batch_size}: out of memory ({error}); lower "
+            "--batch-size"
+        ) from error
