@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,11 +106,12 @@ def test_the_table_adds_up_to_the_steps_that_count(tmp_path: Path) -> None:
     run = write_run(tmp_path / "tiny", [run_start(), *steps, step(9, step_s=100.0)])
     config = parse_stored(tiny_sections("tiny", Path("x")) | {"training": {"workers": 2, "train_batch_size": 4}})
     observed = Observed(warm_steps=3, verdict=judge(window(), GPU, GOOD), ema_s=0.01, device="CPU", amp="off")
-    report = build_profile(config, read_run(run), steps[2:], observed, 5, [], ["data"])
+    report = build_profile(config, read_run(run), steps[2:], observed, 5, [], ["data"], {"processor": "fast"})
     assert math.fsum(part.total_s for part in report.parts) == pytest.approx(5 * 0.5)  # steps 4 to 8, without the pause
     assert 100 * math.fsum(part.share for part in report.parts) == pytest.approx(100, abs=0.1)
     assert report.facts["step, p50 / p95"] == "500 / 500 ms"
     assert report.facts["samples/s"] == "8.00"
+    assert (report.facts["processor"], report.facts["RAM"]) == ("fast", "2.00 GiB of 8.00 GiB")
     (behind,) = [table for table in report.tables if table.title == "Behind the data wait"]
     rows = {row[0]: row[2:4] for row in behind.rows}
     assert "readers: read from the store" not in rows  # on a disk
@@ -188,8 +190,8 @@ def test_the_blocks_of_the_network_hold_each_weight_once() -> None:
 def test_a_long_trace_keeps_its_names_and_its_longest_events() -> None:
     named = [{"ph": "M", "name": "process_name"}]
     events = [*named, *({"ph": "X", "dur": duration} for duration in (5, 1, 9, 3))]
-    assert longest(events, 5) == (events, 0)
-    assert longest(events, 3) == ([*named, {"ph": "X", "dur": 5}, {"ph": "X", "dur": 9}], 2)
+    assert longest(events, 5)[1] == 0
+    assert longest(events[::-1], 3) == ([*named, {"ph": "X", "dur": 9}, {"ph": "X", "dur": 5}], 2)
 
 
 def test_a_profile_changes_nothing_that_a_step_is_made_of() -> None:
@@ -246,6 +248,8 @@ def test_a_real_profile_beside_an_existing_run(
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
     assert any("conv" in str(event.get("name")) for event in trace["traceEvents"])
     assert "aten::" in text
+    assert re.search(r"\| volume \| .*96x128x128 in chunks of 32x32x32, uint8, \w+", text), text
+    assert "| processor | " in text
     assert "| trunk.attention | Attention |" in text
     assert (folder / "profile.html").stat().st_size < 200_000
 

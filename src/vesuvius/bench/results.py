@@ -30,6 +30,7 @@ class Result:
             the band that of its interval.
         figures: medians over the rounds, by name.
         run: the last one below `cells/`; '' = none.
+        loader: its name; '' = train.
     """
 
     label: str
@@ -45,6 +46,7 @@ class Result:
     band: str = ""
     figures: Mapping[str, float] | None = None
     run: str = ""
+    loader: str = ""
 
 
 def results_of(cells: Sequence[Cell], measurements: Sequence[Measurement]) -> list[Result]:
@@ -84,6 +86,7 @@ def _result(cell: Cell, found: Sequence[Measurement], base: Sequence[Measurement
         reached,
         figures,
         next((m.run for m in reversed(found) if m.run), ""),
+        cell.loader,
     )
 
 
@@ -93,10 +96,7 @@ def _rates(measurements: Sequence[Measurement]) -> dict[object, float]:
 
 
 def _even_step(
-    start_s: float | None,
-    speed: Interval | None,
-    base: Sequence[Measurement],
-    batch: float | None,
+    start_s: float | None, speed: Interval | None, base: Sequence[Measurement], batch: float | None
 ) -> float | None:
     base_start_s = _median([m.start_s for m in base])
     if start_s is None or base_start_s is None or speed is None or not batch or not told_apart(speed):

@@ -111,6 +111,17 @@ def positive_number(text: str) -> float:
     return number
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """An argument of argparse that is a whole number from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a number of at least {least}; got {text}")
+        return int(text)
+
+    return parse
+
+
 def warn_of_namesake() -> None:
     """Warn where another distribution that owns the import name `vesuvius` is installed: one overwrites the other."""
     if problem := namesake_problem():

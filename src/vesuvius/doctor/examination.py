@@ -20,6 +20,7 @@ TOTAL_S = 25.0
 _CLEAN_UP_S = 0.3
 _TRIAL_S = 23.0
 _IMPORTS_S = 15.0  # of a check that imports torch and asks a driver
+_GPU_HANGS = "the GPU or its driver hangs: see dmesg; restart the machine"
 _DRY_RUN = "`vesuvius train --dry-run` has the time to plan it"
 
 
@@ -58,10 +59,10 @@ class _Examination:
             Check("disk", lambda: host.look_at_disk(directory), if_hung="a mount hangs: set VESUVIUS_RUNS elsewhere"),
             *(of_config if config else []),
             Check("/dev/shm", self._shm, _IMPORTS_S, beside=True),
-            Check("torch", self._torch, _IMPORTS_S, beside=True),
-            Check("GPU", self._gpus, _IMPORTS_S, "the driver hangs: see dmesg; restart the machine", beside=True),
-            Check("cuDNN", self._cudnn, _IMPORTS_S, beside=True),
-            Check("kernels", self._kernels, _IMPORTS_S + 3, "the GPU or its driver hangs: see dmesg", beside=True),
+            Check("torch", lambda: _device("look_at_torch"), _IMPORTS_S, beside=True),
+            Check("GPU", lambda: _device("look_at_gpus"), _IMPORTS_S, _GPU_HANGS, beside=True),
+            Check("cuDNN", lambda: _device("look_at_cudnn", config), _IMPORTS_S, beside=True),
+            Check("kernels", lambda: _device("look_at_kernels", config), _IMPORTS_S + 3, _GPU_HANGS, beside=True),
             Check("Ray", self._ray, TOTAL_S, beside=True),
             Check("one step", self._one_step, TOTAL_S, beside=True),
         ]
@@ -130,26 +131,6 @@ class _Examination:
         vram = look_at_vram(plan_memory(config).vram_bytes)
         return replace(vram, value=f"{value}; VRAM {vram.value}")
 
-    def _torch(self) -> Finding:
-        from vesuvius.doctor.device import look_at_torch
-
-        return look_at_torch()
-
-    def _gpus(self) -> Finding:
-        from vesuvius.doctor.device import look_at_gpus
-
-        return look_at_gpus()
-
-    def _cudnn(self) -> Finding:
-        from vesuvius.doctor.device import look_at_cudnn
-
-        return look_at_cudnn(self._config)
-
-    def _kernels(self) -> Finding:
-        from vesuvius.doctor.device import look_at_kernels
-
-        return look_at_kernels(self._config)
-
     def _ray(self) -> Finding:
         if not self._needs_ray():
             return Finding("ok", "not needed with training.workers=0")
@@ -164,6 +145,14 @@ class _Examination:
         with tempfile.TemporaryDirectory(prefix="vesuvius-doctor-") as folder:
             config = self._config or trial.small_experiment(Path(folder))
             return trial.train_one_step(config, on_gpu, _TRIAL_S - 2)
+
+
+def _device(look: str, *arguments: Config | None) -> Finding:
+    """A check of device.py, which imports torch."""
+    from vesuvius.doctor import device
+
+    found: Finding = getattr(device, look)(*arguments)
+    return found
 
 
 def _untried() -> Finding:

@@ -110,20 +110,16 @@ class LayerWatch:
 
     def _begin(self, name: str) -> None:
         if self._forward:
-            self._wait()
+            synchronize(self._device)
             self._inside = name, time.perf_counter(), self._flops.get_total_flops()
 
     def _end(self, name: str) -> None:
         if self._inside is not None and self._inside[0] == name:
-            self._wait()
+            synchronize(self._device)
             _, began, flops = self._inside
             self._seconds[name] += time.perf_counter() - began
             self._counted[name] += self._flops.get_total_flops() - flops
         self._inside = None
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _pack(self, tensor: Tensor) -> _Kept:
         """Count a storage once while it is kept, for the innermost module that keeps it."""
@@ -131,3 +127,9 @@ class LayerWatch:
         if self._inside is not None and not self._keepers[storage.data_ptr()]:
             self._saved[self._inside[0]] += storage.nbytes()
         return _Kept(tensor, self._keepers)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

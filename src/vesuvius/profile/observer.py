@@ -15,7 +15,7 @@ import torch
 from vesuvius.errors import EXIT_OK
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.profile.layers import Layer, LayerWatch
+from vesuvius.profile.layers import Layer, LayerWatch, synchronize
 from vesuvius.profile.trace import MemoryUse, Operator, Trace
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.stream import PatchStream
@@ -183,9 +183,3 @@ class Observer:
             synchronize(device)
             seconds.append(time.perf_counter() - began)
         return min(seconds)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU has nothing to wait for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -127,7 +127,7 @@ def evaluate(
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
         picture = _pictures(staged, generated, real.held_out, judgement, config.name)
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
-        write_pages(staged, NAME, [report], (), (), [picture], made)
+        write_pages(staged, NAME, [report], made, [picture])
     tables = [figure_table(judgement.figures), *([seam_table(seams)] if seams else [])]
     text = "\n".join(map(_terminal, tables)) + f"\n{verdict(judgement, [seam for seam, _ in seams])}"
     return folder, text
