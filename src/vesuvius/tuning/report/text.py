@@ -53,7 +53,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
     before, after = report.rates
     changed = ", ".join(f"{change.knob} {change.before} -> {change.after}" for change in report.changes)
     sentences = [
-        ("What held it up", report.held_up or "not measured"),
+        ("Bottleneck", report.held_up or "not measured"),
         ("What to run now", f"{report.tuned}: {changed or 'nothing changed'}"),
         ("Why it ended", report.reason),
     ]
