@@ -66,26 +66,30 @@ class Ledger(AbstractContextManager["Ledger"]):
         for record in read_records(path) if path.exists() else []:
             self._take(record, asked, path.parent)
         self._file = JsonLines(path)
-        self._take(self._file.write("bench", asked=asked, retry_failed=retry_failed), asked, path.parent)
+        self._file.write("bench", asked=asked, retry_failed=retry_failed)
+        self._begin_session(retry_failed)
 
     def _take(self, record: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
         match record["kind"]:
             case "bench":
-                self.session += 1
                 if differ := [key for key, value in record["asked"].items() if value != asked.get(key)]:
                     raise ConfigError(
                         f"a resumed bench must keep what it was asked for; got another {', '.join(differ)} than "
                         f"{folder}; drop --resume to start over"
                     )
-                if record.get("retry_failed"):
-                    self.measurements = [each for each in self.measurements if each.ended == "ok"]
-                    self._begun.clear()
+                self._begin_session(record.get("retry_failed", False))
             case "begin":
                 self._begun[record["cell"], record["round"]] += 1
             case "measurement":
                 self.measurements.append(Measurement(**record["measurement"]))
             case "interrupted":
                 self._begun[record["cell"], record["round"]] -= 1
+
+    def _begin_session(self, retry_failed: bool) -> None:
+        self.session += 1
+        if retry_failed:
+            self.measurements = [each for each in self.measurements if each.ended == "ok"]
+            self._begun.clear()
 
     def measure_rounds(
         self,

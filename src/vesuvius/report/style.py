@@ -67,7 +67,8 @@ footer{{color:var(--soft);font-size:.8rem;margin-top:2em;overflow-wrap:anywhere}
 table{{font-size:.8rem}}
 th,td{{padding-right:7px}}
 th,td:first-child:not(:last-child){{white-space:normal}}
-td:first-child:not(:last-child){{min-width:6.5em}}
+td:first-child:not(:last-child){{min-width:7em}}
+.bar+.scroll :is(th,td):nth-child(2){{display:none}}
 }}
 @media print{{
 main{{max-width:none;padding:0}}
