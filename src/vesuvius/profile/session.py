@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ import torch
 from vesuvius.config import Config
 from vesuvius.config.trial import NEVER, trial_config
 from vesuvius.doctor.device import seen_by_driver
-from vesuvius.errors import ConfigError, VesuviusError, one_line
+from vesuvius.errors import EXIT_OK, ConfigError, VesuviusError, one_line
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.window import Thresholds
-from vesuvius.profile.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, Observer, observed_by
+from vesuvius.profile.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, Observer
 from vesuvius.profile.page import build_profile
 from vesuvius.profile.recommend import leave_alone, recommend
 from vesuvius.report.files import made_by, new_folder, write_pages
@@ -89,6 +90,11 @@ def profile(request: Request) -> Path:
         lend(checkpoint_before(run.checkpoints, request.at_step, request.after), folder / run.checkpoints.name)
     observed = Observed(ranks=1 if ranks == "auto" else ranks)
     trace = folder / TRACE if request.trace else None
+
+    def make_tuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
+        stop = partial(loop.run.stop.adopt, EXIT_OK, "the profile has its steps")
+        return Observer(loop, reporter, observed, request.steps, request.after, trace, stop)
+
     before = os.environ.get("VESUVIUS_RUNS")
     os.environ["VESUVIUS_RUNS"] = str(folder.parent.absolute())
     try:
@@ -96,7 +102,7 @@ def profile(request: Request) -> Path:
             profiled(config, folder.name, request.steps, request.after),
             request.source,
             resume=request.at_step is not None,
-            make_tuner=observed_by(observed, request.steps, trace, request.after),
+            make_tuner=make_tuner,
         )
     finally:
         os.environ.pop("VESUVIUS_RUNS")
