@@ -2,7 +2,7 @@
 
     python tools/report_shots.py runs/demo/reports/*/report.html --out shots
     python tools/report_shots.py runs/demo/reports/*/report.html --picture docs/report.png --height 1090
-    python tools/report_shots.py runs/demo/profiles/*/profile.html --picture docs/operators.png --height 860 \\
+    python tools/report_shots.py runs/demo/profiles/*/profile.html --picture docs/operators.png --height 790 \\
         --only "Memory of tensors" --only "operators that take longest"
 
 Writes NAME-phone.png (390 pixels wide), NAME-dark.png and NAME.pdf of each page, and says what is wrong with it: it
