@@ -1,7 +1,7 @@
 """Looks at pages of `vesuvius` with a headless Chromium: on a phone, in the dark, on paper, without a network.
 
     python tools/report_shots.py runs/demo/reports/*/report.html --out shots
-    python tools/report_shots.py runs/demo/reports/*/report.html --picture docs/report.png --height 1090
+    python tools/report_shots.py runs/demo/reports/*/report.html --picture docs/report.png --height 1420
     python tools/report_shots.py runs/demo/profiles/*/profile.html --picture docs/operators.png --height 790 \\
         --only "Memory of tensors" --only "operators that take longest"
 

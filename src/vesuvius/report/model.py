@@ -137,7 +137,7 @@ def _verdict_words(verdicts: Sequence[Record]) -> str:
     last = verdicts[-1]
     kinds = [str(verdict.get("bound")) for verdict in verdicts]
     counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
-    return f"{last.get('text')} (step {last.get('step')}; all {len(kinds)} verdicts: {counts})"
+    return f"{last.get('text')} (step {last.get('step')}; verdicts so far: {counts})"
 
 
 def _course(records: RunRecords) -> Table:

@@ -103,7 +103,7 @@ def rss_anon_bytes(pid: int) -> int:
 
 def open_array(setup: Setup) -> Any:
     """The zarr array of a level, which the OME metadata of a group name."""
-    node = zarr.open(store_of(setup) if "://" in setup.volume else setup.volume, mode="r")
+    node: Any = zarr.open(store_of(setup) if "://" in setup.volume else setup.volume, mode="r")
     if hasattr(node, "shape"):
         return node
     attributes = dict(node.attrs)
