@@ -14,11 +14,17 @@ from typing import Any
 
 import psutil
 import pytest
+from obstore.store import GCSStore, HTTPStore, S3Store
 
+from tests.support.tiny import tiny_sections
+from vesuvius.bench.cells import command as command_cells
+from vesuvius.bench.cells.loader import setup_of
+from vesuvius.bench.cells.peers import store_of
 from vesuvius.bench.cells.training import Bounds, TrainingLab
+from vesuvius.bench.grid import Cell
 from vesuvius.bench.ledger import Measurement
 from vesuvius.commands import bench as command
-from vesuvius.config.load import read_config
+from vesuvius.config.load import parse_stored, read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
@@ -160,6 +166,31 @@ def test_a_peer_is_any_command_that_prints_figures(config: Path) -> None:
     assert "nowhere" in found["vesuvius"]["cause"]
     (log,) = [path for path in folder_of().glob("cells/*.log") if "--patch" in path.read_text()]
     assert "--patch=8,16,16', '--batch=2', '--workers=0', '--seconds=0.1'" in log.read_text()
+
+
+def test_a_loader_that_is_not_installed_is_left_out_with_a_note(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row that failed, behind which the reader looks for a defect."""
+    monkeypatch.setattr(command_cells, "PEERS", {"zarr-python": "zarr", "odd": "no_such_package"})
+    cells, left_out = command_cells.loader_cells([Cell("baseline")], ["mine=true"])
+    assert [cell.loader for cell in cells] == ["torch DataLoader + zarr-python", "vesuvius", "mine"]
+    assert left_out == ("odd",)
+
+
+@pytest.mark.parametrize(
+    ("address", "anonymous", "kind", "unsigned"),
+    [
+        ("s3://scrolls/a.zarr", True, S3Store, True),
+        ("s3://scrolls/a.zarr", False, S3Store, False),
+        ("gs://scrolls/a.zarr", True, GCSStore, True),
+        ("https://example.org/a.zarr", None, HTTPStore, False),
+    ],
+)
+def test_peers_open_what_the_data_path_opens(address: str, anonymous: bool | None, kind: type, unsigned: bool) -> None:
+    sections = tiny_sections("tiny", Path("x"))
+    sections["data"] |= {"volumes": [{"path": address}], "store": {"anonymous": anonymous}}
+    store = store_of(setup_of(parse_stored(sections), 1.0)).store
+    assert isinstance(store, kind)
+    assert ("skip_signature" in getattr(store, "config", {})) == unsigned
 
 
 @pytest.mark.long

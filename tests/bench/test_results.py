@@ -116,6 +116,16 @@ def test_warm_steps_do_not_count_and_a_pause_is_no_step() -> None:
     assert pace.start_s(launched_s=90.0) == pytest.approx(13.0 - 4 * 0.5)  # the last warm step came at 103
 
 
+@pytest.mark.parametrize(("compiles", "expected"), [(True, 8.0), (False, None)])
+def test_compilation_is_what_the_first_step_computes_beyond_a_usual_one(compiles: bool, expected: float | None) -> None:
+    """Not its wait for readers to start, and not its pause."""
+    pace = Pace(replace(DEMAND, compiles=compiles))
+    pace.add(step(0, step_s=20.4, data_s=8.0, pause_s=4.0))
+    while not pace.add(step(1, step_s=0.5, data_s=0.1)):
+        pass
+    assert pace.figures().get("compile_s") == (expected and pytest.approx(expected))
+
+
 def test_what_readers_had_read_ahead_is_no_pace() -> None:
     """Two readers of 1 s a sample cannot keep up with 8 samples/s, however many lie ready."""
     pace = Pace(Demand(2.0, 4, 3, 16, 8, workers=2, patches_per_region=4))
@@ -179,3 +189,16 @@ def test_the_table_has_a_row_for_each_cell_and_no_empty_column() -> None:
     workers = [Cell("w=0", ("w=0",)), Cell("w=1", ("w=1",))]
     plain = table_of(results_of(workers, [each for each in ranked() if each.cell < 2]))
     assert "efficiency" not in plain.columns
+
+
+def test_each_loader_has_a_curve_of_its_own_in_order_of_the_axis() -> None:
+    cells = [
+        Cell(f"{loader}, w={n}", (f"training.workers={n}",), (loader,), loader) for n in (2, 0, 1) for loader in "ab"
+    ]
+    found = [
+        Measurement(number, round, "ok", samples_s=10.0 + number) for number in range(len(cells)) for round in range(2)
+    ]
+    page = build_page("n", "d", {}, results_of(cells, found), {}, "")
+    (chart,) = [each for each in page.charts if each.key == "axis"]
+    curves = {series.label: (series.x.tolist(), series.mid.tolist()) for series in chart.series}
+    assert curves == {"a": ([0, 1, 2], [12, 14, 10]), "b": ([0, 1, 2], [13, 15, 11])}

@@ -12,10 +12,10 @@ import pytest
 from vesuvius.bench.grid import Cell
 from vesuvius.bench.ledger import Ledger, Measurement
 from vesuvius.bench.results import Result, results_of
-from vesuvius.bench.rounds import Measure, measure_rounds
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.tuning.measurement import TuneInterrupted
 
+Measure = Callable[[int, int], Measurement]
 CELLS = (Cell("a"), Cell("b"), Cell("c"))
 Bench = Callable[[Ledger, int, int, Measure, Callable[[Measurement], None]], None]
 
@@ -47,12 +47,12 @@ def one_after_the_other(
     """The wrong program: all repeats of a cell, then all of the next one."""
     for cell in range(cells):
         for round in range(rounds):
-            ledger.end(measure(cell, round))
+            ledger.measurements.append(measure(cell, round))
 
 
 def results(path: Path, seed: int, gains: list[float], drift: float, rounds: int, bench: Bench) -> list[Result]:
     machine = Machine(seed, gains, drift, rounds * len(gains))
-    with Ledger.open(path / f"{seed}.jsonl", {}) as ledger:
+    with Ledger(path / f"{seed}.jsonl", {}) as ledger:
         bench(ledger, len(gains), rounds, machine.measure, lambda done: None)
     return results_of(CELLS[: len(gains)], ledger.measurements)
 
@@ -75,7 +75,7 @@ def covered(tmp_path: Path, bench: Bench, gain: float = 0.05, drift: float = 0.1
 
 @pytest.mark.parametrize("faster", [1 / 1.1, 1.1, 1.3])
 def test_two_settings_that_differ_by_a_tenth_are_ordered_rightly_in_ten_of_ten(tmp_path: Path, faster: float) -> None:
-    assert rightly_ordered(tmp_path, measure_rounds, faster) == 10
+    assert rightly_ordered(tmp_path, Ledger.measure_rounds, faster) == 10
 
 
 def test_one_setting_after_the_other_would_not_do(tmp_path: Path) -> None:
@@ -86,15 +86,15 @@ def test_one_setting_after_the_other_would_not_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drift", [0.1, -0.1, 0.0])
 def test_intervals_hold_the_truth_about_as_often_as_they_say(tmp_path: Path, drift: float) -> None:
-    held, level = covered(tmp_path, measure_rounds, drift=drift)
+    held, level = covered(tmp_path, Ledger.measure_rounds, drift=drift)
     assert level == pytest.approx(1 - 2 / 2**6)
     assert held >= level - 0.045  # 200 benches: three standard errors are 0.037; noise that goes on is not independent
 
 
 def test_every_other_round_is_reversed(tmp_path: Path) -> None:
     order = []
-    with Ledger.open(tmp_path / "l.jsonl", {}) as ledger:
-        measure_rounds(ledger, 3, 3, lambda c, r: Measurement(c, r, "ok", samples_s=1.0), lambda m: order.append(m))
+    with Ledger(tmp_path / "l.jsonl", {}) as ledger:
+        ledger.measure_rounds(3, 3, lambda c, r: Measurement(c, r, "ok", samples_s=1.0), lambda m: order.append(m))
     assert [(m.round, m.cell) for m in order] == [
         *((0, 0), (0, 1), (0, 2)),
         *((1, 2), (1, 1), (1, 0)),
@@ -111,8 +111,8 @@ def measured(path: Path, seen: list[tuple[int, int]], end_at: tuple[int, int] | 
         seen.append((cell, round))
         return Measurement(cell, round, "ok", samples_s=10.0 + cell)
 
-    with Ledger.open(path, {"seconds": 1.0}) as ledger:
-        measure_rounds(ledger, 2, 3, measure, lambda done: None)
+    with Ledger(path, {"seconds": 1.0}) as ledger:
+        ledger.measure_rounds(2, 3, measure, lambda done: None)
     return ledger
 
 
@@ -160,7 +160,26 @@ def test_a_measurement_that_kills_the_bench_twice_is_given_up(tmp_path: Path) ->
 def test_a_bench_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
     measured(tmp_path / "ledger.jsonl", [], None, Killed())
     with pytest.raises(ConfigError, match="another seconds"):
-        Ledger.open(tmp_path / "ledger.jsonl", {"seconds": 2.0})
+        Ledger(tmp_path / "ledger.jsonl", {"seconds": 2.0})
+
+
+def test_what_failed_is_measured_again_where_that_is_asked_for_alone(tmp_path: Path) -> None:
+    """A limit may have been too short, or another program have taken the memory."""
+    path, seen = tmp_path / "ledger.jsonl", list[tuple[int, int]]()
+
+    def measure(cell: int, round: int) -> Measurement:
+        seen.append((cell, round))
+        is_late = cell == 1 and len(seen) < 4
+        return Measurement(cell, round, "timeout" if is_late else "ok", samples_s=0.0 if is_late else 10.0)
+
+    ends = []
+    for retry in (False, False, True, False):
+        with Ledger(path, {}, retry_failed=retry) as ledger:
+            ledger.measure_rounds(2, 2, measure, lambda done: None)
+        ends.append(len(seen))
+    assert ends == [3, 3, 5, 5]
+    assert sorted(seen) == [(0, 0), (0, 1), (1, 0), (1, 0), (1, 1)]
+    assert results_of(CELLS[:2], ledger.measurements)[1].cause == ""
 
 
 def test_a_cell_that_failed_is_left_out_and_keeps_its_cause(tmp_path: Path) -> None:
@@ -169,8 +188,8 @@ def test_a_cell_that_failed_is_left_out_and_keeps_its_cause(tmp_path: Path) -> N
             return Measurement(cell, round, "gpu_memory", "needs 90 GiB")
         return Measurement(cell, round, "ok", samples_s=10.0)
 
-    with Ledger.open(tmp_path / "ledger.jsonl", {}) as ledger:
-        measure_rounds(ledger, 3, 4, measure, lambda done: None)
+    with Ledger(tmp_path / "ledger.jsonl", {}) as ledger:
+        ledger.measure_rounds(3, 4, measure, lambda done: None)
     a, b, c = results_of(CELLS, ledger.measurements)
     assert (len(a.rates), len(b.rates), len(c.rates)) == (4, 1, 4)
     assert (a.cause, b.cause, c.cause) == ("", "gpu_memory: needs 90 GiB", "")

@@ -69,17 +69,45 @@ def test_the_name_clash_is_caught() -> None:
 
 def test_a_quota_below_the_readers_is_caught(tmp_path: Path) -> None:
     roots = tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "50000 100000"})
-    found = host.look_at_cores(2, roots)
+    found = host.look_at_cores(2, roots=roots)
     assert found.level == "warn"
     assert found.value.startswith("0.5 of ")
     assert found.remedy == "set training.workers=0, or give more processors (docker run --cpus=3)"
-    assert host.look_at_cores(None, roots).level == "ok"
+    assert host.look_at_cores(None, roots=roots).level == "ok"
+
+
+def test_each_rank_has_a_trainer_and_readers_of_its_own(tmp_path: Path) -> None:
+    roots = tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "190000 100000"})
+    assert host.look_at_cores(0, 1, roots).level == "ok"
+    found = host.look_at_cores(1, 2, roots)
+    assert (found.level, found.remedy) == (
+        "warn", "set training.workers=0, or give more processors (docker run --cpus=4)"
+    )  # fmt: skip
+    assert found.value.endswith("processors for 1 readers and the trainer of each of 2 ranks")
+
+
+def pressure(percent: float) -> str:
+    return f"some avg10=0.00 avg60={percent:.2f} avg300=0.00 total=1\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
+
+
+def test_the_machine_is_busy_as_far_as_this_container_feels_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may have a load of 30 while a container of two processors waits for none, and the other way round."""
+    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
+    for number, (own, others, is_busy) in enumerate([(3, 99, False), (97, 0, True), (None, 97, True)]):
+        files = {} if own is None else {"job/cpu.pressure": pressure(own)}
+        roots = tree(tmp_path / str(number), "0::/job\n", V2, files)
+        (roots.proc / "pressure" / "cpu").write_text(pressure(others))
+        assert (host.busy(roots) != "") == is_busy
+    roots = tree(tmp_path / "none", "0::/job\n", V2, {})  # a kernel without PSI
+    assert host.busy(roots) == f"load 1000000.0 on {os.cpu_count()} processors"
+    monkeypatch.setattr("os.getloadavg", lambda: (float(os.cpu_count() or 1), 0.0, 0.0))
+    assert host.busy(roots) == ""
 
 
 @pytest.mark.parametrize(("throttled", "level"), [(4, "ok"), (40, "warn")])
 def test_a_quota_that_brakes_is_caught(tmp_path: Path, throttled: int, level: str) -> None:
     files = {"job/cpu.max": "50000 100000", "job/cpu.stat": f"nr_periods 100\nnr_throttled {throttled}\n"}
-    found = host.look_at_cores(None, tree(tmp_path, "0::/job\n", V2, files))
+    found = host.look_at_cores(None, roots=tree(tmp_path, "0::/job\n", V2, files))
     assert found.level == level
     assert f"quota used up in {throttled} % of its periods" in found.value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.recorded_runs import (
     BEGAN,
@@ -31,6 +34,7 @@ from vesuvius.report.curves import Chart, banded
 from vesuvius.report.html import render_html
 from vesuvius.report.model import NOT_KNOWN, RunReport, Table, build
 from vesuvius.report.records import read_run
+from vesuvius.report.share import rounded_together
 from vesuvius.report.svg import draw, off_scale, y_range
 
 VOID = {"meta", "img", "br", "circle", "path"}
@@ -83,10 +87,27 @@ def test_parts_of_the_time_add_up_and_the_first_step_is_its_own(tmp_path: Path) 
     work |= {"optimizer, clipping, EMA": 0.15, "host: what is left": 0.12}
     assert seconds == pytest.approx(work | {"first step of each session": 31.0, "pauses": 10.0})
     assert sum(part.share for part in report.parts) == pytest.approx(1.0)
+    text = page_of(report).text
+    assert "total42.5 s100.0 %" in text
     assert [(target.found, target.met) for target in report.targets] == [
         ("70 %", False), ("20 %", False), ("2 %", True), ("8 %", True)
     ]  # fmt: skip
     assert report.facts["samples/s, without pauses and first steps"] == "8.00"
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=9))
+def test_parts_are_rounded_so_that_they_add_up(values: list[float]) -> None:
+    found = rounded_together(values)
+    assert sum(found) == round(math.fsum(values))
+    assert all(abs(rounded - value) < 1 + 1e-9 for rounded, value in zip(found, values, strict=True))
+
+
+def test_a_part_that_is_missing_is_missing_in_the_shares_too(tmp_path: Path) -> None:
+    """Shares are of the recorded time: were they of their own sum, they would add up whatever is left out."""
+    lost = step(2, step_s=0.6)  # 0.1 s in no part
+    report = reported(write_run(tmp_path / "tiny", [run_start(), step(1, step_s=0.5), lost, lost | {"step": 3}]))
+    assert sum(part.share for part in report.parts) == pytest.approx(1.5 / 1.7)
+    assert sum(part.percent for part in report.parts) == pytest.approx(88.2)
 
 
 def test_what_a_resume_supersedes_is_in_neither_curve_nor_sum(tmp_path: Path) -> None:
@@ -279,6 +300,7 @@ def test_the_command_writes_a_folder_of_its_own_each_time(
     (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
     assert str(image["src"]).startswith("data:image/jpeg;base64,")
     assert page.text.count("the picture cannot be read") == 1
+    assert page.text.count("Pictures") == 1
     text = pages[0].with_name("report.md").read_text()
     assert "| steps | 2 of 100000 |" in text
     assert command.main(["other"]) == EXIT_NO_RUN
@@ -310,6 +332,27 @@ def _check_long_run(tmp_path: Path, count: int, size: tuple[int, int]) -> float:
     assert f"{count} of 100000" in page.text
     assert f"to {max(losses):#.3g}".removesuffix(".") in page.text
     return took_s
+
+
+def test_eight_runs_share_the_bytes_of_a_page(tmp_path: Path) -> None:
+    """Each with as many curves as a run has, and previews that compress worst."""
+    runs = []
+    for number in range(8):
+        run = tmp_path / f"run{number}"
+        noise = np.random.default_rng(number).lognormal(size=(300, 14))
+        pids = [str(pid) for pid in range(10)]
+        sizes = [dict(zip(pids, (row[4:] * GIB).tolist(), strict=True)) for row in noise]
+        steps = [step(n, loss=row[0], grad_norm=row[1], step_s=0.4 + row[2]) for n, row in enumerate(noise.tolist(), 1)]
+        previews = [write_preview(run, n, (500, 300)) for n in (1, 2)]
+        validations = [validation(n, 1 + row[3]) for n, row in enumerate(noise.tolist(), 1)]
+        systems = [system(n, readers=each, used_gib=1 + n % 7) for n, each in enumerate(sizes, 1)]
+        runs.append(str(write_run(run, [run_start(), *steps, *validations, *previews], systems)))
+    assert command.main([*runs, "--out", str(tmp_path / "out")]) == EXIT_OK
+    html = (tmp_path / "out" / "report.html").read_bytes()
+    assert 1_000_000 < len(html) < 2_000_000  # not because it has left out the curves
+    page = Page(html.decode())
+    assert [page.text.count(f"Curves of run{number}") for number in range(8)] == [1] * 8
+    assert sum(tag == "img" for tag, _ in page.tags) == 8
 
 
 def test_a_run_of_5000_steps_fits_a_small_page(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """How often `vesuvius bench` orders two programs rightly whose speeds are known, on the machine as it is.
 
-    python tools/bench/pairs.py                # 10 benches of 6 rounds; some minutes
-    python tools/bench/pairs.py --slower 1.03
+    python tools/bench/pairs.py                # 10 benches as `vesuvius bench` makes them by default; 22 minutes
+    python tools/bench/pairs.py --slower 1.03 --seconds 1
 
 Both programs multiply matrices; a sample of one takes `--slower` times as many products as one of the other, so that
 the truth is known whatever the machine does beside them.  Each measurement is a process, as in any bench.
@@ -10,6 +10,7 @@ the truth is known whatever the machine does beside them.  Each measurement is a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +20,6 @@ from vesuvius.bench.cells.training import Bounds
 from vesuvius.bench.grid import Cell
 from vesuvius.bench.ledger import Ledger, Measurement
 from vesuvius.bench.results import Result, results_of
-from vesuvius.bench.rounds import measure_rounds
 from vesuvius.config.load import parse_stored
 
 _PRODUCTS = 100  # of a sample of the faster one
@@ -48,8 +48,8 @@ def bench_pair(slower: float, rounds: int, seconds: float, folder: Path) -> Resu
         blank = Measurement(cell, round, "ok")
         return measure_command(cells[cell].command, config, folder, bounds, None, lambda: False, blank)
 
-    with Ledger.open(folder / "ledger.jsonl", {}) as ledger:
-        measure_rounds(ledger, 2, rounds, measure, lambda done: None)
+    with Ledger(folder / "ledger.jsonl", {}) as ledger:
+        ledger.measure_rounds(2, rounds, measure, lambda done: None)
     return results_of(cells, ledger.measurements)[1]
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--benches", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--slower", type=float, default=1.1)
     args = parser.parse_args()
     truth, right, held = 1 / args.slower, 0, 0
@@ -66,7 +66,11 @@ def main() -> None:
             speed = bench_pair(args.slower, args.rounds, args.seconds, Path(folder)).speed
         assert speed is not None, "both were measured"
         right, held = right + (speed.mid < 1), held + (speed.low <= truth <= speed.high)
-        print(f"{number + 1}: {speed.mid:.3f} ({speed.low:.3f} to {speed.high:.3f}, {speed.level:.1%})", flush=True)
+        load = f"load {os.getloadavg()[0]:.1f}"
+        print(
+            f"{number + 1}: {speed.mid:.3f} ({speed.low:.3f} to {speed.high:.3f}, {speed.level:.1%}), {load}",
+            flush=True,
+        )
     print(f"order right in {right} of {args.benches}; {truth:.3f} within the interval in {held}")
 
 

@@ -8,7 +8,7 @@
 
 Run from the repository's root.  Reads zarr v2 from disk.  A peer is any command: it is given --volume, --level,
 --patch, --batch, --workers and --seconds, and its last line is JSON with `samples_s`, and `start_s` and others if it
-likes.  Nothing here needs vesuvius to be installed; how a loader is measured: `src/vesuvius/bench/peers.py`.
+likes.  Nothing here needs vesuvius to be installed; how a loader is measured: `src/vesuvius/bench/cells/peers.py`.
 
 zarrdataset, chunk by chunk (`draw_same_chunk`): patches on a grid whose step is half a patch, 16 of one chunk in random
 order, then those of another chunk: consecutive patches of a worker overlap.  MONAI: `CacheDataset` of the one volume,
@@ -44,7 +44,7 @@ class ChunkByChunk(ZarrDataset):  # type: ignore[misc]
     """Endless passes of zarrdataset over the volume."""
 
     def __init__(self, setup: Setup) -> None:
-        array = open_array(setup.volume, setup.level)
+        array = open_array(setup)
         step_zyx = [max(size // 2, 1) for size in setup.patch_zyx]
         super().__init__(
             [ImagesDatasetSpecs(filenames=f"{setup.volume}/{array.path}".rstrip("/"), source_axes="ZYX")],
@@ -67,7 +67,7 @@ class MonaiFeed:
         self.warmup_batches = 2 * PREFETCH * setup.workers
         self._setup = setup
         blosc.set_nthreads(setup.workers)
-        self._voxels = torch.from_numpy(open_array(setup.volume, setup.level)[:])[None]
+        self._voxels = torch.from_numpy(open_array(setup)[:])[None]
 
     def batches(self) -> Batches:
         from monai.data import CacheDataset, DataLoader  # type: ignore[import-not-found]

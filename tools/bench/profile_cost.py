@@ -5,8 +5,7 @@
 A profiled turn has what `vesuvius profile` adds to `vesuvius train`: its observer between two steps, and a record of
 the monitor each second instead of every ten.  Turns go A B B A, so that a drift disturbs both alike; the first two
 steps of a turn are left out.  Wall time is that of the step clock, with what lies between the steps; processor time is
-that of the trainer's process, all threads.  Figures are medians over pairs of turns, with a 95 % interval of that
-median (bootstrap).
+that of the trainer's process, all threads.  Figures are medians over pairs of turns, with the interval of a bench.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius t
 
 import numpy as np
 
+from vesuvius.bench.paired import median_interval
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.monitor.monitor import Monitor
@@ -87,13 +87,6 @@ def ratios(each_step: np.ndarray, turn_steps: int, pairs: int) -> np.ndarray:
     return np.array(found)
 
 
-def interval(found: np.ndarray) -> tuple[float, float]:
-    """95 % interval of the median, by bootstrap.  Pure."""
-    again = np.random.default_rng(0).choice(found, (10_000, len(found)))
-    low, high = np.quantile(np.median(again, axis=1), [0.025, 0.975])
-    return float(low), float(high)
-
-
 def main() -> None:
     """Train, then print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -123,11 +116,12 @@ def main() -> None:
     print(f"{pairs} pairs of turns of {args.turn_steps} steps; median step {statistics.median(wall_s):.3f} s")
     for name, each in (("wall time", wall_s), ("processor time", cpu_s)):
         found = ratios(each, args.turn_steps, pairs)
-        low, high = interval(found)
-        quarter, three = np.quantile(found, [0.25, 0.75])
+        interval = median_interval(found.tolist())
+        assert interval is not None, "there is a pair"
+        mid, low, high = (f"{100 * (each - 1):+.2f}" for each in (interval.mid, interval.low, interval.high))
+        quarter, three = (f"{100 * (each - 1):+.2f}" for each in np.quantile(found, [0.25, 0.75]))
         print(
-            f"{name}: profiled {100 * (np.median(found) - 1):+.2f} % (95 %: {100 * (low - 1):+.2f} to "
-            f"{100 * (high - 1):+.2f}); half of the pairs {100 * (quarter - 1):+.2f} to {100 * (three - 1):+.2f}"
+            f"{name}: profiled {mid} % ({interval.level:.1%}: {low} to {high}); half of the pairs {quarter} to {three}"
         )
 
 

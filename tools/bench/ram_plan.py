@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from ingest import describe_machine
+from machine import describe_machine
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config

@@ -1,1 +1,1 @@
-"""`vesuvius bench`: settings side by side.  grid.py says what, rounds.py in which order, results.py what it came to."""
+"""`vesuvius bench`: settings side by side.  grid.py says what, ledger.py in which order, results.py what it came to."""

@@ -1,7 +1,8 @@
 """`python -m vesuvius.bench`: the same as `vesuvius bench`."""
 
-import importlib
 import sys
 
+from vesuvius.commands.bench import main
+
 if __name__ == "__main__":
-    sys.exit(importlib.import_module("vesuvius.commands.bench").main())  # commands stand above this package
+    sys.exit(main())

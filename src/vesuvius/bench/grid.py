@@ -22,11 +22,13 @@ class Cell:
         label: what distinguishes it from the other cells.
         overrides: beside those of the command line.
         command: of a loader, which prints its figures; empty = train.
+        loader: its name; '' = train.
     """
 
     label: str
     overrides: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    loader: str = ""
 
 
 def parse_axis(text: str) -> Axis:
@@ -56,7 +58,7 @@ def make_cells(sweeps: Sequence[Axis], compares: Sequence[Axis]) -> list[Cell]:
     if len(set(keys)) < len(keys):
         raise ConfigError(f"each key must be one axis; got {', '.join(keys)}; put all values of a key into one axis")
     base = {key: values[0] for key, values in axes}
-    crossed = [dict(zip([key for key, _ in sweeps], each, strict=True)) for each in _product(sweeps)]
+    crossed = [dict(each) for each in itertools.product(*([(key, v) for v in values] for key, values in sweeps))]
     chosen = [base | each for each in crossed]
     chosen += [base | {key: value} for key, values in compares for value in values[1:]]
     return [Cell(_label(each, base), tuple(f"{key}={value}" for key, value in each.items())) for each in chosen]
@@ -66,10 +68,6 @@ def _label(chosen: dict[str, str], base: dict[str, str]) -> str:
     """What differs from the baseline; of that itself, its only value."""
     shown = {key: value for key, value in chosen.items() if value != base[key]} or (chosen if len(base) == 1 else {})
     return " ".join(f"{key}={value}" for key, value in shown.items()) or "baseline"
-
-
-def _product(axes: Sequence[Axis]) -> itertools.product[tuple[str, ...]]:
-    return itertools.product(*(values for _, values in axes))
 
 
 def _split(text: str) -> list[str]:

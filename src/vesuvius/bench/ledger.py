@@ -1,15 +1,17 @@
-"""`ledger.jsonl` of a bench: what is measured, and a line for each begin and end of a measurement."""
+"""`ledger.jsonl` of a bench: in which order is measured, and a line for each begin and end of a measurement."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, StorageError
 from vesuvius.runlog.records import JsonLines, read_records
-from vesuvius.tuning.measurement import Ended
+from vesuvius.tuning.measurement import Ended, TuneInterrupted
 
 _KILLED_TWICE = "the bench was killed twice during this measurement, so it is not repeated"
 
@@ -39,85 +41,88 @@ class Measurement:
     figures: Mapping[str, float | None] = field(default_factory=dict)
 
 
-class Ledger:
-    """The measurements of a bench, on disk.  A context manager.
+class Ledger(AbstractContextManager["Ledger"]):
+    """The measurements of a bench, on disk: begun anew, or gone on with.
+
+    Args:
+        asked: what the bench was asked for, as plain data.
+        retry_failed: what failed before is measured again.
 
     Attributes:
-        asked: what the bench was asked for, as plain data.
         measurements: finished ones, in order.
         session: this one.
+
+    Raises:
+        ConfigError: the bench on disk was asked for something else.
+        OSError: it cannot be written.
     """
 
-    def __init__(self, path: Path, asked: Mapping[str, Any]) -> None:
-        self.asked = asked
+    def __init__(self, path: Path, asked: Mapping[str, Any], retry_failed: bool = False) -> None:
         self.measurements: list[Measurement] = []
         self.session = 0
-        self._path = path
-        self._begun: list[tuple[int, int]] = []
-        self._file: JsonLines | None = None
-
-    @classmethod
-    def open(cls, path: Path, asked: Mapping[str, Any]) -> Self:
-        """Begin a ledger, or go on with one that was asked for the same.
-
-        Raises:
-            ConfigError: it was asked for something else.
-            OSError: it cannot be written.
-        """
-        ledger = cls(path, asked)
-        for record in read_records(path) if path.exists() else []:
-            ledger._take(record)
+        self._begun: Counter[tuple[int, int]] = Counter()
         path.parent.mkdir(parents=True, exist_ok=True)
-        ledger._file = JsonLines(path)
-        ledger.session += 1
-        ledger._file.write("bench", asked=asked)
-        return ledger
+        for record in read_records(path) if path.exists() else []:
+            self._take(record, asked, path.parent)
+        self._file = JsonLines(path)
+        self._file.write("bench", asked=asked, retry_failed=retry_failed)
+        self._begin_session(retry_failed)
 
-    def _take(self, record: Mapping[str, Any]) -> None:
+    def _take(self, record: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
         match record["kind"]:
             case "bench":
-                self.session += 1
-                differ = [key for key, value in record["asked"].items() if value != self.asked.get(key)]
-                if differ:
+                if differ := [key for key, value in record["asked"].items() if value != asked.get(key)]:
                     raise ConfigError(
                         f"a resumed bench must keep what it was asked for; got another {', '.join(differ)} than "
-                        f"{self._path.parent}; drop --resume to start over"
+                        f"{folder}; drop --resume to start over"
                     )
+                self._begin_session(record.get("retry_failed", False))
             case "begin":
-                self._begun.append((record["cell"], record["round"]))
+                self._begun[record["cell"], record["round"]] += 1
             case "measurement":
                 self.measurements.append(Measurement(**record["measurement"]))
             case "interrupted":
-                self._begun = self._begun[:-1]
+                self._begun[record["cell"], record["round"]] -= 1
 
-    def needs(self, cell: int, round: int) -> bool:
-        """Whether this is not measured yet; a cell that failed is not measured again."""
-        return not any(m.cell == cell and (m.round == round or m.ended != "ok") for m in self.measurements)
+    def _begin_session(self, retry_failed: bool) -> None:
+        self.session += 1
+        if retry_failed:
+            self.measurements = [each for each in self.measurements if each.ended == "ok"]
+            self._begun.clear()
 
-    def begin(self, cell: int, round: int) -> Measurement | None:
-        """Record the begin; returns what takes its place where the bench itself was killed in it twice."""
-        killed = self._begun.count((cell, round))
-        self._begun.append((cell, round))
-        self._write("begin", cell=cell, round=round)
-        return Measurement(cell, round, "killed", _KILLED_TWICE) if killed >= 2 else None
+    def measure_rounds(
+        self,
+        cells: int,
+        rounds: int,
+        measure: Callable[[int, int], Measurement],
+        on_done: Callable[[Measurement], None],
+    ) -> None:
+        """Measure what is missing: every cell once a round, each round in the reverse order of the one before.
 
-    def end(self, measurement: Measurement) -> None:
-        """Record a finished measurement."""
-        self.measurements.append(measurement)
-        self._write("measurement", measurement=asdict(measurement))
+        A cell that failed is left out of later rounds; so is one in which the bench itself was killed twice.
 
-    def interrupted(self) -> None:
-        """Record that the operator or a full disk ended the current measurement; it will be repeated."""
-        self._begun.pop()
-        self._write("interrupted")
+        Args:
+            measure: takes a cell and a round.
 
-    def _write(self, kind: str, **fields: Any) -> None:
-        assert self._file is not None, "it was opened"
-        self._file.write(kind, **fields)
-
-    def __enter__(self) -> Self:
-        return self
+        Raises:
+            TuneInterrupted, StorageError, OSError: as `measure`; the ledger can be gone on with.
+        """
+        for round in range(rounds):
+            for cell in list(range(cells))[:: -1 if round % 2 else 1]:
+                if any(m.cell == cell and (m.round == round or m.ended != "ok") for m in self.measurements):
+                    continue
+                done = Measurement(cell, round, "killed", _KILLED_TWICE)
+                if self._begun[cell, round] < 2:
+                    self._file.write("begin", cell=cell, round=round)
+                    try:
+                        done = measure(cell, round)
+                    except (TuneInterrupted, StorageError, OSError):
+                        self._file.write("interrupted", cell=cell, round=round)
+                        raise
+                done = replace(done, session=self.session)
+                self.measurements.append(done)
+                self._file.write("measurement", measurement=asdict(done))
+                on_done(done)
 
     def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()

@@ -28,6 +28,7 @@ class Demand:
         cycle: samples after which bursts of the readers repeat.
         workers: of all ranks.
         patches_per_region: that one read gives.
+        compiles: whether the first step compiles the network.
     """
 
     seconds: float
@@ -37,6 +38,7 @@ class Demand:
     cycle: int
     workers: int
     patches_per_region: int
+    compiles: bool = False
 
     @classmethod
     def of(cls, config: Config, data: PreparedData, ranks: int, seconds: float) -> Demand:
@@ -51,6 +53,7 @@ class Demand:
             max(training.workers * ranks, 1) * plan.samples_per_task,
             training.workers * ranks,
             plan.patches_per_region,
+            training.compile,
         )
 
 
@@ -106,6 +109,9 @@ class Pace:
             "steps": len(self._steady),
             "batch": self._demand.batch,
         }
+        if self._demand.compiles:  # what the first step took beside its wait for readers, beyond a usual one
+            usual_s = quantile([_work_s(step) - step["data_s"] for step in self._steady], 0.5)
+            found["compile_s"] = max(_work_s(self._warm[0]) - self._warm[0]["data_s"] - usual_s, 0.0)
         for name in ("ram", "vram"):
             known = [step[f"{name}_used_bytes"] for step in (*self._warm, *self._steady)]
             if peak := max((size for size in known if size is not None), default=None):

@@ -9,7 +9,7 @@ import numpy as np
 from vesuvius.bench.paired import BANDS, Interval
 from vesuvius.bench.results import RANKS, Result, span_words, told_apart, verdict
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.model import RunReport, Table
+from vesuvius.report.model import RunReport, Table, filled
 from vesuvius.runlog.units import GIB, format_percent, number, size_text
 
 Memory = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -46,18 +46,15 @@ def build_page(
     if ranks:
         least = ", ".join(f"{band} from {format_percent(low)}" for low, band in BANDS[:-1])
         method.append(f"{_RANKS}{least}, {BANDS[-1][1]} below.")
-    tables = [table_of(results), _failed(results)]
+    failed = Table("Failed", ("cell", "cause"), tuple((each.label, each.cause) for each in results if each.cause))
+    how = Table("Method", ("",), tuple((text,) for text in method))
     return RunReport(
         name=name,
         directory=directory,
         facts=facts,
         verdict=verdict(results),
-        parts=(),
-        targets=(),
         charts=(*_over_axis(results), *_over_rounds(results), *_memory(memory)),
-        tables=tuple(table for table in (*tables, Table("Method", ("",), tuple((m,) for m in method))) if table.rows),
-        previews=(),
-        config={},
+        tables=filled(table_of(results), failed, how),
         config_text=config_text,
     )
 
@@ -90,6 +87,7 @@ def _row(result: Result, is_base: bool) -> dict[str, str]:
     return row | {
         "step, s": number(figures.get("step_s")),
         "start, s": number(result.start_s),
+        "of that compilation, s": "-" if "compile_s" not in figures else number(figures["compile_s"]),
         "break-even step": even if "batch" in figures else "-",
         "data wait": _share(figures.get("data_share", figures.get("wait_share"))),
         "RAM of rank 0" if result.ranks else "RAM": _size(figures.get("ram_bytes")),
@@ -112,26 +110,29 @@ def _size(size_bytes: float | None) -> str:
     return "-" if size_bytes is None else size_text(size_bytes)
 
 
-def _failed(results: Sequence[Result]) -> Table:
-    rows = tuple((each.label, each.cause) for each in results if each.cause)
-    return Table("Failed", ("cell", "cause"), rows)
-
-
 def _over_axis(results: Sequence[Result]) -> list[Chart]:
-    """Samples/s over the values of the only axis, where these are numbers; for ranks also what would be linear."""
+    """Samples/s over the values of the only axis, where these are numbers; a curve for each loader.
+
+    For ranks also what would be linear.
+    """
     axes = [each.overrides[0].partition("=") for each in results if len(each.overrides) == 1]
-    known = [
-        (float(v), each.samples_s)
-        for (_, _, v), each in zip(axes, results, strict=False)
-        if each.samples_s and _is_number(v)
-    ]
-    if len(axes) < len(results) or len({key for key, _, _ in axes}) != 1 or len(known) < 2:
+    if len(axes) < len(results) or len({key for key, _, _ in axes}) != 1:
         return []
-    x, found = [value for value, _ in known], [interval for _, interval in known]
-    series = [banded("median and interval", x, [f.mid for f in found], [f.low for f in found], [f.high for f in found])]
-    if axes[0][0] == RANKS:
-        series.append(banded("linear", x, [found[0].mid * each / x[0] for each in x]))
-    return chart("axis", f"Speed over {axes[0][0]}", "samples/s", series, x_label=axes[0][0])
+    key, series = axes[0][0], []
+    for loader in dict.fromkeys(each.loader for each in results):
+        known = sorted(
+            (float(value), each.samples_s)
+            for (_, _, value), each in zip(axes, results, strict=True)
+            if each.loader == loader and each.samples_s and _is_number(value)
+        )
+        if len(known) < 2:
+            continue
+        x, found = [value for value, _ in known], [interval for _, interval in known]
+        low, high = [each.low for each in found], [each.high for each in found]
+        series.append(banded(loader or "median and interval", x, [each.mid for each in found], low, high))
+        if key == RANKS:
+            series.append(banded("linear", x, [found[0].mid * each / x[0] for each in x]))
+    return chart("axis", f"Speed over {key}", "samples/s", series, x_label=key)
 
 
 def _is_number(text: str) -> bool:

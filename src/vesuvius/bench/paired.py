@@ -7,7 +7,7 @@ a round: what the machine does more slowly than a round cancels, and a steady dr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vesuvius.monitor.quantile import quantile
@@ -48,11 +48,6 @@ def median_interval(values: Sequence[float]) -> Interval | None:
             break
         place, level = k, max(1 - 2 * outside, 0.0)
     return Interval(quantile(ordered, 0.5), ordered[place], ordered[-1 - place], level, count)
-
-
-def speed_over(rates: Mapping[object, float], others: Mapping[object, float]) -> Interval | None:
-    """How many times as fast as another cell, by their rates in each round; None where no round has both."""
-    return median_interval([rates[each] / others[each] for each in rates if each in others])
 
 
 def band(efficiency: float) -> str:

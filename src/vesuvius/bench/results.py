@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vesuvius.bench.grid import Cell
 from vesuvius.bench.ledger import Measurement
-from vesuvius.bench.paired import Interval, bands, break_even_step, median_interval, speed_over
+from vesuvius.bench.paired import Interval, bands, break_even_step, median_interval
 from vesuvius.monitor.quantile import quantile
 from vesuvius.runlog.units import format_percent, number
 
@@ -30,6 +30,7 @@ class Result:
             the band that of its interval.
         figures: medians over the rounds, by name.
         run: the last one below `cells/`; '' = none.
+        loader: its name; '' = train.
     """
 
     label: str
@@ -45,6 +46,7 @@ class Result:
     band: str = ""
     figures: Mapping[str, float] | None = None
     run: str = ""
+    loader: str = ""
 
 
 def results_of(cells: Sequence[Cell], measurements: Sequence[Measurement]) -> list[Result]:
@@ -56,7 +58,9 @@ def results_of(cells: Sequence[Cell], measurements: Sequence[Measurement]) -> li
 
 def _result(cell: Cell, found: Sequence[Measurement], base: Sequence[Measurement], first: Cell) -> Result:
     fine = [m for m in found if m.ended == "ok"]
-    speed = None if cell == first else speed_over(_rates(fine), _rates(base))
+    others = {(m.round, m.session): m.samples_s for m in base}  # before and after an interruption is no pair
+    ratios = [m.samples_s / others[m.round, m.session] for m in fine if (m.round, m.session) in others]
+    speed = None if cell == first else median_interval(ratios)
     start_s = _median([m.start_s for m in fine])
     figures = {
         name: value
@@ -84,19 +88,12 @@ def _result(cell: Cell, found: Sequence[Measurement], base: Sequence[Measurement
         reached,
         figures,
         next((m.run for m in reversed(found) if m.run), ""),
+        cell.loader,
     )
 
 
-def _rates(measurements: Sequence[Measurement]) -> dict[object, float]:
-    """By round and session: what was measured before and after an interruption is no pair."""
-    return {(m.round, m.session): m.samples_s for m in measurements}
-
-
 def _even_step(
-    start_s: float | None,
-    speed: Interval | None,
-    base: Sequence[Measurement],
-    batch: float | None,
+    start_s: float | None, speed: Interval | None, base: Sequence[Measurement], batch: float | None
 ) -> float | None:
     base_start_s = _median([m.start_s for m in base])
     if start_s is None or base_start_s is None or speed is None or not batch or not told_apart(speed):

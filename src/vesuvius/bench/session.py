@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,11 +20,10 @@ from vesuvius.bench.ledger import Ledger, Measurement
 from vesuvius.bench.page import Memory, build_page
 from vesuvius.bench.pictures import draw_comparison, draw_table
 from vesuvius.bench.results import Result, results_of
-from vesuvius.bench.rounds import measure_rounds
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
-from vesuvius.report.files import new_folder, write_pages
+from vesuvius.report.files import made_by, new_folder, write_pages
 from vesuvius.report.model import commit_text
 from vesuvius.report.records import figure, read_run
 from vesuvius.runlog.files.whole_file import write_whole
@@ -50,6 +48,8 @@ class Request:
         environment: variables that set keys, which a cell's trainer must not find in its own environment.
         rounds: how often each cell is measured.
         resume: go on with the newest bench of this run.
+        retry_failed: and measure again what failed in it.
+        left_out: loaders that are not installed.
         command: as typed.
     """
 
@@ -59,6 +59,8 @@ class Request:
     rounds: int
     bounds: Bounds
     resume: bool = False
+    retry_failed: bool = False
+    left_out: tuple[str, ...] = ()
     command: str = "vesuvius bench"
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -82,7 +84,8 @@ def bench(request: Request) -> tuple[int, Path]:
     parent = run_dir(config).path / BENCHES
     with locked(parent, "bench") as lock_fd, storage_errors(parent):
         folder = _newest(parent) if request.resume else new_folder(parent)
-        with Ledger.open(folder / "ledger.jsonl", _asked(request, config)) as ledger, signals_to(lambda: None) as came:
+        ledger = Ledger(folder / "ledger.jsonl", _asked(request, config), request.retry_failed)
+        with ledger, signals_to(lambda: None) as came:
             code = _measure(request, configs, folder, ledger, lock_fd, came)
         if code == EXIT_OK:
             code = _write(request, config, folder, ledger)
@@ -117,8 +120,10 @@ def _measure(
             log.warning("%s: %s: %s", where, done.ended, done.cause)
 
     log.info("%d cells, %d rounds; %s", len(cells), request.rounds, folder)
+    if request.left_out:
+        log.info("not installed, so left out: %s", ", ".join(request.left_out))
     try:
-        measure_rounds(ledger, len(cells), request.rounds, measure, on_done)
+        ledger.measure_rounds(len(cells), request.rounds, measure, on_done)
     except TuneInterrupted as interrupted:
         log.error("%s", interrupted)
         return EXIT_INTERRUPTED if came[0] == signal.SIGINT else EXIT_STOPPED
@@ -161,7 +166,9 @@ def _write(request: Request, config: Config, folder: Path, ledger: Ledger) -> in
         "versions": ", ".join(f"{name} {packages[name]}" for name in ("torch", "ray", "zarr") if name in packages),
         "commit": commit_text(environment),
     }
-    made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
+    if request.left_out:
+        facts["loaders left out"] = f"not installed: {', '.join(request.left_out)}"
+    made = made_by(request.command)
     figures: Mapping[str, Any] = {
         "made": made,
         "facts": facts,
@@ -173,9 +180,7 @@ def _write(request: Request, config: Config, folder: Path, ledger: Ledger) -> in
     write_whole(folder / "benchmark_results.json", (json.dumps(figures, indent=1) + "\n").encode())
     write_whole(folder / "gpu_benchmark_comparison.png", draw_comparison(title, results, memory))
     write_whole(folder / "performance_summary_table.png", draw_table(title, results))
-    write_pages(
-        folder, PAGE, [build_page(title, str(folder), facts, results, memory, dump_config(config))], (), (), [], made
-    )
+    write_pages(folder, PAGE, [build_page(title, str(folder), facts, results, memory, dump_config(config))], made)
     return EXIT_OK if any(each.samples_s for each in results) else EXIT_ERROR
 
 

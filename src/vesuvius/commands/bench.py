@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_variables
-from vesuvius.commands.command import positive_number, run_command, say
+from vesuvius.commands.command import at_least, positive_number, run_command, say
 from vesuvius.commands.tune import duration
 from vesuvius.errors import EXIT_ERROR, EXIT_OK
 
@@ -37,8 +37,9 @@ def _main(argv: list[str]) -> int:
     if args.ranks:
         sweeps = [parse_axis(f"training.ranks={args.ranks}")]
     cells = make_cells(sweeps, [parse_axis(text) for text in args.compare])
+    left_out: tuple[str, ...] = ()
     if args.loader:
-        cells = loader_cells(cells, args.peer)
+        cells, left_out = loader_cells(cells, args.peer)
     code, folder = bench(
         Request(
             source=args.config,
@@ -47,7 +48,9 @@ def _main(argv: list[str]) -> int:
             cells=tuple(cells),
             rounds=args.rounds,
             bounds=Bounds(args.seconds, args.limit),
-            resume=args.resume,
+            resume=args.resume or args.retry_failed,
+            retry_failed=args.retry_failed,
+            left_out=left_out,
             command=shlex.join(["vesuvius", "bench", *argv]),
         )
     )
@@ -87,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=COMMAND",
         help="another loader; tools/bench/peers.py says what it is given and prints",
     )
-    parser.add_argument("--rounds", type=_count, default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}"
+    )
     parser.add_argument(
         "--seconds", type=positive_number, default=10.0, metavar="S", help="of the steady pace in each; 10"
     )
@@ -95,10 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "--limit", type=duration, default=1200.0, metavar="TIME", help="longest a measurement may take; 20m"
     )
     parser.add_argument("--resume", action="store_true", help="measure only what the newest bench of this run lacks")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="--resume, and measure again what failed or took too long"
+    )
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 1; got {text}")
-    return int(text)

@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     exit_code = _main(sys.argv[1:] if argv is None else argv)
     if argv is None and "vesuvius.commands.command" in sys.modules:
-        importlib.import_module("vesuvius.commands.command").end_soon(exit_code)
+        from vesuvius.commands.command import end_soon
+
+        end_soon(exit_code)
     return exit_code
 
 

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
+from vesuvius.doctor.check import LEFT_BEHIND
 from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_INTERRUPTED, EXIT_STOPPED, StorageError, VesuviusError
 from vesuvius.runlog.logfile import close_logs, log_to_terminal, silence
 from vesuvius.runlog.namesake import namesake_problem
@@ -20,7 +21,6 @@ from vesuvius.runlog.namesake import namesake_problem
 log = logging.getLogger(__name__)
 
 _END_WITHIN_S = 0.5
-_LEFT_BEHIND = "left-behind"  # threads of `vesuvius doctor` that hang; `doctor/check.py` has the same word
 
 
 def run_command(main: Callable[[list[str]], int], argv: list[str] | None, *, check_install: bool = True) -> int:
@@ -51,7 +51,7 @@ def end_soon(exit_code: int) -> None:
         if stream is not None:
             with suppress(OSError, ValueError):
                 stream.flush()
-    hangs = any(thread.name.startswith(_LEFT_BEHIND) for thread in threading.enumerate())
+    hangs = any(thread.name.startswith(LEFT_BEHIND) for thread in threading.enumerate())
     if hangs or exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD):
         os._exit(exit_code)
     threading.Thread(target=end, name="end-soon", daemon=True).start()
@@ -109,6 +109,17 @@ def positive_number(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
     return number
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An argument of argparse that is a whole number from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a number of at least {least}; got {text}")
+        return int(text)
+
+    return parse
 
 
 def warn_of_namesake() -> None:

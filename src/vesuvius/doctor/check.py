@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,14 +42,14 @@ class Check:
 
     name: str
     look: Callable[[], Finding]
-    within_s: float = 10.0
+    within_s: float = 5.0
     if_hung: str = "see what it waits for"
     hung: Level = "fail"
     beside: bool = False
 
 
 LEFT_BEHIND = "left-behind"
-"""How the name of a thread begins that a check hangs in; `command.end_soon` does not wait for it."""
+"""How the name of a thread begins that a check hangs in: a command that ends does not wait for it."""
 
 
 def examine(
@@ -56,52 +57,52 @@ def examine(
 ) -> Iterator[tuple[str, Finding]]:
     """Each check's name and finding, in their order.
 
-    Those that run beside the others begin with the first of them, after all that do not.  A check that hangs is left
-    behind in a thread of its own.
+    Those that run beside the others begin together, after all that do not.  A check that hangs is left behind in a
+    thread of its own.  One that had less than its own time, because others took it, was not tried: a warning.
 
     Args:
         total_s: seconds for all together.
         load: says how busy the processors are where that is why a check takes long: then hanging is a warning.
     """
     ends = time.monotonic() + total_s
-    begun: dict[str, _Running] = {}
+    begun: dict[str, Callable[[], Finding]] = {}
     for check in sorted(checks, key=lambda check: check.beside):
-        begun[check.name] = running = _Running(check, ends, load)
+        begun[check.name] = wait = _begin(check, ends - time.monotonic(), load)
         if not check.beside:
-            running.wait()
+            wait()
     for check in checks:
-        yield check.name, begun[check.name].wait()
+        yield check.name, begun[check.name]()
 
 
-class _Running:
-    """A check in a thread."""
+def _begin(check: Check, left_s: float, load: Callable[[], str]) -> Callable[[], Finding]:
+    """Run a check in a thread; returns what waits for its finding, within the time that it has."""
+    found: Future[Finding] = Future()
+    thread = threading.Thread(target=lambda: found.set_result(_look(check)), name=f"check-{check.name}", daemon=True)
+    within_s = max(min(check.within_s, left_s), 0.0)
+    until = time.monotonic() + within_s
+    thread.start()
 
-    def __init__(self, check: Check, ends: float, load: Callable[[], str]) -> None:
-        self._load = load
-        self._check = check
-        self._within_s = max(min(check.within_s, ends - time.monotonic()), 0.0)
-        self._began = time.monotonic()
-        self._finding: Finding | None = None
-        self._thread = threading.Thread(target=self._look, name=f"check-{check.name}", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> Finding:
-        self._thread.join(max(self._began + self._within_s - time.monotonic(), 0.0))
-        if self._finding is None:
-            self._thread.name = f"{LEFT_BEHIND} {self._check.name}"
-            late, load = f"no answer within {self._within_s:.0f} s", self._load()
-            self._finding = Finding(self._check.hung, late, self._check.if_hung)
-            if load:
-                self._finding = Finding("warn", f"{late}, {load}", "try again when the processors are idle")
-        return self._finding
-
-    def _look(self) -> None:
+    def wait() -> Finding:
         try:
-            found = self._check.look()
-        except BaseException as error:  # of any kind: the thread has nobody else to tell
-            value, _, remedy = one_line(error, 400).rpartition("; ")  # our messages end with what to do
-            if not value:
-                value, remedy = remedy or "no message", ""
-            found = Finding("fail", value if remedy else f"{type(error).__name__}: {value}", remedy)
-        if self._finding is None:
-            self._finding = found
+            return found.result(max(until - time.monotonic(), 0.0))
+        except TimeoutError:
+            thread.name = f"{LEFT_BEHIND} {check.name}"
+        late = f"no answer within {within_s:.0f} s"
+        if busy := load():
+            return Finding("warn", f"{late}, {busy}", "try again when the processors are idle")
+        if within_s < check.within_s:
+            late = f"not tried to its end: other checks left it {within_s:.0f} of its {check.within_s:.0f} s"
+            return Finding("warn", late, "see the lines above, then try again")
+        return Finding(check.hung, late, check.if_hung)
+
+    return wait
+
+
+def _look(check: Check) -> Finding:
+    try:
+        return check.look()
+    except BaseException as error:  # of any kind: the thread has nobody else to tell
+        value, _, remedy = one_line(error, 400).rpartition("; ")  # our messages end with what to do
+        if not value:
+            value, remedy = remedy or "no message", ""
+        return Finding("fail", value if remedy else f"{type(error).__name__}: {value}", remedy)

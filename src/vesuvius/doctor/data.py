@@ -10,7 +10,7 @@ from vesuvius.config import Config, DataConfig
 from vesuvius.doctor.check import Finding
 from vesuvius.runlog.units import number
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
-from vesuvius.volumes.box import Box, shape_of
+from vesuvius.volumes.box import shape_of
 
 _GIVE_UP_MINUTES = 0.05  # an examination does not wait for an outage to pass
 _PATCHES = 16
@@ -26,15 +26,18 @@ def open_data(config: Config) -> PreparedData:
 
 def time_reads(data: PreparedData, config: DataConfig) -> Finding:
     """Read patches of each volume at random places for two seconds."""
-    found = [_speed(data, number, config) for number in range(len(data.volumes))]
-    return Finding("ok", "; ".join(found))
+    return Finding("ok", "; ".join(_speed(data, number, config) for number in range(len(data.volumes))))
 
 
 def _speed(data: PreparedData, volume: int, config: DataConfig) -> str:
     generator = np.random.default_rng((0, volume))
+    train, size = data.splits[volume].train, config.patch_size
+    room = [have - need for have, need in zip(shape_of(train), size, strict=True)]
     began, voxels_bytes, patches = time.perf_counter(), 0, 0
     while patches < _PATCHES and time.perf_counter() - began < _READ_S / len(data.volumes):
-        voxels_bytes += data.read("volume", volume, _some_box(data, volume, config, generator)).nbytes
+        z, y, x = (int(low + generator.integers(0, left + 1)) for low, left in zip(train[0], room, strict=True))
+        box = (z, y, x), (z + size[0], y + size[1], x + size[2])
+        voxels_bytes += data.read("volume", volume, box).nbytes
         patches += 1
     seconds, opened = time.perf_counter() - began, data.volumes[volume]
     fetched = opened.figures.bytes_fetched
@@ -44,11 +47,3 @@ def _speed(data: PreparedData, volume: int, config: DataConfig) -> str:
         f"{opened.name}: {shape} {opened.dtype}, {patches} patches in {number(seconds)} s, "
         f"{number(voxels_bytes / seconds / 1e6)} MB/s of voxels{of_store}"
     )
-
-
-def _some_box(data: PreparedData, volume: int, config: DataConfig, generator: np.random.Generator) -> Box:
-    train = data.splits[volume].train
-    room = [size - patch for size, patch in zip(shape_of(train), config.patch_size, strict=True)]
-    z, y, x = (int(low + generator.integers(0, left + 1)) for low, left in zip(train[0], room, strict=True))
-    dz, dy, dx = config.patch_size
-    return (z, y, x), (z + dz, y + dy, x + dx)

@@ -30,7 +30,7 @@ def look_at_gpus(nvml: Any = None, cuda_works: bool | None = None) -> Finding:
         cuda_works: None asks torch.
     """
     works = torch.cuda.is_available() if cuda_works is None else cuda_works
-    seen, driver = _seen_by_driver(nvml)
+    seen, driver = seen_by_driver(nvml)
     if seen and not works:
         built = "a torch without CUDA" if torch.version.cuda is None else "a torch that cannot use it"
         remedy = f"install a torch whose CUDA the driver {driver} supports (see pytorch.org), or a newer driver"
@@ -41,7 +41,7 @@ def look_at_gpus(nvml: Any = None, cuda_works: bool | None = None) -> Finding:
     return Finding("ok", f"{', '.join(names)}, driver {driver or 'not known'}")
 
 
-def _seen_by_driver(nvml: Any) -> tuple[list[str], str]:
+def seen_by_driver(nvml: Any = None) -> tuple[list[str], str]:
     """Names of the GPUs, and the driver's version; empty where NVML does not answer."""
     try:
         nvml = nvml or importlib.import_module("pynvml")

@@ -19,6 +19,8 @@ from vesuvius.stream.start.prepare import PreparedData
 TOTAL_S = 25.0
 _CLEAN_UP_S = 0.3
 _TRIAL_S = 23.0
+_IMPORTS_S = 15.0  # of a check that imports torch and asks a driver
+_GPU_HANGS = "the GPU or its driver hangs: see dmesg; restart the machine"
 _DRY_RUN = "`vesuvius train --dry-run` has the time to plan it"
 
 
@@ -44,24 +46,23 @@ class _Examination:
     def checks(self) -> list[Check]:
         """Those that measure a speed, or that others need, first; those that import torch beside each other."""
         config, directory = self._config, self._directory
-        workers = None if config is None else config.training.workers
         of_config = [
-            Check("volumes", self._volumes, 12.0, "see the network, the mount and the address in data.volumes"),
+            Check("volumes", self._volumes, 10.0, "see the network, the mount and the address in data.volumes"),
             Check("memory plan", self._plan, _TRIAL_S, _DRY_RUN, "warn", beside=True),
             Check("checkpoints", self._checkpoints, _TRIAL_S, beside=True),
         ]
         return [
             Check("versions", host.look_at_versions),
             Check("import name", host.look_for_namesake),
-            Check("processors", lambda: host.look_at_cores(workers)),
+            Check("processors", self._cores, _IMPORTS_S, beside=True),
             Check("memory", host.look_at_memory),
             Check("disk", lambda: host.look_at_disk(directory), if_hung="a mount hangs: set VESUVIUS_RUNS elsewhere"),
             *(of_config if config else []),
-            Check("/dev/shm", self._shm),
-            Check("torch", self._torch, _TRIAL_S, beside=True),
-            Check("GPU", self._gpus, _TRIAL_S, "the driver hangs: see dmesg; restart the machine", beside=True),
-            Check("cuDNN", self._cudnn, _TRIAL_S, beside=True),
-            Check("kernels", self._kernels, _TRIAL_S, "the GPU or its driver hangs: see dmesg", beside=True),
+            Check("/dev/shm", self._shm, _IMPORTS_S, beside=True),
+            Check("torch", lambda: _device("look_at_torch"), _IMPORTS_S, beside=True),
+            Check("GPU", lambda: _device("look_at_gpus"), _IMPORTS_S, _GPU_HANGS, beside=True),
+            Check("cuDNN", lambda: _device("look_at_cudnn", config), _IMPORTS_S, beside=True),
+            Check("kernels", lambda: _device("look_at_kernels", config), _IMPORTS_S + 3, _GPU_HANGS, beside=True),
             Check("Ray", self._ray, TOTAL_S, beside=True),
             Check("one step", self._one_step, TOTAL_S, beside=True),
         ]
@@ -73,16 +74,34 @@ class _Examination:
         self._data = data = open_data(self._config)
         return time_reads(data, self._config.data)
 
+    def _cores(self) -> Finding:
+        workers = None if self._config is None else self._config.training.workers
+        return host.look_at_cores(workers, self._ranks())
+
+    def _ranks(self) -> int:
+        """That share this machine."""
+        config = self._config
+        if config is None or config.training.ranks == 1:
+            return 1
+        from vesuvius.training.forecast.ram_plan import local_ranks  # imports torch
+
+        return local_ranks(config)
+
     def _shm(self) -> Finding:
         config = self._config
         if config is not None and config.cluster.address is not None:
             return Finding("ok", f"that of the cluster at {config.cluster.address} is used")
         need = None
-        if config is not None and config.training.workers == 0:
+        if config is not None and not self._needs_ray():
             need = 0
         elif config is not None and self._data is not None:
-            need = store_bytes(self._data.job, StreamOptions.from_config(config.training, config.cluster))
+            options = StreamOptions.from_config(config.training, config.cluster)
+            need = max(self._ranks() * store_bytes(self._data.job, options), host.LEAST_SHM_BYTES)
         return host.look_at_shm(need, host.free_shm())
+
+    def _needs_ray(self) -> bool:
+        """For readers, or for several ranks."""
+        return self._config is None or self._config.training.workers > 0 or self._ranks() > 1
 
     def _checkpoints(self) -> Finding:
         from vesuvius.training.forecast.preflight import checkpoint_sizes
@@ -112,28 +131,8 @@ class _Examination:
         vram = look_at_vram(plan_memory(config).vram_bytes)
         return replace(vram, value=f"{value}; VRAM {vram.value}")
 
-    def _torch(self) -> Finding:
-        from vesuvius.doctor.device import look_at_torch
-
-        return look_at_torch()
-
-    def _gpus(self) -> Finding:
-        from vesuvius.doctor.device import look_at_gpus
-
-        return look_at_gpus()
-
-    def _cudnn(self) -> Finding:
-        from vesuvius.doctor.device import look_at_cudnn
-
-        return look_at_cudnn(self._config)
-
-    def _kernels(self) -> Finding:
-        from vesuvius.doctor.device import look_at_kernels
-
-        return look_at_kernels(self._config)
-
     def _ray(self) -> Finding:
-        if self._config is not None and self._config.training.workers == 0:
+        if not self._needs_ray():
             return Finding("ok", "not needed with training.workers=0")
         return trial.start_ray(self._config.cluster.address if self._config else None, _TRIAL_S - 2)
 
@@ -146,6 +145,14 @@ class _Examination:
         with tempfile.TemporaryDirectory(prefix="vesuvius-doctor-") as folder:
             config = self._config or trial.small_experiment(Path(folder))
             return trial.train_one_step(config, on_gpu, _TRIAL_S - 2)
+
+
+def _device(look: str, *arguments: Config | None) -> Finding:
+    """A check of device.py, which imports torch."""
+    from vesuvius.doctor import device
+
+    found: Finding = getattr(device, look)(*arguments)
+    return found
 
 
 def _untried() -> Finding:

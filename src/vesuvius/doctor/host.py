@@ -6,6 +6,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import shutil
 import time
 import uuid
@@ -14,8 +15,9 @@ from pathlib import Path
 
 from vesuvius.doctor.check import Finding
 from vesuvius.monitor.memory.limits import Limits, tightest
+from vesuvius.monitor.probes.cgroup import cgroup_chain
 from vesuvius.monitor.probes.cores import quota_periods, usable_cores
-from vesuvius.monitor.probes.files import Roots
+from vesuvius.monitor.probes.files import Roots, read_text
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.window import THROTTLED
 from vesuvius.runlog.files.file_lock import take_lock
@@ -29,6 +31,8 @@ _TRIED_BYTES = 16 * 2**20
 _SLOW_BYTES_S = 50e6
 _FEW_BYTES = 4 * GIB
 _RAM_LEFT_SHARE = 0.2
+LEAST_SHM_BYTES = 2**28
+"""What Ray asks for at least."""
 
 
 def look_at_versions(
@@ -67,31 +71,44 @@ def _version(name: str, version_of: Callable[[str], str]) -> str | None:
 def look_for_namesake(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
     """Another distribution of the same import name."""
     problem, _, remedy = namesake_problem(version_of).partition("; ")
-    return Finding("fail", problem, remedy) if problem else Finding("ok", "ours alone owns it")
+    return Finding("fail", problem, remedy) if problem else Finding("ok", "no conflicting distribution")
 
 
-def look_at_cores(workers: int | None, roots: Roots = Roots(), pid: int | None = None) -> Finding:
-    """Processors, by affinity and quota, against the readers of a config and the trainer; how often a quota brakes."""
+def look_at_cores(workers: int | None, ranks: int = 1, roots: Roots = Roots(), pid: int | None = None) -> Finding:
+    """Processors, by affinity and quota, against the trainers and their readers; how often a quota brakes.
+
+    Args:
+        workers: readers of a rank; None = no config.
+        ranks: that share this machine.
+    """
     pid = os.getpid() if pid is None else pid
     cores, (periods, throttled) = usable_cores(pid, roots), quota_periods(pid, roots)
     value = f"{cores:g} of {os.cpu_count()} processors"
     if workers is not None:
-        value += f" for {workers} readers and the trainer"
+        value += f" for {workers} readers and the trainer" + (f" of each of {ranks} ranks" if ranks > 1 else "")
     if periods:
         value += f", quota used up in {format_percent(throttled / periods)} of its periods so far"
-    if workers is not None and workers + 1 > cores:
-        fit = max(math.floor(cores) - 1, 0)
-        remedy = f"set training.workers={fit}, or give more processors (docker run --cpus={workers + 1})"
-        return Finding("warn", value, remedy)
+    if workers is not None and ranks * (workers + 1) > cores:
+        fit, more = max(math.floor(cores / ranks) - 1, 0), f"(docker run --cpus={ranks * (workers + 1)})"
+        return Finding("warn", value, f"set training.workers={fit}, or give more processors {more}")
     if periods and throttled / periods > THROTTLED:
         return Finding("warn", value, "raise the quota (docker run --cpus), or see what else runs in this cgroup")
     return Finding("ok", value)
 
 
-def busy() -> str:
-    """How busy the processors are where other work keeps them so; '' where it does not."""
-    load, cores = os.getloadavg()[0], usable_cores(os.getpid())
-    return f"load {load:.1f} on {cores:g} processors" if load > cores + 1 else ""  # one of them is this examination
+def busy(roots: Roots = Roots(), pid: int | None = None) -> str:
+    """How busy the processors are where other work keeps them so; '' where it does not.
+
+    By pressure stall information of the own cgroup or the machine (in a container these differ), averaged over a
+    minute, in which this examination is too short to reach the limit; by the load where the kernel has none.
+    """
+    _, chain = cgroup_chain(os.getpid() if pid is None else pid, "cpu", roots)
+    for path in (*(directory / "cpu.pressure" for _, directory in chain), roots.proc / "pressure" / "cpu"):
+        if found := re.search(r"^some .*avg60=([\d.]+)", read_text(path) or "", re.MULTILINE):
+            waited = float(found[1]) / 100
+            return f"tasks waited for a processor {format_percent(waited)} of the last minute" if waited > 0.5 else ""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"load {load:.1f} on {cores} processors" if load > cores + 1 else ""  # one of them is this examination
 
 
 def look_at_memory(roots: Roots = Roots(), pid: int | None = None) -> Finding:
@@ -112,7 +129,7 @@ def look_at_shm(need_bytes: int | None, free_bytes: int | None) -> Finding:
     """
     if need_bytes == 0:
         return Finding("ok", "not needed with training.workers=0")
-    need = need_bytes or 2**28
+    need = need_bytes or LEAST_SHM_BYTES
     what = "needed by this config" if need_bytes else "needed at least"
     option = f"--shm-size={shm_gib(need)}g"
     docker = f"start the container with {option}"

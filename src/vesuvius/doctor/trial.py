@@ -34,16 +34,8 @@ Session(ClusterConfig(address=address), workers=1, ranks=1, store_bytes=2**28).c
 _running: list[subprocess.Popen[bytes]] = []
 
 # One step in little time: nothing but the step is tried.
-_ONE_STEP = {
-    "steps_per_epoch": 1,
-    "epochs": 1,
-    "workers": 0,
-    "validate_every": 0,
-    "warmup_steps": 0,
-    "compile": False,
-    "cudnn_benchmark": False,
-}
-_ONE_SAMPLE = {"train_batch_size": 1}
+_ONE_STEP = {"steps_per_epoch": 1, "epochs": 1, "workers": 0, "validate_every": 0, "warmup_steps": 0}
+_ONE_STEP |= {"accumulate_steps": 1, "compile": False, "cudnn_benchmark": False}
 
 
 def start_ray(address: str | None, within_s: float) -> Finding:
@@ -64,9 +56,9 @@ def start_ray(address: str | None, within_s: float) -> Finding:
 
 def train_one_step(config: Config, on_gpu: bool, within_s: float) -> Finding:
     """One step of a config in a folder that is removed: on a GPU with its own batch, on a CPU with one sample."""
-    batch = {} if on_gpu else _ONE_SAMPLE
+    batch = {} if on_gpu else {"train_batch_size": 1}
     what = f"a step of {config.training.train_batch_size if on_gpu else 1} x 1 samples, without readers"
-    config = trial_config(config, "doctor", _ONE_STEP | batch | {"accumulate_steps": 1})
+    config = trial_config(config, "doctor", _ONE_STEP | batch)
     with tempfile.TemporaryDirectory(prefix="vesuvius-doctor-") as folder:
         source = Path(folder) / "doctor.yaml"
         source.write_text(dump_config(config), encoding="utf-8")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +46,23 @@ def blocks(network: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+class _Kept:
+    """A tensor that is kept for the backward pass, while it is: what is freed may be followed by another one there."""
+
+    def __init__(self, tensor: Tensor, keepers: Counter[int]) -> None:
+        self.tensor = tensor.detach()  # else an output would keep itself
+        self._place, self._keepers = tensor.untyped_storage().data_ptr(), keepers
+        keepers[self._place] += 1
+
+    def __del__(self) -> None:
+        self._keepers[self._place] -= 1
+
+
 class LayerWatch:
     """Watches a network while it is entered; it costs time.  Not for a compiled one.
 
-    Enter it before a step and leave it behind that.
+    Enter it before a step and leave it behind that.  A block that is computed again in the backward pass
+    (`checkpoint_levels`) counts once.
     """
 
     def __init__(self, network: nn.Module, device: torch.device) -> None:
@@ -56,26 +70,29 @@ class LayerWatch:
         self._modules = blocks(network)
         self._seconds: dict[str, float] = defaultdict(float)
         self._saved: dict[str, int] = defaultdict(int)
-        self._seen: set[int] = set()
+        self._keepers: Counter[int] = Counter()  # of each storage, by its address
         self._counted: dict[str, int] = defaultdict(int)
+        self._forward = False
         self._inside: tuple[str, float, int] | None = None
         self._flops = FlopCounterMode(display=False)
         self._held = ExitStack()
 
     def __enter__(self) -> LayerWatch:
         weights = (*self._network.parameters(), *self._network.buffers())
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in weights}
+        self._keepers.update(tensor.untyped_storage().data_ptr() for tensor in weights)
+        self._hook(self._network, lambda: setattr(self, "_forward", True), lambda: setattr(self, "_forward", False))
         for name, module in self._modules.items():
-            before = module.register_forward_pre_hook(lambda _m, _x, name=name: self._begin(name))
-            after = module.register_forward_hook(lambda _m, _x, _y, name=name: self._end(name), always_call=True)
-            self._held.callback(before.remove)
-            self._held.callback(after.remove)
-        self._held.enter_context(saved_tensors_hooks(self._pack, lambda kept: kept))
+            self._hook(module, partial(self._begin, name), partial(self._end, name))
+        self._held.enter_context(saved_tensors_hooks(self._pack, lambda kept: kept.tensor))
         self._held.enter_context(self._flops)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
+
+    def _hook(self, module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._held.callback(module.register_forward_pre_hook(lambda *_: before()).remove)
+        self._held.callback(module.register_forward_hook(lambda *_: after(), always_call=True).remove)
 
     def layers(self) -> list[Layer]:
         """Those that ran, in that order."""
@@ -92,25 +109,27 @@ class LayerWatch:
         ]
 
     def _begin(self, name: str) -> None:
-        self._wait()
-        self._inside = name, time.perf_counter(), self._flops.get_total_flops()
+        if self._forward:
+            synchronize(self._device)
+            self._inside = name, time.perf_counter(), self._flops.get_total_flops()
 
     def _end(self, name: str) -> None:
-        self._wait()
         if self._inside is not None and self._inside[0] == name:
+            synchronize(self._device)
             _, began, flops = self._inside
             self._seconds[name] += time.perf_counter() - began
             self._counted[name] += self._flops.get_total_flops() - flops
         self._inside = None
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def _pack(self, tensor: Tensor) -> Any:
-        """Count a storage once, for the innermost module that keeps it."""
+    def _pack(self, tensor: Tensor) -> _Kept:
+        """Count a storage once while it is kept, for the innermost module that keeps it."""
         storage = tensor.untyped_storage()
-        if self._inside is not None and storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
+        if self._inside is not None and not self._keepers[storage.data_ptr()]:
             self._saved[self._inside[0]] += storage.nbytes()
-        return tensor
+        return _Kept(tensor, self._keepers)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

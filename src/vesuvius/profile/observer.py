@@ -12,14 +12,13 @@ from pathlib import Path
 
 import torch
 
-from vesuvius.errors import EXIT_OK
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.profile.layers import Layer, LayerWatch
+from vesuvius.profile.layers import Layer, LayerWatch, synchronize
 from vesuvius.profile.trace import MemoryUse, Operator, Trace
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.stream import PatchStream
-from vesuvius.training.loop import MakeTuner, TrainingLoop, Tuner
+from vesuvius.training.loop import TrainingLoop, Tuner
 from vesuvius.training.report import StepReporter
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.step import parameter_count
@@ -66,23 +65,6 @@ class Observed:
     def after(self) -> int:
         """The step behind which steps count."""
         return self.begin + self.warm_steps
-
-
-def observed_by(observed: Observed, steps: int, trace: Path | None, after: int = 0) -> MakeTuner:
-    """For `train`: what counts `steps` steps in the place of `training.autotune`, and then ends the run.
-
-    Args:
-        trace: where to write a trace of further steps.
-        after: steps up to this one do not count.
-    """
-
-    def make(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
-        stop = loop.run.stop
-        return Observer(
-            loop, reporter, observed, steps, after, trace, lambda: stop.adopt(EXIT_OK, "the profile has its steps")
-        )
-
-    return make
 
 
 class Observer:
@@ -183,9 +165,3 @@ class Observer:
             synchronize(device)
             seconds.append(time.perf_counter() - began)
         return min(seconds)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU has nothing to wait for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

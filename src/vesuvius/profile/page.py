@@ -16,7 +16,17 @@ from vesuvius.profile.observer import Observed
 from vesuvius.profile.recommend import Advice
 from vesuvius.report.charts import build_charts
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.model import NOT_KNOWN, RunReport, Table, flat, ranks_table, thresholds_of
+from vesuvius.report.model import (
+    NOT_KNOWN,
+    RunReport,
+    Table,
+    filled,
+    flat,
+    largest,
+    of_limit,
+    ranks_table,
+    thresholds_of,
+)
 from vesuvius.report.records import RunRecords, figure
 from vesuvius.report.share import Row, shared_out, targets_of, work_rows
 from vesuvius.runlog.metrics import Record
@@ -41,6 +51,7 @@ def build_profile(
     asked: int,
     advice: Sequence[Advice],
     alone: Sequence[str],
+    inventory: Mapping[str, str],
 ) -> RunReport:
     """The report of a profile.
 
@@ -50,6 +61,7 @@ def build_profile(
         observed: what the records do not say.
         asked: steps that were to count.
         advice, alone: what to try, and what to leave alone.
+        inventory: more of the machine and the volumes.
     """
     chosen = counted(records, observed.after, asked)
     count = int(chosen.sum())
@@ -61,12 +73,14 @@ def build_profile(
         system=system,
         others=[each for each in records.others if observed.after < figure(each.get("step")) <= observed.after + asked],
     )
-    parts = shared_out(with_ema(work_rows(records, chosen), observed.ema_s, count))
+    columns = only.columns
+    work_s = float((columns["step_s"] - columns["pause_s"]).sum())
+    parts = shared_out(with_ema(work_rows(records, chosen), observed.ema_s, count), work_s)
     verdict = observed.verdict
     return RunReport(
         name=f"{config.name}: profile of {count} steps",
         directory=str(records.path),
-        facts=_facts(config, records, chosen, observed),
+        facts=_facts(config, records, chosen, observed) | inventory,
         verdict=verdict.text if verdict else NOT_KNOWN,
         parts=parts,
         targets=targets_of(parts, thresholds_of(records.config)),
@@ -74,20 +88,15 @@ def build_profile(
             *(each for each in build_charts(only) if each.key in ("parts", "step_s", "ram", "readers", "vram")),
             *_memory(observed),
         ),
-        tables=tuple(
-            table
-            for table in (
-                _recommendations(advice),
-                Table("No action needed", ("what",), tuple((text,) for text in alone)),
-                _behind(steps, config.training.workers),
-                _operators(observed),
-                _layers(observed),
-                ranks_table(only),
-                _method(observed, count, asked),
-            )
-            if table.rows
+        tables=filled(
+            _recommendations(advice),
+            Table("No action needed", ("what",), tuple((text,) for text in alone)),
+            _behind(steps, config.training.workers),
+            _operators(observed),
+            _layers(observed),
+            ranks_table(only),
+            _method(observed, count, asked),
         ),
-        previews=(),
         config=dict(flat(records.config)),
         config_text=records.config_text,
         parts_note=(
@@ -111,7 +120,7 @@ def with_ema(rows: Sequence[Row], ema_s: float, steps: int) -> list[Row]:
     each = min(ema_s, p50)
     ema = min(each * steps, total)
     made[place] = ("optimizer, clipping", kind, total - ema, p50 - each, p95 - each)
-    return [*made, (_EMA, kind, ema, each, each)]
+    return [*made, (_EMA, kind, ema, each, math.nan)]  # one figure, no distribution
 
 
 def _facts(config: Config, records: RunRecords, chosen: Any, observed: Observed) -> dict[str, str]:
@@ -122,9 +131,6 @@ def _facts(config: Config, records: RunRecords, chosen: Any, observed: Observed)
     epoch = format_duration(mean * config.training.steps_per_epoch)
     left = f"{format_duration(mean * config.horizon_steps)} for {config.horizon_steps} steps"
     left += f" ({epoch} an epoch of {config.training.steps_per_epoch}), without pauses"
-    vram = columns["vram_used_bytes"][np.isfinite(columns["vram_used_bytes"])]
-    ram = columns["ram_used_bytes"][np.isfinite(columns["ram_used_bytes"])]
-    peak = NOT_KNOWN if not len(vram) else f"{size_text(vram.max())} of {size_text(columns['vram_limit_bytes'][-1])}"
     packages: Mapping[str, Any] = env.get("packages") or {}
     mfu = columns["mfu"][chosen]
     return {
@@ -134,8 +140,8 @@ def _facts(config: Config, records: RunRecords, chosen: Any, observed: Observed)
         "the whole training": left,
         "device": f"{observed.device}, amp {observed.amp}",
         "model FLOPs utilisation": NOT_KNOWN if not np.isfinite(mfu).any() else f"{100 * np.nanmean(mfu):.1f} %",
-        "VRAM reserved": peak,
-        "RAM": size_text(ram.max()) if len(ram) else NOT_KNOWN,
+        "VRAM reserved": of_limit(largest(columns["vram_used_bytes"]), largest(columns["vram_limit_bytes"])),
+        "RAM": of_limit(largest(columns["ram_used_bytes"]), largest(columns["ram_limit_bytes"])),
         "network": f"{observed.parameters / 1e6:.2f} M parameters, channels {list(config.model.channels)}",
         "patch": "x".join(map(str, config.data.patch_size)),
         "batch": f"{training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",

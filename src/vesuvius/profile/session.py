@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vesuvius.config import Config
 from vesuvius.config.trial import NEVER, trial_config
-from vesuvius.errors import ConfigError, VesuviusError, one_line
+from vesuvius.doctor.device import seen_by_driver
+from vesuvius.errors import EXIT_OK, ConfigError, VesuviusError, one_line
+from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.window import Thresholds
-from vesuvius.profile.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, Observer, observed_by
+from vesuvius.profile.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, Observer
 from vesuvius.profile.page import build_profile
 from vesuvius.profile.recommend import leave_alone, recommend
-from vesuvius.report.files import new_folder, write_pages
+from vesuvius.report.files import made_by, new_folder, write_pages
+from vesuvius.report.model import NOT_KNOWN
 from vesuvius.report.records import read_run
 from vesuvius.runlog.metrics import current_records
 from vesuvius.runlog.records import read_records
@@ -33,6 +39,8 @@ from vesuvius.training.report import StepReporter
 from vesuvius.training.run import train
 from vesuvius.training.step.step import choose_device
 from vesuvius.training.verdicts import knobs_of
+from vesuvius.volume_tools.info import codec_words
+from vesuvius.volumes.volume import open_volume
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +90,11 @@ def profile(request: Request) -> Path:
         lend(checkpoint_before(run.checkpoints, request.at_step, request.after), folder / run.checkpoints.name)
     observed = Observed(ranks=1 if ranks == "auto" else ranks)
     trace = folder / TRACE if request.trace else None
+
+    def make_tuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
+        stop = partial(loop.run.stop.adopt, EXIT_OK, "the profile has its steps")
+        return Observer(loop, reporter, observed, request.steps, request.after, trace, stop)
+
     before = os.environ.get("VESUVIUS_RUNS")
     os.environ["VESUVIUS_RUNS"] = str(folder.parent.absolute())
     try:
@@ -89,7 +102,7 @@ def profile(request: Request) -> Path:
             profiled(config, folder.name, request.steps, request.after),
             request.source,
             resume=request.at_step is not None,
-            make_tuner=observed_by(observed, request.steps, trace, request.after),
+            make_tuner=make_tuner,
         )
     finally:
         os.environ.pop("VESUVIUS_RUNS")
@@ -97,7 +110,11 @@ def profile(request: Request) -> Path:
             os.environ["VESUVIUS_RUNS"] = before
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of weights that are worth nothing
     if not observed.complete:
-        raise StoppedBeforeError(code, folder)
+        error = VesuviusError(
+            f"a profile must have its steps; the run ended before with exit code {code}; see its log in {folder}/logs"
+        )
+        error.exit_code = code or error.exit_code
+        raise error
     return _write(config, request.steps, request.command, folder, folder, observed)
 
 
@@ -153,16 +170,6 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-class StoppedBeforeError(VesuviusError):
-    """The run ended before its steps were made."""
-
-    def __init__(self, code: int, folder: Path) -> None:
-        super().__init__(
-            f"a profile must have its steps; the run ended before with exit code {code}; see its log in {folder}/logs"
-        )
-        self.exit_code = code or self.exit_code
-
-
 def profiled(config: Config, name: str, steps: int, after: int = 0) -> Config:
     """The config of the run that is profiled: that of the training, but for what is not a step.  Pure."""
     training: dict[str, Any] = {"validate_every": 0}
@@ -196,7 +203,27 @@ def _write(config: Config, asked: int, command: str, run: Path, folder: Path, ob
         asked,
         recommend(verdict, knobs, thresholds),
         leave_alone(verdict, thresholds),
+        inventory(config),
     )
-    made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {command}"
-    write_pages(folder, "profile", [report], (), (), [], made)
+    write_pages(folder, "profile", [report], made_by(command))
     return folder
+
+
+def inventory(config: Config) -> dict[str, str]:
+    """What the records do not say of the machine and the volumes.  Reads metadata, and waits for no outage."""
+    model = re.search(r"^model name\s*: (.+)$", read_text("/proc/cpuinfo") or "", re.MULTILINE)
+    _, driver = seen_by_driver()
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+    found = {"processor": model[1] if model else NOT_KNOWN, "driver / cuDNN": f"{driver or 'none'} / {cudnn or 'none'}"}
+    store = config.data.store.model_copy(update={"outage_minutes": 0.05, "cache_dir": None})
+    for number, spec in enumerate(config.data.volumes):
+        try:
+            volume = open_volume(spec, store)
+        except VesuviusError as error:
+            words = one_line(error)
+        else:
+            sizes = ("x".join(map(str, size)) for size in (volume.shape_zyx, volume.chunk_zyx))
+            words = f"{volume.name}: {' in chunks of '.join(sizes)}, {volume.dtype}, {codec_words(volume.array)}"
+            volume.close()
+        found[f"volume {number}" if number else "volume"] = words
+    return found

@@ -67,7 +67,8 @@ class Trace:
     def operators(self, steps: int) -> list[Operator]:
         """The ones that took longest themselves, longest first."""
         averages = self._profiler.key_averages()
-        spent = [(float(self._self_us(each)), str(each.key), int(each.count)) for each in averages]
+        of = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+        spent = [(float(getattr(each, of)), str(each.key), int(each.count)) for each in averages]
         spent = [each for each in spent if not each[1].startswith("ProfilerStep")]
         whole = sum(us for us, _, _ in spent) or 1.0
         return [
@@ -75,10 +76,6 @@ class Trace:
             for us, name, count in sorted(spent, reverse=True)[:TOP]
             if us > 0
         ]
-
-    def _self_us(self, average: Any) -> float:
-        us: float = average.self_device_time_total if self._on_gpu else average.self_cpu_time_total
-        return us
 
     def write(self, path: Path, most_events: int = MOST_EVENTS) -> int:
         """Write the trace, compressed; returns how many events were left out: the shortest ones.
@@ -112,12 +109,6 @@ def memory_of(events: list[dict[str, Any]], on_gpu: bool) -> MemoryUse:
 
 
 def longest(events: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], int]:
-    """The events that name things, and the longest others, in their order; and how many are left out.  Pure."""
-    named = [event for event in events if event.get("ph") == "M"]
-    durations = sorted((float(event.get("dur", 0.0)) for event in events if event.get("ph") != "M"), reverse=True)
-    room = max(most - len(named), 0)
-    if len(durations) <= room:
-        return events, 0
-    least = durations[room]  # as long as this is too short
-    kept = [event for event in events if event.get("ph") == "M" or float(event.get("dur", 0.0)) > least]
-    return kept, len(events) - len(kept)
+    """At most so many events: the ones that name things, then the longest; and how many are left out.  Pure."""
+    ordered = sorted(events, key=lambda event: (event.get("ph") != "M", -float(event.get("dur", 0.0))))
+    return ordered[:most], max(len(events) - most, 0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vesuvius.report.curves import Chart
-from vesuvius.report.model import NOT_KNOWN, RunReport, Table
+from vesuvius.report.model import NOT_KNOWN, RunReport, Table, filled
 
 _OVERLAID = ("loss", "relative_error", "step_s", "samples_s", "ram", "vram")
 
@@ -29,11 +29,8 @@ def comparison(reports: Sequence[RunReport]) -> tuple[tuple[Table, ...], tuple[C
     facts = [(label, *(report.facts.get(label, NOT_KNOWN) for report in reports)) for label in reports[0].facts]
     keys = dict.fromkeys(key for report in reports for key in report.config)
     config = [(key, *(report.config.get(key, NOT_KNOWN) for report in reports)) for key in keys]
-    tables = (
-        Table("What differs in result", ("", *names), _different([*facts, *results])),
-        Table("What differs in config", ("key", *names), _different(config)),
-    )
-    return tuple(table for table in tables if table.rows), tuple(_overlaid(reports))
+    result = Table("What differs in result", ("", *names), _different([*facts, *results]))
+    return filled(result, Table("What differs in config", ("key", *names), _different(config))), _overlaid(reports)
 
 
 def _different(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
@@ -41,10 +38,10 @@ def _different(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
 
 
 def _share(report: RunReport, name: str) -> str:
-    return next((f"{100 * part.share:.1f} %" for part in report.parts if part.name == name), NOT_KNOWN)
+    return next((f"{part.percent:.1f} %" for part in report.parts if part.name == name), NOT_KNOWN)
 
 
-def _overlaid(reports: Sequence[RunReport]) -> list[Chart]:
+def _overlaid(reports: Sequence[RunReport]) -> tuple[Chart, ...]:
     """The first curve of each chart, named by its run."""
     made = []
     for key in _OVERLAID:
@@ -53,4 +50,4 @@ def _overlaid(reports: Sequence[RunReport]) -> list[Chart]:
             series = tuple(replace(chart.series[0], label=name) for name, chart in found)
             log = all(chart.log for _, chart in found)
             made.append(replace(found[0][1], series=series, limits=(), log=log))
-    return made
+    return tuple(made)

@@ -6,7 +6,7 @@ A spike of one step stays visible in a run of 100,000.  Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -87,6 +87,14 @@ def layers(labels: Sequence[str], x: Column, parts: Sequence[Column], points: in
         return ()
     made = (banded(label, x[known], part[known], points=points) for label, part in zip(labels, parts, strict=True))
     return tuple(series for series in made if series is not None)
+
+
+def thinned(chart: Chart, points: int) -> Chart:
+    """The chart with at most so many points in each curve; spikes stay."""
+    if all(len(each.x) <= points for each in chart.series):
+        return chart
+    fewer = (banded(each.label, each.x, each.mid, each.low, each.high, points) for each in chart.series)
+    return replace(chart, series=tuple(each for each in fewer if each is not None))
 
 
 def chart(key: str, title: str, unit: str, series: Sequence[Series | None], **more: object) -> list[Chart]:

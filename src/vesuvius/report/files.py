@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vesuvius.errors import StorageError
 from vesuvius.report.compare import comparison, named_apart
-from vesuvius.report.curves import Chart
+from vesuvius.report.curves import POINTS, thinned
 from vesuvius.report.html import render_html
 from vesuvius.report.markdown import render_markdown
-from vesuvius.report.model import RunReport, Table, build
+from vesuvius.report.model import RunReport, build
 from vesuvius.report.pictures import Picture, embed
 from vesuvius.report.records import read_run
 from vesuvius.runlog.files.whole_file import write_whole
 
 FOLDER = "reports"
+_MOST_BYTES = 1_900_000  # of a page
+_POINTS = (POINTS, POINTS // 2, POINTS // 4, POINTS // 8)  # of a curve: fewer where many runs share the page
+_CURVES_BYTES = 1_300_000
 
 
 def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
@@ -28,25 +32,27 @@ def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
     Raises:
         StorageError: it cannot be written.
     """
-    reports = named_apart([build(read_run(run)) for run in runs])
-    tables, charts = comparison(reports)
-    made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {command}"
     folder = out or new_folder(runs[0] / FOLDER)
-    write_pages(folder, "report", reports, tables, charts, embed(reports), made)
+    write_pages(folder, "report", named_apart([build(read_run(run)) for run in runs]), made_by(command))
     return folder
 
 
 def write_pages(
-    folder: Path,
-    name: str,
-    reports: Sequence[RunReport],
-    tables: Sequence[Table],
-    charts: Sequence[Chart],
-    pictures: Sequence[Picture],
-    made: str,
+    folder: Path, name: str, reports: Sequence[RunReport], made: str, pictures: Sequence[Picture] = ()
 ) -> None:
-    """Write NAME.html and NAME.md, each whole or not at all.  Raises StorageError."""
-    page = render_html(reports, tables, charts, pictures, made)
+    """Write NAME.html, of less than 2 MB, and NAME.md, each whole or not at all.  Raises StorageError.
+
+    Args:
+        pictures: beside the previews of the runs.
+    """
+    tables, charts = comparison(reports)
+    for points in _POINTS:
+        thin = [replace(each, charts=tuple(thinned(chart, points) for chart in each.charts)) for each in reports]
+        page = render_html(thin, tables, charts, pictures, made)
+        if len(page.encode()) <= _CURVES_BYTES:
+            break
+    previews = embed(reports, (_MOST_BYTES - len(page.encode())) * 3 // 4)  # base64 takes a third more
+    page = render_html(thin, tables, charts, [*pictures, *previews], made) if previews else page
     text = render_markdown(reports, tables, made, f"{name}.html")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +60,11 @@ def write_pages(
         write_whole(folder / f"{name}.md", text.encode())
     except OSError as error:
         raise StorageError(f"a report must be writable; got {error}; choose another folder, or make room") from error
+
+
+def made_by(command: str) -> str:
+    """When a page was made, and by what."""
+    return f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {command}"
 
 
 def new_folder(parent: Path) -> Path:

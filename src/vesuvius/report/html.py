@@ -13,6 +13,7 @@ from html import escape
 from vesuvius.report.curves import Chart
 from vesuvius.report.model import RunReport, Table
 from vesuvius.report.pictures import Picture
+from vesuvius.report.share import milliseconds, total_of
 from vesuvius.report.style import STYLE
 from vesuvius.report.svg import draw, legend, off_scale
 from vesuvius.runlog.units import format_duration, number
@@ -76,12 +77,14 @@ def _parts(report: RunReport) -> str:
             f'<i class="b{index}"></i>{_text(part.name)}',
             _text(part.kind),
             _seconds(part.total_s),
-            f"{100 * part.share:.1f} %",
-            _ms(part.p50_s),
-            _ms(part.p95_s),
+            f"{part.percent:.1f} %",
+            milliseconds(part.p50_s),
+            milliseconds(part.p95_s),
         )
         for index, part in enumerate(report.parts)
     ]
+    total_s, percent = total_of(report.parts)
+    rows.append(("<b>total</b>", "", _seconds(total_s), f"{percent:.1f} %", "", ""))
     met = "".join(
         f'<li class="{"met" if target.met else "missed"}"><b>{"met" if target.met else "not met"}</b> '
         f"{_text(target.name)} {_text(target.found)} of the working time (wanted: {_text(target.wanted)})</li>"
@@ -111,10 +114,6 @@ def _seconds(seconds: float) -> str:
     return format_duration(seconds) if seconds >= 60 else f"{number(seconds)} s"
 
 
-def _ms(seconds: float) -> str:
-    return "" if seconds != seconds else number(1000 * seconds)
-
-
 def _charts(charts: Sequence[Chart]) -> str:
     return f'<section class="charts">{"".join(map(_chart, charts))}</section>' if charts else ""
 
@@ -138,14 +137,13 @@ def _table(table: Table) -> str:
     rows = [[*map(_text, row)] for row in table.rows]
     if table.bars:
         longest = max(table.bars) or 1.0
-        rows = [[*row, _bar(value / longest)] for row, value in zip(rows, table.bars, strict=True)]
+        rows = [
+            [*row, f'<span class="meter b2" style="width:{100 * value / longest:.1f}%"></span>']
+            for row, value in zip(rows, table.bars, strict=True)
+        ]
     grid = _grid([*map(_text, table.columns), *([""] if table.bars else [])], rows)
     note = f"<p>{_text(table.note)}</p>" if table.note else ""
     return f"<section><h2>{_text(table.title)}</h2>{grid}{note}</section>"
-
-
-def _bar(share: float) -> str:
-    return f'<span class="meter b2" style="width:{100 * share:.1f}%"></span>'
 
 
 def _pictures(pictures: Sequence[Picture]) -> str:
@@ -153,7 +151,7 @@ def _pictures(pictures: Sequence[Picture]) -> str:
         return ""
     figures = []
     for picture in pictures:
-        shown = "<p>the picture cannot be read</p>"
+        shown = "<p>the picture cannot be read, or the page has no room for it</p>"
         if picture.data is not None:
             data = base64.b64encode(picture.data).decode("ascii")
             shown = f'<img alt="{_text(picture.caption)}" src="data:image/jpeg;base64,{data}">'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vesuvius.report.model import RunReport, Table
+from vesuvius.report.share import milliseconds, total_of
 from vesuvius.runlog.markdown import escaped, table
 from vesuvius.runlog.units import number
 
@@ -36,11 +37,15 @@ def render_markdown(reports: Sequence[RunReport], tables: Sequence[Table], made:
 
 
 def _parts(report: RunReport) -> list[tuple[str, ...]]:
-    return [
-        (part.name, part.kind, number(part.total_s), f"{100 * part.share:.1f} %", _ms(part.p50_s), _ms(part.p95_s))
+    rows = [
+        (
+            part.name,
+            part.kind,
+            number(part.total_s),
+            f"{part.percent:.1f} %",
+            *map(milliseconds, (part.p50_s, part.p95_s)),
+        )
         for part in report.parts
     ]
-
-
-def _ms(seconds: float) -> str:
-    return "" if seconds != seconds else number(1000 * seconds)
+    total_s, percent = total_of(report.parts)
+    return [*rows, ("total", "", number(total_s), f"{percent:.1f} %", "", "")] if rows else []

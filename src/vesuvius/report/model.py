@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,11 @@ class Table:
     bars: tuple[float, ...] = ()
 
 
+def filled(*tables: Table) -> tuple[Table, ...]:
+    """Those that have rows."""
+    return tuple(table for table in tables if table.rows)
+
+
 @dataclass(frozen=True)
 class RunReport:
     """A run, ready to be written down.
@@ -58,13 +63,13 @@ class RunReport:
     directory: str
     facts: Mapping[str, str]
     verdict: str
-    parts: tuple[Part, ...]
-    targets: tuple[Target, ...]
-    charts: tuple[Chart, ...]
-    tables: tuple[Table, ...]
-    previews: tuple[tuple[int, str], ...]
-    config: Mapping[str, str]
-    config_text: str
+    parts: tuple[Part, ...] = ()
+    targets: tuple[Target, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    tables: tuple[Table, ...] = ()
+    previews: tuple[tuple[int, str], ...] = ()
+    config: Mapping[str, str] = field(default_factory=dict)
+    config_text: str = ""
     parts_note: str = PARTS_NOTE
 
 
@@ -81,11 +86,7 @@ def build(records: RunRecords) -> RunReport:
         parts=parts,
         targets=targets_of(parts, thresholds),
         charts=tuple(build_charts(records)),
-        tables=tuple(
-            table
-            for table in (_course(records), ranks_table(records), _sessions(records), _events(records))
-            if table.rows
-        ),
+        tables=filled(_course(records), ranks_table(records), _sessions(records), _events(records)),
         previews=_previews(records),
         config=dict(flat(records.config)),
         config_text=records.config_text,
@@ -99,8 +100,8 @@ def _facts(records: RunRecords) -> dict[str, str]:
     packages = env.get("packages") or {}
     known = later & np.isfinite(work) & np.isfinite(steps["samples"])
     rate = float(np.sum(steps["samples"][known]) / np.sum(work[known])) if known.any() and np.sum(work[known]) else None
-    ram, limit = _peak(records, "used_bytes", "ram_used_bytes"), _largest(steps["ram_limit_bytes"])
-    vram, vram_limit = _largest(steps["vram_used_bytes"]), _largest(steps["vram_limit_bytes"])
+    ram, limit = _peak(records, "used_bytes", "ram_used_bytes"), largest(steps["ram_limit_bytes"])
+    vram, vram_limit = largest(steps["vram_used_bytes"]), largest(steps["vram_limit_bytes"])
     best = _best(records.of_kind("validation"))
     nonfinite = sum(event.get("event") == "nonfinite" for event in records.of_kind("event"))
     gpus = [str(gpu) for gpu in env.get("gpus") or []]
@@ -119,9 +120,9 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "best validation (error over that of the best linear filter)": best,
         "steps that were not finite": str(nonfinite),
         "processes that died": str(len(records.deaths)),
-        "RAM at its peak": _of(ram, limit),
-        "largest reader": _or_unknown(_largest(steps["worker_max_bytes"]), size_text),
-        "VRAM at its peak": _of(vram, vram_limit),
+        "RAM at its peak": of_limit(ram, limit),
+        "largest reader": _or_unknown(largest(steps["worker_max_bytes"]), size_text),
+        "VRAM at its peak": of_limit(vram, vram_limit),
         "model FLOPs utilisation": _or_unknown(_mean(steps["mfu"]), format_percent),
         "GPU": ", ".join(gpus) if gpus else "none" if "gpus" in env else NOT_KNOWN,
         "processors": str(env.get("cpus") or NOT_KNOWN),
@@ -136,7 +137,7 @@ def _verdict_words(verdicts: Sequence[Record]) -> str:
     last = verdicts[-1]
     kinds = [str(verdict.get("bound")) for verdict in verdicts]
     counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
-    return f"{last.get('text')} (step {last.get('step')}; all {len(kinds)} verdicts: {counts})"
+    return f"{last.get('text')} (step {last.get('step')}; verdicts so far: {counts})"
 
 
 def _course(records: RunRecords) -> Table:
@@ -156,7 +157,7 @@ def _course(records: RunRecords) -> Table:
                 _or_unknown(float(np.max(steps["step_s"][chosen])), number),
                 _or_unknown(float(np.sum(steps["data_s"][chosen])) / total if total else None, format_percent),
                 _or_unknown(float(np.sum(steps["samples"][chosen])) / total if total else None, number),
-                _or_unknown(_largest(steps["ram_used_bytes"][chosen]), size_text),
+                _or_unknown(largest(steps["ram_used_bytes"][chosen]), size_text),
             )
         )
     columns = ("steps", "loss", "step, s", "longest, s", "waited for data", "samples/s", "RAM")
@@ -176,7 +177,7 @@ def ranks_table(records: RunRecords) -> Table:
             (
                 str(rank),
                 str(told[-1].get("node", NOT_KNOWN)),
-                _or_unknown(_largest(held), size_text),
+                _or_unknown(largest(held), size_text),
                 _quantile(work, 0.5),
                 _or_unknown(_mean(np.array([figure(times.get("comm_s")) for times in told])), number),
                 f"{slowest} of {len(told)}",
@@ -194,11 +195,17 @@ def _sessions(records: RunRecords) -> Table:
         after = records.sessions[place + 1] if place + 1 < len(records.sessions) else None
         reached, how = NOT_KNOWN, records.state if after is None else "killed: no end was recorded"
         if after is not None and after["kind"] == "run_end":
-            reached, how = (
-                str(after.get("step", NOT_KNOWN)),
-                f"exit code {after.get('exit_code')}: {after.get('cause')}",
+            reached = str(after.get("step", NOT_KNOWN))
+            how = f"exit code {after.get('exit_code')}: {after.get('cause')}"
+        rows.append(
+            (
+                str(start.get("session", NOT_KNOWN)),
+                _or_unknown(figure(start.get("time")), format_time),
+                str(start["step"]),
+                reached,
+                how,
             )
-        rows.append((str(start.get("session", NOT_KNOWN)), _clock(start), str(start["step"]), reached, how))
+        )
     return Table("Sessions", ("#", "began", "from step", "to step", "how it ended"), tuple(rows))
 
 
@@ -265,7 +272,7 @@ def _best(validations: Sequence[Record]) -> str:
 def _peak(records: RunRecords, system: str, step: str) -> float | None:
     """The most that the monitor saw, or the steps where it has not recorded."""
     seen = [figure((record.get(system) or [None])[-1]) for record in records.system]
-    return _largest(np.array([*seen, *records.columns[step]]))
+    return largest(np.array([*seen, *records.columns[step]]))
 
 
 def _steps(steps: Mapping[str, Column]) -> str:
@@ -294,11 +301,7 @@ def _event_counts(records: RunRecords) -> str:
     return f"{len(kinds)}: {counts}" if kinds else "none"
 
 
-def _clock(record: Record) -> str:
-    return _or_unknown(figure(record.get("time")), format_time)
-
-
-def _of(value: float | None, limit: float | None) -> str:
+def of_limit(value: float | None, limit: float | None) -> str:
     if value is None:
         return NOT_KNOWN
     return size_text(value) + (f" of {size_text(limit)}" if limit else "")
@@ -313,7 +316,7 @@ def _last(values: Column) -> float | None:
     return float(known[-1]) if len(known) else None
 
 
-def _largest(values: Column) -> float | None:
+def largest(values: Column) -> float | None:
     known = values[np.isfinite(values)]
     return float(known.max()) if len(known) else None
 

@@ -9,23 +9,24 @@ from pathlib import Path
 
 from vesuvius.report.model import RunReport
 
-BUDGET_BYTES = 1_000_000
+_BUDGET_BYTES = 1_000_000
 _MOST = 6
 _WIDTH, _LEAST_WIDTH = 900, 300
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A JPEG with its words; None where the file could not be read."""
+    """A JPEG with its words; None where the file could not be read, or there is no room for it."""
 
     caption: str
     data: bytes | None
 
 
-def embed(reports: Sequence[RunReport], budget_bytes: int = BUDGET_BYTES) -> list[Picture]:
-    """Previews of the whole course of a run, or the last ones of several; all together within the budget."""
+def embed(reports: Sequence[RunReport], room_bytes: int) -> list[Picture]:
+    """Previews of the whole course of a run, or the last ones of several; all together within the room."""
     each = max(_MOST // len(reports), 1)
     chosen = [(report, step, name) for report in reports for step, name in _spread(report.previews, each)]
+    budget_bytes = min(_BUDGET_BYTES, room_bytes)
     return [
         Picture(f"{report.name}, step {step}", _small(Path(report.directory) / name, budget_bytes // len(chosen)))
         for report, step, name in chosen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +98,7 @@ def read_run(path: Path) -> RunRecords:
         [(death.time, death.step, death_headline(death)) for death in read_deaths(path / "post_mortem.jsonl")],
         _mapping(config_text),
         config_text,
-        _environment(path / "env.json"),
+        _mapping(_text(path / "env.json")),
         _state(read_session(path / "session.json"), sessions),
     )
 
@@ -169,16 +168,9 @@ def _text(path: Path) -> str:
 
 
 def _mapping(text: str) -> Mapping[str, Any]:
+    """YAML, of which JSON is a part."""
     try:
-        found = yaml.safe_load(text)
+        found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _environment(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(_text(path))
-    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

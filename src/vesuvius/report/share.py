@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vesuvius.monitor.window import Thresholds
 from vesuvius.report.records import Column, RunRecords
-from vesuvius.runlog.units import format_percent
+from vesuvius.runlog.units import format_percent, number
 
 WORK = (
     ("data wait", "I/O", "data_s"),
@@ -39,7 +39,8 @@ class Part:
 
     Attributes:
         total_s: over all steps.
-        share: of the whole.
+        share: of the time that was recorded.
+        percent: the share to a tenth, so that the parts' percents add up as their shares do.
         p50_s, p95_s: of a step; NaN where the part has none.
     """
 
@@ -47,6 +48,7 @@ class Part:
     kind: str
     total_s: float
     share: float
+    percent: float
     p50_s: float = math.nan
     p95_s: float = math.nan
 
@@ -82,7 +84,8 @@ def split_time(records: RunRecords) -> tuple[Part, ...]:
     if first.any():
         start = float((columns["step_s"] - pauses)[first].sum())
         rows.append(("first step of each session", "start", start, math.nan, math.nan))
-    return shared_out([*rows, ("pauses", "pause", float(pauses[known].sum()), math.nan, math.nan)])
+    rows.append(("pauses", "pause", float(pauses[known].sum()), math.nan, math.nan))
+    return shared_out(rows, float(columns["step_s"][known].sum()))
 
 
 def work_rows(records: RunRecords, chosen: NDArray[np.bool_]) -> list[Row]:
@@ -92,12 +95,32 @@ def work_rows(records: RunRecords, chosen: NDArray[np.bool_]) -> list[Row]:
     return [row for row in rows if row[1] != "ranks" or row[2]]
 
 
-def shared_out(rows: Sequence[Row]) -> tuple[Part, ...]:
-    """The parts with their shares of the sum."""
-    whole = math.fsum(total for _, _, total, _, _ in rows)
+def shared_out(rows: Sequence[Row], whole_s: float) -> tuple[Part, ...]:
+    """The parts with their shares of the time that was recorded."""
+    shares = [total / whole_s if whole_s else 0.0 for _, _, total, _, _ in rows]
+    tenths = rounded_together([1000 * share for share in shares])
     return tuple(
-        Part(name, kind, total, total / whole if whole else 0.0, p50, p95) for name, kind, total, p50, p95 in rows
+        Part(name, kind, total, share, tenth / 10, p50, p95)
+        for (name, kind, total, p50, p95), share, tenth in zip(rows, shares, tenths, strict=True)
     )
+
+
+def rounded_together(values: Sequence[float]) -> list[int]:
+    """Whole numbers whose sum is the rounded sum of the values: those with the largest remainders are rounded up."""
+    down = [math.floor(value) for value in values]
+    short = round(math.fsum(values)) - sum(down)
+    up = sorted(range(len(values)), key=lambda place: down[place] - values[place])[:short]
+    return [low + (place in up) for place, low in enumerate(down)]
+
+
+def total_of(parts: Sequence[Part]) -> tuple[float, float]:
+    """Seconds and percent of all parts."""
+    return math.fsum(part.total_s for part in parts), math.fsum(part.percent for part in parts)
+
+
+def milliseconds(seconds: float) -> str:
+    """For a table; '' where a part has none."""
+    return "" if math.isnan(seconds) else number(1000 * seconds)
 
 
 def _row(name: str, kind: str, seconds: Column) -> Row:
@@ -113,18 +136,14 @@ def targets_of(parts: Sequence[Part], thresholds: Thresholds) -> tuple[Target, .
         return ()
     least, most = thresholds.gpu_share_good, thresholds.data_share_good
     shares = {kind: seconds / whole for kind, seconds in kinds.items()}
-    waits = (
-        ("waits for data (I/O)", "I/O"),
-        ("waits for copies", "transfer"),
-        ("waits for the host", "host"),
-        ("waits for other ranks", "ranks"),
-    )
-    compute = shares["compute"]
+    wanted = f"at most {format_percent(most)}"
+    compute, waits = shares["compute"], {"I/O": "data (I/O)", "transfer": "copies", "host": "the host"}
+    if shares["ranks"]:
+        waits["ranks"] = "other ranks"
     return (
         Target("the device computes", f"at least {format_percent(least)}", format_percent(compute), compute >= least),
         *(
-            Target(name, f"at most {format_percent(most)}", format_percent(shares[kind]), shares[kind] <= most)
-            for name, kind in waits
-            if kind != "ranks" or shares[kind]
+            Target(f"waits for {name}", wanted, format_percent(shares[kind]), shares[kind] <= most)
+            for kind, name in waits.items()
         ),
     )

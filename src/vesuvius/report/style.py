@@ -1,37 +1,15 @@
 """The page's style: a phone's width, a dark screen and paper."""
 
 _COLOURS = {
-    "light": (
-        "#c0392b",
-        "#e08e0b",
-        "#1d5fd1",
-        "#5b8def",
-        "#8e6bbf",
-        "#6b7785",
-        "#2e8b57",
-        "#b0b8c1",
-        "#0f8b8d",
-        "#a8577e",
-    ),
-    "dark": (
-        "#ff7b6b",
-        "#ffb84d",
-        "#5b9bff",
-        "#9cc2ff",
-        "#c3a6f0",
-        "#9aa7b5",
-        "#5fd095",
-        "#66717d",
-        "#4fd0d2",
-        "#e79bc0",
-    ),
+    "light": "#c0392b #e08e0b #1d5fd1 #5b8def #8e6bbf #6b7785 #2e8b57 #b0b8c1 #0f8b8d #a8577e",
+    "dark": "#ff7b6b #ffb84d #5b9bff #9cc2ff #c3a6f0 #9aa7b5 #5fd095 #66717d #4fd0d2 #e79bc0",
 }
 _LIGHT = "--paper:#fff;--card:#f6f7f9;--ink:#1b2430;--soft:#5a6673;--rule:#dde2e8;--good:#1c7c45;--bad:#b3261e"
 _DARK = "--paper:#12161c;--card:#1b212a;--ink:#e6eaf0;--soft:#a0acb9;--rule:#323b47;--good:#5fd095;--bad:#ff7b6b"
 
 
 def _palette(name: str) -> str:
-    return ";".join(f"--c{index}:{colour}" for index, colour in enumerate(_COLOURS[name]))
+    return ";".join(f"--c{index}:{colour}" for index, colour in enumerate(_COLOURS[name].split()))
 
 
 _CURVES = "".join(
@@ -89,6 +67,8 @@ footer{{color:var(--soft);font-size:.8rem;margin-top:2em;overflow-wrap:anywhere}
 table{{font-size:.8rem}}
 th,td{{padding-right:7px}}
 th,td:first-child:not(:last-child){{white-space:normal}}
+td:first-child:not(:last-child){{min-width:7em}}
+.bar+.scroll :is(th,td):nth-child(2){{display:none}}
 }}
 @media print{{
 main{{max-width:none;padding:0}}
@@ -96,6 +76,8 @@ main{{max-width:none;padding:0}}
 tr{{break-inside:avoid}}
 .bar span,.meter,i,figure{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 .scroll{{overflow:visible}}
-pre{{white-space:pre-wrap}}
+pre{{white-space:pre-wrap;columns:2}}
+details::details-content{{content-visibility:visible;block-size:auto}}
+summary{{list-style:none}}
 }}
 """

@@ -165,7 +165,7 @@ def summary(found: Recommendation, search: Search) -> dict[str, str]:
         rates = (number(search.rates.run(setting)) for setting in (found.best, found.base))
         gives["What it gives"] = " samples/s instead of ".join(rates)
     return {
-        "What held it up": (base[0].text if base else "") or "not measured",
+        "Bottleneck": (base[0].text if base else "") or "not measured",
         "What to change": in_words(found.best, search.space.source),
         **gives,
         "Why it ended": found.reason,

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from vesuvius.bench.cells.loader import OURS, PEERS, setup_of
@@ -24,8 +25,8 @@ from vesuvius.tuning.process import TrialProcess
 _POLL_S = 0.1
 
 
-def loader_cells(cells: Sequence[Cell], peers: Sequence[str]) -> list[Cell]:
-    """Each cell by each loader; the baseline is zarr-python behind a torch DataLoader.
+def loader_cells(cells: Sequence[Cell], peers: Sequence[str]) -> tuple[list[Cell], tuple[str, ...]]:
+    """Each cell by each loader, and loaders that are not installed; the baseline is zarr-python with a DataLoader.
 
     Args:
         peers: `NAME=COMMAND` of others.
@@ -33,18 +34,19 @@ def loader_cells(cells: Sequence[Cell], peers: Sequence[str]) -> list[Cell]:
     Raises:
         ConfigError: one has another form.
     """
-    systems = {f"torch DataLoader + {name}": _own(name) for name in PEERS} | {OURS: _own(OURS)}
+    left_out = tuple(name for name, package in PEERS.items() if find_spec(package) is None)
+    loaders = {f"torch DataLoader + {name}": _own(name) for name in PEERS if name not in left_out} | {OURS: _own(OURS)}
     for peer in peers:
         name, _, command = (part.strip() for part in peer.partition("="))
         if not name or not command:
             raise ConfigError(f"a peer must look like NAME=COMMAND; got {peer!r}")
-        systems[name] = tuple(shlex.split(command))
+        loaders[name] = tuple(shlex.split(command))
     shown = {cell: "" if not cell.overrides else f", {cell.label}" for cell in cells}
     return [
-        replace(cell, label=f"{name}{shown[cell]}", command=command)
+        replace(cell, label=f"{name}{shown[cell]}", command=command, loader=name)
         for cell in cells
-        for name, command in systems.items()
-    ]
+        for name, command in loaders.items()
+    ], left_out
 
 
 def _own(system: str) -> tuple[str, ...]:

@@ -21,8 +21,11 @@ from vesuvius.errors import one_line
 from vesuvius.stream.options import StreamOptions
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.stream import PatchStream
+from vesuvius.volumes.store.object_store import is_remote, open_store
 
-OURS, PEERS = "vesuvius", ("zarr-python", "zarrs", "tensorstore")
+OURS = "vesuvius"
+PEERS = {"zarr-python": "zarr", "zarrs": "zarrs", "tensorstore": "tensorstore"}
+"""Other loaders, with the package that each needs."""
 _DEMAND = 2 / 3
 """Of what the loader delivers, by a trainer that should not wait."""
 
@@ -79,8 +82,15 @@ def measure(system: str, config: Config, seconds: float) -> Figures:
 def setup_of(config: Config, seconds: float) -> Setup:
     """What the others read."""
     volume, training = config.data.volumes[0], config.training
+    store = open_store(volume.path, config.data.store) if is_remote(volume.path) else None
     return Setup(
-        volume.path, volume.level, config.data.patch_size, training.train_batch_size, training.workers, seconds
+        volume.path,
+        volume.level,
+        config.data.patch_size,
+        training.train_batch_size,
+        training.workers,
+        seconds,
+        unsigned="skip_signature" in getattr(store, "config", {}),
     )
 
 

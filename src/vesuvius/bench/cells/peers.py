@@ -44,6 +44,7 @@ class Setup:
 
     Attributes:
         seconds: least length of the window.
+        unsigned: whether requests to s3 and gs carry no signature.
     """
 
     volume: str
@@ -52,6 +53,7 @@ class Setup:
     batch: int
     workers: int
     seconds: float
+    unsigned: bool = False
 
 
 class Feed(Protocol):
@@ -99,23 +101,22 @@ def rss_anon_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
-def open_array(volume: str, level: int) -> Any:
+def open_array(setup: Setup) -> Any:
     """The zarr array of a level, which the OME metadata of a group name."""
-    node = _open_node(volume)
+    node: Any = zarr.open(store_of(setup) if "://" in setup.volume else setup.volume, mode="r")
     if hasattr(node, "shape"):
         return node
     attributes = dict(node.attrs)
-    return node[attributes.get("ome", attributes)["multiscales"][0]["datasets"][level]["path"]]
+    return node[attributes.get("ome", attributes)["multiscales"][0]["datasets"][setup.level]["path"]]
 
 
-def _open_node(url: str) -> Any:
-    if "://" not in url:
-        return zarr.open(url, mode="r")
-    from obstore.store import HTTPStore
+def store_of(setup: Setup) -> Any:
+    """The store of an address of http(s), s3 or gs, which takes the usual AWS_* and GOOGLE_* environment."""
+    from obstore.store import from_url
     from zarr.storage import ObjectStore
 
-    store = HTTPStore.from_url(url, client_options={"allow_http": True})
-    return zarr.open(ObjectStore(store, read_only=True), mode="r")
+    unsigned: dict[str, Any] = {"skip_signature": True} if setup.unsigned else {}
+    return ObjectStore(from_url(setup.volume, client_options={"allow_http": True}, **unsigned), read_only=True)
 
 
 class UniformPatches(IterableDataset[torch.Tensor]):
@@ -144,7 +145,7 @@ class UniformPatches(IterableDataset[torch.Tensor]):
         blosc.set_nthreads(1)
         if self._library == "zarrs":
             zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline", "codec_pipeline.strict": True})
-        array = open_array(self._setup.volume, self._setup.level)
+        array = open_array(self._setup)
         return array.shape, lambda box: functools.partial(array.__getitem__, box)
 
 
@@ -152,10 +153,15 @@ def _open_tensorstore(setup: Setup) -> Any:
     """Without a cache, with one data-copy thread per worker."""
     import tensorstore
 
-    array = open_array(setup.volume, setup.level)
+    array = open_array(setup)
     place = "/".join(part for part in (setup.volume.rstrip("/"), array.path) if part) + "/"
     driver = {2: "zarr", 3: "zarr3"}[array.metadata.zarr_format]
-    kvstore = place if "://" in place else {"driver": "file", "path": place}
+    kvstore: Any = place if "://" in place else {"driver": "file", "path": place}
+    if place.startswith("s3://"):
+        bucket, _, path = place.removeprefix("s3://").partition("/")
+        kvstore = {"driver": "s3", "bucket": bucket, "path": path}
+        kvstore |= {"endpoint": address} if (address := os.environ.get("AWS_ENDPOINT_URL")) else {}
+        kvstore |= {"aws_credentials": {"type": "anonymous"}} if setup.unsigned else {}
     context = {"cache_pool": {"total_bytes_limit": 0}, "data_copy_concurrency": {"limit": 1}}
     return tensorstore.open({"driver": driver, "kvstore": kvstore, "context": context}, open=True, read=True).result()
 
@@ -194,5 +200,4 @@ def child_pids() -> list[int]:
 
 def uniform_feed(library: Library, setup: Setup) -> Feed:
     """Random patches read by zarr-python, zarrs or tensorstore."""
-    __import__({"zarr-python": "zarr"}.get(library, library))  # missing is to be known here, not in a worker
     return LoaderFeed(UniformPatches(library, setup), setup)

@@ -58,7 +58,10 @@ class TrainingLab:
             data = self._data_of(config)
             if obstacle := _obstacle(config, data, ranks):
                 return replace(blank, ended="failed", cause=f"not started: {obstacle}")
-            run = self._bounded(trainer_config(config, Setting.of(config), next_number(self._directory)))
+            run = trainer_config(config, Setting.of(config), next_number(self._directory))
+            # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
+            training = run.training.model_copy(update={"max_hours": self._bounds.limit_s / 3600})
+            run = run.model_copy(update={"training": training})
         except (VesuviusError, ValidationError) as error:
             return replace(blank, ended="failed", cause=one_line(error, 400))
         pace = Pace(Demand.of(config, data, ranks, self._bounds.seconds))
@@ -85,11 +88,6 @@ class TrainingLab:
         if key not in self._prepared:
             self._prepared[key] = prepare_data(config.seed, config.data)
         return self._prepared[key]
-
-    def _bounded(self, run: Config) -> Config:
-        """Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit."""
-        training = run.training.model_copy(update={"max_hours": self._bounds.limit_s / 3600})
-        return run.model_copy(update={"training": training})
 
 
 def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:

@@ -146,7 +146,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         rows = _rows(source, place_of, found, generated, real.held_out, config.data.condition_classes)
         picture = _pictures(staged, rows, judgement, config.name)
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
-        write_pages(staged, NAME, [report], (), (), [picture], made)
+        write_pages(staged, NAME, [report], made, [picture])
     tables = [figure_table(judgement.figures), *([seam_table(seams)] if seams else [])]
     text = "\n".join(map(_terminal, tables)) + f"\n{verdict(judgement, [seam for seam, _ in seams])}"
     return folder, text
