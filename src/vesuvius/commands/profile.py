@@ -8,18 +8,16 @@ import shlex
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.command import run_command, say
+from vesuvius.commands.arguments.types import positive, whole
+from vesuvius.commands.command import as_command, say
 from vesuvius.errors import EXIT_OK
 
 _LEAST_STEPS = 5
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Parse the command line and profile.  Returns the exit code."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius profile",
         description="Train some steps of a config and say where their time goes, what to try, and what to leave alone. "
@@ -28,7 +26,11 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     parser.add_argument(
-        "--steps", type=_steps, default=20, metavar="N", help="steps that count, behind the warm-up; 20"
+        "--steps",
+        type=whole(_LEAST_STEPS, "20"),
+        default=20,
+        metavar="N",
+        help="steps that count, behind the warm-up; 20",
     )
     parser.add_argument(
         "--trace",
@@ -37,7 +39,7 @@ def _main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--at-step",
-        type=_step,
+        type=positive,
         metavar="N",
         help="go on from a checkpoint of the run, which stays as it is, and profile the steps around step N",
     )
@@ -52,15 +54,3 @@ def _main(argv: list[str]) -> int:
     say((folder / "profile.md").read_text(encoding="utf-8").rstrip())
     say(f"\n{folder / 'profile.html'}")
     return EXIT_OK
-
-
-def _step(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be the number of a step, counted from 1; got {text}")
-    return int(text)
-
-
-def _steps(text: str) -> int:
-    if not text.isdigit() or int(text) < _LEAST_STEPS:
-        raise argparse.ArgumentTypeError(f"must be a number of at least {_LEAST_STEPS}; got {text}")
-    return int(text)
