@@ -61,6 +61,7 @@ def mutated(rng: random.Random) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seeds", [range(10 * n, 10 * n + 10) for n in range(CASES // 10)], ids=str)
 def test_a_config_of_nonsense_ends_in_one_message(
     seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

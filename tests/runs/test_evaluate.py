@@ -85,7 +85,7 @@ def test_samples_are_drawn_once_and_judged_with_figures_floors_and_a_page(
     assert again["figures"] == found["figures"], "the same samples, the same figures"
 
 
-@pytest.mark.parametrize("kind", ["npy", "array", "float"])
+@pytest.mark.parametrize("kind", [pytest.param("npy", marks=pytest.mark.long), "array", "float"])
 def test_samples_of_any_program_are_judged_in_grey_values(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(0)
     patches = rng.integers(1, 200, (20, *PATCH)).astype(np.uint8)

@@ -157,6 +157,7 @@ class OpenSpawned:
         return work_of(job(), self.folder, exact_estimate(FIELD, PATCH))
 
 
+@pytest.mark.long
 def test_workers_that_import_anew_give_the_same_bits(tmp_path: Path) -> None:
     """Others here are forked, which takes less time: those would also work where nothing could be sent to a process."""
     expected = drawn(job(), tmp_path / "one", ESTIMATE)
