@@ -18,14 +18,16 @@ import numpy as np
 import pytest
 import yaml
 import zarr
+from _pytest.assertion import rewrite
 from hypothesis import settings
 
-from tests.support import fork_server, orphans
+from tests.support import fork_server, forked, orphans
 from tests.support.servers import cache_home, cache_homes, s3, s3_server, server, session_server  # noqa: F401 - fixtures
 from tests.support.tiny import TINY_MODEL as TINY_MODEL
 from tests.support.tiny import tiny_sections
 from vesuvius.runlog.logfile import _TerminalHandler
 from vesuvius.stream.start import start_reads
+from vesuvius.volume_tools import child_reads
 
 # Before a test imports torch.  Tiny networks gain nothing by a second thread and lose much where other work runs
 # beside them: each layer then waits for the thread that has no core.
@@ -52,9 +54,24 @@ needs_scroll_data = pytest.mark.skipif(
 )
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A test that takes too long ends its process; trainers that it has started must not go on without it."""
     orphans.watch_over_this_process()
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        _rewrite_asserts_once(config)
+
+
+def _rewrite_asserts_once(config: pytest.Config) -> None:
+    """Else each process does it for all files of a new clone: 12 s of CPU.  pytest has no public function for it."""
+    state = config.stash.get(rewrite.assertstate_key, None)
+    if state is None or sys.dont_write_bytecode:
+        return
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        cached = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        if rewrite._read_pyc(path, cached) is None:
+            key, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, key, cached)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` picks
@@ -107,11 +124,15 @@ def _package_log_as_at_the_start() -> Iterator[None]:
             package.removeHandler(handler)
 
 
-@pytest.fixture(autouse=True)
-def forked_start_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that reads before a run is forked: a new one takes a second of CPU to import zarr, in each run."""
-    stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start})
-    monkeypatch.setattr(start_reads, "subprocess", stand_in)
+@pytest.fixture(autouse=True, scope="session")
+def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What reads before a run, and for `volume verify`, is forked: a new process takes a second to import zarr."""
+    stand_in = SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start_reads})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start_reads, "subprocess", stand_in)
+        patch.setattr(child_reads, "multiprocessing", forked.STAND_IN)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # of fixtures; tests have their own
+        yield
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ def main(argv):
     threading.Thread(target=threading.Event().wait).start()  # as a read of a store that does not answer
     print("printed")
     return int(sys.argv[1])
-command.run_command(main, None)
+command.as_command(main)()
 """
 
 

@@ -62,7 +62,7 @@ def test_ctrl_c_exits_130_and_leaves_nothing_behind(tmp_path):
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from vesuvius.commands.volume import main; sys.exit(main(sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", code, "synth", str(tmp_path / "v.zarr"), "--shape", "256,2048,2048"]
+    command = [sys.executable, "-c", code, "synth", str(tmp_path / "v.zarr"), "--shape", "256,1024,1024"]
     with fork_server.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not any(written_chunks(tmp_path)):
             assert process.poll() is None

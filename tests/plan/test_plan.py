@@ -88,14 +88,14 @@ def test_the_share_of_foreground_comes_as_often_as_starts_have_it() -> None:
     layout = Layout((64, 128, 128), (12, 24, 24), (32, 32, 32), options={"min_foreground": 0.5})
     foreground = cylinder(layout.shape, (4, 4, 4))
     plan = plan_of(layout, foreground=foreground)
-    drawn = np.array([foreground.patch_fraction(plan.sample(7 * n).start_zyx, layout.patch) for n in range(4000)])
+    drawn = np.array([foreground.patch_fraction(plan.sample(7 * n).start_zyx, layout.patch) for n in range(2000)])
     rng = np.random.default_rng(0)
-    every = [tuple(map(int, rng.integers(0, [53, 105, 105]))) for _ in range(15_000)]
+    every = [tuple(map(int, rng.integers(0, [53, 105, 105]))) for _ in range(8_000)]
     ideal = np.array([foreground.patch_fraction(start, layout.patch) for start in every])  # type: ignore[arg-type]
     ideal = ideal[ideal >= 0.5]
     edges = [0.5, 0.6, 0.7, 0.8, 0.9, 1.01]
     have, wanted = (np.histogram(a, edges)[0] / len(a) for a in (drawn, ideal))
-    np.testing.assert_allclose(have, wanted, atol=0.025)  # 4 standard errors of clusters of K
+    np.testing.assert_allclose(have, wanted, atol=0.035)  # 4 standard errors of clusters of K
 
 
 def coverage(starts: Any, layout: Layout) -> float:
@@ -116,7 +116,7 @@ def test_voxels_are_covered_as_evenly_as_by_ideal_uniform_patches() -> None:
     stop = [size - patch + 1 for size, patch in zip(layout.shape, layout.patch, strict=True)]
     rng = np.random.default_rng(0)
     ideal = np.mean([coverage(rng.integers(0, stop, (20_000, 3)), layout) for _ in range(3)])
-    ours = np.mean([coverage(starts_of(plan_of(layout, seed), 20_000), layout) for seed in range(2)])
+    ours = coverage(starts_of(plan_of(layout), 20_000), layout)
     assert ours < 1.1 * ideal
 
 
@@ -174,7 +174,7 @@ def test_patches_of_a_visit_differ_where_few_starts_qualify() -> None:
         fraction[z : z + 3, y : y + 5, x : x + 5] = 255
     foreground = ForegroundMap(fraction, (8, 8, 8), layout.shape)
     plan = plan_of(layout, foreground=foreground)
-    drawn = [(plan.mixing.slot_of(index), plan.sample(index).start_zyx) for index in range(64 * 40, 64 * 60)]
+    drawn = [(plan.mixing.slot_of(index), plan.sample(index).start_zyx) for index in range(64 * 40, 64 * 48)]
     assert all(foreground.patch_fraction(start, layout.patch) >= 0.9 for _, start in drawn)
     assert len(set(drawn)) > 0.8 * len(drawn)
 
@@ -231,9 +231,9 @@ def test_starts_of_several_volumes_are_drawn_alike_within_each_and_by_weight() -
     other = TINY._replace(shape=(9, 12, 15))
     volumes = [planned(TINY, name="a", weight=3), planned(other, name="b", weight=1)]
     plan = make_plan(0, data_config(TINY.patch, **TINY.options), volumes)
-    expected = [w / 4 * 15_000 / n for w, n in ((3, 9 * 11 * 13), (1, 6 * 5 * 10)) for _ in range(n)]
+    expected = [w / 4 * 9_000 / n for w, n in ((3, 9 * 11 * 13), (1, 6 * 5 * 10)) for _ in range(n)]
     counts = np.zeros(len(expected))
-    for n in range(15_000):
+    for n in range(9_000):
         sample = plan.sample(APART * n)
         shape = (6, 5, 10) if sample.volume else (9, 11, 13)
         counts[int(np.ravel_multi_index(sample.start_zyx, shape)) + 9 * 11 * 13 * sample.volume] += 1

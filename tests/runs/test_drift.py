@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import shutil
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.conftest import textured, write_array
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
+from tests.support.tiny import tiny_sections
 from vesuvius.plan.plan import Plan
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 
@@ -17,6 +21,25 @@ from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoin
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiny run has made one step."""
+    folder = tmp_path_factory.mktemp("one_step")
+    config = folder / "tiny.yaml"
+    volume = write_array(folder / "volume.zarr", textured((96, 128, 128)))
+    config.write_text(yaml.safe_dump(tiny_sections("tiny", volume)))
+    with chdir(folder):
+        assert vesuvius_train(config, "training.max_steps=1") == 0
+    return folder
+
+
+@pytest.fixture
+def config(one_step: Path, tiny_config: WriteConfig) -> Path:
+    """The config of a run that has made one step, a copy in the directory of the test."""
+    shutil.copytree(one_step / "runs", "runs", symlinks=True)
+    return tiny_config()
 
 
 @pytest.mark.parametrize(
@@ -28,10 +51,8 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_resume_that_would_be_another_experiment_is_refused_with_the_difference(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], override: str, shown: str
+    config: Path, capsys: pytest.CaptureFixture[str], override: str, shown: str
 ) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
     before = Path("runs/tiny/config.resolved.yaml").read_bytes()
     assert vesuvius_train(config, "--resume", override) == 2
     assert shown in capsys.readouterr().err
@@ -39,10 +60,8 @@ def test_a_resume_that_would_be_another_experiment_is_refused_with_the_differenc
 
 
 def test_a_resume_on_voxels_of_another_kind_is_refused(
-    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
     volume.rename(volume.with_name("old.zarr"))
     write_array(volume, textured((96, 128, 128), dtype="uint16"))
     assert vesuvius_train(config, "--resume") == 2
@@ -68,19 +87,13 @@ def test_allowed_drift_goes_on_and_is_written_down(
 
 
 def test_drift_that_changes_the_shapes_of_weights_is_refused_all_the_same(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+    config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
     assert vesuvius_train(config, "--resume", "--allow-drift", "model.blocks_per_level=2") == 2
     assert "even with --allow-drift the weights must fit" in capsys.readouterr().err
 
 
-def test_other_grey_values_are_estimated_anew_only_where_the_data_have_changed(
-    tiny_config: WriteConfig, volume: Path
-) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
+def test_other_grey_values_are_estimated_anew_only_where_the_data_have_changed(config: Path, volume: Path) -> None:
     newest = lambda: load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])  # noqa: E731
     greys = newest()["greys"]
     write_array(volume.with_name("new.zarr"), textured((96, 128, 128), dtype="uint8") // 2)
@@ -92,10 +105,8 @@ def test_other_grey_values_are_estimated_anew_only_where_the_data_have_changed(
 
 
 def test_a_volume_may_move_and_a_knob_may_turn_between_stop_and_resume(
-    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
     moved = volume.rename(volume.with_name("moved.zarr"))
     arguments = [f"data.volumes=[{{path: {moved}}}]", "training.lr=2e-3", "training.max_steps=2"]
     assert vesuvius_train(config, "--resume", *arguments) == 0
@@ -110,11 +121,9 @@ def test_drift_is_allowed_to_a_resume_only(tiny_config: WriteConfig, capsys: pyt
 
 
 def test_another_version_of_the_plan_is_refused_in_one_line_and_allowed_drift_keeps_the_grey_values(
-    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The data are the same, so the weights mean what they meant; which voxels sample i is, no longer."""
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
     describe = Plan.describe
 
     def newer(self: Plan) -> dict[str, Any]:
@@ -133,11 +142,7 @@ def test_another_version_of_the_plan_is_refused_in_one_line_and_allowed_drift_ke
     assert re.fullmatch(r"plan\.version: was \d, is \d", records_of("run_start")[1]["accepted"][0])
 
 
-def test_another_optimizer_is_refused_with_allow_drift_too(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
+def test_another_optimizer_is_refused_with_allow_drift_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--allow-drift"]):
         assert vesuvius_train(config, "--resume", *arguments, "training.optimizer=muon") == 2
         assert "must keep its optimizer" in capsys.readouterr().err

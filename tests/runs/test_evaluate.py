@@ -125,7 +125,7 @@ def test_places_in_another_condition_are_not_taken_for_held_out_ones(tmp_path: P
         assert open_generated(folder, PATCH, 16, "mine").starts_zyx == expected
 
 
-@pytest.mark.parametrize("kind", ["npy", "array", "float"])
+@pytest.mark.parametrize("kind", [pytest.param("npy", marks=pytest.mark.long), "array", "float"])
 def test_samples_of_any_program_are_judged_in_grey_values(tmp_path: Path, kind: str) -> None:
     rng = np.random.default_rng(0)
     patches = rng.integers(1, 200, (20, *PATCH)).astype(np.uint8)

@@ -69,14 +69,15 @@ def test_on_a_gpu_deterministic_kernels_make_a_resume_exact(tiny_config: WriteCo
     assert_same_weights("straight", "parts")
 
 
-def test_a_finished_run_resumes_to_exit_0_and_an_existing_one_is_not_overwritten(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+def test_a_finished_run_resumes_to_exit_0_without_its_volumes_and_an_existing_one_is_not_overwritten(
+    tiny_config: WriteConfig, volume: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config()
     assert vesuvius_train(config, "training.max_steps=2") == 0
     before = Path("runs/tiny/metrics.jsonl").read_bytes()
     assert vesuvius_train(config, "training.max_steps=2") == 2
     assert "--resume" in capsys.readouterr().err
+    volume.rename(volume.with_name("archived.zarr"))
     assert vesuvius_train(config, "training.max_steps=2", "--resume") == 0
     assert "is finished" in capsys.readouterr().out
     assert Path("runs/tiny/metrics.jsonl").read_bytes() == before
@@ -91,11 +92,13 @@ def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
     assert [s["step"] for s in steps_of()] == [1]
 
 
-def test_training_resume_auto_is_resume(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_resume_auto_is_resume_also_from_the_copy_of_the_config(
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config(training={"resume": "auto"})
     assert vesuvius_train(config, "training.max_steps=2") == 0
     assert capsys.readouterr().err == "", "a new run has nothing to go on from, and nothing to warn of"
-    assert vesuvius_train(config, "training.max_steps=4") == 0
+    assert vesuvius_train(Path("runs/tiny/config.source.yaml"), "training.max_steps=4") == 0
     assert [s["step"] for s in steps_of()] == [1, 2, 3, 4]
 
 
@@ -119,20 +122,20 @@ def files_below(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry run"])
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwritten(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str], more: list[str]
+    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(training={"save_every": 2})
     assert vesuvius_train(config, "training.max_steps=4") == 0
     for checkpoint in list_checkpoints(Path("runs/tiny/checkpoints")):
         (checkpoint / "manifest.json").unlink()
     before = files_below(Path("runs"))
-    assert vesuvius_train(config, "--resume", "training.max_steps=4", *more) == 6
-    (error,) = (line for line in capsys.readouterr().err.splitlines() if "ERROR" in line)
-    assert "got step_00000002, step_00000004 in runs/tiny/checkpoints, all damaged" in error
-    assert "--resume --restart-damaged" in error
-    assert files_below(Path("runs")) == before
+    for more in ([], ["--dry-run"]):
+        assert vesuvius_train(config, "--resume", "training.max_steps=4", *more) == 6
+        (error,) = (line for line in capsys.readouterr().err.splitlines() if "ERROR" in line)
+        assert "got step_00000002, step_00000004 in runs/tiny/checkpoints, all damaged" in error
+        assert "--resume --restart-damaged" in error
+        assert files_below(Path("runs")) == before
 
 
 def test_restart_damaged_begins_anew_and_keeps_the_damaged_checkpoints(
@@ -252,18 +255,6 @@ def test_a_resume_waits_for_no_lock_but_reads_checkpoints_behind_it(
     assert "damaged" not in error
 
 
-def test_a_finished_run_needs_no_volumes_to_say_so(tiny_config: WriteConfig, volume: Path) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=1") == 0
-    volume.rename(volume.with_name("archived.zarr"))
-    assert vesuvius_train(config, "training.max_steps=1", "--resume") == 0
-
-
-def test_a_run_goes_on_from_its_own_copy_of_the_config(tiny_config: WriteConfig) -> None:
-    assert vesuvius_train(tiny_config(), "training.max_steps=1") == 0
-    assert vesuvius_train(Path("runs/tiny/config.source.yaml"), "--resume", "training.max_steps=2") == 0
-
-
 def test_a_run_of_a_config_that_extends_another_goes_on_without_that_one(tiny_config: WriteConfig) -> None:
     base, config = tiny_config(), Path("deep/own.yaml")
     config.parent.mkdir()
@@ -299,11 +290,15 @@ def test_a_time_limit_that_ends_before_the_run_begins_leaves_nothing(
     assert not Path("runs/tiny").exists()
 
 
-def test_a_new_run_starts_from_the_averaged_weights_of_another(
+def test_a_new_run_starts_from_the_averaged_weights_of_another_of_the_same_network(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(tiny_config("first"), "training.max_steps=5") == 0
     config = tiny_config("second", training={"lr": 1e-30, "weight_decay": 0.0, "init_from": "runs/first"})
+    assert vesuvius_train(config, "model.blocks_per_level=2") == 2
+    assert "training.init_from" in capsys.readouterr().err
+    assert not Path("runs/second").exists()
+    assert vesuvius_train(config, "training.init_from=runs/nowhere") == 2
     assert vesuvius_train(config, "training.max_steps=1") == 0
     assert "starting from the weights of runs/first/checkpoints/step_00000005" in capsys.readouterr().out
     first = load_checkpoint(list_checkpoints(Path("runs/first/checkpoints"))[-1])["averages"]["ema"]["weights"]
@@ -313,17 +308,6 @@ def test_a_new_run_starts_from_the_averaged_weights_of_another(
         torch.testing.assert_close(second["model"][name], weight, rtol=0, atol=1e-12)  # one step of 1e-30
     assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0
     assert "starting from the weights" not in capsys.readouterr().out, "a resumed run has weights of its own"
-
-
-def test_weights_of_another_network_do_not_start_a_run(
-    tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert vesuvius_train(tiny_config("first"), "training.max_steps=1") == 0
-    config = tiny_config("second", training={"init_from": "runs/first"})
-    assert vesuvius_train(config, "model.blocks_per_level=2") == 2
-    assert "training.init_from" in capsys.readouterr().err
-    assert not Path("runs/second").exists()
-    assert vesuvius_train(config, "training.init_from=runs/nowhere") == 2
 
 
 def test_a_resumed_run_knows_how_far_it_is_before_its_first_step(

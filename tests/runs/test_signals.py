@@ -96,6 +96,7 @@ def test_a_second_signal_does_not_wait_for_the_step_and_the_older_checkpoint_is_
     assert checkpoint_steps(tmp_path / "runs/tiny") == [1]
 
 
+@pytest.mark.long  # a kill inside a save is in test_kills.py
 def test_a_second_signal_in_the_middle_of_the_save_leaves_the_older_checkpoint_whole(
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
@@ -132,7 +133,7 @@ def records_of(kind: str, run: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key not in ("time", "seconds")} for record in records]
 
 
-@pytest.mark.parametrize("kind", INTERRUPTED)
+@pytest.mark.parametrize("kind", ["validation", pytest.param("preview", marks=pytest.mark.long)])
 def test_a_signal_interrupts_a_validation_or_preview_and_a_resume_makes_up_for_it(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

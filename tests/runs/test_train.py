@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.conftest import REPOSITORY, SCROLL_DATA, needs_scroll_data, run_vesuv
 from tests.support import fork_server
 from tests.support.kill_harness import processes_with
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
+from tests.support.tiny import tiny_sections
 from vesuvius import __version__
 from vesuvius.commands import cli
 from vesuvius.config.load import parse_stored, read_config
@@ -39,10 +41,27 @@ STEP_LINE = re.compile(
 )
 
 
-def test_a_run_leaves_what_the_conventions_say(tiny_config: WriteConfig) -> None:
-    config = tiny_config(training={"preview_every": 10, "preview_count": 1, "keep_last": 2})
-    assert vesuvius_train(config) == 0
-    run = Path("runs/tiny")
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the config `tiny.yaml` and its run of 20 steps, which tests only read."""
+    folder = tmp_path_factory.mktemp("whole_run")
+    config = tiny_sections("tiny", write_array(folder / "volume.zarr", textured((96, 128, 128))))
+    config["training"] |= {"preview_every": 10, "preview_count": 2, "keep_last": 2}
+    config["monitor"] |= {"verdict_every": 10, "sample_every_s": 0.5, "write_every_s": 0.5}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
+    with chdir(folder):
+        assert vesuvius_train(folder / "tiny.yaml") == 0
+    return folder
+
+
+@pytest.fixture
+def in_whole_run(whole_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(whole_run)
+
+
+@pytest.mark.usefixtures("in_whole_run")
+def test_a_run_leaves_what_the_conventions_say() -> None:
+    config, run = Path("tiny.yaml"), Path("runs/tiny")
     for name in (
         "config.source.yaml",
         "config.resolved.yaml",
@@ -70,8 +89,8 @@ def test_a_run_leaves_what_the_conventions_say(tiny_config: WriteConfig) -> None
         assert STEP_LINE.fullmatch(line), line
 
 
-def test_the_parts_of_every_step_add_up_and_records_are_unrounded(tiny_config: WriteConfig) -> None:
-    assert vesuvius_train(tiny_config()) == 0
+@pytest.mark.usefixtures("in_whole_run")
+def test_the_parts_of_every_step_add_up_and_records_are_unrounded() -> None:
     steps = steps_of()
     assert [s["step"] for s in steps] == list(range(1, 21))
     for s in steps:
@@ -93,8 +112,8 @@ def test_the_parts_of_every_step_add_up_and_records_are_unrounded(tiny_config: W
     assert kinds[-1] == "run_end"
 
 
-def test_a_healthy_log_does_not_alarm(tiny_config: WriteConfig) -> None:
-    assert vesuvius_train(tiny_config(monitor={"verdict_every": 10, "sample_every_s": 0.5, "write_every_s": 0.5})) == 0
+@pytest.mark.usefixtures("in_whole_run")
+def test_a_healthy_log_does_not_alarm() -> None:
     log, monitor_log = (Path(f"runs/tiny/logs/{name}.log").read_text() for name in ("train_full", "monitor"))
     assert "Verdict step 10/20" in log
     assert "risk LOW" in monitor_log
@@ -126,8 +145,8 @@ def test_a_rare_volume_does_not_hold_up_the_start(tiny_config: WriteConfig, volu
     assert vesuvius_train(tiny_config(data={"volumes": volumes}), "training.max_steps=1") == 0
 
 
-def test_the_printed_parts_of_a_step_add_up_within_rounding(tiny_config: WriteConfig) -> None:
-    assert vesuvius_train(tiny_config()) == 0
+@pytest.mark.usefixtures("in_whole_run")
+def test_the_printed_parts_of_a_step_add_up_within_rounding() -> None:
     lines = re.findall("Train step.*", Path("runs/tiny/logs/train_full.log").read_text())
     for line in lines:
         words = line.split()
@@ -275,10 +294,9 @@ def test_print_config_reads_back_as_the_same_config(
     assert "# command line: peak learning rate" in text
 
 
-def test_the_picture_shows_generated_beside_real_slices(tiny_config: WriteConfig) -> None:
-    config = tiny_config(training={"max_steps": 2, "preview_every": 2, "preview_count": 2})
-    assert vesuvius_train(config) == 0
-    picture = np.asarray(Image.open("runs/tiny/samples/step_00000002.png"))
+@pytest.mark.usefixtures("in_whole_run")
+def test_the_picture_shows_generated_beside_real_slices() -> None:
+    picture = np.asarray(Image.open("runs/tiny/samples/step_00000010.png"))
     left, right = np.array_split(picture[40:], 2, axis=1)
     assert left.std() > 10
     assert right.std() > 10

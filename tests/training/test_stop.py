@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import fork_server
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 
@@ -21,7 +22,7 @@ LONG_RUN = {"epochs": 1000, "workers": 2}
 @contextmanager
 def start(config: Path, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     """`vesuvius train` in a process group of its own, as a shell starts it; killed if it outlives the test."""
-    process = subprocess.Popen(
+    process = fork_server.Popen(
         [sys.executable, "-m", "vesuvius.train", "--config", str(config)],
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -75,21 +76,6 @@ def test_ctrl_c_in_a_terminal_reaches_the_readers_too_and_still_saves(
     assert "Traceback" not in output
     (checkpoint,) = list_checkpoints(tmp_path / "runs/tiny/checkpoints")
     assert load_checkpoint(checkpoint)["step"] >= 3
-
-
-def test_a_second_signal_ends_at_once(tiny_config: Callable[..., Path], tmp_path: Path) -> None:
-    # A step of many micro-batches, none of which is waited for: the first signal waits for it, the second does not.
-    training = {"epochs": 1000, "workers": 0, "accumulate_steps": 2000, "prefetch_factor": 100}
-    with start(tiny_config(training=training), tmp_path) as process:
-        wait_for(process, "INFO model")
-        try:
-            process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)
-        wait_for(process, "stopping after the current step")
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM
 
 
 TIME_IS_UP = """

@@ -8,19 +8,17 @@ import shlex
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_variables
-from vesuvius.commands.command import at_least, positive_number, run_command, say
+from vesuvius.commands.arguments.types import positive_number, whole
+from vesuvius.commands.command import as_command, say
 from vesuvius.commands.tune import duration
 from vesuvius.errors import EXIT_ERROR, EXIT_OK
 
 _ROUNDS = 6  # the fewest with an interval of 95 %
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Parse the command line and measure.  Returns the exit code."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     if args.ranks and (args.sweep or args.compare or args.loader):
@@ -90,9 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=COMMAND",
         help="another loader; tools/bench/peers.py says what it is given and prints",
     )
-    parser.add_argument(
-        "--rounds", type=at_least(1), default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}"
-    )
+    parser.add_argument("--rounds", type=whole(1), default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}")
     parser.add_argument(
         "--seconds", type=positive_number, default=10.0, metavar="S", help="of the steady pace in each; 10"
     )

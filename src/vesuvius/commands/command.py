@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
+import functools
 import logging
-import math
 import os
 import sys
 import threading
@@ -23,17 +22,22 @@ log = logging.getLogger(__name__)
 _END_WITHIN_S = 0.5
 
 
-def run_command(main: Callable[[list[str]], int], argv: list[str] | None, *, check_install: bool = True) -> int:
-    """Run a command's own main with the log on the terminal, its errors as one message and their exit code.
+def as_command(body: Callable[[list[str]], int], *, check_install: bool = True) -> Callable[..., int]:
+    """Make a `main` of it: the log on the terminal, errors as one message and their exit code.
 
     Args:
-        argv: arguments; None = those of this process, which is then about to end.
+        body: takes the arguments; where `main` is called without, those of this process, which is then about to end.
         check_install: warn about another distribution of the same name; takes some hundredths of a second.
     """
-    exit_code = _run_command(main, sys.argv[1:] if argv is None else argv, check_install)
-    if argv is None:
-        end_soon(exit_code)
-    return exit_code
+
+    @functools.wraps(body)
+    def main(argv: list[str] | None = None) -> int:
+        exit_code = _run_command(body, sys.argv[1:] if argv is None else argv, check_install)
+        if argv is None:
+            end_soon(exit_code)
+        return exit_code
+
+    return main
 
 
 def end_soon(exit_code: int) -> None:
@@ -98,28 +102,6 @@ def say(text: str, end: str = "\n") -> None:
         raise StorageError(
             f"the output must be writable; got {error}; free some space or write it elsewhere"
         ) from error
-
-
-def positive_number(text: str) -> float:
-    """An argument of argparse that is a number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text}")
-    return number
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """An argument of argparse that is a whole number from `least` on."""
-
-    def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a number of at least {least}; got {text}")
-        return int(text)
-
-    return parse
 
 
 def warn_of_namesake() -> None:

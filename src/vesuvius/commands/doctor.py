@@ -5,22 +5,20 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.command import run_command, say
+from vesuvius.commands.command import as_command, say
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, EXIT_OK, ConfigError, one_line
 
 _EPILOG = "exit codes: 0 = every line is ok or warn, 1 = a line is fail, 2 = usage"
 
 
-def main(argv: list[str] | None = None) -> int:
+@partial(as_command, check_install=False)
+def main(argv: list[str]) -> int:
     """Parse the command line and examine.  Returns the exit code."""
-    return run_command(_main, argv, check_install=False)
-
-
-def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius doctor",
         description="Examine this machine, and with --config what that config needs of it.  Each line is ok, warn or "

@@ -7,20 +7,18 @@ import os
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.arguments.sample import add_keys, natural, overrides_of, positive
-from vesuvius.commands.command import run_command, say
+from vesuvius.commands.arguments.sample import add_keys, overrides_of
+from vesuvius.commands.arguments.types import natural, positive, whole
+from vesuvius.commands.command import as_command, say
 from vesuvius.commands.output.progress import progress
 from vesuvius.errors import EXIT_OK
 
 LEAST = 16
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Parse the command line and evaluate.  Returns the exit code."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius evaluate",
         description="Compare generated patches with held-out ones, and real with real as the floor: grey values and "
@@ -30,7 +28,7 @@ def _main(argv: list[str]) -> int:
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="run directory or name of a run, or one of its checkpoints"
     )
-    parser.add_argument("--count", type=_count, default=64, help="patches of each kind (default: 64)")
+    parser.add_argument("--count", type=whole(LEAST, "64"), default=64, help="patches of each kind (default: 64)")
     parser.add_argument(
         "--generated",
         type=Path,
@@ -73,9 +71,3 @@ def _main(argv: list[str]) -> int:
         )
     say(f"{text}\n{folder / 'evaluation.html'}")
     return EXIT_OK
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < LEAST:
-        raise argparse.ArgumentTypeError(f"an evaluation needs at least {LEAST} patches; got {text!r}; try 64")
-    return int(text)

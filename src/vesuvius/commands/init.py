@@ -8,7 +8,8 @@ import re
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.command import run_command, say
+from vesuvius.commands.arguments.types import naturals
+from vesuvius.commands.command import as_command, say
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
 from vesuvius.errors import EXIT_OK, ConfigError, StorageError
@@ -16,12 +17,9 @@ from vesuvius.runlog.find_run import runs_root
 from vesuvius.volumes.store.object_store import is_remote
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Parse the command line, look at volume and machine, write the config.  Returns the exit code."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius init",
         description="Look at a volume and at this machine and write a config that fits both: a first run of about half "
@@ -30,7 +28,7 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("volume", metavar="VOLUME", help="zarr group or array: a folder, or https://, s3:// or gs://")
     parser.add_argument("--level", type=int, default=0, help="level of an OME-Zarr pyramid, 0 = finest (default: 0)")
     parser.add_argument(
-        "--select", type=_naturals, default=(), metavar="I,...", help="indices that fix the other axes than z, y, x"
+        "--select", type=naturals, default=(), metavar="I,...", help="indices that fix the other axes than z, y, x"
     )
     parser.add_argument("--name", help="name of the run (default: made of the volume's)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: configs/NAME.yaml)")
@@ -59,13 +57,6 @@ def _main(argv: list[str]) -> int:
         )
     )
     return EXIT_OK
-
-
-def _naturals(text: str) -> tuple[int, ...]:
-    """Numbers of `0,3`; an argument of argparse."""
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"must be numbers such as 0,3; got {text}")
-    return tuple(map(int, text.split(",")))
 
 
 def default_name(volume: str) -> str:

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vesuvius.commands.command import positive_number, run_command, say
+from vesuvius.commands.arguments.types import positive_number
+from vesuvius.commands.command import as_command, say
 from vesuvius.errors import EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
 from vesuvius.monitor.memcheck.inspection import Inspection, as_json
 from vesuvius.monitor.memcheck.inspector import Inspector, MachineInspector, ProcessInspector, Viewpoint
@@ -42,12 +44,9 @@ _EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, 12 a kill was seen, 13 run 
 without a run: the machine's own state, and with --config what a config would need"""
 
 
-def main(argv: list[str] | None = None) -> int:
+@partial(as_command, check_install=False)
+def main(argv: list[str]) -> int:
     """Parse the command line and look.  Returns the exit code."""
-    return run_command(_main, argv, check_install=False)
-
-
-def _main(argv: list[str]) -> int:
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     _check(parser, args)

@@ -8,16 +8,14 @@ import shlex
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.command import at_least, run_command, say
+from vesuvius.commands.arguments.types import positive, whole
+from vesuvius.commands.command import as_command, say
 from vesuvius.errors import EXIT_OK
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Parse the command line and profile.  Returns the exit code."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius profile",
         description="Train some steps of a config and say where their time goes, what to try, and what to leave alone. "
@@ -26,7 +24,11 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     parser.add_argument(
-        "--steps", type=at_least(5), default=20, metavar="N", help="steps that count, behind the warm-up; 20"
+        "--steps",
+        type=whole(5, "20"),
+        default=20,
+        metavar="N",
+        help="steps that count, behind the warm-up; 20",
     )
     parser.add_argument(
         "--trace",
@@ -35,7 +37,7 @@ def _main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--at-step",
-        type=at_least(1),
+        type=positive,
         metavar="N",
         help="go on from a checkpoint of the run, which stays as it is, and profile the steps around step N",
     )

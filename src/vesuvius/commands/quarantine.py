@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vesuvius.commands.command import run_command, say
+from vesuvius.commands.command import as_command, say
 from vesuvius.config import ArrayConfig, Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, StorageError
@@ -29,12 +29,9 @@ from vesuvius.volumes.volume import Volume, open_volume
 log = logging.getLogger(__name__)
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Run `vesuvius quarantine ARGV`; the exit code.  A wrong command line raises SystemExit(2), as argparse does."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     run = find_run(arguments.run)
     path = run / "quarantine.jsonl"

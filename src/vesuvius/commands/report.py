@@ -6,17 +6,14 @@ import argparse
 import shlex
 from pathlib import Path
 
-from vesuvius.commands.command import run_command, say
+from vesuvius.commands.command import as_command, say
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.find_run import find_run
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Parse the command line and write the report.  Returns the exit code."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius report",
         description="Write what one or several runs recorded as a page (HTML that needs nothing else) and as Markdown: "

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vesuvius.commands.arguments import sample as sample_arguments
-from vesuvius.commands.command import run_command, say
+from vesuvius.commands.command import as_command, say
 from vesuvius.commands.output.progress import progress
 from vesuvius.errors import EXIT_OK
 
@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from vesuvius.generate.volume.draw import VolumeSummary
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Parse the command line and sample.  Returns the exit code."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     parser = sample_arguments.parser()
     arguments = parser.parse_args(argv)
     if problem := sample_arguments.check_options(arguments):

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.command import positive_number, run_command, say
+from vesuvius.commands.arguments.types import positive_number
+from vesuvius.commands.command import as_command, say
 from vesuvius.config.load import explain_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.runlog.logfile import terminal_lines_through
@@ -23,12 +24,9 @@ log = logging.getLogger(__name__)
 _PROFILED_STEPS = 20
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Parse the command line and train.  Returns the exit code."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="vesuvius train", description="Train a 3D diffusion model.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--config", type=Path, metavar="FILE", help="YAML file of the experiment")

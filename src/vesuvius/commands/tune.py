@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from vesuvius.commands.arguments.config import take_config
-from vesuvius.commands.command import run_command, say
+from vesuvius.commands.command import as_command, say
 from vesuvius.config.environment import variables
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK
@@ -21,12 +21,9 @@ _LEAST_S = 60.0
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Parse the command line and tune.  Returns the exit code."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius tune",
         description="Find by short measurements the workers, prefetch and micro-batch with which a config is fastest "

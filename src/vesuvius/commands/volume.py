@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TypeVar
 
 from vesuvius.commands.arguments.volume import parser
-from vesuvius.commands.command import run_command, say
+from vesuvius.commands.command import as_command, say
 from vesuvius.commands.output.volume import (
     copy_text,
     info_json,
@@ -43,12 +43,9 @@ LEVELS = 3
 SECONDS_PER_LINE = 10.0
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_command
+def main(argv: list[str]) -> int:
     """Run `vesuvius volume ARGV`; the exit code.  A wrong command line raises SystemExit(2), as argparse does."""
-    return run_command(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
     match arguments.command:
         case "synth":

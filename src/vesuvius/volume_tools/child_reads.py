@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
 
-_PARENT_POLL_S = 1.0
 _STAGED_AHEAD = 8
 
 
@@ -124,7 +122,7 @@ class _Child:
         self.pipe, other = context.Pipe()
         self._note = context.Value("q", -1, lock=False)
         self._process: BaseProcess = context.Process(
-            target=_serve, args=(other, self._reading, self._note, os.getpid()), daemon=True
+            target=_serve, args=(other, self._reading, self._note), daemon=True
         )
         self._process.start()
         other.close()  # else its death would not be the end of the pipe
@@ -192,10 +190,10 @@ class _Child:
         return None
 
 
-def _serve(pipe: connection.Connection, reading: Reading, note: sharedctypes.Synchronized[int], parent: int) -> None:
+def _serve(pipe: connection.Connection, reading: Reading, note: sharedctypes.Synchronized[int]) -> None:
     """What a child does: read the chunks of each task that comes, until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal's processes; the parent ends us
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     # numcodecs makes a lock for blosc.  A spawned process gives it a name, and where it is terminated Python's resource
     # tracker complains of a leak; of the fork kind it has none.  No process is started from here.
     multiprocessing.set_start_method("fork", force=True)
@@ -249,8 +247,9 @@ class _PipeHandler(logging.Handler):
             self._send((record.levelno, record.getMessage()))
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent() -> None:
     """A parent that was killed cannot end its children."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_S)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)

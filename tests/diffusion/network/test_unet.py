@@ -290,8 +290,8 @@ def compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("compiler")
-# Compiled in the lean form: also by the test below.
-@pytest.mark.parametrize("lean", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long  # the test below compiles one graph, too
+@pytest.mark.parametrize("lean", [False, True])
 def test_forward_and_backward_are_one_graph_for_torch_compile(lean: bool) -> None:
     execution = Execution(lean_norm=lean)
     model, compiled = _awake(ALL_PARTS, execution=execution), _awake(ALL_PARTS, execution=execution)

@@ -105,7 +105,7 @@ def record_memory() -> profile:
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @cases
 @precisions
 def test_activations_are_those_that_a_real_forward_pass_saves(config: Config, amp: AmpMode) -> None:
@@ -125,7 +125,7 @@ def test_activations_are_those_that_a_real_forward_pass_saves(config: Config, am
     assert plan.activation_bytes + plan.weight_copy_bytes == pytest.approx(measured, rel=1e-3)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @few_cases
 @precisions
 def test_activations_are_what_the_allocator_still_holds_after_a_real_forward_pass(config: Config, amp: AmpMode) -> None:
@@ -138,7 +138,7 @@ def test_activations_are_what_the_allocator_still_holds_after_a_real_forward_pas
     assert plan.activation_bytes + plan.weight_copy_bytes == pytest.approx(held, rel=0.01)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @few_cases
 @kernels
 def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
@@ -162,6 +162,7 @@ def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
     assert plan.peak_bytes * 0.999 <= measured <= (plan.peak_bytes + plan.workspace_bytes) * 1.05
 
 
+@pytest.mark.sample(3)
 @few_cases
 def test_what_a_patch_takes_does_not_depend_on_the_batch(config: Config) -> None:
     one, three = plan_memory(config, 1), plan_memory(config, 3)
@@ -172,7 +173,7 @@ def test_what_a_patch_takes_does_not_depend_on_the_batch(config: Config) -> None
     assert three.weight_copy_bytes == one.weight_copy_bytes
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @few_cases
 @precisions
 def test_a_batch_that_is_not_traced_is_planned_as_its_own_trace_would_be(config: Config, amp: AmpMode) -> None:
@@ -244,12 +245,16 @@ def test_what_is_nothing_to_a_step_is_not_traced_again() -> None:
     assert memory_plan._TracedStep.cache_info().misses == misses + 1
 
 
+LARGE_PATCH = {"patch_size": (72, 136, 136)}
+
+
 def test_a_plan_allocates_no_tensors() -> None:
-    config = read_config(EXP001, [])
+    config = make_config()
+    config = config.model_copy(update={"data": config.data.model_copy(update=LARGE_PATCH)})
     memory_plan._TracedStep.cache_clear()  # it may know the answer
     with record_memory() as record:
         plan = plan_memory(config)
-    assert plan.peak_bytes > 4 * GIB
+    assert plan.peak_bytes > GIB
     assert allocated_bytes(record).max() < 2**20, "schedule tables, and no more"
 
 
@@ -271,9 +276,10 @@ def test_a_gpu_that_holds_not_even_the_weights_holds_no_patch() -> None:
 
 
 def test_the_largest_batch_stays_below_32_bit_indexing() -> None:
-    config = read_config(EXP001, [])
+    config = make_config()
+    config = config.model_copy(update={"data": config.data.model_copy(update=LARGE_PATCH)})
     batch = largest_batch(config, vram_bytes=1000 * GIB)
-    assert plan_memory(config, batch).vram_bytes < 200 * GIB, "memory is not the limit"
+    assert plan_memory(config, batch).vram_bytes < 900 * GIB, "memory is not the limit"
     with pytest.raises(ConfigError, match=r"2\^31"):
         plan_memory(config, batch + 1)
 

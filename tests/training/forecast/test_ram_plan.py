@@ -100,7 +100,7 @@ def test_the_training_step_is_in_host_memory_on_a_cpu_alone(planned: Plan) -> No
     assert part(on_gpu, "CUDA (assumed)") == 2 * GIB
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
 def test_the_copy_of_a_checkpoint_holds_weights_moments_and_averages(planned: Plan, optimizer: str) -> None:
     config, _, plan = planned(f"training.optimizer={optimizer}")
     step, copy = plan_memory(config, amp="off"), part(plan, "copy of a checkpoint")

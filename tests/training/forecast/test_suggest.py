@@ -206,6 +206,7 @@ def test_the_text_has_25_to_45_lines_with_reasons(facts: VolumeFacts, machine: M
     assert sum("#" in line for line in lines) >= 12
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("network", [FULL, HALF, SMALL, TINY], ids=lambda network: str(network.model.channels))
 def test_figures_of_the_networks_are_those_of_the_memory_plan(network: NetworkSize) -> None:
     config = module._config((16, 32, 32), network.model, 1)

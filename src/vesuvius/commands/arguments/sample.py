@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vesuvius.config import ArrayConfig, Triple
+from vesuvius.commands.arguments.types import natural, positive, triple
+from vesuvius.config import ArrayConfig
 
 if TYPE_CHECKING:
     from vesuvius.volumes.box import Box
@@ -111,7 +112,10 @@ def overrides_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _add_volume(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--shape", type=_shape, metavar="Z,Y,X", help="voxels (default: of the given volumes, or of --box)"
+        "--shape",
+        type=triple(1, "a shape", "256,512,512"),
+        metavar="Z,Y,X",
+        help="voxels (default: of the given volumes, or of --box)",
     )
     group.add_argument(
         "--inpaint", type=_array, metavar="VOLUME", help="zarr volume to fill, PATH or PATH@LEVEL; known voxels stay"
@@ -176,29 +180,3 @@ def _box(text: str) -> Box:
         )
     z0, z1, y0, y1, x0, x1 = numbers
     return (z0, y0, x0), (z1, y1, x1)
-
-
-def _shape(text: str) -> Triple:
-    sizes = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if len(sizes) != 3 or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(
-            f"a shape is three whole numbers z,y,x of at least 1; got {text!r}; try 256,512,512"
-        )
-    z, y, x = sizes
-    return z, y, x
-
-
-def natural(text: str) -> int:
-    """An argument that is a whole number of at least 0."""
-    return _whole(text, least=0)
-
-
-def positive(text: str) -> int:
-    """An argument that is a whole number of at least 1."""
-    return _whole(text, least=1)
-
-
-def _whole(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed; got {text!r}; try 4")
-    return int(text)

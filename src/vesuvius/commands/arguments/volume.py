@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vesuvius.config import DataConfig, StoreConfig, Triple
+from vesuvius.commands.arguments.types import natural, naturals, number_from_0, positive, triple
+from vesuvius.config import DataConfig, StoreConfig
 from vesuvius.volume_tools.phantom_zarr import MIN_SIZE_VOXELS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # argparse has no public name for it
 
-_PATCH: Triple = DataConfig.model_fields["patch_size"].default
+_PATCH = DataConfig.model_fields["patch_size"].default
+_PATCH_TEXT = ",".join(map(str, _PATCH))
+_SIZE = triple(1, "a size", _PATCH_TEXT)
 _STORE = StoreConfig()
 
 
@@ -40,10 +42,14 @@ def _add_synth(commands: Commands) -> None:
     )
     synth.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
     synth.add_argument(
-        "--shape", type=_shape, default=(256, 512, 512), metavar="Z,Y,X", help="voxels (default: 256,512,512)"
+        "--shape",
+        type=triple(MIN_SIZE_VOXELS, "a shape", "256,512,512"),
+        default=(256, 512, 512),
+        metavar="Z,Y,X",
+        help="voxels (default: 256,512,512)",
     )
-    synth.add_argument("--seed", type=_whole, default=0, help="which scroll (default: 0)")
-    synth.add_argument("--chunk", type=_whole, default=128, help="edge of a chunk in voxels, even (default: 128)")
+    synth.add_argument("--seed", type=natural, default=0, help="which scroll (default: 0)")
+    synth.add_argument("--chunk", type=natural, default=128, help="edge of a chunk in voxels, even (default: 128)")
     synth.add_argument("--overwrite", action="store_true", help="replace zarr volumes that are already there")
 
 
@@ -56,9 +62,9 @@ def _add_info(commands: Commands) -> None:
     )
     _add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
     info.add_argument(
-        "--patch", type=_size, default=_PATCH, metavar="Z,Y,X", help=f"voxels of a patch (default: {_commas(_PATCH)})"
+        "--patch", type=_SIZE, default=_PATCH, metavar="Z,Y,X", help=f"voxels of a patch (default: {_PATCH_TEXT})"
     )
-    info.add_argument("--places", type=_whole, default=16, help="boxes to sample grey values from (default: 16)")
+    info.add_argument("--places", type=natural, default=16, help="boxes to sample grey values from (default: 16)")
     info.add_argument("--list", action="store_true", help="count the stored chunks by a listing, however long it takes")
     info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
 
@@ -73,10 +79,16 @@ def _add_copy(commands: Commands) -> None:
     )
     _add_source(copy, "SOURCE", "what to copy from: a folder, or an address https://, s3:// or gs://")
     copy.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
-    copy.add_argument("--start", type=_start, default=(0, 0, 0), metavar="Z,Y,X", help="first voxel (default: 0,0,0)")
-    copy.add_argument("--size", type=_size, metavar="Z,Y,X", help="voxels of the box (default: to the end)")
     copy.add_argument(
-        "--levels", type=_whole, default=1, help="levels of the copy, each the mean of 2x2x2 voxels (default: 1)"
+        "--start",
+        type=triple(0, "a start", "0,128,128"),
+        default=(0, 0, 0),
+        metavar="Z,Y,X",
+        help="first voxel (default: 0,0,0)",
+    )
+    copy.add_argument("--size", type=_SIZE, metavar="Z,Y,X", help="voxels of the box (default: to the end)")
+    copy.add_argument(
+        "--levels", type=natural, default=1, help="levels of the copy, each the mean of 2x2x2 voxels (default: 1)"
     )
     _add_store(copy)
     copy.add_argument("--no-space-check", action="store_true", help="begin even where the disk may be too small")
@@ -95,10 +107,10 @@ def _add_occupancy(commands: Commands) -> None:
 
 def _add_source(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> None:
     parser.add_argument("path", metavar=metavar, help=meaning)
-    parser.add_argument("--level", type=_whole, default=0, help="level of the pyramid, 0 = finest (default: 0)")
+    parser.add_argument("--level", type=natural, default=0, help="level of the pyramid, 0 = finest (default: 0)")
     parser.add_argument(
         "--select",
-        type=_indices,
+        type=naturals,
         default=(),
         metavar="I,...",
         help="indices that fix the other axes than z, y, x",
@@ -117,7 +129,7 @@ def _add_verify(commands: Commands) -> None:
     _add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
     verify.add_argument(
         "--processes",
-        type=_positive,
+        type=positive,
         default=min(4, os.cpu_count() or 1),
         metavar="N",
         help="that read and decode at once (default: the cores, at most 4)",
@@ -129,13 +141,13 @@ def _add_verify(commands: Commands) -> None:
 def _add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests",
-        type=_positive,
+        type=positive,
         default=_STORE.requests,
         help=f"at a time, of each process (default: {_STORE.requests})",
     )
     parser.add_argument(
         "--outage-minutes",
-        type=_minutes,
+        type=number_from_0,
         default=_STORE.outage_minutes,
         metavar="M",
         help=f"how long to wait for a network or server that is away (default: {_STORE.outage_minutes:g})",
@@ -145,53 +157,3 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a chunk that answers 403 is absent, as in S3 buckets that one may read and not list",
     )
-
-
-def _shape(text: str) -> Triple:
-    return _triple(text, MIN_SIZE_VOXELS, "a shape", "256,512,512")
-
-
-def _size(text: str) -> Triple:
-    return _triple(text, 1, "a size", _commas(_PATCH))
-
-
-def _start(text: str) -> Triple:
-    return _triple(text, 0, "a start", "0,128,128")
-
-
-def _triple(text: str, least: int, what: str, example: str) -> Triple:
-    sizes = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
-    if len(sizes) != 3 or min(sizes) < least:
-        raise argparse.ArgumentTypeError(
-            f"{what} is three whole numbers z,y,x of at least {least}; got {text!r}; try {example}"
-        )
-    z, y, x = sizes
-    return z, y, x
-
-
-def _whole(text: str, least: int = 0, example: str = "0 or 128") -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"a whole number of at least {least} is needed; got {text!r}; try {example}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _whole(text, 1, "16")
-
-
-def _minutes(text: str) -> float:
-    try:
-        minutes = float(text)
-    except ValueError:
-        minutes = math.nan
-    if not 0 <= minutes < math.inf:
-        raise argparse.ArgumentTypeError(f"a number of at least 0 is needed; got {text!r}; try 60")
-    return minutes
-
-
-def _indices(text: str) -> tuple[int, ...]:
-    return tuple(_whole(part.strip()) for part in text.split(","))
-
-
-def _commas(sizes: Triple) -> str:
-    return ",".join(map(str, sizes))
