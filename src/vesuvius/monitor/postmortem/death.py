@@ -34,7 +34,7 @@ _HEADLINES: Mapping[Cause, str] = {
     "guard": "was ended by the memory guard before it was out of memory",
     "signal": "was killed from outside, or crashed",
     "restart": "ended when the machine was restarted or lost its power",
-    "unknown": "died or was killed; cause unknown",
+    "unknown": "was killed or died; cause unknown",
 }
 
 
