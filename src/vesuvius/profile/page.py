@@ -80,7 +80,7 @@ def build_profile(
     return RunReport(
         name=f"{config.name}: profile of {count} steps",
         directory=str(records.path),
-        facts=_facts(config, records, chosen, observed) | inventory,
+        facts={**_facts(config, records, chosen, observed), **inventory},
         verdict=verdict.text if verdict else NOT_KNOWN,
         parts=parts,
         targets=targets_of(parts, thresholds_of(records.config)),
