@@ -60,6 +60,7 @@ svg text{{fill:var(--soft);font:11px system-ui,sans-serif}}
 img{{max-width:100%;height:auto;display:block;background:#000}}
 details{{margin:1em 0}}
 summary{{cursor:pointer;font-weight:600}}
+summary,li{{overflow-wrap:anywhere}}
 pre{{background:var(--card);padding:10px;overflow-x:auto;font-size:.8rem}}
 footer{{color:var(--soft);font-size:.8rem;margin-top:2em;overflow-wrap:anywhere}}
 {_CURVES}
