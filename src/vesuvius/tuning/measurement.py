@@ -32,8 +32,9 @@ _T = TypeVar("_T", "Setting", "Space", "Block")
 
 def restored(cls: type[_T], record: dict[str, Any]) -> _T:
     """From `dataclasses.asdict`, by way of JSON."""
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
-    return cls(**values | {key: restored(Setting, values[key]) for key in ("setting", "source") if key in values})
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+    values |= {key: restored(Setting, values[key]) for key in ("setting", "source") if key in values}
+    return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -204,13 +204,14 @@ def plan_lines(space: Space, planner: Planner, machine: str) -> list[str]:
         source,
         workers=source.workers if "workers" in space.kept else min(source.workers, 1),
         prefetch_factor=source.prefetch_factor if "prefetch_factor" in space.kept else 1,
-        **{} if "train_batch_size" in space.kept else {"train_batch_size": 1, "accumulate_steps": total},
     )
+    if "train_batch_size" not in space.kept:
+        smallest = replace(smallest, train_batch_size=1, accumulate_steps=total)
     if obstacle := memory.obstacle(smallest):
         raise ConfigError(f"a tune needs a setting that fits this machine; got none: {obstacle}")
     sizes = [*range(1, total + 1), *((total << n for n in range(1, 20)) if space.scale_batch else ())]
     batches = [size for size in sizes if size <= space.most_batch and (size > total or total % size == 0)]
-    lines = []
+    lines = list[str]()
     for setting in (
         source,
         *(replace(source, workers=count) for count in workers),

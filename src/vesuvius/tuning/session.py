@@ -186,7 +186,7 @@ def _finish(request: Request, ledger: Ledger, search: Search, found: Recommendat
     }
     made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
     page = build_page(config.name, str(directory), found, search, options, facts, dump_config(request.written))
-    write_pages(directory, "report", [page], (), (), [], made)
+    write_pages(directory, "report", [page], made)
     figures = {
         "made": made,
         "facts": page.facts,

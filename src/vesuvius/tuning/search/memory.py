@@ -126,7 +126,7 @@ def death_text(block: Block) -> str:
 
 
 def _switches_apart(one: Setting, other: Setting) -> set[str]:
-    return set(one.changes(other)) - _SIZES
+    return set[str](one.changes(other)) - _SIZES
 
 
 def _beyond(size_bytes: int, where: str, limit_bytes: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from vesuvius.tuning.measurement import DEADLY, WITHIN, Setting, in_words, trainer_knobs
+from vesuvius.tuning.measurement import DEADLY, WITHIN, Kind, Setting, in_words, trainer_knobs
 from vesuvius.tuning.search.memory import GROWTH
 from vesuvius.tuning.search.pairs import Comparison, compare
 from vesuvius.tuning.search.search import (
@@ -360,7 +360,8 @@ def compare_with_base(search: Search) -> None:
     """Measure the gain over the baseline in turn, or once where it is large and more would cost much."""
     if search.best == search.base:
         return
-    best, base = (search.best, "run"), (search.base, "run")
+    best: tuple[Setting, Kind] = (search.best, "run")
+    base: tuple[Setting, Kind] = (search.base, "run")
     rates = [search.rates.of("run", setting)[-1].rate for setting in (search.best, search.base)]
     each_s = search.expected_s(*base) + search.expected_s(*best)
     if rates[0] > (1 + _SURE) * rates[1] and 3 * each_s > _DEAR * search.space.budget_s:
