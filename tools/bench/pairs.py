@@ -15,11 +15,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from vesuvius.bench.cells.command import measure_command
-from vesuvius.bench.cells.training import Bounds
-from vesuvius.bench.grid import Cell
-from vesuvius.bench.ledger import Ledger, Measurement
-from vesuvius.bench.results import Result, results_of
+from vesuvius.benchmark.cells.command import measure_command
+from vesuvius.benchmark.cells.training import Bounds
+from vesuvius.benchmark.grid import Cell
+from vesuvius.benchmark.ledger import Ledger, Measurement
+from vesuvius.benchmark.results import Result, results_of
 from vesuvius.config.load import parse_stored
 
 _PRODUCTS = 100  # of a sample of the faster one

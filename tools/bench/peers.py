@@ -8,7 +8,7 @@
 
 Run from the repository's root.  Reads zarr v2 from disk.  A peer is any command: it is given --volume, --level,
 --patch, --batch, --workers and --seconds, and its last line is JSON with `samples_s`, and `start_s` and others if it
-likes.  Nothing here needs vesuvius to be installed; how a loader is measured: `src/vesuvius/bench/cells/peers.py`.
+likes.  Nothing here needs vesuvius to be installed; how a loader is measured: `src/vesuvius/benchmark/cells/peers.py`.
 
 zarrdataset, chunk by chunk (`draw_same_chunk`): patches on a grid whose step is half a patch, 16 of one chunk in random
 order, then those of another chunk: consecutive patches of a worker overlap.  MONAI: `CacheDataset` of the one volume,
@@ -35,7 +35,7 @@ except ImportError:  # MONAI does without it
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # not installed in this environment
 
-from vesuvius.bench.cells.peers import PREFETCH, Batches, Feed, LoaderFeed, Setup, child_pids, open_array, run_feed
+from vesuvius.benchmark.cells.peers import PREFETCH, Batches, Feed, LoaderFeed, Setup, child_pids, open_array, run_feed
 
 SYSTEMS = ("zarrdataset", "monai-ram")
 

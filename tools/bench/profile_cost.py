@@ -22,13 +22,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius t
 
 import numpy as np
 
-from vesuvius.bench.paired import median_interval
+from vesuvius.benchmark.paired import median_interval
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_OK
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.profile.observer import Observed, Observer
-from vesuvius.profile.session import profiled
+from vesuvius.profiling.observer import Observed, Observer
+from vesuvius.profiling.session import profiled
 from vesuvius.runlog.logfile import log_to_terminal
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.stream import PatchStream

@@ -26,10 +26,10 @@ def main(argv: list[str]) -> int:
     if args.peer and not args.loader:
         parser.error("--peer is about loaders; it goes with --loader")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
-    from vesuvius.bench.cells.command import loader_cells  # these import torch
-    from vesuvius.bench.cells.training import Bounds
-    from vesuvius.bench.grid import make_cells, parse_axis
-    from vesuvius.bench.session import PAGE, Request, bench
+    from vesuvius.benchmark.cells.command import loader_cells  # these import torch
+    from vesuvius.benchmark.cells.training import Bounds
+    from vesuvius.benchmark.grid import make_cells, parse_axis
+    from vesuvius.benchmark.session import PAGE, Request, bench
 
     sweeps = [parse_axis(text) for text in args.sweep]
     if args.ranks:

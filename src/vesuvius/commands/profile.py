@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     config = take_config(args.config, args.overrides)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler prints what it begins and ends
-    from vesuvius.profile.session import Request, profile  # imports torch
+    from vesuvius.profiling.session import Request, profile  # imports torch
 
     command = shlex.join(["vesuvius", "profile", *argv])
     folder = profile(Request(config, args.config, args.steps, args.trace, command, args.at_step))

@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
 
     request = Request(config, args.config, resume, args.allow_drift, args.restart_damaged)
     if args.profile is not None:
-        from vesuvius.profile.session import profile_in_place
+        from vesuvius.profiling.session import profile_in_place
 
         command = shlex.join(["vesuvius", "train", *argv])
         request = replace(request, make_tuner=profile_in_place(_PROFILED_STEPS, args.profile, command))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
-from vesuvius.bench.paired import median_interval
+from vesuvius.benchmark.paired import median_interval
 
 _SPEC = importlib.util.spec_from_file_location("profile_cost", REPOSITORY / "tools" / "bench" / "profile_cost.py")
 assert _SPEC is not None

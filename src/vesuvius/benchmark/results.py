@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vesuvius.bench.grid import Cell
-from vesuvius.bench.ledger import Measurement
-from vesuvius.bench.paired import Interval, bands, break_even_step, median_interval
+from vesuvius.benchmark.grid import Cell
+from vesuvius.benchmark.ledger import Measurement
+from vesuvius.benchmark.paired import Interval, bands, break_even_step, median_interval
 from vesuvius.monitor.quantile import quantile
 from vesuvius.runlog.units import format_percent, number
 

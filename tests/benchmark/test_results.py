@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vesuvius.bench.grid import make_cells, parse_axis
-from vesuvius.bench.ledger import Measurement
-from vesuvius.bench.pace import Demand, Pace
-from vesuvius.bench.page import build_page, table_of
-from vesuvius.bench.paired import BANDS, band, bands, break_even_step, median_interval
-from vesuvius.bench.pictures import draw_comparison, draw_table
-from vesuvius.bench.results import Cell, results_of, verdict
+from vesuvius.benchmark.grid import make_cells, parse_axis
+from vesuvius.benchmark.ledger import Measurement
+from vesuvius.benchmark.pace import Demand, Pace
+from vesuvius.benchmark.page import build_page, table_of
+from vesuvius.benchmark.paired import BANDS, band, bands, break_even_step, median_interval
+from vesuvius.benchmark.pictures import draw_comparison, draw_table
+from vesuvius.benchmark.results import Cell, results_of, verdict
 from vesuvius.errors import ConfigError
 
 

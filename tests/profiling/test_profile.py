@@ -27,12 +27,12 @@ from vesuvius.diffusion.network.unet import Execution, build_unet
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK, ConfigError
 from vesuvius.monitor.verdict import judge
 from vesuvius.monitor.window import Knobs, Thresholds, Window
-from vesuvius.profile.layers import LayerWatch, blocks
-from vesuvius.profile.observer import Observed
-from vesuvius.profile.page import build_profile, counted, with_ema
-from vesuvius.profile.recommend import Advice, leave_alone, recommend
-from vesuvius.profile.session import checkpoint_before, profiled
-from vesuvius.profile.trace import MemoryUse, longest, memory_of
+from vesuvius.profiling.layers import LayerWatch, blocks
+from vesuvius.profiling.observer import Observed
+from vesuvius.profiling.page import build_profile, counted, with_ema
+from vesuvius.profiling.recommend import Advice, leave_alone, recommend
+from vesuvius.profiling.session import checkpoint_before, profiled
+from vesuvius.profiling.trace import MemoryUse, longest, memory_of
 from vesuvius.report.records import read_run
 from vesuvius.report.share import shared_out, work_rows
 from vesuvius.runlog.records import read_records

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from vesuvius.bench.ledger import Measurement
-from vesuvius.bench.pace import Demand, Pace
+from vesuvius.benchmark.ledger import Measurement
+from vesuvius.benchmark.pace import Demand, Pace
 from vesuvius.config import Config
 from vesuvius.errors import VesuviusError, one_line
 from vesuvius.runlog.units import size_text

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vesuvius.bench.grid import Cell
-from vesuvius.bench.ledger import Ledger, Measurement
-from vesuvius.bench.results import Result, results_of
+from vesuvius.benchmark.grid import Cell
+from vesuvius.benchmark.ledger import Ledger, Measurement
+from vesuvius.benchmark.results import Result, results_of
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.tuning.measurement import TuneInterrupted
 

@@ -22,9 +22,9 @@ from vesuvius.doctor.device import seen_by_driver
 from vesuvius.errors import EXIT_OK, ConfigError, VesuviusError, one_line
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.window import Thresholds
-from vesuvius.profile.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, Observer
-from vesuvius.profile.page import build_profile
-from vesuvius.profile.recommend import leave_alone, recommend
+from vesuvius.profiling.observer import MOST_STEPS_BESIDE, MOST_WARM_STEPS, Observed, Observer
+from vesuvius.profiling.page import build_profile
+from vesuvius.profiling.recommend import leave_alone, recommend
 from vesuvius.report.files import made_by, new_folder, write_pages
 from vesuvius.report.model import NOT_KNOWN
 from vesuvius.report.records import read_run

@@ -12,8 +12,8 @@ import numpy as np
 
 from vesuvius.config import Config
 from vesuvius.monitor.quantile import quantile
-from vesuvius.profile.observer import Observed
-from vesuvius.profile.recommend import Advice
+from vesuvius.profiling.observer import Observed
+from vesuvius.profiling.recommend import Advice
 from vesuvius.report.charts import build_charts
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.model import (

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from vesuvius.bench.cells.command import measure_command
-from vesuvius.bench.cells.training import Bounds, TrainingLab
-from vesuvius.bench.grid import Cell
-from vesuvius.bench.ledger import Ledger, Measurement
-from vesuvius.bench.page import Memory, build_page
-from vesuvius.bench.pictures import draw_comparison, draw_table
-from vesuvius.bench.results import Result, results_of
+from vesuvius.benchmark.cells.command import measure_command
+from vesuvius.benchmark.cells.training import Bounds, TrainingLab
+from vesuvius.benchmark.grid import Cell
+from vesuvius.benchmark.ledger import Ledger, Measurement
+from vesuvius.benchmark.page import Memory, build_page
+from vesuvius.benchmark.pictures import draw_comparison, draw_table
+from vesuvius.benchmark.results import Result, results_of
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError

@@ -12,10 +12,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from vesuvius.bench.cells.loader import OURS, PEERS, setup_of
-from vesuvius.bench.cells.training import Bounds
-from vesuvius.bench.grid import Cell
-from vesuvius.bench.ledger import Measurement
+from vesuvius.benchmark.cells.loader import OURS, PEERS, setup_of
+from vesuvius.benchmark.cells.training import Bounds
+from vesuvius.benchmark.grid import Cell
+from vesuvius.benchmark.ledger import Measurement
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.errors import ConfigError, one_line
@@ -50,7 +50,7 @@ def loader_cells(cells: Sequence[Cell], peers: Sequence[str]) -> tuple[list[Cell
 
 
 def _own(system: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "vesuvius.bench.cells.loader", system)
+    return (sys.executable, "-m", "vesuvius.benchmark.cells.loader", system)
 
 
 def measure_command(

@@ -14,8 +14,8 @@ import torch
 
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.profile.layers import Layer, LayerWatch, synchronize
-from vesuvius.profile.trace import MemoryUse, Operator, Trace
+from vesuvius.profiling.layers import Layer, LayerWatch, synchronize
+from vesuvius.profiling.trace import MemoryUse, Operator, Trace
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.loop import TrainingLoop, Tuner

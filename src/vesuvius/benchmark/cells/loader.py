@@ -1,4 +1,4 @@
-"""`python -m vesuvius.bench.cells.loader SYSTEM --config FILE --seconds S`: measures a loader, prints JSON.
+"""`python -m vesuvius.benchmark.cells.loader SYSTEM --config FILE --seconds S`: measures a loader, prints JSON.
 
 `vesuvius` is the data path of the config; the others read random patches of its first volume.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vesuvius.bench.cells.peers import Batches, Figures, Setup, run_feed, touch, uniform_feed
+from vesuvius.benchmark.cells.peers import Batches, Figures, Setup, run_feed, touch, uniform_feed
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import one_line

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from vesuvius.bench.page import Memory, table_of
-from vesuvius.bench.paired import BANDS, Interval
-from vesuvius.bench.results import Result
+from vesuvius.benchmark.page import Memory, table_of
+from vesuvius.benchmark.paired import BANDS, Interval
+from vesuvius.benchmark.results import Result
 from vesuvius.runlog.units import GIB, number
 
 _BLUE, _GREEN, _RED, _GREY = "#1d5fd1", "#2e8b57", "#c0392b", "#6b7785"

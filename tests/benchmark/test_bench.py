@@ -17,12 +17,12 @@ import pytest
 from obstore.store import GCSStore, HTTPStore, S3Store
 
 from tests.support.tiny import tiny_sections
-from vesuvius.bench.cells import command as command_cells
-from vesuvius.bench.cells.loader import setup_of
-from vesuvius.bench.cells.peers import store_of
-from vesuvius.bench.cells.training import Bounds, TrainingLab
-from vesuvius.bench.grid import Cell
-from vesuvius.bench.ledger import Measurement
+from vesuvius.benchmark.cells import command as command_cells
+from vesuvius.benchmark.cells.loader import setup_of
+from vesuvius.benchmark.cells.peers import store_of
+from vesuvius.benchmark.cells.training import Bounds, TrainingLab
+from vesuvius.benchmark.grid import Cell
+from vesuvius.benchmark.ledger import Measurement
 from vesuvius.commands import bench as command
 from vesuvius.config.load import parse_stored, read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK

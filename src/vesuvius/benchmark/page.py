@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from vesuvius.bench.paired import BANDS, Interval
-from vesuvius.bench.results import RANKS, Result, span_words, told_apart, verdict
+from vesuvius.benchmark.paired import BANDS, Interval
+from vesuvius.benchmark.results import RANKS, Result, span_words, told_apart, verdict
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.model import RunReport, Table, filled
 from vesuvius.runlog.units import GIB, format_percent, number, size_text
