@@ -16,19 +16,12 @@ _OPEN, _CLOSE, _QUOTES = "[{", "]}", "'\""
 
 @dataclass(frozen=True)
 class Cell:
-    """Something to measure.
+    """Something to measure."""
 
-    Attributes:
-        label: what distinguishes it from the other cells.
-        overrides: beside those of the command line.
-        command: of a loader, which prints its figures; empty = train.
-        loader: its name; '' = train.
-    """
-
-    label: str
-    overrides: tuple[str, ...] = ()
-    command: tuple[str, ...] = ()
-    loader: str = ""
+    label: str  # what distinguishes it from the other cells
+    overrides: tuple[str, ...] = ()  # beside those of the command line
+    command: tuple[str, ...] = ()  # of a loader, which prints its figures; empty = train
+    loader: str = ""  # its name; '' = train
 
 
 def parse_axis(text: str) -> Axis:

@@ -18,27 +18,19 @@ _KILLED_TWICE = "the bench was killed twice during this measurement, so it is no
 
 @dataclass(frozen=True)
 class Measurement:
-    """A cell in one round, and how that ended.
-
-    Attributes:
-        cause: one line; '' where it ended ok.
-        run: name of its run directory below `cells/`; '' = none.
-        session: of the bench, counted from 1: rates of different sessions are not compared within a round.
-        samples_s: at the steady pace; 0 unless ok.
-        start_s: from the start of the process, beyond what the steps until the steady pace took at that pace.
-        figures: others, by name; None = not known.
-    """
+    """A cell in one round, and how that ended."""
 
     cell: int
     round: int
     ended: Ended
-    cause: str = ""
-    run: str = ""
-    session: int = 1
+    cause: str = ""  # one line; '' where it ended ok
+    run: str = ""  # name of its run directory below `cells/`; '' = none
+    session: int = 1  # of the bench, counted from 1: rates of different sessions are not compared within a round
     seconds: float = 0.0
-    samples_s: float = 0.0
+    samples_s: float = 0.0  # at the steady pace; 0 unless ok
+    # from the start of the process, beyond what the steps until the steady pace took at that pace
     start_s: float | None = None
-    figures: Mapping[str, float | None] = field(default_factory=dict)
+    figures: Mapping[str, float | None] = field(default_factory=dict)  # others, by name; None = not known
 
 
 class Ledger(AbstractContextManager["Ledger"]):

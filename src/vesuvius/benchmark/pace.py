@@ -18,27 +18,16 @@ _LEAST_STEPS = 3
 
 @dataclass(frozen=True)
 class Demand:
-    """What has to be seen of a run.
+    """What has to be seen of a run."""
 
-    Attributes:
-        seconds: of the steady pace.
-        batch: samples of a step.
-        warm_steps: until kernels are chosen and batches that were ready at the start are used up.
-        warm_samples: until each region in flight was read: up to there each sample needs another one.
-        cycle: samples after which bursts of the readers repeat.
-        workers: of all ranks.
-        patches_per_region: that one read gives.
-        compiles: whether the first step compiles the network.
-    """
-
-    seconds: float
-    batch: int
-    warm_steps: int
-    warm_samples: int
-    cycle: int
-    workers: int
-    patches_per_region: int
-    compiles: bool = False
+    seconds: float  # of the steady pace
+    batch: int  # samples of a step
+    warm_steps: int  # until kernels are chosen and batches that were ready at the start are used up
+    warm_samples: int  # until each region in flight was read: up to there each sample needs another one
+    cycle: int  # samples after which bursts of the readers repeat
+    workers: int  # of all ranks
+    patches_per_region: int  # that one read gives
+    compiles: bool = False  # whether the first step compiles the network
 
     @classmethod
     def of(cls, config: Config, data: PreparedData, ranks: int, seconds: float) -> Demand:

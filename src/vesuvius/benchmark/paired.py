@@ -19,16 +19,12 @@ BANDS = ((0.90, "near-linear"), (0.75, "good"), (0.50, "acceptable"), (-math.inf
 
 @dataclass(frozen=True)
 class Interval:
-    """A median and two of the values as its confidence interval, which assumes nothing of their distribution.
-
-    Attributes:
-        level: how often such an interval holds the true median; 0 of a single value.
-    """
+    """A median and two of the values as its confidence interval, which assumes nothing of their distribution."""
 
     mid: float
     low: float
     high: float
-    level: float
+    level: float  # how often such an interval holds the true median; 0 of a single value
     count: int
 
 

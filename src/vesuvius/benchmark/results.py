@@ -18,35 +18,26 @@ SURE_LEVEL = 0.9
 
 @dataclass(frozen=True)
 class Result:
-    """A cell, and what was measured of it.
-
-    Attributes:
-        cause: why it failed; '' = it did not.  What was measured before that is kept.
-        rates: samples/s of each round.
-        speed: times as fast as the baseline, from the rounds of one session that have both; None of the baseline.
-        start_s: before the steady pace, beyond the steps' usual time.
-        even_step: steps after which it is ahead of the baseline for good; None = never, or not known.
-        ranks, efficiency, band: of a bench of ranks; the efficiency is the speed per rank over that of the baseline,
-            the band that of its interval.
-        figures: medians over the rounds, by name.
-        run: the last one below `cells/`; '' = none.
-        loader: its name; '' = train.
-    """
+    """A cell, and what was measured of it."""
 
     label: str
     overrides: tuple[str, ...]
-    cause: str
-    rates: Mapping[int, float]
+    cause: str  # why it failed; '' = it did not.  What was measured before that is kept.
+    rates: Mapping[int, float]  # samples/s of each round
     samples_s: Interval | None
+    # times as fast as the baseline, from the rounds of one session that have both; None of the baseline
     speed: Interval | None = None
-    start_s: float | None = None
+    start_s: float | None = None  # before the steady pace, beyond the steps' usual time
+    # steps after which it is ahead of the baseline for good; None = never, or not known
     even_step: float | None = None
+    # ranks, efficiency, band: of a bench of ranks; the efficiency is the speed per rank over that of the baseline,
+    # the band that of its interval
     ranks: int | None = None
     efficiency: float | None = None
     band: str = ""
-    figures: Mapping[str, float] | None = None
-    run: str = ""
-    loader: str = ""
+    figures: Mapping[str, float] | None = None  # medians over the rounds, by name
+    run: str = ""  # the last one below `cells/`; '' = none
+    loader: str = ""  # its name; '' = train
 
 
 def results_of(cells: Sequence[Cell], measurements: Sequence[Measurement]) -> list[Result]:

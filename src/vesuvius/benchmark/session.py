@@ -41,27 +41,18 @@ PAGE = "bench"
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """What is asked for."""
 
-    Attributes:
-        source: the YAML file; with `environment` and `overrides` applied it is what cells change.
-        environment: variables that set keys, which a cell's trainer must not find in its own environment.
-        rounds: how often each cell is measured.
-        resume: go on with the newest bench of this run.
-        retry_failed: and measure again what failed in it.
-        left_out: loaders that are not installed.
-        command: as typed.
-    """
-
-    source: Path
+    source: Path  # the YAML file; with `environment` and `overrides` applied it is what cells change
     overrides: tuple[str, ...]
     cells: tuple[Cell, ...]
-    rounds: int
+    rounds: int  # how often each cell is measured
     bounds: Bounds
-    resume: bool = False
-    retry_failed: bool = False
-    left_out: tuple[str, ...] = ()
-    command: str = "vesuvius bench"
+    resume: bool = False  # go on with the newest bench of this run
+    retry_failed: bool = False  # and measure again what failed in it
+    left_out: tuple[str, ...] = ()  # loaders that are not installed
+    command: str = "vesuvius bench"  # as typed
+    # variables that set keys, which a cell's trainer must not find in its own environment
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -54,15 +54,10 @@ class LineError(ConfigError):
 
 @dataclass
 class Value:
-    """A section, a list or a plain value, and where it was written.
+    """A section, a list or a plain value, and where it was written."""
 
-    Attributes:
-        content: values by key, a list of values, or a scalar.
-        origin: None for a section that an override made on the way to its key.
-    """
-
-    content: Any
-    origin: Origin | None
+    content: Any  # values by key, a list of values, or a scalar
+    origin: Origin | None  # None for a section that an override made on the way to its key
 
     def plain(self) -> Any:
         """Without origins: dicts, lists and scalars."""

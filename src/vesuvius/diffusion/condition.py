@@ -14,15 +14,12 @@ class Condition:
 
     A sample whose condition is dropped (for classifier-free guidance) has zeros in both tensors, including the presence
     flags.  Source: Ho & Salimans 2022 (a null token replaces the condition).
-
-    Attributes:
-        channels: float32 [B, C, Z, Y, X], joined to x_t by channel; the last one is the presence flag, 1.  None = no
-            condition volume.
-        scalars: float32 [B, n + 1], in the order of `model.scalars`; the last one is the presence flag, 1.  None = no
-            scalars.
     """
 
+    # float32 [B, C, Z, Y, X], joined to x_t by channel; the last one is the presence flag, 1.  None = no condition
+    # volume.
     channels: Tensor | None
+    # float32 [B, n + 1], in the order of `model.scalars`; the last one is the presence flag, 1.  None = no scalars.
     scalars: Tensor | None
 
     @property

@@ -21,16 +21,11 @@ class NoiseLevel:
     """The noise level of x = alpha x_0 + sigma eps.
 
     Both factors are stored: computing one from the other loses precision where it is small.
-
-    Attributes:
-        t: input of the network; an integer is a timestep of the schedule, other values lie between two timesteps.
-        alpha: sqrt(alpha_bar), 0 for pure noise.
-        sigma: sqrt(1 - alpha_bar), 0 for a clean sample.
     """
 
-    t: float
-    alpha: float
-    sigma: float
+    t: float  # input of the network; an integer is a timestep of the schedule, other values lie between two timesteps
+    alpha: float  # sqrt(alpha_bar), 0 for pure noise
+    sigma: float  # sqrt(1 - alpha_bar), 0 for a clean sample
 
 
 _RHO = 7.0

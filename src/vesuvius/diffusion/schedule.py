@@ -150,25 +150,21 @@ class Schedule:
     and return float32 BCZYX.  They cast inputs to float32 and use no operation that autocast changes, so they are safe
     inside an autocast region (in bf16, alpha_bar rounds to 1 at small t).  A `t` outside [0, timesteps) raises
     IndexError; a negative t does not wrap.
-
-    Attributes:
-        alpha_bar_64: float64 [timesteps], on the host; samplers compute their coefficients from it.
-        sqrt_alpha_bar, sqrt_one_minus_alpha_bar, snr_table: float32 [timesteps].
-        spectrum: of the data, if the noise levels are fitted to it (edm); then x_0 is standardised before it is noised.
-            Else None, like the three that follow.
-        power: float32 [Z, Y, X // 2 + 1], per frequency of `rfftn`.
-        mode_weight: float32 [X // 2 + 1], weight of a frequency in a mean over all modes of a patch.
-        loss_weight: float32 [timesteps], see `spectrum_weights`.
     """
 
+    # float64 [timesteps], on the host; samplers compute their coefficients from it
     alpha_bar_64: npt.NDArray[np.float64]
+    # sqrt_alpha_bar, sqrt_one_minus_alpha_bar, snr_table: float32 [timesteps]
     sqrt_alpha_bar: Tensor
     sqrt_one_minus_alpha_bar: Tensor
     snr_table: Tensor
+    # of the data, if the noise levels are fitted to it (edm); then x_0 is standardised before it is noised. Else
+    # None, like the three that follow.
     spectrum: Spectrum | None = None
-    power: Tensor | None = None
+    power: Tensor | None = None  # float32 [Z, Y, X // 2 + 1], per frequency of `rfftn`
+    # float32 [X // 2 + 1], weight of a frequency in a mean over all modes of a patch
     mode_weight: Tensor | None = None
-    loss_weight: Tensor | None = None
+    loss_weight: Tensor | None = None  # float32 [timesteps], see `spectrum_weights`
 
     @classmethod
     def from_betas(cls, betas: Betas, spectrum: Spectrum | None = None) -> Self:

@@ -21,20 +21,16 @@ LEAST_POWER = 1e-6  # lower bound on the power of a frequency; avoids divisions 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """Second moments of patches of one size, which are treated as periodic.
+    """Second moments of patches of one size, which are treated as periodic."""
 
-    Attributes:
-        mean, std: over all voxels of all patches, in model values.
-        power: float32 [Z, Y, X // 2 + 1], on the host: the expectation of |FFT|^2 / voxels of a standardised patch, at
-            the frequencies of `rfftn`.  White noise of variance 1 has power 1 everywhere; the mean over all frequencies
-            is the variance, 1.  At frequency 0 it is the variance of the patch means times the voxels of a patch.
-        size_x: X, which does not follow from the last axis of `power`.
-    """
-
+    # mean, std: over all voxels of all patches, in model values
     mean: float
     std: float
+    # float32 [Z, Y, X // 2 + 1], on the host: the expectation of |FFT|^2 / voxels of a standardised patch, at the
+    # frequencies of `rfftn`.  White noise of variance 1 has power 1 everywhere; the mean over all frequencies is the
+    # variance, 1.  At frequency 0 it is the variance of the patch means times the voxels of a patch.
     power: NDArray[np.float32]
-    size_x: int
+    size_x: int  # X, which does not follow from the last axis of `power`
 
     @classmethod
     def of(cls, patches: Tensor) -> Self:

@@ -16,36 +16,23 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
-
-    Attributes:
-        value: what is there, with its unit.
-        remedy: what to do; empty where all is well.
-    """
+    """What a check found."""
 
     level: Level
-    value: str
-    remedy: str = ""
+    value: str  # what is there, with its unit
+    remedy: str = ""  # what to do; empty where all is well
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something to look at.
-
-    Attributes:
-        look: returns the finding; whatever it raises is a failure with that as its cause.
-        within_s: after so long it counts as hung.
-        if_hung: what to do then.
-        hung: how bad that is.
-        beside: whether it may run beside the others; those that measure a speed may not.
-    """
+    """Something to look at."""
 
     name: str
-    look: Callable[[], Finding]
-    within_s: float = 5.0
-    if_hung: str = "see what it waits for"
-    hung: Level = "fail"
-    beside: bool = False
+    look: Callable[[], Finding]  # returns the finding; whatever it raises is a failure with that as its cause
+    within_s: float = 5.0  # after so long it counts as hung
+    if_hung: str = "see what it waits for"  # what to do then
+    hung: Level = "fail"  # how bad that is
+    beside: bool = False  # whether it may run beside the others; those that measure a speed may not
 
 
 LEFT_BEHIND = "left-behind"

@@ -50,53 +50,35 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What is asked for.
+    """What is asked for."""
 
-    Attributes:
-        checkpoint: as `find_checkpoint` takes it.
-        weights: "ema", another average, or "model" for those of the last step.
-        overrides: `key.path=value`, on top of the checkpoint's config: sampler and amp.
-        count: samples to write, numbers 0 ... count - 1.
-        seed, batch_size: what a sample follows from, beside its number.
-        volume: number of the volume whose grey values, condition and scalars are used.
-        out: directory to write; None: below the run's `samples/`.
-        overwrite: replace samples that are there.
-        condition, box: what all samples are shown, in place of the training's condition; the box has the size of a
-            patch, None = all of it.
-        npy: write samples.npy, too.
-    """
-
-    checkpoint: Path
-    weights: str
-    overrides: tuple[str, ...]
-    count: int
+    checkpoint: Path  # as `find_checkpoint` takes it
+    weights: str  # "ema", another average, or "model" for those of the last step
+    overrides: tuple[str, ...]  # `key.path=value`, on top of the checkpoint's config: sampler and amp
+    count: int  # samples to write, numbers 0 ... count - 1.
+    # seed, batch_size: what a sample follows from, beside its number
     seed: int
     batch_size: int
-    volume: int
-    out: Path | None
-    overwrite: bool
+    volume: int  # number of the volume whose grey values, condition and scalars are used
+    out: Path | None  # directory to write; None: below the run's `samples/`
+    overwrite: bool  # replace samples that are there
+    # condition, box: what all samples are shown, in place of the training's condition; the box has the size of a
+    # patch, None = all of it
     condition: ArrayConfig | None = None
     box: Box | None = None
-    npy: bool = False
+    npy: bool = False  # write samples.npy, too
 
 
 @dataclass(frozen=True)
 class SampleSummary:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        out: the directory.
-        dtype: of the array of shape (count, *shape_zyx).
-        evaluations: calls of the network per sample.
-        seconds: in all.
-    """
-
-    out: Path
+    out: Path  # the directory
     count: int
     shape_zyx: Triple
-    dtype: str
-    evaluations: int
-    seconds: float
+    dtype: str  # of the array of shape (count, *shape_zyx)
+    evaluations: int  # calls of the network per sample
+    seconds: float  # in all
 
 
 def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, done, total: None) -> SampleSummary:

@@ -41,15 +41,11 @@ class SamplingStoppedError(VesuviusError):
 
 @dataclass
 class Watch:
-    """Passes on progress, and raises SamplingStoppedError once a stop is wanted.
-
-    Attributes:
-        resumable: the same command goes on from what is done.
-    """
+    """Passes on progress, and raises SamplingStoppedError once a stop is wanted."""
 
     stop: Stop | None = None
     on_progress: OnProgress = lambda what, done, total: None
-    resumable: bool = False
+    resumable: bool = False  # the same command goes on from what is done
     _progress: str = "before the first step"
 
     def check(self) -> None:

@@ -10,21 +10,14 @@ from vesuvius.errors import EXIT_STOPPED
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank learns when it is started.
+    """What a rank learns when it is started."""
 
-    Attributes:
-        again: it was started before.
-        begun: rank 0 has made a step before.
-        restarts: after losses, so far.
-        lost: ranks that were lost since its start before, and why; empty where Ray Train only changed their number.
-        ended: how a rank has ended that no restart can help: exit code and message.
-    """
-
-    again: bool
-    begun: bool
-    restarts: int
+    again: bool  # it was started before
+    begun: bool  # rank 0 has made a step before
+    restarts: int  # after losses, so far
+    # ranks that were lost since its start before, and why; empty where Ray Train only changed their number
     lost: dict[int, str]
-    ended: tuple[int, str] | None
+    ended: tuple[int, str] | None  # how a rank has ended that no restart can help: exit code and message
 
 
 class Bulletin:

@@ -28,18 +28,13 @@ _PHASES_AVERAGED = 16
 
 @dataclass(frozen=True)
 class AxisCells:
-    """Cells along one axis.
+    """Cells along one axis."""
 
-    Attributes:
-        first, count: the starts first <= s < first + count.
-        length: of a cell, in starts.
-        phases: voxels of the volume, modulo the length, at which a cell may begin.
-    """
-
+    # first, count: the starts first <= s < first + count
     first: int
     count: int
-    length: int
-    phases: tuple[int, ...]
+    length: int  # of a cell, in starts
+    phases: tuple[int, ...]  # voxels of the volume, modulo the length, at which a cell may begin
 
     def cell_of(self, start: int, phase: int) -> tuple[int, int]:
         """The cell that owns a start: (first start, behind the last)."""

@@ -80,19 +80,14 @@ class ForegroundMap:
 
 @dataclass(frozen=True, eq=False)
 class QualifyingStarts:
-    """The starts of a box whose patch holds at least `min_fraction` of foreground.
-
-    Attributes:
-        starts: the box of starts that they are taken from.
-        edge_zyx: of a block of starts; blocks at the end of an axis stick out of the box.
-        blocks: rising numbers of the blocks that may hold a start that qualifies; x counts fastest.
-    """
+    """The starts of a box whose patch holds at least `min_fraction` of foreground."""
 
     map: ForegroundMap
     patch_zyx: Triple
     min_fraction: float
-    starts: Box
-    edge_zyx: Triple
+    starts: Box  # the box of starts that they are taken from
+    edge_zyx: Triple  # of a block of starts; blocks at the end of an axis stick out of the box
+    # rising numbers of the blocks that may hold a start that qualifies; x counts fastest
     blocks: NDArray[np.unsignedinteger[Any]] = field(repr=False)
 
     @cached_property

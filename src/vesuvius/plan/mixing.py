@@ -25,16 +25,11 @@ reads regions of its own where W divides 8."""
 
 @dataclass(frozen=True)
 class Mixing:
-    """The order in which regions give samples.  A region's slot 0, 1, 2, ... is its place in the order of reading.
-
-    Attributes:
-        regions: M, those in flight at any time.
-        patches: K, samples of each; those of the first window give fewer.
-    """
+    """The order in which regions give samples.  A region's slot 0, 1, 2, ... is its place in the order of reading."""
 
     seed: int
-    regions: int
-    patches: int
+    regions: int  # M, those in flight at any time
+    patches: int  # K, samples of each; those of the first window give fewer
 
     @property
     def groups(self) -> int:

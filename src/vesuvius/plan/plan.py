@@ -39,13 +39,7 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class PlanVolume:
-    """A volume as the plan sees it.
-
-    Attributes:
-        voxel_bytes: bytes that a reader holds per voxel, including those of a condition.
-        cells: a partition of the starts in the training box.
-        foreground: the starts that qualify; None = all.
-    """
+    """A volume as the plan sees it."""
 
     name: str
     weight: float
@@ -53,9 +47,9 @@ class PlanVolume:
     train: Box
     chunk_zyx: Triple
     dtype: str
-    voxel_bytes: int
-    cells: Cells
-    foreground: QualifyingStarts | None = None
+    voxel_bytes: int  # bytes that a reader holds per voxel, including those of a condition
+    cells: Cells  # a partition of the starts in the training box
+    foreground: QualifyingStarts | None = None  # the starts that qualify; None = all
 
     @property
     def positions(self) -> int:
@@ -70,15 +64,12 @@ class PlanVolume:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What the device does to a patch.
+    """What the device does to a patch."""
 
-    Attributes:
-        flip_zyx, turns: mirror the axes that are set, then turn by `turns` x 90 degrees in the y-x plane.
-        gain, offset: model values v become gain * v + offset.
-    """
-
+    # flip_zyx, turns: mirror the axes that are set, then turn by `turns` x 90 degrees in the y-x plane
     flip_zyx: tuple[bool, bool, bool] = (False, False, False)
     turns: int = 0
+    # gain, offset: model values v become gain * v + offset
     gain: float = 1.0
     offset: float = 0.0
 
@@ -98,41 +89,26 @@ def augmentation_of(seed: int, augment: AugmentConfig, index: int) -> Augmentati
 
 @dataclass(frozen=True)
 class Visit:
-    """A cell whose region is read for one slot.
+    """A cell whose region is read for one slot."""
 
-    Attributes:
-        slot, attempt: of the order of reading; attempts 1, 2, ... replace a region that cannot be read.
-        volume: number of the volume.
-        cell: the box of starts.
-        anchor_zyx: the start that chose the cell; itself uniform over those in the cell that qualify.
-        region: the voxels that the cell's patches cover.
-    """
-
+    # slot, attempt: of the order of reading; attempts 1, 2, ... replace a region that cannot be read.
     slot: int
     attempt: int
-    volume: int
-    cell: Box
-    anchor_zyx: Triple
-    region: Box
+    volume: int  # number of the volume
+    cell: Box  # the box of starts
+    anchor_zyx: Triple  # the start that chose the cell; itself uniform over those in the cell that qualify
+    region: Box  # the voxels that the cell's patches cover
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Everything that is random about the voxels of one sample.  Travels with them from the cutter to the step.
+    """Everything that is random about the voxels of one sample.  Travels with them from the cutter to the step."""
 
-    Attributes:
-        index: 0, 1, 2, ...
-        volume: number of the volume.
-        region: the voxels that are read for it.
-        box: the voxels of its patch.
-        augmentation: what the device does to the patch.
-    """
-
-    index: int
-    volume: int
-    region: Box
-    box: Box
-    augmentation: Augmentation
+    index: int  # 0, 1, 2, ..
+    volume: int  # number of the volume
+    region: Box  # the voxels that are read for it
+    box: Box  # the voxels of its patch
+    augmentation: Augmentation  # what the device does to the patch
 
     @property
     def start_zyx(self) -> Triple:
@@ -149,18 +125,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """The order of all samples.  Small and picklable: the trainer and every reader hold the same one.
-
-    Attributes:
-        independent: every sample has a region of its own and a start drawn independently of all others.
-    """
+    """The order of all samples.  Small and picklable: the trainer and every reader hold the same one."""
 
     seed: int
     patch_zyx: Triple
     mixing: Mixing
     regions_per_task: int
     augment: AugmentConfig
-    independent: bool
+    independent: bool  # every sample has a region of its own and a start drawn independently of all others
     volumes: tuple[PlanVolume, ...]
 
     @property

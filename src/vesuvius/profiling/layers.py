@@ -19,20 +19,15 @@ from vesuvius.diffusion.network.unet import Trunk
 
 @dataclass(frozen=True)
 class Layer:
-    """A block of the network; of all micro-batches of a step.
-
-    Attributes:
-        forward_s: with a wait for the device at both ends, so that layers add up to more than an undisturbed pass.
-        flops: of the forward pass; a multiply-add is 2.  Kernels of our own are not counted.
-        saved_bytes: kept for the backward pass, by the first block that does.
-    """
+    """A block of the network; of all micro-batches of a step."""
 
     name: str
     kind: str
     parameters: int
+    # with a wait for the device at both ends, so that layers add up to more than an undisturbed pass
     forward_s: float
-    flops: int
-    saved_bytes: int
+    flops: int  # of the forward pass; a multiply-add is 2.  Kernels of our own are not counted.
+    saved_bytes: int  # kept for the backward pass, by the first block that does
 
 
 def blocks(network: nn.Module) -> dict[str, nn.Module]:

@@ -33,33 +33,24 @@ MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS + 1
 
 @dataclass
 class Observed:
-    """What the records of the run do not say; filled while it runs.
+    """What the records of the run do not say; filled while it runs."""
 
-    Attributes:
-        begin: the step behind which the run began, or went on from a checkpoint.
-        warm_steps: before those that count: kernels are chosen, and batches that were ready at the start are used up.
-        verdict: on the steps that count; None where too few were made.
-        complete: all steps that were asked for were made.
-        ema_s: of one update of all averages, timed apart.
-        operators, layers, memory, left_out: with `--trace`; `left_out` events did not fit the trace.
-        in_place: it is the run itself, which goes on.
-        ranks: of the run; rank 0 is what is observed, in place beside the others and else alone.
-    """
-
-    begin: int = 0
+    begin: int = 0  # the step behind which the run began, or went on from a checkpoint
+    # before those that count: kernels are chosen, and batches that were ready at the start are used up
     warm_steps: int = 0
-    verdict: Verdict | None = None
-    complete: bool = False
-    ema_s: float = 0.0
+    verdict: Verdict | None = None  # on the steps that count; None where too few were made
+    complete: bool = False  # all steps that were asked for were made
+    ema_s: float = 0.0  # of one update of all averages, timed apart
     parameters: int = 0
     device: str = ""
     amp: str = ""
+    # operators, layers, memory, left_out: with `--trace`; `left_out` events did not fit the trace
     operators: list[Operator] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
     memory: MemoryUse = field(default_factory=lambda: MemoryUse([], [], []))
     left_out: int = 0
-    in_place: bool = False
-    ranks: int = 1
+    in_place: bool = False  # it is the run itself, which goes on
+    ranks: int = 1  # of the run; rank 0 is what is observed, in place beside the others and else alone
 
     @property
     def after(self) -> int:

@@ -29,16 +29,11 @@ _RISKS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to try.
-
-    Attributes:
-        overrides: to be written behind `vesuvius train`; empty where no setting does it.
-        gain: the most that it can give; what it will give has to be measured.
-    """
+    """Something to try."""
 
     what: str
-    overrides: tuple[str, ...]
-    gain: str
+    overrides: tuple[str, ...]  # to be written behind `vesuvius train`; empty where no setting does it
+    gain: str  # the most that it can give; what it will give has to be measured
     risk: str
 
 

@@ -50,22 +50,14 @@ TRACE = "trace.json.gz"
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
-
-    Attributes:
-        source: the YAML file of the config.
-        steps: that count.
-        trace: also trace some steps, and look at each layer.
-        command: for the page.
-        at_step: profile the steps around this one of the run; None = the first ones of a new run.
-    """
+    """What is asked for."""
 
     config: Config
-    source: Path
-    steps: int
-    trace: bool
-    command: str
-    at_step: int | None = None
+    source: Path  # the YAML file of the config
+    steps: int  # that count
+    trace: bool  # also trace some steps, and look at each layer
+    command: str  # for the page
+    at_step: int | None = None  # profile the steps around this one of the run; None = the first ones of a new run
 
     @property
     def after(self) -> int:

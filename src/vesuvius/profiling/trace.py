@@ -30,17 +30,11 @@ class Operator:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Memory of tensors over the traced steps, after each allocation and release.
+    """Memory of tensors over the traced steps, after each allocation and release."""
 
-    Attributes:
-        ms: since the first of them.
-        allocated_bytes: on a GPU in all, on a CPU since the trace began.
-        reserved_bytes: by torch's allocator; 0 on a CPU.
-    """
-
-    ms: list[float]
-    allocated_bytes: list[float]
-    reserved_bytes: list[float]
+    ms: list[float]  # since the first of them
+    allocated_bytes: list[float]  # on a GPU in all, on a CPU since the trace began
+    reserved_bytes: list[float]  # by torch's allocator; 0 on a CPU
 
 
 class Trace:

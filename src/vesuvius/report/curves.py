@@ -29,23 +29,16 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture.
+    """A picture."""
 
-    Attributes:
-        key: by which the same picture of other runs is found.
-        stacked: the areas of the series lie on one another, and have no bands.
-        limits: horizontal lines, each with its name.
-        log: a logarithmic axis, where all values are above 0.
-    """
-
-    key: str
+    key: str  # by which the same picture of other runs is found
     title: str
     unit: str
     series: tuple[Series, ...]
     x_label: str = "step"
-    stacked: bool = False
-    limits: tuple[tuple[str, float], ...] = ()
-    log: bool = False
+    stacked: bool = False  # the areas of the series lie on one another, and have no bands
+    limits: tuple[tuple[str, float], ...] = ()  # horizontal lines, each with its name
+    log: bool = False  # a logarithmic axis, where all values are above 0
     note: str = ""
 
 

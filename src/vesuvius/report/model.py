@@ -26,16 +26,13 @@ _QUIET = ("step", "ranks", "run_start", "run_end", "verdict", "validation", "pre
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its title; the rows are as long as the columns.
-
-    Attributes:
-        bars: a figure of each row, which the page also draws as a bar; the largest is the longest.
-    """
+    """A table with its title; the rows are as long as the columns."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    # a figure of each row, which the page also draws as a bar; the largest is the longest
     bars: tuple[float, ...] = ()
 
 
@@ -46,31 +43,20 @@ def filled(*tables: Table) -> tuple[Table, ...]:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run, ready to be written down.
+    """A run, ready to be written down."""
 
-    Attributes:
-        name: of the run; of several with one name, with the directory.
-        facts: what came of it: a label and a value each, the same labels for every run.
-        verdict: the last one, in words.
-        parts: where its time went; the shares add up to 1.
-        tables: sessions, events and a course of the run in ten slices.
-        previews: pictures, relative to the run, with the step of each.
-        config: keys and values of the resolved config.
-        parts_note: what the parts hold.
-    """
-
-    name: str
+    name: str  # of the run; of several with one name, with the directory
     directory: str
-    facts: Mapping[str, str]
-    verdict: str
-    parts: tuple[Part, ...] = ()
+    facts: Mapping[str, str]  # what came of it: a label and a value each, the same labels for every run
+    verdict: str  # the last one, in words
+    parts: tuple[Part, ...] = ()  # where its time went; the shares add up to 1
     targets: tuple[Target, ...] = ()
     charts: tuple[Chart, ...] = ()
-    tables: tuple[Table, ...] = ()
-    previews: tuple[tuple[int, str], ...] = ()
-    config: Mapping[str, str] = field(default_factory=dict)
+    tables: tuple[Table, ...] = ()  # sessions, events and a course of the run in ten slices
+    previews: tuple[tuple[int, str], ...] = ()  # pictures, relative to the run, with the step of each
+    config: Mapping[str, str] = field(default_factory=dict)  # keys and values of the resolved config
     config_text: str = ""
-    parts_note: str = PARTS_NOTE
+    parts_note: str = PARTS_NOTE  # what the parts hold
 
 
 def build(records: RunRecords) -> RunReport:

@@ -36,30 +36,19 @@ _SYSTEM_FIELDS = (
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What was recorded, without what a resume has superseded.
-
-    Attributes:
-        columns: of the steps, by the names of `STEP_FIELDS`; NaN is not known.
-        first: whether a step is the first of a session, which holds the start of the readers.
-        system: the monitor's records, in order of time.
-        others: records of metrics.jsonl that are no steps, in order.
-        sessions: each `run_start` and `run_end`, superseded or not.
-        deaths: time, step and headline of each process that died.
-        config: the resolved config as plain data; empty where it cannot be read.
-        state: what the run is doing now, in words.
-    """
+    """What was recorded, without what a resume has superseded."""
 
     path: Path
-    columns: Mapping[str, Column]
-    first: NDArray[np.bool_]
-    system: Sequence[Record]
-    others: Sequence[Record]
-    sessions: Sequence[Record]
-    deaths: Sequence[tuple[float, int, str]]
-    config: Mapping[str, Any]
+    columns: Mapping[str, Column]  # of the steps, by the names of `STEP_FIELDS`; NaN is not known
+    first: NDArray[np.bool_]  # whether a step is the first of a session, which holds the start of the readers
+    system: Sequence[Record]  # the monitor's records, in order of time
+    others: Sequence[Record]  # records of metrics.jsonl that are no steps, in order
+    sessions: Sequence[Record]  # each `run_start` and `run_end`, superseded or not
+    deaths: Sequence[tuple[float, int, str]]  # time, step and headline of each process that died
+    config: Mapping[str, Any]  # the resolved config as plain data; empty where it cannot be read
     config_text: str
     environment: Mapping[str, Any]
-    state: str
+    state: str  # what the run is doing now, in words
 
     def of_kind(self, kind: str) -> list[Record]:
         """The records of one kind that is neither `step` nor `system`."""

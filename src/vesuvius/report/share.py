@@ -35,20 +35,14 @@ Row = tuple[str, str, float, float, float]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the time.
-
-    Attributes:
-        total_s: over all steps.
-        share: of the time that was recorded.
-        percent: the share to a tenth, so that the parts' percents add up as their shares do.
-        p50_s, p95_s: of a step; NaN where the part has none.
-    """
+    """A part of the time."""
 
     name: str
     kind: str
-    total_s: float
-    share: float
-    percent: float
+    total_s: float  # over all steps
+    share: float  # of the time that was recorded
+    percent: float  # the share to a tenth, so that the parts' percents add up as their shares do
+    # p50_s, p95_s: of a step; NaN where the part has none
     p50_s: float = math.nan
     p95_s: float = math.nan
 

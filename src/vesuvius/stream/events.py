@@ -23,17 +23,11 @@ _EVENTS_KEPT = 10_000
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """Something that the operator must learn of, though the batches go on unchanged.
+    """Something that the operator must learn of, though the batches go on unchanged."""
 
-    Attributes:
-        kind: what happened.
-        text: one line for the log.
-        fields: the same as data.
-    """
-
-    kind: EventKind
-    text: str
-    fields: dict[str, Any] = field(default_factory=dict)
+    kind: EventKind  # what happened
+    text: str  # one line for the log
+    fields: dict[str, Any] = field(default_factory=dict)  # the same as data
 
 
 class EventRecorder:

@@ -33,17 +33,13 @@ class StreamInterrupted(Exception):  # noqa: N818 - no error: the way out of a w
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive samples of one rank.
+    """Consecutive samples of one rank."""
 
-    Attributes:
-        patches: (B, Z, Y, X) in the stored dtype.  Where the stream was given buffers, one of them: valid until the
-            second `next` after it.
-        samples: what each patch is.
-        condition: like `patches`, cut from the condition volumes at the same place; None without them.
-    """
-
+    # (B, Z, Y, X) in the stored dtype.  Where the stream was given buffers, one of them: valid until the second
+    # `next` after it.
     patches: NDArray[Any]
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...]  # what each patch is
+    # like `patches`, cut from the condition volumes at the same place; None without them
     condition: NDArray[Any] | None = None
 
     @cached_property
@@ -59,23 +55,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class FeederFigures:
-    """What feeders have done so far.
+    """What feeders have done so far."""
 
-    Attributes:
-        cut_s: copying patches out of regions into batches.
-        starved_s: waiting for blocks from the readers; with `workers: 0`, reading them.
-        full_s: waiting for a free buffer, because enough batches were ready.
-        batches: handed over.
-        ran_empty: times that a batch was asked for and none was ready.
-        delivered_bytes: of the patches and conditions handed over.
-    """
-
-    cut_s: float = 0.0
-    starved_s: float = 0.0
-    full_s: float = 0.0
-    batches: int = 0
-    ran_empty: int = 0
-    delivered_bytes: int = 0
+    cut_s: float = 0.0  # copying patches out of regions into batches
+    starved_s: float = 0.0  # waiting for blocks from the readers; with `workers: 0`, reading them
+    full_s: float = 0.0  # waiting for a free buffer, because enough batches were ready
+    batches: int = 0  # handed over
+    ran_empty: int = 0  # times that a batch was asked for and none was ready
+    delivered_bytes: int = 0  # of the patches and conditions handed over
 
     def plus(self, other: FeederFigures) -> FeederFigures:
         """The sum of both."""

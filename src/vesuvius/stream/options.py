@@ -27,24 +27,16 @@ READER_RING = 2
 class StreamOptions:
     """How a stream delivers; only `batch_size` changes what it delivers.
 
-    Attributes:
-        batch_size: samples per batch of this rank.
-        workers: Ray reader processes; 0 reads in this process, without Ray.
-        prefetch_factor: batches assembled ahead per worker (or for this process with `workers: 0`).
-        prefetch_bytes: upper limit on all of them; None = none.
-        requests: in flight per reader on remote stores; None = as the job's store section says.
-        cluster: where Ray runs.
-
     Raises:
         ConfigError: a value is not an integer, or too small.
     """
 
-    batch_size: int
-    workers: int = 2
-    prefetch_factor: int = 2
-    prefetch_bytes: int | None = None
-    requests: int | None = None
-    cluster: ClusterConfig = ClusterConfig()
+    batch_size: int  # samples per batch of this rank
+    workers: int = 2  # Ray reader processes; 0 reads in this process, without Ray
+    prefetch_factor: int = 2  # batches assembled ahead per worker (or for this process with `workers: 0`)
+    prefetch_bytes: int | None = None  # upper limit on all of them; None = none
+    requests: int | None = None  # in flight per reader on remote stores; None = as the job's store section says
+    cluster: ClusterConfig = ClusterConfig()  # where Ray runs
 
     def __post_init__(self) -> None:
         least = {"batch_size": 1, "workers": 0, "prefetch_factor": 1, "prefetch_bytes": 0, "requests": 1}

@@ -59,25 +59,18 @@ def make_autotuner(loop: TrainingLoop, reporter: StepReporter) -> Tuner:
 
 @dataclass
 class TrainingLoop:
-    """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due.
-
-    Attributes:
-        job: of the stream.
-        feed: delivers its batches to the device.
-        replays: keeps the batches of steps that were not finite.
-        make_tuner: makes what tunes the readers.
-    """
+    """Runs optimizer steps; between two of them it obeys the memory guard, tunes the readers and does what is due."""
 
     run: RunContext
-    job: ReaderJob
-    feed: DeviceFeed
+    job: ReaderJob  # of the stream
+    feed: DeviceFeed  # delivers its batches to the device
     train_step: TrainStep
-    replays: ReplayWriter
+    replays: ReplayWriter  # keeps the batches of steps that were not finite
     milestones: Milestones | NoMilestones
     monitor: Monitor
     guard_actions: GuardActions
     deaths: Deaths
-    make_tuner: MakeTuner = make_autotuner
+    make_tuner: MakeTuner = make_autotuner  # makes what tunes the readers
     _in_step: bool = False
 
     def run_steps(self) -> None:

@@ -115,43 +115,26 @@ WITHIN: dict[Goal, float] = {"samples_s": 0.03, "cost": 0.10}
 
 @dataclass(frozen=True)
 class Space:
-    """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy.
+    """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy."""
 
-    Attributes:
-        source: the setting of the config.
-        goal: `samples_s` takes the cheapest setting within 3 % of the fastest, `cost` within 10 %.
-        scale_batch: whether the effective batch may grow.
-        budget_s: seconds for all blocks together.
-        block_s: seconds to measure in a block.
-        on_gpu: whether steps run on a GPU.
-        cores: CPU cores that the run may use.
-        most_workers, most_prefetch, most_requests: caps.
-        remote: whether any volume is on a remote store, where requests in flight matter.
-        most_batch: cap on the micro-batch, from tensors of 2^31 elements or from `scale_batch`.
-        levels: network levels that `checkpoint_levels` may name, highest resolution first.
-        deterministic: whether the config asks for determinism, which keeps cuDNN's benchmark off.
-        ram_limit_bytes: no block starts with a predicted memory above this, the first threshold of the guard.
-        vram_limit_bytes: the same for the GPU; None on a CPU.
-        kept: knobs that keep the value of the source.
-    """
-
-    source: Setting
-    goal: Goal
-    scale_batch: bool
-    budget_s: float
-    block_s: float
-    on_gpu: bool
-    cores: float
+    source: Setting  # the setting of the config
+    goal: Goal  # `samples_s` takes the cheapest setting within 3 % of the fastest, `cost` within 10 %
+    scale_batch: bool  # whether the effective batch may grow
+    budget_s: float  # seconds for all blocks together
+    block_s: float  # seconds to measure in a block
+    on_gpu: bool  # whether steps run on a GPU
+    cores: float  # CPU cores that the run may use
+    # most_workers, most_prefetch, most_requests: caps
     most_workers: int
     most_prefetch: int
-    remote: bool
+    remote: bool  # whether any volume is on a remote store, where requests in flight matter
     most_requests: int
-    most_batch: int
-    levels: tuple[int, ...]
-    deterministic: bool
-    ram_limit_bytes: int
-    vram_limit_bytes: int | None
-    kept: tuple[Knob, ...] = ()
+    most_batch: int  # cap on the micro-batch, from tensors of 2^31 elements or from `scale_batch`
+    levels: tuple[int, ...]  # network levels that `checkpoint_levels` may name, highest resolution first
+    deterministic: bool  # whether the config asks for determinism, which keeps cuDNN's benchmark off
+    ram_limit_bytes: int  # no block starts with a predicted memory above this, the first threshold of the guard
+    vram_limit_bytes: int | None  # the same for the GPU; None on a CPU
+    kept: tuple[Knob, ...] = ()  # knobs that keep the value of the source
 
     def kept_by(self, setting: Setting) -> str | None:
         """Return `--keep ...` with the kept knobs that a setting changes; None where it changes none."""
@@ -203,37 +186,25 @@ class Command:
 
 @dataclass(frozen=True)
 class Block:
-    """A setting, what was measured, and how that ended.
-
-    Attributes:
-        cause: one line; '' where it ended ok.
-        seconds: all of it: restart, reconfiguration, warm-up and measuring.
-        samples: measured; 0 unless ok.
-        measured_s: that these took, or would have taken where they had been read ahead.
-        data_share: of the step time, spent waiting for data; of a `run` alone.
-        cores_used: CPU seconds per second of trainer and readers, while measured; None = not known.
-        reader_s: that one reader takes for a sample, with its waits for the store; None = nothing was read.
-        decode_s: the decoding part of `reader_s`.
-        ram_bytes: peak of trainer, readers and object store since the setting was in force; where it did not end ok,
-            the last that was seen.  None = not known.
-        vram_bytes: peak GPU memory of the trainer, with CUDA's own; None on a CPU.
-        text: the verdict of a `run` in words.
-    """
+    """A setting, what was measured, and how that ended."""
 
     setting: Setting
     kind: Kind
     ended: Ended
-    cause: str
-    seconds: float
-    samples: int = 0
-    measured_s: float = 0.0
-    data_share: float | None = None
-    cores_used: float | None = None
+    cause: str  # one line; '' where it ended ok
+    seconds: float  # all of it: restart, reconfiguration, warm-up and measuring
+    samples: int = 0  # measured; 0 unless ok
+    measured_s: float = 0.0  # that these took, or would have taken where they had been read ahead
+    data_share: float | None = None  # of the step time, spent waiting for data; of a `run` alone
+    cores_used: float | None = None  # CPU seconds per second of trainer and readers, while measured; None = not known
+    # that one reader takes for a sample, with its waits for the store; None = nothing was read
     reader_s: float | None = None
-    decode_s: float | None = None
+    decode_s: float | None = None  # the decoding part of `reader_s`
+    # peak of trainer, readers and object store since the setting was in force; where it did not end ok, the last that
+    # was seen.  None = not known.
     ram_bytes: int | None = None
-    vram_bytes: int | None = None
-    text: str = ""
+    vram_bytes: int | None = None  # peak GPU memory of the trainer, with CUDA's own; None on a CPU
+    text: str = ""  # the verdict of a `run` in words
 
     @property
     def rate(self) -> float:

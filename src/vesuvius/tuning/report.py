@@ -43,29 +43,20 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class Option:
-    """A setting to choose.
+    """A setting to choose."""
 
-    Attributes:
-        name: 'A conservative', 'B balanced', 'C aggressive'.
-        measured: whether the whole run was measured with it; else its figures are predicted.
-        samples_s: None where nothing is known, and then the times are None too.
-        ram_bytes, vram_bytes: peak of the whole run; `vram_bytes` None on a CPU.
-        step_s, total_s: of an optimizer step, and of all training steps without validation, saving, pictures.
-        risk: how near it comes to the memory limits.
-        overrides: what to write behind `vesuvius train` with the source config.
-        words: why this one.
-    """
-
-    name: str
-    measured: bool
-    samples_s: float | None
+    name: str  # 'A conservative', 'B balanced', 'C aggressive'
+    measured: bool  # whether the whole run was measured with it; else its figures are predicted
+    samples_s: float | None  # None where nothing is known, and then the times are None too
+    # ram_bytes, vram_bytes: peak of the whole run; `vram_bytes` None on a CPU
     ram_bytes: int
     vram_bytes: int | None
+    # step_s, total_s: of an optimizer step, and of all training steps without validation, saving, pictures
     step_s: float | None
     total_s: float | None
-    risk: Risk
-    overrides: tuple[str, ...]
-    words: str
+    risk: Risk  # how near it comes to the memory limits
+    overrides: tuple[str, ...]  # what to write behind `vesuvius train` with the source config
+    words: str  # why this one
 
 
 def build_options(

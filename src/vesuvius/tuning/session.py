@@ -51,32 +51,22 @@ _GOAL: Goal = "samples_s"
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of a tune.
+    """The arguments of a tune."""
 
-    Attributes:
-        config: `source` with environment and overrides applied.  Of several ranks, one is measured alone: each does
-            what one does, and has its share of the machine.
-        written: `source` alone.
-        source: the YAML file.
-        overrides: from the command line.
-        environment: variables that set keys.
-        command: as typed.
-        goal, scale_batch, budget_s: as in `Space`; None = from the ledger, or the default.
-        keep: knobs that nothing changes; empty = from the ledger, or none.
-        resume: continue with the existing ledger.
-    """
-
+    # `source` with environment and overrides applied.  Of several ranks, one is measured alone: each does what one
+    # does, and has its share of the machine.
     config: Config
-    written: Config
-    source: Path
-    overrides: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()
-    command: str = "vesuvius tune"
+    written: Config  # `source` alone
+    source: Path  # the YAML file
+    overrides: tuple[str, ...] = ()  # from the command line
+    environment: tuple[str, ...] = ()  # variables that set keys
+    command: str = "vesuvius tune"  # as typed
+    # goal, scale_batch, budget_s: as in `Space`; None = from the ledger, or the default
     goal: Goal | None = None
     scale_batch: bool = False
-    keep: tuple[Knob, ...] = ()
+    keep: tuple[Knob, ...] = ()  # knobs that nothing changes; empty = from the ledger, or none
     budget_s: float | None = None
-    resume: bool = False
+    resume: bool = False  # continue with the existing ledger
 
 
 def tune(request: Request) -> int:

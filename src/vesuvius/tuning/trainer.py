@@ -39,17 +39,13 @@ _ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) (.+)$", re.MULTILINE)
 
 @dataclass
 class Trainer:
-    """A trainer process and what it has written.
-
-    Attributes:
-        guard_text: of the first event of its memory guard; '' = none.
-    """
+    """A trainer process and what it has written."""
 
     process: TrialProcess
     run: Path
     log: Path
     tail: Tail
-    guard_text: str = ""
+    guard_text: str = ""  # of the first event of its memory guard; '' = none
 
     @classmethod
     def start(cls, config: Config, directory: Path, lock_fd: int | None, *, takes_commands: bool) -> Self:

@@ -38,17 +38,12 @@ _STAGED_AHEAD = 8
 
 @dataclass(frozen=True)
 class BrokenChunk:
-    """A chunk that cannot be read.
-
-    Attributes:
-        key: of the object that holds it.
-        box: the voxels that are lost with it, (start_zyx, stop_zyx).
-    """
+    """A chunk that cannot be read."""
 
     chunk: Triple
-    key: str
+    key: str  # of the object that holds it
     cause: str
-    box: Box
+    box: Box  # the voxels that are lost with it, (start_zyx, stop_zyx)
 
 
 @dataclass(frozen=True)

@@ -50,46 +50,30 @@ _VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
 
 @dataclass(frozen=True)
 class CopyRequest:
-    """What is copied where.
-
-    Attributes:
-        out: a name that ends in .zarr.
-        size_zyx: None = to the end of the level.
-        levels: of the copy; those after the first are means of 2x2x2 voxels.
-        check_space: refuse to begin where the voxels without compression exceed the free space of the disk.
-    """
+    """What is copied where."""
 
     source: ArrayConfig
-    out: Path
+    out: Path  # a name that ends in .zarr
     start_zyx: Triple = (0, 0, 0)
-    size_zyx: Triple | None = None
-    levels: int = 1
-    check_space: bool = True
+    size_zyx: Triple | None = None  # None = to the end of the level
+    levels: int = 1  # of the copy; those after the first are means of 2x2x2 voxels
+    check_space: bool = True  # refuse to begin where the voxels without compression exceed the free space of the disk
 
 
 @dataclass
 class CopyFigures:
-    """Progress of a copy, and in the end its report.
+    """Progress of a copy, and in the end its report."""
 
-    Attributes:
-        source_box: what is copied.
-        chunks: of the copy, all levels.
-        before: chunks that earlier processes have done.
-        written, air, failed: chunks of this process; air is not stored.
-        raw_bytes: voxels of the finest level that this process has read.
-        stored_bytes: what it has written.
-        fetched_bytes: what came from a remote store; None for a source on a disk.
-    """
-
-    source_box: Box
-    chunks: int
-    before: int = 0
+    source_box: Box  # what is copied
+    chunks: int  # of the copy, all levels
+    before: int = 0  # chunks that earlier processes have done
+    # written, air, failed: chunks of this process; air is not stored
     written: int = 0
     air: int = 0
     failed: int = 0
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-    fetched_bytes: int | None = None
+    raw_bytes: int = 0  # voxels of the finest level that this process has read
+    stored_bytes: int = 0  # what it has written
+    fetched_bytes: int | None = None  # what came from a remote store; None for a source on a disk
     seconds: float = 0.0
     failures: list[UnreadableChunkError] = field(default_factory=list)
 

@@ -21,20 +21,13 @@ _REGION_BYTES_MAX = 64 * 2**20
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """A copy of a box.
+    """A copy of a box."""
 
-    Attributes:
-        source_box: the box, in voxels of the source.
-        chunk_zyx: of the source and of all levels of the copy.
-        levels: of the copy.
-        requests: concurrent requests.
-    """
-
-    source_box: Box
-    chunk_zyx: Triple
-    levels: int
+    source_box: Box  # the box, in voxels of the source
+    chunk_zyx: Triple  # of the source and of all levels of the copy
+    levels: int  # of the copy
     voxel_bytes: int
-    requests: int
+    requests: int  # concurrent requests
 
     @cached_property
     def shapes(self) -> list[Triple]:

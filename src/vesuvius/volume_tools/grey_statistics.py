@@ -28,29 +28,21 @@ _BOXES_AHEAD = 4
 
 @dataclass(frozen=True)
 class GreyStatistics:
-    """Grey values of a sample of stored boxes; None where all of it is air.
+    """Grey values of a sample of stored boxes; None where all of it is air."""
 
-    Attributes:
-        places: boxes that were read (the name is that of `vesuvius volume info --json`).
-        unreadable: boxes that could not be read.
-        tried, found: chunks that were looked up at random, and those of them that are stored; None where a listing says
-            which are stored.
-        voxels: voxels read.
-        air_share: share of them that equal the fill value; the other figures are of the rest.
-        percentiles: at `PERCENTILES`.
-    """
-
-    places: int
-    unreadable: int
+    places: int  # boxes that were read (the name is that of `vesuvius volume info --json`)
+    unreadable: int  # boxes that could not be read
+    # tried, found: chunks that were looked up at random, and those of them that are stored; None where a listing says
+    # which are stored
     tried: int | None
     found: int | None
-    voxels: int
-    air_share: float | None
+    voxels: int  # voxels read
+    air_share: float | None  # share of them that equal the fill value; the other figures are of the rest
     minimum: float | None
     maximum: float | None
     mean: float | None
     std: float | None
-    percentiles: tuple[float, ...] | None
+    percentiles: tuple[float, ...] | None  # at `PERCENTILES`
 
 
 def grey_statistics(volume: Volume, stored: Bools | None, patch_zyx: Triple, boxes: int) -> GreyStatistics:

@@ -38,44 +38,30 @@ _SHUFFLES_V3 = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
 
 @dataclass(frozen=True)
 class LevelFacts:
-    """One level.
-
-    Attributes:
-        path: of the array within the group; '' for a bare array.
-        shape: all axes in stored order.
-        geometry: None for a bare array, or where the metadata give no scale.
-        decoder: 'zarrs' or 'zarr-python'.
-    """
+    """One level."""
 
     level: int
-    path: str
-    shape: tuple[int, ...]
+    path: str  # of the array within the group; '' for a bare array
+    shape: tuple[int, ...]  # all axes in stored order
     chunk_zyx: Triple
     shard_zyx: Triple | None
     dtype: str
     raw_bytes: int
     zarr_format: int
     codec: str
-    decoder: str
-    geometry: Geometry | None
+    decoder: str  # 'zarrs' or 'zarr-python'
+    geometry: Geometry | None  # None for a bare array, or where the metadata give no scale
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many chunks are stored.
+    """How many chunks are stored."""
 
-    Attributes:
-        present: None where unknown.
-        unit: what is counted; shards where the index of a shard cannot be read.
-        source: where that is known from.
-        unknown: why it is not known.
-    """
-
-    present: int | None
+    present: int | None  # None where unknown
     total: int
-    unit: Literal["chunks", "shards"]
-    source: Literal["sidecar", "listing"] | None
-    unknown: str | None = None
+    unit: Literal["chunks", "shards"]  # what is counted; shards where the index of a shard cannot be read
+    source: Literal["sidecar", "listing"] | None  # where that is known from
+    unknown: str | None = None  # why it is not known
 
 
 @dataclass(frozen=True)
@@ -88,49 +74,36 @@ class UniformFacts:
 
 @dataclass(frozen=True)
 class RegionFacts:
-    """How `data.*` would read the level with these patches.
+    """How `data.*` would read the level with these patches."""
 
-    Attributes:
-        region_zyx: the largest region.
-        regions: in the training part.
-        amplification: bytes decoded per byte of patch.
-        regions_bytes: M decoded regions: what those in flight take.
-        repeats: whether there are fewer regions than M, so that some are in flight twice.
-    """
-
-    region_zyx: Triple
-    regions: int
+    region_zyx: Triple  # the largest region
+    regions: int  # in the training part
     patches_per_region: int
     regions_in_flight: int
-    amplification: float
-    regions_bytes: int
-    repeats: bool
+    amplification: float  # bytes decoded per byte of patch
+    regions_bytes: int  # M decoded regions: what those in flight take
+    repeats: bool  # whether there are fewer regions than M, so that some are in flight twice
 
 
 @dataclass(frozen=True)
 class VolumeFacts:
-    """Everything that `vesuvius volume info` says.
-
-    Attributes:
-        ome_version, title: None for a bare array.
-        axes: names of the chosen level's axes in stored order; None where the metadata do not name them.  Where none of
-            them is z, y or x the last three are taken for these.
-        broken: path of each level that cannot be opened, and why.
-        chosen: the level that the rest is about.
-        region, no_region: the one or the other: why these patches cannot be drawn from this level.
-    """
+    """Everything that `vesuvius volume info` says."""
 
     spec: ArrayConfig
     patch_zyx: Triple
+    # ome_version, title: None for a bare array
     ome_version: str | None
     title: str | None
+    # names of the chosen level's axes in stored order; None where the metadata do not name them.  Where none of them
+    # is z, y or x the last three are taken for these.
     axes: Names | None
     levels: tuple[LevelFacts, ...]
-    broken: tuple[tuple[str, str], ...]
-    chosen: LevelFacts
+    broken: tuple[tuple[str, str], ...]  # path of each level that cannot be opened, and why
+    chosen: LevelFacts  # the level that the rest is about
     occupancy: Occupancy
     grey: GreyStatistics | None
     uniform: UniformFacts | None
+    # region, no_region: the one or the other: why these patches cannot be drawn from this level
     region: RegionFacts | None
     no_region: str | None
 

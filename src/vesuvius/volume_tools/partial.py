@@ -37,15 +37,10 @@ from vesuvius.volume_tools.pyramid import halve
 
 @dataclass(frozen=True)
 class Kind:
-    """What is being written.
+    """What is being written."""
 
-    Attributes:
-        name: as messages have it.
-        command: what makes it.
-    """
-
-    name: str
-    command: str
+    name: str  # as messages have it
+    command: str  # what makes it
 
     @property
     def attribute(self) -> str:

@@ -29,19 +29,15 @@ MIN_SIZE_VOXELS = 16
 
 @dataclass(frozen=True)
 class PhantomReport:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        path, labels_path: the two OME-Zarr groups.
-        stored_bytes: chunks of both, all levels.
-        ratio: raw / stored bytes over the level-0 grey chunks without masked air; None where there is no such chunk.
-    """
-
+    # path, labels_path: the two OME-Zarr groups
     path: Path
     labels_path: Path
     shape_zyx: Triple
     levels: int
-    stored_bytes: int
+    stored_bytes: int  # chunks of both, all levels
+    # raw / stored bytes over the level-0 grey chunks without masked air; None where there is no such chunk
     ratio: float | None
     seconds: float
 

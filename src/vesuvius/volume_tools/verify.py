@@ -43,27 +43,16 @@ _CHUNKS_PER_TASK = 64
 
 @dataclass
 class VerifyFigures:
-    """How far a verification is, and in the end the report of it.
+    """How far a verification is, and in the end the report of it."""
 
-    Attributes:
-        volume: path and level.
-        objects: chunks to read, or shards.
-        before: of these, found whole by earlier processes.
-        before_since: when the first of those began, seconds since 1970; None where `before` is 0.
-        done: read so far, those included.
-        chunks: chunks read so far; inner ones of shards.
-        broken: of these, those that cannot be read, in order.
-        seconds: of this process.
-    """
-
-    volume: str
-    objects: int
-    before: int = 0
-    before_since: float | None = None
-    done: int = 0
-    chunks: int = 0
-    broken: list[BrokenChunk] = field(default_factory=list)
-    seconds: float = 0.0
+    volume: str  # path and level
+    objects: int  # chunks to read, or shards
+    before: int = 0  # of these, found whole by earlier processes
+    before_since: float | None = None  # when the first of those began, seconds since 1970; None where `before` is 0
+    done: int = 0  # read so far, those included
+    chunks: int = 0  # chunks read so far; inner ones of shards
+    broken: list[BrokenChunk] = field(default_factory=list)  # of these, those that cannot be read, in order
+    seconds: float = 0.0  # of this process
 
 
 def verify_volume(

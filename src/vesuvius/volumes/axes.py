@@ -23,15 +23,10 @@ _WORDS = {"depth": "z", "height": "y", "width": "x"}
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of an array.
+    """The axes of an array."""
 
-    Attributes:
-        zyx: positions of z, y and x among them.
-        select: the index at which each other axis is fixed, in stored order.
-    """
-
-    zyx: Triple
-    select: tuple[int, ...] = ()
+    zyx: Triple  # positions of z, y and x among them
+    select: tuple[int, ...] = ()  # the index at which each other axis is fixed, in stored order
 
     @property
     def others(self) -> tuple[int, ...]:

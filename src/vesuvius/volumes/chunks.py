@@ -43,18 +43,12 @@ class ShardIndexError(ValueError):
 
 @dataclass
 class ChunkGrid:
-    """The chunks of one array and where their bytes are.
+    """The chunks of one array and where their bytes are."""
 
-    Attributes:
-        array: the array; sharded or not.
-        axes: which of its axes are z, y, x.  Chunks and boxes are z, y, x; keys and indices of shards are in stored
-            order.
-        source: where its objects are.
-    """
-
-    array: zarr.Array[Any]
+    array: zarr.Array[Any]  # the array; sharded or not
+    # which of its axes are z, y, x.  Chunks and boxes are z, y, x; keys and indices of shards are in stored order.
     axes: Axes
-    source: Source
+    source: Source  # where its objects are
     _indices: OrderedDict[str, bytes | None] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -67,19 +67,12 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
-    """What a level's metadata say of its axes.
+    """What a level's metadata say of its axes."""
 
-    Attributes:
-        volume: its name, for messages.
-        dimensions: of the coordinate system that the voxels are given in.
-        scaled: whether a scale is given.
-        readable: whether all scales and translations can be read.
-    """
-
-    volume: str
-    dimensions: tuple[Dimension, ...]
-    scaled: bool = False
-    readable: bool = True
+    volume: str  # its name, for messages
+    dimensions: tuple[Dimension, ...]  # of the coordinate system that the voxels are given in
+    scaled: bool = False  # whether a scale is given
+    readable: bool = True  # whether all scales and translations can be read
 
     def array_names(self, ndim: int) -> Names | None:
         """Names of the array's axes; None where no axis has one."""

@@ -19,18 +19,12 @@ _CHILDREN_NAMED = 8
 
 @dataclass(frozen=True)
 class Level:
-    """One level of an OME-Zarr group.
-
-    Attributes:
-        entry: the group's `multiscales` entry.
-        dataset: its entry of this level.
-        paths: the arrays of all levels from the finest.
-    """
+    """One level of an OME-Zarr group."""
 
     array: zarr.Array[Any]
-    entry: Any
-    dataset: Any
-    paths: tuple[str, ...]
+    entry: Any  # the group's `multiscales` entry
+    dataset: Any  # its entry of this level
+    paths: tuple[str, ...]  # the arrays of all levels from the finest
 
 
 def pick_level(group: zarr.Group, spec: ArrayConfig) -> Level:

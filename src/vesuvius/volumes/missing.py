@@ -31,15 +31,10 @@ _SAMPLES = 3
 
 @dataclass(frozen=True, eq=False)
 class StoredChunks:
-    """The chunks that a listing has found, one bit each; `chunk in stored`.  Picklable.
+    """The chunks that a listing has found, one bit each; `chunk in stored`.  Picklable."""
 
-    Attributes:
-        bits: in C order, eight to a byte.
-        counts_zyx: chunks along each axis.
-    """
-
-    bits: NDArray[np.uint8]
-    counts_zyx: Triple
+    bits: NDArray[np.uint8]  # in C order, eight to a byte
+    counts_zyx: Triple  # chunks along each axis
 
     @classmethod
     def of(cls, occupancy: NDArray[np.bool_]) -> StoredChunks:

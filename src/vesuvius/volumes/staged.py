@@ -23,11 +23,9 @@ class StagedStore(Store):
     """`stage` fetches all chunks of a box at once, on the source's threads; zarr then finds them here.
 
     What was not staged is fetched when zarr asks for it: staging changes speed, never bytes.
-
-    Attributes:
-        grid: the chunks of the array, once it is open; it checks their length before they are decoded.
     """
 
+    # the chunks of the array, once it is open; it checks their length before they are decoded
     grid: ChunkGrid | None = None
 
     def __init__(self, source: Source) -> None:

@@ -40,32 +40,22 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Setup:
-    """What to measure: patches of a volume (a path or an address of a zarr array, or of a group with `level`).
-
-    Attributes:
-        seconds: least length of the window.
-        unsigned: whether requests to s3 and gs carry no signature.
-    """
+    """What to measure: patches of a volume (a path or an address of a zarr array, or of a group with `level`)."""
 
     volume: str
     level: int
     patch_zyx: Triple
     batch: int
     workers: int
-    seconds: float
-    unsigned: bool = False
+    seconds: float  # least length of the window
+    unsigned: bool = False  # whether requests to s3 and gs carry no signature
 
 
 class Feed(Protocol):
-    """A loader.
+    """A loader."""
 
-    Attributes:
-        warmup_batches: before the window.
-        round_batches: after which all workers are where they were before.
-    """
-
-    warmup_batches: int
-    round_batches: int
+    warmup_batches: int  # before the window
+    round_batches: int  # after which all workers are where they were before
 
     def batches(self) -> Batches:
         """Start the workers; endless batches (B, Z, Y, X).  Closing the generator ends the workers."""

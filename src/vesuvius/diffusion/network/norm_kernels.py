@@ -23,21 +23,16 @@ _WIDEST = 128  # most channels of a tile
 
 
 class _Grid(NamedTuple):
-    """Tiling of [N, C, V] into tiles of voxels x channels.
+    """Tiling of [N, C, V] into tiles of voxels x channels."""
 
-    Attributes:
-        stride_c, stride_v: elements from one channel, or voxel, to the next.
-        tile_v, tile_c: sizes of a tile, powers of 2.
-        chunk: voxels that one block sums.
-        chunks: number of chunks; the last may be shorter.
-    """
-
+    # stride_c, stride_v: elements from one channel, or voxel, to the next
     stride_c: int
     stride_v: int
+    # tile_v, tile_c: sizes of a tile, powers of 2
     tile_v: int
     tile_c: int
-    chunk: int
-    chunks: int
+    chunk: int  # voxels that one block sums
+    chunks: int  # number of chunks; the last may be shorter
 
 
 def _plan(x: Tensor) -> _Grid:

@@ -60,15 +60,11 @@ def largest_activation_elements(
 
 @dataclass(frozen=True)
 class Execution:
-    """How a network is computed.  Does not change its weights or, beyond rounding, its results.
+    """How a network is computed.  Does not change its weights or, beyond rounding, its results."""
 
-    Attributes:
-        lean_norm: recompute norm and SiLU in the backward pass instead of keeping their outputs.
-        checkpoint_levels: levels whose blocks are recomputed in the backward pass; 0 = full resolution, 1 = the first
-            of `ModelConfig.channels`, and so on.
-    """
-
-    lean_norm: bool = True
+    lean_norm: bool = True  # recompute norm and SiLU in the backward pass instead of keeping their outputs
+    # levels whose blocks are recomputed in the backward pass; 0 = full resolution, 1 = the first of
+    # `ModelConfig.channels`, and so on
     checkpoint_levels: tuple[int, ...] = ()
 
     def run(self, level: int, block: nn.Module, embedding: Tensor, *parts: Tensor) -> Tensor:

@@ -56,32 +56,21 @@ _COLUMNS = 8
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is asked for.
+    """What is asked for."""
 
-    Attributes:
-        run: as `find_checkpoint` takes it.
-        overrides, weights, seed, batch_size: of samples that are drawn, as in `SampleRequest`.
-        count: generated patches, and real ones of each kind.
-        generated: samples that are there already; None = they are cut from `volume`, or drawn.
-        training_volume: whose grey values generated patches have.
-        volume: a volume drawn by `vesuvius sample`, for its seams, and for patches without `generated`.
-        out: the folder to write; None = a new one in the run's reports/.
-        classifier_steps: of each of the four classifiers.
-        command: for the page.
-    """
-
-    run: Path
+    run: Path  # as `find_checkpoint` takes it
     weights: str
+    # overrides, weights, seed, batch_size: of samples that are drawn, as in `SampleRequest`
     overrides: tuple[str, ...]
-    count: int
+    count: int  # generated patches, and real ones of each kind
     seed: int
     batch_size: int
-    generated: Path | None
-    training_volume: int
-    volume: Path | None
-    out: Path | None
-    classifier_steps: int
-    command: str
+    generated: Path | None  # samples that are there already; None = they are cut from `volume`, or drawn
+    training_volume: int  # whose grey values generated patches have
+    volume: Path | None  # a volume drawn by `vesuvius sample`, for its seams, and for patches without `generated`
+    out: Path | None  # the folder to write; None = a new one in the run's reports/
+    classifier_steps: int  # of each of the four classifiers
+    command: str  # for the page
 
 
 def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done, total: None) -> tuple[Path, str]:

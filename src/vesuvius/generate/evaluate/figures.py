@@ -52,37 +52,26 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Figure:
-    """One line of the table.
-
-    Attributes:
-        values: of `generated`, `held_out` and `training` patches, where each set has one.
-        distance: of generated from held-out patches: a difference where sets have values.
-        floor: of training patches from held-out ones; None where there is none.
-        beyond: whether the distance is farther than the floor, by more than both intervals allow.
-    """
+    """One line of the table."""
 
     key: str
     name: str
-    values: dict[str, Estimate]
-    distance: Estimate
-    floor: Estimate | None
-    beyond: bool
+    values: dict[str, Estimate]  # of `generated`, `held_out` and `training` patches, where each set has one
+    distance: Estimate  # of generated from held-out patches: a difference where sets have values
+    floor: Estimate | None  # of training patches from held-out ones; None where there is none
+    beyond: bool  # whether the distance is farther than the floor, by more than both intervals allow
     note: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class Judgement:
-    """All figures of an evaluation.
-
-    Attributes:
-        textures: of each set, for the curves.
-        distances: nearest distance of each generated and each held-out patch; NaN without texture.
-        copies: share of generated and of held-out patches that are so near to a place of training.
-    """
+    """All figures of an evaluation."""
 
     figures: tuple[Figure, ...]
-    textures: dict[str, Texture]
+    textures: dict[str, Texture]  # of each set, for the curves
+    # nearest distance of each generated and each held-out patch; NaN without texture
     distances: dict[str, NDArray[np.float64]]
+    # share of generated and of held-out patches that are so near to a place of training
     copies: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -53,22 +53,14 @@ class PatchSet:
 
 @dataclass(frozen=True, eq=False)
 class RealPatches:
-    """What a run's volumes hold.
+    """What a run's volumes hold."""
 
-    Attributes:
-        held_out: patches that training never sees.
-        training: as many of those that it draws from; `beside`: others that share no voxel with them.
-        searched: boxes of training voxels, in which nearest places are looked for.
-        training_voxels: how many there are in all.
-        side_by_side: how many patches fit into the held-out voxels without sharing any.
-    """
-
-    held_out: PatchSet
-    training: PatchSet
+    held_out: PatchSet  # patches that training never sees
+    training: PatchSet  # as many of those that it draws from; `beside`: others that share no voxel with them
     beside: PatchSet
-    searched: list[NDArray[np.float32]]
-    training_voxels: int
-    side_by_side: int
+    searched: list[NDArray[np.float32]]  # boxes of training voxels, in which nearest places are looked for
+    training_voxels: int  # how many there are in all
+    side_by_side: int  # how many patches fit into the held-out voxels without sharing any
 
 
 class RealSource:
@@ -230,19 +222,13 @@ def _half_of(box: Box, patch_zyx: Triple, start_zyx: Sequence[int]) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """Generated patches in grey values, not read yet.
+    """Generated patches in grey values, not read yet."""
 
-    Attributes:
-        stored: [N, Z, Y, X].
-        starts_zyx: the places, in the training's condition, that they were drawn under; None = not known.
-        labels: the conditions themselves, [N, Z, Y, X] as they are stored; None = see `starts_zyx`.
-        groups: as in `PatchSet`.
-    """
-
-    stored: Any
+    stored: Any  # [N, Z, Y, X]
+    # the places, in the training's condition, that they were drawn under; None = not known
     starts_zyx: list[Triple] | None
-    labels: Any
-    groups: NDArray[np.int64]
+    labels: Any  # the conditions themselves, [N, Z, Y, X] as they are stored; None = see `starts_zyx`
+    groups: NDArray[np.int64]  # as in `PatchSet`
 
 
 def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None) -> Generated:

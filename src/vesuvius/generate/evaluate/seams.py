@@ -21,19 +21,13 @@ ReadBox = Callable[[Box], NDArray[Any]]
 
 @dataclass(frozen=True)
 class Seam:
-    """The statistic of one axis.
+    """The statistic of one axis."""
 
-    Attributes:
-        axis: z, y or x.
-        value: mean squared difference across faces of tiles over that across other planes; 1 = faces do not show.
-        elsewhere: the least and the most of the same statistic with all faces shifted by 1, 2, 3, ... voxels.
-        faces: planes in `value`.
-    """
-
-    axis: str
-    value: float
+    axis: str  # z, y or x
+    value: float  # mean squared difference across faces of tiles over that across other planes; 1 = faces do not show
+    # the least and the most of the same statistic with all faces shifted by 1, 2, 3, ... voxels.
     elsewhere: tuple[float, float]
-    faces: int
+    faces: int  # planes in `value`
 
     @property
     def shows(self) -> bool:

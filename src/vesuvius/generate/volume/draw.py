@@ -48,50 +48,36 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class VolumeRequest:
-    """What is asked for.
+    """What is asked for."""
 
-    Attributes:
-        checkpoint, weights, overrides, seed, batch_size, volume: as in `SampleRequest`.
-        out: a name that ends in .zarr.
-        shape_zyx: None = that of the given volumes, or of the box in them.
-        overlap: of neighbouring tiles, as a share of a patch.
-        blend: tiles are blended in each step, or once, when all are drawn.
-        workers: processes; None = the GPUs, or the cores.
-        rounds: passes per step of an inpainting; None = 4.
-    """
-
+    # checkpoint, weights, overrides, seed, batch_size, volume: as in `SampleRequest`
     checkpoint: Path
     weights: str
     overrides: tuple[str, ...]
     seed: int
     batch_size: int
     volume: int
-    out: Path
-    shape_zyx: Triple | None
-    overlap: float = 0.5
-    blend: Blend = "step"
-    workers: int | None = None
-    rounds: int | None = None
+    out: Path  # a name that ends in .zarr
+    shape_zyx: Triple | None  # None = that of the given volumes, or of the box in them
+    overlap: float = 0.5  # of neighbouring tiles, as a share of a patch
+    blend: Blend = "step"  # tiles are blended in each step, or once, when all are drawn
+    workers: int | None = None  # processes; None = the GPUs, or the cores
+    rounds: int | None = None  # passes per step of an inpainting; None = 4
     given: GivenVolumes = field(default_factory=GivenVolumes)
 
 
 @dataclass(frozen=True)
 class VolumeSummary:
-    """What was written.
-
-    Attributes:
-        known: voxels of `--inpaint` that were kept, compared bit by bit after writing; None without it.
-        differences: from a coarser condition of grey values, as in `Inputs.differences`; else None.
-        already: it was there, made with the same arguments.
-    """
+    """What was written."""
 
     out: Path
     shape_zyx: Triple
     dtype: str
     levels: int
-    known: int | None
+    known: int | None  # voxels of `--inpaint` that were kept, compared bit by bit after writing; None without it
     seconds: float
-    already: bool = False
+    already: bool = False  # it was there, made with the same arguments
+    # from a coarser condition of grey values, as in `Inputs.differences`; else None
     differences: tuple[float, float] | None = None
 
 

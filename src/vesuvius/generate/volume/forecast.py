@@ -24,27 +24,21 @@ from vesuvius.runlog.units import format_duration, size_text
 
 @dataclass(frozen=True)
 class VolumeForecast:
-    """What a volume takes.
-
-    Attributes:
-        tiles, evaluations: tiles per pass, and calls of the network for one tile in all (guidance calls it twice);
-            of an inpainting those near gaps.
-        seconds: with these workers; None = not measured.
-        state_bytes, output_bytes: on the disk, at most; the output without compression.
-        free_bytes: of that disk.
-        worker_bytes: memory of a worker; None = not measured.
-    """
+    """What a volume takes."""
 
     shape_zyx: Triple
+    # tiles, evaluations: tiles per pass, and calls of the network for one tile in all (guidance calls it twice); of
+    # an inpainting those near gaps
     tiles: int
     batches: int
     evaluations: int
     workers: int
+    # state_bytes, output_bytes: on the disk, at most; the output without compression
     state_bytes: int
     output_bytes: int
-    free_bytes: int
-    seconds: float | None = None
-    worker_bytes: int | None = None
+    free_bytes: int  # of that disk
+    seconds: float | None = None  # with these workers; None = not measured
+    worker_bytes: int | None = None  # memory of a worker; None = not measured
 
     @property
     def fits(self) -> bool:

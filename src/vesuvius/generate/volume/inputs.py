@@ -31,19 +31,12 @@ _HASHED_BYTES = 2**26
 
 @dataclass(frozen=True)
 class GivenVolumes:
-    """What the command line names.
+    """What the command line names."""
 
-    Attributes:
-        inpaint: the volume whose known voxels are kept.
-        mask: nonzero where it is to be filled; None = where chunks are not stored.
-        condition: what the network is shown.
-        box: the part of all of them that is used; None = all.
-    """
-
-    inpaint: ArrayConfig | None = None
-    mask: ArrayConfig | None = None
-    condition: ArrayConfig | None = None
-    box: Box | None = None
+    inpaint: ArrayConfig | None = None  # the volume whose known voxels are kept
+    mask: ArrayConfig | None = None  # nonzero where it is to be filled; None = where chunks are not stored
+    condition: ArrayConfig | None = None  # what the network is shown
+    box: Box | None = None  # the part of all of them that is used; None = all
 
 
 class Inputs(AbstractContextManager["Inputs"]):

@@ -26,17 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NetworkRecipe:
-    """What a worker opens; picklable.
+    """What a worker opens; picklable."""
 
-    Attributes:
-        checkpoint: directory of one.
-        volume: number of the training volume whose scalars the network is told.
-    """
-
-    checkpoint: Path
+    checkpoint: Path  # directory of one
     overrides: tuple[str, ...]
     weights: str
-    volume: int
+    volume: int  # number of the training volume whose scalars the network is told
 
 
 class Network:

@@ -28,16 +28,11 @@ _CHUNK, _LEVELS = 128, 6
 
 @dataclass(frozen=True)
 class Greys:
-    """How the last state becomes voxels of the volume.
-
-    Attributes:
-        grey: what -1 and +1 are.
-        schedule: what the state is standardised with.
-    """
+    """How the last state becomes voxels of the volume."""
 
     dtype: np.dtype[Any]
-    grey: GreyRange
-    schedule: Schedule
+    grey: GreyRange  # what -1 and +1 are
+    schedule: Schedule  # what the state is standardised with
 
     def of(self, x: NDArray[np.float32]) -> NDArray[Any]:
         """Voxels of a state."""

@@ -30,19 +30,12 @@ _RESPONSES = 0.4, 1.05
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass.
+    """One pass."""
 
-    Attributes:
-        level: noise level of the state.
-        row: the sampler step from it; None = the pass only corrects the noise of known voxels.
-        pull: how far known voxels follow the error of their estimate, see `corrected`.
-        keeps_x_0: a later step needs the estimate of x_0 of the last step up to this pass.
-    """
-
-    level: NoiseLevel
-    row: Coefficients | None
-    keeps_x_0: bool = False
-    pull: float = 1.0
+    level: NoiseLevel  # noise level of the state
+    row: Coefficients | None  # the sampler step from it; None = the pass only corrects the noise of known voxels
+    keeps_x_0: bool = False  # a later step needs the estimate of x_0 of the last step up to this pass
+    pull: float = 1.0  # how far known voxels follow the error of their estimate, see `corrected`
 
 
 def passes_of(

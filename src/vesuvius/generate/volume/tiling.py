@@ -23,17 +23,11 @@ _MAX_OVERLAP = 0.75
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles and blocks of a volume.
+    """Tiles and blocks of a volume."""
 
-    Attributes:
-        shape_zyx: of the volume.
-        patch_zyx: of a tile and of a block.
-        overlap: of neighbouring tiles, as a share of a patch; at least that much.
-    """
-
-    shape_zyx: Triple
-    patch_zyx: Triple
-    overlap: float
+    shape_zyx: Triple  # of the volume
+    patch_zyx: Triple  # of a tile and of a block
+    overlap: float  # of neighbouring tiles, as a share of a patch; at least that much
 
     def check(self) -> None:
         """Raises ConfigError where no tiles cover the volume."""

@@ -46,27 +46,19 @@ EstimateFor = Callable[[NDArray[Any] | None], Estimate]
 
 @dataclass(frozen=True)
 class Job:
-    """What a volume follows from beside the network and the volumes it is given; picklable.
-
-    Attributes:
-        levels: noise levels, from most noise to none.
-        whole_tiles: each tile is drawn to its end and then blended, in one pass; else each step is blended.
-        batch_size: tiles per call of the network; batches are the same whatever is still to be done.
-        rounds: passes per step, see `passes_of`.
-        inpaint: some voxels are known.
-        condition: dtype of the condition.
-    """
+    """What a volume follows from beside the network and the volumes it is given; picklable."""
 
     tiling: Tiling
     seed: int
-    levels: tuple[NoiseLevel, ...]
+    levels: tuple[NoiseLevel, ...]  # noise levels, from most noise to none
     method: SamplerMethod
     eta: float = 0.0
+    # each tile is drawn to its end and then blended, in one pass; else each step is blended
     whole_tiles: bool = False
-    batch_size: int = 1
-    rounds: int = 1
-    inpaint: bool = False
-    condition: str | None = None
+    batch_size: int = 1  # tiles per call of the network; batches are the same whatever is still to be done
+    rounds: int = 1  # passes per step, see `passes_of`
+    inpaint: bool = False  # some voxels are known
+    condition: str | None = None  # dtype of the condition
 
     @cached_property
     def passes(self) -> tuple[Pass, ...]:

@@ -21,19 +21,12 @@ _LAG_S = 1.0
 
 @dataclass(frozen=True)
 class ReaderDeath:
-    """A reader process that has ended, and was not asked to.
+    """A reader process that has ended, and was not asked to."""
 
-    Attributes:
-        pid: 0 where it is not known: the reader died before it was seen in Ray's table.
-        node: host name of its machine.
-        exit: how Ray says that it ended; None where Ray does not say.
-        note: what it left behind on this machine.
-    """
-
-    pid: int
-    node: str
-    exit: private.WorkerExit | None
-    note: Note | None
+    pid: int  # 0 where it is not known: the reader died before it was seen in Ray's table
+    node: str  # host name of its machine
+    exit: private.WorkerExit | None  # how Ray says that it ended; None where Ray does not say
+    note: Note | None  # what it left behind on this machine
 
     def __str__(self) -> str:
         crash, place = self._left

@@ -35,41 +35,28 @@ __all__ = ["ExecutionCallback"]
 
 @dataclass(frozen=True)
 class ActorRow:
-    """A row of Ray's table of actors.
-
-    Attributes:
-        state: ALIVE, RESTARTING, DEAD, ...
-        pid: of its current process; 0 while it has none.
-        node_id: machine of that process.
-        restarts: how often Ray has replaced its process.
-        worker_died: it is DEAD because its process or machine ended, not because its owner released it.
-    """
+    """A row of Ray's table of actors."""
 
     actor: str
     class_name: str
-    state: str
-    pid: int
-    node_id: bytes
-    restarts: int
-    worker_died: bool
+    state: str  # ALIVE, RESTARTING, DEAD, ..
+    pid: int  # of its current process; 0 while it has none
+    node_id: bytes  # machine of that process
+    restarts: int  # how often Ray has replaced its process
+    worker_died: bool  # it is DEAD because its process or machine ended, not because its owner released it
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How a process ended, by Ray's table of workers.
-
-    Attributes:
-        exit_type: `NODE_OUT_OF_MEMORY` where Ray's memory monitor killed it; `SYSTEM_ERROR` where it was gone without a
-            word (SIGKILL, a crash, the kernel); `USER_ERROR`, `INTENDED_SYSTEM_EXIT` or `INTENDED_USER_EXIT`.
-        detail: in Ray's words, of many lines.
-        time: when Ray noticed, seconds since 1970; a few tenths of a second late.
-    """
+    """How a process ended, by Ray's table of workers."""
 
     pid: int
     node_id: bytes
+    # `NODE_OUT_OF_MEMORY` where Ray's memory monitor killed it; `SYSTEM_ERROR` where it was gone without a word
+    # (SIGKILL, a crash, the kernel); `USER_ERROR`, `INTENDED_SYSTEM_EXIT` or `INTENDED_USER_EXIT`
     exit_type: str
-    detail: str
-    time: float
+    detail: str  # in Ray's words, of many lines
+    time: float  # when Ray noticed, seconds since 1970; a few tenths of a second late
 
 
 @dataclass(frozen=True)

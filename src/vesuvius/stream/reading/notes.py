@@ -64,17 +64,11 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 @dataclass(frozen=True)
 class Place:
-    """What is being read.
+    """What is being read."""
 
-    Attributes:
-        volume: its name.
-        box: the voxels (z, y, x) that were asked for.
-        chunk: the chunk that is read alone, after a crash; `chunk_box` its voxels.
-    """
-
-    volume: str
-    box: Box
-    chunk: Triple | None = None
+    volume: str  # its name
+    box: Box  # the voxels (z, y, x) that were asked for
+    chunk: Triple | None = None  # the chunk that is read alone, after a crash; `chunk_box` its voxels
     chunk_box: Box | None = None
 
     def __str__(self) -> str:
@@ -84,31 +78,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Note:
-    """A process, and what it was last doing.
+    """A process, and what it was last doing."""
 
-    Attributes:
-        role: 'reader', 'trainer' or 'start' (the process that reads for the start of a run).
-        actor: the Ray actor whose process it is; '' without Ray.
-        started: when the process began, seconds since 1970; with `pid` it identifies the process.
-        place: what it is reading; None between two regions, and where it crashed on a thread that does not decode.
-        since: when it began to read that, seconds since 1970.
-        thread: the thread that reads it, as `threading.get_ident`.
-        outage: a store that it waits for.
-        crash: the fatal signal that ended it; None while it lives, and after a SIGKILL, which leaves no trace.
-        path: the file.
-    """
-
-    role: str
+    role: str  # 'reader', 'trainer' or 'start' (the process that reads for the start of a run)
     pid: int
     node: str
-    actor: str
-    started: float
+    actor: str  # the Ray actor whose process it is; '' without Ray
+    started: float  # when the process began, seconds since 1970; with `pid` it identifies the process
+    # what it is reading; None between two regions, and where it crashed on a thread that does not decode
     place: Place | None = None
-    since: float | None = None
-    thread: int = 0
-    outage: Outage | None = None
+    since: float | None = None  # when it began to read that, seconds since 1970
+    thread: int = 0  # the thread that reads it, as `threading.get_ident`
+    outage: Outage | None = None  # a store that it waits for
+    # the fatal signal that ended it; None while it lives, and after a SIGKILL, which leaves no trace
     crash: str | None = None
-    path: Path = Path()
+    path: Path = Path()  # the file
 
     def is_alive(self) -> bool:
         """Whether the process still runs, on this machine."""

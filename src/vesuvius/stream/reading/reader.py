@@ -44,28 +44,24 @@ _SUBSTITUTES_TRIED = 100
 
 @dataclass(frozen=True)
 class ReaderJob:
-    """What to read.  Picklable.
-
-    Attributes:
-        dtype, condition_dtype: of the patches; the latter None without conditions.
-        stored: the chunks listed for each volume, where they were listed: a missing one is damage, not air.
-        quarantined: known damage; regions that touch it are replaced without a read.
-        max_reader_deaths: readers that may die in one stream.
-        notes_dir: folder on each machine where readers keep notes of what they read; None = a temporary one.
-    """
+    """What to read.  Picklable."""
 
     plan: Plan
     volumes: tuple[VolumeConfig, ...]
+    # dtype, condition_dtype: of the patches; the latter None without conditions
     dtype: str
     condition_dtype: str | None = None
     store: StoreConfig = StoreConfig()
     missing_chunk: Literal["air", "error"] = "air"
+    # the chunks listed for each volume, where they were listed: a missing one is damage, not air
     stored: tuple[StoredChunks | None, ...] = ()
     max_quarantined: int = 0
+    # known damage; regions that touch it are replaced without a read
     quarantined: frozenset[DamagedBox] = frozenset()
     rank: int = 0
     world: int = 1
-    max_reader_deaths: int = 32
+    max_reader_deaths: int = 32  # readers that may die in one stream
+    # folder on each machine where readers keep notes of what they read; None = a temporary one
     notes_dir: str | None = None
 
     @property
@@ -99,32 +95,24 @@ class ReaderJob:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """A reader's figures, sent with each block; seconds and counts since its last block.
+    """A reader's figures, sent with each block; seconds and counts since its last block."""
 
-    Attributes:
-        pid, node, actor: the process, its machine and its Ray actor ('' without Ray).
-        rss_anon_bytes: private memory of the process; None where the system does not tell (not Linux).
-        read_s: waiting for bytes from a remote store; None on disk, where zarrs reads and decodes in one call.
-        decode_s: decoding regions (on disk including reads).
-        bytes_read: bytes decoded, whole chunks.
-        bytes_fetched: bytes received over the network.
-        requests, retries, cache_hits, cache_misses: as `SourceFigures`.
-        quarantined: damage found.
-    """
-
+    # pid, node, actor: the process, its machine and its Ray actor ('' without Ray)
     pid: int
     node: str
     actor: str
-    rss_anon_bytes: int | None
+    rss_anon_bytes: int | None  # private memory of the process; None where the system does not tell (not Linux)
+    # waiting for bytes from a remote store; None on disk, where zarrs reads and decodes in one call
     read_s: float | None
-    decode_s: float
-    bytes_read: int
-    bytes_fetched: int
+    decode_s: float  # decoding regions (on disk including reads)
+    bytes_read: int  # bytes decoded, whole chunks
+    bytes_fetched: int  # bytes received over the network
+    # requests, retries, cache_hits, cache_misses: as `SourceFigures`
     requests: int
     retries: int
     cache_hits: int
     cache_misses: int
-    quarantined: list[dict[str, Any]] = field(default_factory=list)
+    quarantined: list[dict[str, Any]] = field(default_factory=list)  # damage found
 
 
 @dataclass(frozen=True)

@@ -40,20 +40,14 @@ _LAYOUT: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class FixedPatches:
-    """N patches and their places.
+    """N patches and their places."""
 
-    Attributes:
-        held_out: whether they lie in the validation boxes; else (`data.validation.fraction` 0) training sees them too.
-        volumes: the number of the volume of each.
-        starts_zyx: where each starts in its volume.
-        patches: [N, Z, Y, X] in the stored dtype, not augmented.
-        conditions: [N, Z, Y, X] in the stored dtype, cut at the same places; None where volumes have no conditions.
-    """
-
+    # whether they lie in the validation boxes; else (`data.validation.fraction` 0) training sees them too
     held_out: bool
-    volumes: tuple[int, ...]
-    starts_zyx: tuple[Triple, ...]
-    patches: NDArray[Any]
+    volumes: tuple[int, ...]  # the number of the volume of each
+    starts_zyx: tuple[Triple, ...]  # where each starts in its volume
+    patches: NDArray[Any]  # [N, Z, Y, X] in the stored dtype, not augmented
+    # [N, Z, Y, X] in the stored dtype, cut at the same places; None where volumes have no conditions
     conditions: NDArray[Any] | None
 
 

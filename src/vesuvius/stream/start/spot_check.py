@@ -30,22 +30,15 @@ _SEED = 0
 
 @dataclass
 class SpotCheck:
-    """What was read of one volume, or condition.
-
-    Attributes:
-        chunks: of the whole volume, stored or not.
-        read: of these, looked at, the absent and the broken ones included.
-        absent: not stored, and so air.
-        quarantined: left out, as the run that is resumed knows that they are damaged.
-        broken: those that cannot be read; for a damaged shard one entry.
-    """
+    """What was read of one volume, or condition."""
 
     spec: ArrayConfig
     name: str
-    chunks: int
-    read: int = 0
-    absent: int = 0
-    quarantined: int = 0
+    chunks: int  # of the whole volume, stored or not
+    read: int = 0  # of these, looked at, the absent and the broken ones included
+    absent: int = 0  # not stored, and so air
+    quarantined: int = 0  # left out, as the run that is resumed knows that they are damaged
+    # those that cannot be read; for a damaged shard one entry
     broken: list[UnreadableChunkError] = field(default_factory=list)
 
     def line(self) -> str:

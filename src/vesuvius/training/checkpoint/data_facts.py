@@ -17,37 +17,24 @@ from vesuvius.volumes.geometry import FloatTriple
 
 @dataclass(frozen=True)
 class VolumeFacts:
-    """A volume that a model is trained on.
+    """A volume that a model is trained on."""
 
-    Attributes:
-        name: path and level.
-        dtype: stored dtype of its voxels.
-        voxel_size_um: edge lengths (z, y, x), or None where unknown.
-        shape_zyx: None in checkpoints of versions whose conditions all had the shape of their volume.
-        condition_factors: its voxels per voxel of its condition, along each axis.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    voxel_size_um: FloatTriple | None
+    name: str  # path and level
+    dtype: np.dtype[Any]  # stored dtype of its voxels
+    voxel_size_um: FloatTriple | None  # edge lengths (z, y, x), or None where unknown
+    # None in checkpoints of versions whose conditions all had the shape of their volume
     shape_zyx: Triple | None = None
-    condition_factors: Triple = (1, 1, 1)
+    condition_factors: Triple = (1, 1, 1)  # its voxels per voxel of its condition, along each axis
 
 
 @dataclass(frozen=True, eq=False)
 class DataFacts:
-    """The data that a model is trained on, one entry per `data.volumes` where plural.
-
-    Attributes:
-        greys: their grey ranges.
-        spectrum: of their voxels; None in checkpoints of versions that knew no edm.
-        scalars: what the network is told of each volume, float32 [volumes, n].
-    """
+    """The data that a model is trained on, one entry per `data.volumes` where plural."""
 
     volumes: tuple[VolumeFacts, ...]
-    greys: GreyRanges
-    spectrum: Spectrum | None
-    scalars: NDArray[np.float32]
+    greys: GreyRanges  # their grey ranges
+    spectrum: Spectrum | None  # of their voxels; None in checkpoints of versions that knew no edm
+    scalars: NDArray[np.float32]  # what the network is told of each volume, float32 [volumes, n]
 
     @classmethod
     def of(cls, data: PreparedData, greys: GreyRanges, spectrum: Spectrum | None, scalars: NDArray[np.float32]) -> Self:

@@ -34,21 +34,13 @@ _FIXED_BUT_FOR = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 @dataclass
 class ResumePoint:
-    """A checkpoint that a run goes on from.
+    """A checkpoint that a run goes on from."""
 
-    Attributes:
-        checkpoint: its directory.
-        step: optimizer steps it has behind it.
-        state: what it holds; empty once `restore` has taken it over.
-        drift: config keys that have changed since and may, a line each.
-        accepted: differences that make it another experiment, let through by --allow-drift.
-    """
-
-    checkpoint: Path
-    step: int
-    state: dict[str, Any]
-    drift: list[str]
-    accepted: list[str]
+    checkpoint: Path  # its directory
+    step: int  # optimizer steps it has behind it
+    state: dict[str, Any]  # what it holds; empty once `restore` has taken it over
+    drift: list[str]  # config keys that have changed since and may, a line each
+    accepted: list[str]  # differences that make it another experiment, let through by --allow-drift
 
     @property
     def other_data(self) -> bool:

@@ -48,17 +48,11 @@ _PRUNED = ".pruned-"  # on its way out
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints outlive a save.
+    """Which checkpoints outlive a save."""
 
-    Attributes:
-        keep_last: so many of the newest.
-        keep_every: multiples of this step, too.
-        best_step: and this one, to which `checkpoints/best` points.
-    """
-
-    keep_last: int
-    keep_every: int | None = None
-    best_step: int | None = None
+    keep_last: int  # so many of the newest
+    keep_every: int | None = None  # multiples of this step, too
+    best_step: int | None = None  # and this one, to which `checkpoints/best` points
 
     def choose(self, steps: Sequence[int]) -> set[int]:
         """Those to keep of ascending steps.  Pure."""

@@ -41,32 +41,20 @@ _LAST_WEIGHTS = "model"
 
 @dataclass(frozen=True, eq=False)
 class CheckpointInfo:
-    """What a checkpoint says beside its weights.
+    """What a checkpoint says beside its weights."""
 
-    Attributes:
-        checkpoint: where it is.
-        step: optimizer steps it has been trained for.
-        config: that of the run, with the overrides.
-        data: what it was trained on.
-    """
-
-    checkpoint: Path
-    step: int
-    config: Config
-    data: DataFacts
+    checkpoint: Path  # where it is
+    step: int  # optimizer steps it has been trained for
+    config: Config  # that of the run, with the overrides
+    data: DataFacts  # what it was trained on
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """What a new run starts from.
+    """What a new run starts from."""
 
-    Attributes:
-        weights: by name, float32 on the CPU.
-        source: the file that they are from.
-    """
-
-    weights: dict[str, Tensor]
-    source: Path
+    weights: dict[str, Tensor]  # by name, float32 on the CPU
+    source: Path  # the file that they are from
 
 
 class Denoiser:

@@ -26,28 +26,18 @@ _SHARE_OF_CONVOLUTION = 0.5
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine.
+    """This machine."""
 
-    Attributes:
-        cores: that this process may use, by affinity and cgroup quota.
-        ram_bytes, ram_whose: the smallest memory limit, and whose it is.
-        shm_bytes: free in /dev/shm; None where there is none, and then Ray takes a disk.
-        disk_bytes: free in the working directory.
-        gpu: its name; None = no GPU.
-        vram_bytes: free on the GPU.
-        amp: what `training.amp: auto` means here.
-        flops_s: floating-point operations a second that a training step is expected to reach.
-    """
-
-    cores: float
+    cores: float  # that this process may use, by affinity and cgroup quota
+    # ram_bytes, ram_whose: the smallest memory limit, and whose it is
     ram_bytes: int
     ram_whose: str
-    shm_bytes: int | None
-    disk_bytes: int
-    gpu: str | None
-    vram_bytes: int | None
-    amp: AmpMode
-    flops_s: float
+    shm_bytes: int | None  # free in /dev/shm; None where there is none, and then Ray takes a disk
+    disk_bytes: int  # free in the working directory
+    gpu: str | None  # its name; None = no GPU
+    vram_bytes: int | None  # free on the GPU
+    amp: AmpMode  # what `training.amp: auto` means here
+    flops_s: float  # floating-point operations a second that a training step is expected to reach
 
     def words(self) -> str:
         """`12 cores, 170 GiB of memory, NVIDIA A100 with 79.1 GiB free`."""

@@ -44,34 +44,25 @@ LARGEST_PLANNED_BATCH = 1024  # a larger answer is of no use
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What one rank's training step takes.
+    """What one rank's training step takes."""
 
-    Attributes:
-        batch: patches per micro-batch.
-        amp: autocast dtype that was planned for.
-        flops_per_step: floating-point operations of an optimizer step, forward and backward, over all its
-            micro-batches; a multiply-add is 2; blocks that are computed again count again.
-        weight_bytes, optimizer_bytes, ema_bytes: held through the whole run; float32.
-        gradient_bytes: of the weights' gradients, which come up in the backward pass.
-        activation_bytes: kept from the forward pass of a micro-batch for its backward pass.
-        weight_copy_bytes: kept there in autocast copies of weights, whatever the batch.
-        live_bytes: what is alive after each allocation of a step, in their order, all of the above included.
-        convolution_bytes: input and output of each convolution.
-        gathered_bytes: with sharded weights, the most that whole ones take at a time; in `live_bytes` too, where
-            gradients count as if they were not sharded, the most that they can take.
-    """
-
-    batch: int
-    amp: AmpMode
+    batch: int  # patches per micro-batch
+    amp: AmpMode  # autocast dtype that was planned for
+    # floating-point operations of an optimizer step, forward and backward, over all its micro-batches; a multiply-add
+    # is 2; blocks that are computed again count again
     flops_per_step: int
+    # weight_bytes, optimizer_bytes, ema_bytes: held through the whole run; float32
     weight_bytes: int
-    gradient_bytes: int
+    gradient_bytes: int  # of the weights' gradients, which come up in the backward pass
     optimizer_bytes: int
     ema_bytes: int
-    activation_bytes: int
-    weight_copy_bytes: int
+    activation_bytes: int  # kept from the forward pass of a micro-batch for its backward pass
+    weight_copy_bytes: int  # kept there in autocast copies of weights, whatever the batch
+    # what is alive after each allocation of a step, in their order, all of the above included
     live_bytes: tuple[int, ...]
-    convolution_bytes: tuple[int, ...]
+    convolution_bytes: tuple[int, ...]  # input and output of each convolution
+    # with sharded weights, the most that whole ones take at a time; in `live_bytes` too, where gradients count as if
+    # they were not sharded, the most that they can take
     gathered_bytes: int = 0
 
     @property

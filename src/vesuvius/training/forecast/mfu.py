@@ -19,18 +19,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Peaks:
-    """Dense peaks of a GPU at its boost clock, TFLOP/s; None = it has no such units.
+    """Dense peaks of a GPU at its boost clock, TFLOP/s; None = it has no such units."""
 
-    Attributes:
-        half: fp16 on tensor cores with float32 sums, as torch asks for.
-        bf16, tf32: likewise.
-        fp32: without tensor cores.
-    """
-
-    half: float
+    half: float  # fp16 on tensor cores with float32 sums, as torch asks for
+    # bf16, tf32: likewise
     bf16: float | None
     tf32: float | None
-    fp32: float
+    fp32: float  # without tensor cores
 
 
 # From NVIDIA's data sheets and architecture white papers, those "with sparsity" halved.  Whole names, as CUDA has them:

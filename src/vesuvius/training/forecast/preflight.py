@@ -38,32 +38,19 @@ READERS_PER_CORE = 4
 
 @dataclass(frozen=True)
 class Preflight:
-    """A run that may start.
+    """A run that may start."""
 
-    Attributes:
-        directory: where it will write; exists only when it is resumed.
-        resumed: the checkpoint it goes on from, or None to start at step 0.
-        initial: the weights it starts from, for `training.init_from` at step 0.
-        fixed: patches for validation and previews, or None where the config wants neither.
-        facts: what the run knows of its data; of a resumed one, what it began with.
-        lean_norm: whether norms are recomputed: as the checkpoint has it, or as `memory_plan.lean_norm` finds.
-        lean_reason: why.
-        parameters: trainable weights of the network.
-        checkpoint_bytes: size of one checkpoint on disk, estimated.
-        free_bytes: free space where the run directory is or will be.
-    """
-
-    directory: RunDir
+    directory: RunDir  # where it will write; exists only when it is resumed
     data: PreparedData
-    facts: DataFacts
-    resumed: ResumePoint | None
-    initial: InitialWeights | None
-    fixed: FixedPatches | None
-    lean_norm: bool
-    lean_reason: str
-    parameters: int
-    checkpoint_bytes: int
-    free_bytes: int
+    facts: DataFacts  # what the run knows of its data; of a resumed one, what it began with
+    resumed: ResumePoint | None  # the checkpoint it goes on from, or None to start at step 0
+    initial: InitialWeights | None  # the weights it starts from, for `training.init_from` at step 0
+    fixed: FixedPatches | None  # patches for validation and previews, or None where the config wants neither
+    lean_norm: bool  # whether norms are recomputed: as the checkpoint has it, or as `memory_plan.lean_norm` finds
+    lean_reason: str  # why
+    parameters: int  # trainable weights of the network
+    checkpoint_bytes: int  # size of one checkpoint on disk, estimated
+    free_bytes: int  # free space where the run directory is or will be
 
     @property
     def spectrum(self) -> Spectrum:

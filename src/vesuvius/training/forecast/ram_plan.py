@@ -52,19 +52,13 @@ _WARN_SHARE = 0.8
 
 @dataclass(frozen=True)
 class RamPart:
-    """Some of the memory, at its peak.
+    """Some of the memory, at its peak."""
 
-    Attributes:
-        term: who holds it: readers, store, Ray or trainer.
-        lower: what to change to have less of it.
-        once: whatever the number of ranks on the machine.
-    """
-
-    term: str
+    term: str  # who holds it: readers, store, Ray or trainer
     name: str
     size_bytes: int
-    lower: str = "training.workers"
-    once: bool = False
+    lower: str = "training.workers"  # what to change to have less of it
+    once: bool = False  # whatever the number of ranks on the machine
 
 
 @dataclass(frozen=True)

@@ -42,20 +42,14 @@ _CACHE_GIB, _CACHE_SHARE = 50, 0.25
 
 @dataclass(frozen=True)
 class NetworkSize:
-    """A network to choose.
-
-    Attributes:
-        flops_per_voxel: of forward and backward pass; a multiply-add is 2.
-        update_flops: of Muon's update, once a step.
-        least_voxels: patches smaller than this do not need so large a network.
-    """
+    """A network to choose."""
 
     model: ModelConfig
     parameters: int
-    flops_per_voxel: int
-    update_flops: int
+    flops_per_voxel: int  # of forward and backward pass; a multiply-add is 2
+    update_flops: int  # of Muon's update, once a step
     lr: float
-    least_voxels: int = 0
+    least_voxels: int = 0  # patches smaller than this do not need so large a network
 
 
 def _model(channels: Triple, blocks: int, heads: int, groups: int) -> ModelConfig:

@@ -13,19 +13,13 @@ from vesuvius.errors import ConfigError
 
 @dataclass(frozen=True)
 class Part:
-    """The samples of one rank: those of the global batch at the places that are `rank` modulo `world`.
-
-    Attributes:
-        global_batch: samples of a step, over all ranks; it follows from the config and not from `world`.
-        micro_batch: samples that this rank computes at once.
-        accumulate_steps: micro-batches of this rank in a step.
-    """
+    """The samples of one rank: those of the global batch at the places that are `rank` modulo `world`."""
 
     rank: int
     world: int
-    global_batch: int
-    micro_batch: int
-    accumulate_steps: int
+    global_batch: int  # samples of a step, over all ranks; it follows from the config and not from `world`
+    micro_batch: int  # samples that this rank computes at once
+    accumulate_steps: int  # micro-batches of this rank in a step
 
     @property
     def places(self) -> NDArray[np.int64]:

@@ -50,16 +50,12 @@ class RankLostError(RankError):
 
 @dataclass(frozen=True)
 class Restart:
-    """That the ranks of a run were started anew.
+    """That the ranks of a run were started anew."""
 
-    Attributes:
-        number, most: which one, counted from 1, and how many there may be.
-        lost: ranks that were lost, and what is known of it.
-    """
-
+    # number, most: which one, counted from 1, and how many there may be
     number: int
     most: int
-    lost: Mapping[int, str]
+    lost: Mapping[int, str]  # ranks that were lost, and what is known of it
 
     def __str__(self) -> str:
         if not self.lost:
@@ -70,44 +66,25 @@ class Restart:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know before a step.
+    """What all ranks know before a step."""
 
-    Attributes:
-        stop: exit code and reason of a stop that some rank was asked for; None = go on.
-        told: what each rank had to say, in the order of ranks; on rank 0 only.
-    """
-
-    stop: tuple[int, str] | None = None
-    told: tuple[Mapping[str, Any], ...] = ()
+    stop: tuple[int, str] | None = None  # exit code and reason of a stop that some rank was asked for; None = go on
+    told: tuple[Mapping[str, Any], ...] = ()  # what each rank had to say, in the order of ranks; on rank 0 only
 
 
 @dataclass(eq=False)
 class Ranks:
-    """This process among the ranks of its run.  `SINGLE` is a run of one rank, in which nothing is exchanged.
+    """This process among the ranks of its run.  `SINGLE` is a run of one rank, in which nothing is exchanged."""
 
-    Attributes:
-        rank: of this process; 0 alone writes checkpoints and the log of the run.
-        world: number of ranks.
-        local_rank: its number on this machine, and of its GPU.
-        local_world: ranks on this machine.
-        timeout_s: longest wait for another rank.
-        group: torch's process group of the ranks at work; None = all.
-        idle: this one has no part in the steps, as the effective batch does not divide by so many.
-        restart: that they were started anew; None = they were not.
-        stopping: exit code and reason with which a rank wants all to stop before the next step.
-        asked_to_stop: whether that is this one, which may be waiting for the others while these wait for data.
-        on_sign: called while another rank is awaited and lives.
-        on_call: what this rank does, between two steps, when rank 0 asks for it by `call`.
-    """
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-    timeout_s: float = 1800.0
-    group: Any = None
-    idle: bool = False
-    restart: Restart | None = None
+    rank: int = 0  # of this process; 0 alone writes checkpoints and the log of the run
+    world: int = 1  # number of ranks
+    local_rank: int = 0  # its number on this machine, and of its GPU
+    local_world: int = 1  # ranks on this machine
+    timeout_s: float = 1800.0  # longest wait for another rank
+    group: Any = None  # torch's process group of the ranks at work; None = all
+    idle: bool = False  # this one has no part in the steps, as the effective batch does not divide by so many
+    restart: Restart | None = None  # that they were started anew; None = they were not
+    # exit code and reason with which a rank wants all to stop before the next step
     stopping: tuple[int, str] | None = None
     _store: Any = None
     _round: int = 0
@@ -116,8 +93,10 @@ class Ranks:
     _beat_s: float = field(default_factory=time.monotonic)
     _calls: int = 0
     _cause: RankError | None = None
+    # whether that is this one, which may be waiting for the others while these wait for data
     asked_to_stop: Callable[[], tuple[int, str] | None] = lambda: None
-    on_sign: Callable[[], None] = lambda: None
+    on_sign: Callable[[], None] = lambda: None  # called while another rank is awaited and lives
+    # what this rank does, between two steps, when rank 0 asks for it by `call`
     on_call: Callable[[str], None] | None = None
 
     @property

@@ -41,37 +41,28 @@ class NonFiniteStep:
     """What the file holds: tensors on the host and plain data.  G is the global batch.
 
     The augmentations follow from the config and the indices.
-
-    Attributes:
-        step: counted from 1.
-        later_steps: the weights may have moved in up to so many later steps before this one was noticed (on a GPU, with
-            `training.max_nonfinite` above 1); 0: they are those that the step was computed with.
-        lr: its learning rate.
-        amp, device: the autocast dtype and the kind of device it was computed in.
-        scale: what the loss was multiplied by.
-        torch_threads: of the process; the order of sums on a CPU follows from it.
-        indices, timesteps, volumes: int64 [G], the last being the numbers of the volumes that the samples come from.
-        patches, conditions: [G, Z, Y, X] in the stored dtypes; the latter None without conditions.
-        facts: what the run knows of its data, as `DataFacts.state_dict` gives it.
-        config: of the run.
-        weights: of the network, by the names of its parameters.
     """
 
-    step: int
+    step: int  # counted from 1
+    # the weights may have moved in up to so many later steps before this one was noticed (on a GPU, with
+    # `training.max_nonfinite` above 1); 0: they are those that the step was computed with
     later_steps: int
-    lr: float
+    lr: float  # its learning rate
+    # amp, device: the autocast dtype and the kind of device it was computed in
     amp: str
     device: str
-    scale: float
-    torch_threads: int
+    scale: float  # what the loss was multiplied by
+    torch_threads: int  # of the process; the order of sums on a CPU follows from it
+    # indices, timesteps, volumes: int64 [G], the last being the numbers of the volumes that the samples come from
     indices: Tensor
     timesteps: Tensor
     volumes: Tensor
+    # patches, conditions: [G, Z, Y, X] in the stored dtypes; the latter None without conditions
     patches: Tensor
     conditions: Tensor | None
-    facts: dict[str, Any]
-    config: dict[str, Any]
-    weights: dict[str, Tensor]
+    facts: dict[str, Any]  # what the run knows of its data, as `DataFacts.state_dict` gives it
+    config: dict[str, Any]  # of the run
+    weights: dict[str, Tensor]  # of the network, by the names of its parameters
 
     @property
     def nbytes(self) -> int:

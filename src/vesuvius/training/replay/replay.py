@@ -33,36 +33,24 @@ _NAMES_SHOWN = 5
 
 @dataclass(frozen=True)
 class Fault:
-    """The first place in a forward pass where numbers stop being finite.
+    """The first place in a forward pass where numbers stop being finite."""
 
-    Attributes:
-        module: name of the module, or "the input of the network".
-        samples: whose output it is.
-        input_max: largest finite |x| that went into it.
-    """
-
-    module: str
-    samples: list[int]
-    input_max: float
+    module: str  # name of the module, or "the input of the network"
+    samples: list[int]  # whose output it is
+    input_max: float  # largest finite |x| that went into it
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What a step came to the second time.
-
-    Attributes:
-        fault: None where every module's output was finite.
-        bad_gradients: names of the parameters whose gradient is not finite.
-        parameters: how many there are in all.
-    """
+    """What a step came to the second time."""
 
     stored: NonFiniteStep
     amp: AmpMode
     device: str
     outcome: StepOutcome
-    fault: Fault | None
-    bad_gradients: list[str]
-    parameters: int
+    fault: Fault | None  # None where every module's output was finite
+    bad_gradients: list[str]  # names of the parameters whose gradient is not finite
+    parameters: int  # how many there are in all
 
     @property
     def exit_code(self) -> int:

@@ -32,19 +32,12 @@ from vesuvius.training.step.grey_values import grey_scales, normalised, signed_v
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A batch where the model is.
+    """A batch where the model is."""
 
-    Attributes:
-        indices: int64 [B], on the host.
-        x_0: float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1.
-        condition: what the network is shown beside, mirrored and turned with its patch.
-        stored: the batch as it was read, in memory of its own on the host: what a replay needs.
-    """
-
-    indices: NDArray[np.int64]
-    x_0: Tensor
-    condition: Condition
-    stored: Batch
+    indices: NDArray[np.int64]  # int64 [B], on the host
+    x_0: Tensor  # float32 [B, 1, Z, Y, X], model values: low grey -1, high grey +1
+    condition: Condition  # what the network is shown beside, mirrored and turned with its patch
+    stored: Batch  # the batch as it was read, in memory of its own on the host: what a replay needs
 
 
 class DeviceFeed:

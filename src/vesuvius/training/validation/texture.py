@@ -26,28 +26,18 @@ _BINOMIAL = np.array([1, 4, 6, 4, 1]) / 16
 
 @dataclass(frozen=True, eq=False)
 class Texture:
-    """Means over patches; NaN where no patch could be measured.
+    """Means over patches; NaN where no patch could be measured."""
 
-    Attributes:
-        histogram: float64 [96], shares of voxels between `HISTOGRAM_EDGES`; their sum is 1.
-        air: share of voxels below -1.5: by a quarter of the material's greys darker than the darkest of it.
-        frequency: float64 [S], cycles per voxel, rising to 0.5.
-        power: float64 [S], radial power spectrum there; white noise of variance s^2 has s^2 at every frequency.
-        correlation: two-point correlations along z, y and x, each float64 [half the axis + 1]: of voxels that lie 0, 1,
-            2, ... voxels apart, 1 at 0.  Patches that differ in brightness stay correlated over their whole length.
-        means_std: standard deviation of the patches' means: the contrast at a scale above the patch.
-        planarity: how much of the texture is parallel sheets, from 0 (no direction) to 1; NaN where all is equal.
-        nonfinite: voxels that are NaN or infinite.  They are not in the histogram, nor their patches in the rest.
-    """
-
-    histogram: Float64
-    air: float
-    frequency: Float64
-    power: Float64
+    histogram: Float64  # float64 [96], shares of voxels between `HISTOGRAM_EDGES`; their sum is 1
+    air: float  # share of voxels below -1.5: by a quarter of the material's greys darker than the darkest of it
+    frequency: Float64  # float64 [S], cycles per voxel, rising to 0.5
+    power: Float64  # float64 [S], radial power spectrum there; white noise of variance s^2 has s^2 at every frequency
+    # two-point correlations along z, y and x, each float64 [half the axis + 1]: of voxels that lie 0, 1, 2, ...
+    # voxels apart, 1 at 0.  Patches that differ in brightness stay correlated over their whole length.
     correlation: tuple[Float64, ...]
-    means_std: float
-    planarity: float
-    nonfinite: int
+    means_std: float  # standard deviation of the patches' means: the contrast at a scale above the patch
+    planarity: float  # how much of the texture is parallel sheets, from 0 (no direction) to 1; NaN where all is equal
+    nonfinite: int  # voxels that are NaN or infinite.  They are not in the histogram, nor their patches in the rest.
 
 
 @dataclass(frozen=True, eq=False)

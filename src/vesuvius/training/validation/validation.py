@@ -36,17 +36,11 @@ _SEED = 0  # not the run's: runs that differ in seed alone are shown the same no
 
 @dataclass(frozen=True)
 class Losses:
-    """What a validation found of one set of weights.
+    """What a validation found of one set of weights."""
 
-    Attributes:
-        loss: that of training, over all patches and bins.
-        bins: the same in each bin.
-        relative: in each bin, the squared error of x_0 over that of the best linear denoiser.
-    """
-
-    loss: float
-    bins: tuple[float, ...]
-    relative: tuple[float, ...]
+    loss: float  # that of training, over all patches and bins
+    bins: tuple[float, ...]  # the same in each bin
+    relative: tuple[float, ...]  # in each bin, the squared error of x_0 over that of the best linear denoiser
 
     @property
     def relative_error(self) -> float:

@@ -19,17 +19,13 @@ MOST_PAIRS = max(LOOKS)
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much faster A is than B: 0.1 = 10 %.
-
-    Attributes:
-        low, high: 95 % confidence interval, also if the test stopped early; None with fewer than three pairs.
-        pairs: behind it.
-    """
+    """How much faster A is than B: 0.1 = 10 %."""
 
     gain: float
+    # low, high: 95 % confidence interval, also if the test stopped early; None with fewer than three pairs
     low: float | None
     high: float | None
-    pairs: int
+    pairs: int  # behind it
 
     def is_above(self, gain: float) -> bool:
         """Whether A is surely faster by more than this."""

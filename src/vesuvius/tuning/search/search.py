@@ -70,25 +70,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The result of a tune.
+    """The result of a tune."""
 
-    Attributes:
-        verdict: "better": `best` is surely faster than the baseline, or as fast and cheaper.  "unchanged": nothing that
-            was tried is worth a change.  "undecided": the budget was spent first.  "none": nothing could be measured.
-        best: the recommended setting, which never ran out of memory.
-        base: the setting of the baseline: the source, or the nearest smaller one that fits.
-        reason: why the tune ended.
-        reasons: for each knob that differs from the source, why.
-        ended: for each stage, why it ended.
-        gain: of `best` over `base`, from blocks in turn; None where they were not measured in turn.
-    """
-
+    # "better": `best` is surely faster than the baseline, or as fast and cheaper.  "unchanged": nothing that was
+    # tried is worth a change.  "undecided": the budget was spent first.  "none": nothing could be measured.
     verdict: Verdict
-    best: Setting
-    base: Setting
-    reason: str
-    reasons: dict[Knob, str] = field(default_factory=dict)
-    ended: dict[Stage, str] = field(default_factory=dict)
+    best: Setting  # the recommended setting, which never ran out of memory
+    base: Setting  # the setting of the baseline: the source, or the nearest smaller one that fits
+    reason: str  # why the tune ended
+    reasons: dict[Knob, str] = field(default_factory=dict)  # for each knob that differs from the source, why
+    ended: dict[Stage, str] = field(default_factory=dict)  # for each stage, why it ended
+    # of `best` over `base`, from blocks in turn; None where they were not measured in turn
     gain: Comparison | None = None
 
 

@@ -55,14 +55,11 @@ class DiskCache:
 
     Only `check` and `prepare` raise.  A cache that cannot be read or written costs speed, never a read: `get` then
     misses, `put` stores nothing, and the log says so once per process.
-
-    Attributes:
-        directory: created where absent; holds nothing but the cache.
-        limit_bytes: disk usage of the directory at every instant, directories and unfinished entries included.  Where
-            processes give different limits each shrinks the directory to its own when it stores.
     """
 
-    directory: Path
+    directory: Path  # created where absent; holds nothing but the cache
+    # disk usage of the directory at every instant, directories and unfinished entries included.  Where processes give
+    # different limits each shrinks the directory to its own when it stores.
     limit_bytes: int
 
     def check(self) -> None:

@@ -55,17 +55,11 @@ _SAID_EVERY_S = 60.0
 
 @dataclass(frozen=True)
 class Outage:
-    """A store does not answer.
+    """A store does not answer."""
 
-    Attributes:
-        since: when the first read that is still being tried failed, seconds since 1970.
-        cause: why the last try of that read failed.
-        address: of the store.
-    """
-
-    since: float
-    cause: str
-    address: str
+    since: float  # when the first read that is still being tried failed, seconds since 1970
+    cause: str  # why the last try of that read failed
+    address: str  # of the store
 
     def __str__(self) -> str:
         return f"{self.address} has not answered since {_clock(self.since)}: {self.cause}"

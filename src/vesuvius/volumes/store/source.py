@@ -39,18 +39,12 @@ _WHOLE_BYTES_MAX = 64 * 2**20
 
 @dataclass
 class SourceFigures:
-    """What a source has done so far.
+    """What a source has done so far."""
 
-    Attributes:
-        requests: reads that reached the store, tries included.
-        retries: tries after a failed one.
-        bytes_fetched: bytes that came from the store.
-        cache_hits, cache_misses: reads answered by the disk cache, and not.
-    """
-
-    requests: int = 0
-    retries: int = 0
-    bytes_fetched: int = 0
+    requests: int = 0  # reads that reached the store, tries included
+    retries: int = 0  # tries after a failed one
+    bytes_fetched: int = 0  # bytes that came from the store
+    # cache_hits, cache_misses: reads answered by the disk cache, and not
     cache_hits: int = 0
     cache_misses: int = 0
 
