@@ -243,6 +243,7 @@ def test_a_trainer_ends_by_itself_when_its_tune_is_killed(config: Config, trials
 import sys
 from pathlib import Path
 from vesuvius.config.load import read_config
+from vesuvius.tuning.measurement import Setting
 from vesuvius.tuning.trial_runner import TrialRunner
 config = read_config(Path(sys.argv[1]))
 with TrialRunner(config, Path(sys.argv[2])) as lab:
