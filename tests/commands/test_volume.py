@@ -93,7 +93,7 @@ USAGES = [
     (["info", "v.zarr", "--select", "0,x"], "a whole number of at least 0 is needed; got 'x'"),
     (["copy", "v.zarr"], "OUT.zarr"),
     (["copy", "v.zarr", "c.zarr", "--start=-1,0,0"], "a start is three whole numbers z,y,x of at least 0"),
-    (["copy", "v.zarr", "c.zarr", "--requests", "0"], "at least 1 is needed; got '0'; try 16"),
+    (["copy", "v.zarr", "c.zarr", "--requests", "0"], "at least 1 is needed; got '0'; try 4"),
     (["occupancy"], "PATH"),
     (["measure"], "invalid choice: 'measure'"),
     ([], "COMMAND"),

@@ -290,6 +290,7 @@ def test_ranks_that_have_lost_one_end_go_on_from_the_last_checkpoint_and_stop_wh
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=1000)
 
 
+@pytest.mark.long  # 108 s beside other tests
 def test_ray_train_starts_all_ranks_again_when_one_is_killed(tiny_config: WriteConfig, tmp_path: Path) -> None:
     """The one test of every day that starts Ray Train itself."""
     config = tiny_config("killed", training=PLAIN | {"epochs": 2, "accumulate_steps": 1, "ranks": 2, "workers": 0})

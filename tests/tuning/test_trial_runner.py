@@ -223,7 +223,7 @@ def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., P
     with TrialRunner(config, trials) as lab:
         block = lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
     assert block.ended == "guard"
-    assert "monitor.ram_limit_gib counts" in block.cause
+    assert "near out of memory: monitor.ram_limit_gib: " in block.cause
     assert block.ram_bytes is not None
     assert block.ram_bytes > 0.1 * 2**30
 

@@ -159,7 +159,9 @@ def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
     measured = there_before + allocated_bytes(record).max()
     # No kernel takes less than its tensors (1e-3: scalars).  oneDNN's take more: copies of input and output in another
     # order, which is what the workspace allows for, and for bf16 some float32 sums of gradients, hence 5 %.
-    assert plan.peak_bytes * 0.999 <= measured <= (plan.peak_bytes + plan.workspace_bytes) * 1.05
+    # The plan counts what norms take on a GPU without Triton, where 16-bit input is copied to float32: 1 % here.
+    least = 0.999 if amp == "off" else 0.98
+    assert plan.peak_bytes * least <= measured <= (plan.peak_bytes + plan.workspace_bytes) * 1.05
 
 
 @pytest.mark.sample(3)

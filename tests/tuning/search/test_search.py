@@ -167,7 +167,7 @@ def test_prefetch_makes_room_for_readers_and_the_reason_says_so(workers: int) ->
 def test_where_a_faster_step_cannot_be_confirmed_readers_keep_the_prefetch_that_made_room_for_them() -> None:
     """A larger micro-batch gains as steps alone, and its whole run ends badly; readers found before are still taken."""
     limit_gib = (TRADES.ram_bytes(TRADES.source) / GIB + 0.5) / GUARD_SHARE
-    machine = replace(TRADES, name="trades and fails", decode_s=0.05, sample_s=0.05, launch_s=0.02)
+    machine = replace(TRADES, name="trades and fails", decode_s=0.2, sample_s=0.05, launch_s=0.02)
     machine = replace(machine, ram_limit_gib=limit_gib)
     runner = EndsBadly(machine, lambda setting, _: setting.train_batch_size > 1, "failed")
     found = recommend(Search(runner, machine.space(), BiasedPlanner(machine)))

@@ -251,7 +251,7 @@ class Search:
                 affordable = self.expected_s(*one) + self.expected_s(*other) <= self.left_s
                 if len(pairs) >= most_pairs or not affordable or (len(pairs) in LOOKS and is_settled(found)):
                     return found
-            last = (self.blocks[-1].setting, self.blocks[-1].kind)
+            last = (self.blocks[-1].setting, self.blocks[-1].kind) if self.blocks else None
             rates = {
                 each: self.rate(*each, stage, f"in turn: {why}, pair {len(pairs) + 1}")
                 for each in ((other, one) if last == other else (one, other))
