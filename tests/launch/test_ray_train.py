@@ -12,10 +12,10 @@ import pytest
 
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, VesuviusError
-from vesuvius.launch import ray_train
-from vesuvius.launch.bulletin import Bulletin
 from vesuvius.launch.launch import with_number_of_ranks
 from vesuvius.launch.rank import Request
+from vesuvius.launch.ray import room, trainer, worker
+from vesuvius.launch.ray.bulletin import Bulletin
 from vesuvius.stream.ray.session import passed_on
 
 
@@ -53,26 +53,26 @@ def test_rank_0_does_not_begin_anew_on_a_node_without_the_run_that_has_made_step
     assert board.start(0).begun
     config = read_config(tiny_config())
     with pytest.raises(ConfigError, match=r"a path that all nodes share; got .*runs/tiny, which is not on"):
-        ray_train._refuse_missing(config)
+        worker._refuse_missing(config)
     (tmp_path / "runs/tiny/logs").mkdir(parents=True)
-    ray_train._refuse_missing(config)
+    worker._refuse_missing(config)
     stored = read_config(tiny_config("other", cluster={"storage_path": "s3://bucket/runs"}))
-    ray_train._refuse_missing(stored)  # it comes from there
+    worker._refuse_missing(stored)  # it comes from there
 
 
 def test_ray_train_is_asked_for_what_the_config_says(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
     """Of its own classes, whose arguments change between releases."""
     cluster = {"min_ranks": 2, "max_restarts": 7}
     path = tiny_config(training={"ranks": 4, "workers": 3}, cluster=cluster)
-    job = ray_train._Job(Request(read_config(path), path, False), str(tmp_path), 0.0, Bulletin())
-    trainer: Any = ray_train._trainer(job, 4, on_gpu=True)
-    assert trainer.scaling_config.num_workers == (2, 4)
-    assert trainer.scaling_config.use_gpu
-    assert trainer.scaling_config.resources_per_worker == {"CPU": 4, "GPU": 1}
-    assert trainer.run_config.failure_config.max_failures == 7
-    assert ".ray_train/tiny-" in trainer.run_config.storage_path
-    (hook,) = [hook for hook in vars(ray_train._Resizes) if not hook.startswith("__")]
-    assert hook in dir(ray_train.ControllerCallback), "a private interface, which Ray Train must still call"
+    job = worker.Job(Request(read_config(path), path, False), str(tmp_path), 0.0, Bulletin())
+    asked: Any = trainer.make_trainer(job, 4, on_gpu=True)
+    assert asked.scaling_config.num_workers == (2, 4)
+    assert asked.scaling_config.use_gpu
+    assert asked.scaling_config.resources_per_worker == {"CPU": 4, "GPU": 1}
+    assert asked.run_config.failure_config.max_failures == 7
+    assert ".ray_train/tiny-" in asked.run_config.storage_path
+    (hook,) = [hook for hook in vars(trainer._Resizes) if not hook.startswith("__")]
+    assert hook in dir(trainer.ControllerCallback), "a private interface, which Ray Train must still call"
 
 
 def test_the_first_end_that_no_restart_helps_is_what_every_start_returns() -> None:
@@ -97,10 +97,10 @@ NODES = [{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 64.0}]
 
 def test_a_rank_needs_all_of_its_processors_and_its_gpu_on_one_node() -> None:
     """A program that adds up the cluster finds room for twelve ranks of six processors."""
-    assert ray_train.room_for_ranks(NODES, {"CPU": 4, "GPU": 1}) == 2
-    assert ray_train.room_for_ranks(NODES, {"CPU": 6, "GPU": 1}) == 0
-    assert ray_train.room_for_ranks(NODES, {"CPU": 4}) == 18
-    assert ray_train.room_for_ranks([], {"CPU": 1}) == 0
+    assert room.room_for_ranks(NODES, {"CPU": 4, "GPU": 1}) == 2
+    assert room.room_for_ranks(NODES, {"CPU": 6, "GPU": 1}) == 0
+    assert room.room_for_ranks(NODES, {"CPU": 4}) == 18
+    assert room.room_for_ranks([], {"CPU": 1}) == 0
 
 
 def test_ranks_that_fit_only_in_sum_are_refused_before_ray_train_waits_for_them(
@@ -109,8 +109,8 @@ def test_ranks_that_fit_only_in_sum_are_refused_before_ray_train_waits_for_them(
     config = read_config(tiny_config(training={"ranks": 2, "workers": 5}))
     refused = r"6 processors of one node .*, and a GPU; got room for 0 of 2 ranks on 2 x \(4 CPU \+ 1 GPU\), 1 x \(64"
     with pytest.raises(ConfigError, match=refused):
-        ray_train._check_room(config, NODES)
-    ray_train._check_room(read_config(tiny_config(training={"ranks": 2, "workers": 3})), NODES)
+        room.check_room(config, NODES)
+    room.check_room(read_config(tiny_config(training={"ranks": 2, "workers": 3})), NODES)
 
 
 def test_a_wait_for_ranks_is_said_each_minute_and_ends(
@@ -118,12 +118,12 @@ def test_a_wait_for_ranks_is_said_each_minute_and_ends(
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr(ray_train, "_nodes", lambda: NODES[:1])
+    monkeypatch.setattr(room, "living_nodes", lambda: NODES[:1])
     config = read_config(tiny_config(training={"ranks": 2}, cluster={"rank_timeout_minutes": 2}))
     board = Bulletin()
     for step, awaited in [(59, 0), (1, 1), (60, 2)]:
         now[0] += step
-        ray_train._look_for_ranks(config, True, board.waited_s())
+        room.look_for_ranks(config, True, board.waited_s())
         assert caplog.text.count("waiting for 2 ranks for") == awaited
     assert "the nodes have room for 1 (1 x (4 CPU + 1 GPU))" in caplog.text
     board.start(0)
@@ -131,7 +131,7 @@ def test_a_wait_for_ranks_is_said_each_minute_and_ends(
     board.lose({1: "gone"})
     now[0] += 121
     with pytest.raises(VesuviusError, match=r"2 ranks must start within cluster.rank_timeout_minutes=2; got none"):
-        ray_train._look_for_ranks(config, True, board.waited_s())
+        room.look_for_ranks(config, True, board.waited_s())
 
 
 def test_ranks_that_are_at_work_save_before_their_number_changes_and_nobody_waits_for_others() -> None:
@@ -152,7 +152,7 @@ def test_ranks_that_are_at_work_save_before_their_number_changes_and_nobody_wait
 
 def test_a_rank_on_a_node_without_the_folder_of_the_command_says_so_once_and_for_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be there on all nodes; got .*gone"):
-        ray_train._enter(str(tmp_path / "gone"))
+        worker._enter(str(tmp_path / "gone"))
 
 
 def test_run_directory_and_credentials_reach_other_nodes_unless_a_job_has_set_them() -> None:
@@ -165,8 +165,8 @@ def test_run_directory_and_credentials_reach_other_nodes_unless_a_job_has_set_th
 def test_auto_counts_the_gpus_of_the_cluster_that_is_named_and_not_those_of_the_machine_of_the_command(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_train, "Session", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(ray_train, "_nodes", lambda: [*NODES, {"CPU": 16.0, "GPU": 8.0}])
+    monkeypatch.setattr(room, "Session", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(room, "living_nodes", lambda: [*NODES, {"CPU": 16.0, "GPU": 8.0}])
     training = {"ranks": "auto", "workers": 1}
     for address, count in (("head:6379", 10), ("local", 1)):
         path = tiny_config(training=training, cluster={"address": address})

@@ -20,8 +20,8 @@ WriteConfig = Callable[..., Path]
 EAGER = """
 import sys
 from vesuvius.commands import train
-from vesuvius.launch import ray_train
-ray_train._GROW_EVERY_S = 5.0
+from vesuvius.launch.ray import trainer
+trainer._GROW_EVERY_S = 5.0
 sys.exit(train.main(sys.argv[1:]))
 """
 

@@ -238,9 +238,9 @@ from pathlib import Path
 from types import SimpleNamespace
 import ray
 from vesuvius.config.load import read_config
-from vesuvius.launch import ray_train
-from vesuvius.launch.bulletin import Bulletin
 from vesuvius.launch.rank import Request
+from vesuvius.launch.ray import worker
+from vesuvius.launch.ray.bulletin import Bulletin
 from vesuvius.training.ranks import ranks
 
 ranks._CAUSE_S = ranks._LEAVE_S = 1.0
@@ -259,10 +259,10 @@ class Actor:
         return SimpleNamespace(remote=getattr(board, name))
 
 threading.Thread(target=ask, daemon=True).start()
-ray_train.ray = SimpleNamespace(get=lambda value, timeout=None: value, exceptions=ray.exceptions)
+worker.ray = SimpleNamespace(get=lambda value, timeout=None: value, exceptions=ray.exceptions)
 path = Path(sys.argv[2])
-job = ray_train._Job(Request(read_config(path), path, False), os.getcwd(), time.time(), Actor())
-sys.exit(ray_train._rank({"job": job})[0])
+job = worker.Job(Request(read_config(path), path, False), os.getcwd(), time.time(), Actor())
+sys.exit(worker.run_rank({"job": job})[0])
 """
 
 

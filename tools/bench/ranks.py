@@ -182,7 +182,7 @@ def measure_together(ranks: int, gradient_bytes: float, sizes: Sequence[int]) ->
 
 _WAYS = {
     "in the process": "from vesuvius.launch.launch import launch",
-    "through Ray Train": "from vesuvius.launch.ray_train import train_with_ray as launch",
+    "through Ray Train": "from vesuvius.launch.ray.command import train_with_ray as launch",
 }
 _ONE_RANK = """
 import sys

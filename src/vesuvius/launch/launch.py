@@ -38,7 +38,7 @@ def launch(request: Request, on_step: Callable[[int], None] = lambda step: None)
             restart_damaged=request.restart_damaged,
             make_tuner=request.make_tuner,
         )
-    from vesuvius.launch.ray_train import train_with_ray  # takes seconds to import
+    from vesuvius.launch.ray.command import train_with_ray  # takes seconds to import
 
     return train_with_ray(request)
 
@@ -65,7 +65,7 @@ def _gpus(config: Config) -> int:
     """GPUs of the cluster that the config names, or of this machine; 1 where there are none."""
     if config.cluster.address is None:
         return max(torch.cuda.device_count(), 1)
-    from vesuvius.launch.ray_train import ranks_of_cluster  # takes seconds to import
+    from vesuvius.launch.ray.room import ranks_of_cluster  # takes seconds to import
 
     return ranks_of_cluster(config)
 

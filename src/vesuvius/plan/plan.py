@@ -104,7 +104,7 @@ class Visit:
 class Sample:
     """Everything that is random about the voxels of one sample.  Travels with them from the cutter to the step."""
 
-    index: int  # 0, 1, 2, ..
+    index: int  # 0, 1, 2, ...
     volume: int  # number of the volume
     region: Box  # the voxels that are read for it
     box: Box  # the voxels of its patch

@@ -39,7 +39,7 @@ class ActorRow:
 
     actor: str
     class_name: str
-    state: str  # ALIVE, RESTARTING, DEAD, ..
+    state: str  # ALIVE, RESTARTING, DEAD, ...
     pid: int  # of its current process; 0 while it has none
     node_id: bytes  # machine of that process
     restarts: int  # how often Ray has replaced its process

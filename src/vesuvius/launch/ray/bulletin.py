@@ -1,11 +1,16 @@
-"""What the ranks of Ray Train and the command that started them tell each other.  An actor in `ray_train`."""
+"""What the ranks of Ray Train and the command that started them tell each other, through an actor."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
+
+import ray
 
 from vesuvius.errors import EXIT_STOPPED
+
+_ANSWER_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -90,3 +95,11 @@ class Bulletin:
     def heard(self) -> bool:
         """Whether rank 0 has heard of the stop."""
         return self._heard
+
+
+def answer(reference: Any) -> Any:
+    """What an actor answers; None where it does not in time."""
+    try:
+        return ray.get(reference, timeout=_ANSWER_S)
+    except ray.exceptions.RayError:
+        return None

@@ -1,0 +1,172 @@
+"""Starts the ranks of a run with Ray Train and waits for them, in the process of the command.
+
+It prints the run's log, passes signals on and ends with rank 0's exit code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import TrainingFailedError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from vesuvius.config import Config
+from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError, one_line
+from vesuvius.launch.rank import Request
+from vesuvius.launch.ray.bulletin import Bulletin, answer
+from vesuvius.launch.ray.room import LEAST_STORE_BYTES, SAY_EVERY_S, check_room, have_gpus, living_nodes, look_for_ranks
+from vesuvius.launch.ray.trainer import fit_on_thread, make_trainer, storage_of
+from vesuvius.launch.ray.worker import Job
+from vesuvius.runlog.run_dir import run_dir
+from vesuvius.stream.options import StreamOptions, check_store, store_bytes
+from vesuvius.stream.ray.session import Session
+from vesuvius.stream.start.prepare import prepare_data
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_HEARD_WITHIN_S = 60.0
+
+
+def train_with_ray(request: Request) -> int:
+    """Start `training.ranks` ranks and wait for them.
+
+    Returns:
+        The exit code of rank 0.
+
+    Raises:
+        ConfigError: the nodes have no room for the ranks, or the cluster does not answer.
+        VesuviusError: a rank was lost more than `cluster.max_restarts` times, or the ranks did not come within
+            `cluster.rank_timeout_minutes`.
+    """
+    config = request.config
+    ranks = int(config.training.ranks)
+    with ExitStack() as opened:
+        session = Session(config.cluster, config.training.workers * ranks, ranks, _store_bytes(config, ranks))
+        opened.callback(session.close)
+        nodes = living_nodes()
+        on_gpu = have_gpus(nodes)
+        check_room(config, nodes)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        board: Any = ray.remote(Bulletin)  # Ray's hints know no options of a class
+        bulletin = board.options(num_cpus=0, scheduling_strategy=here).remote()
+        opened.callback(shutil.rmtree, storage_of(config), ignore_errors=True)
+        signals = opened.enter_context(_Signals(bulletin))
+        lines = _LogLines(run_dir(config).log)
+        log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on processors")
+        result = fit_on_thread(make_trainer(Job(request, os.getcwd(), time.time(), bulletin), ranks, on_gpu))
+        due = time.monotonic() + SAY_EVERY_S
+        while not result.done() and not signals.abandoned():
+            with suppress(TimeoutError):
+                result.exception(timeout=_POLL_S)
+            lines.print_new()
+            if time.monotonic() >= due:
+                due += SAY_EVERY_S
+                look_for_ranks(config, on_gpu, answer(bulletin.waited_s.remote()) or 0.0)
+        lines.print_new()
+        if not result.done():
+            log.error("the ranks are ended at once: %s; the last checkpoint is whole", signals.why)
+            return signals.exit_code
+        try:
+            exit_code, message = result.result().return_value
+        except TrainingFailedError as error:
+            # The rank that knows the cause may have told it when another one, which hung in a collective, was lost.
+            if (ended := answer(bulletin.ended.remote())) is None:
+                raise VesuviusError(
+                    f"a lost rank may be replaced cluster.max_restarts={config.cluster.max_restarts} times; got "
+                    f"{one_line(error)}; see the logs of the ranks below {run_dir(config).path}, and go on with "
+                    "--resume"
+                ) from error
+            exit_code, message = ended
+        if message and message not in lines.last:
+            log.error("%s", message)  # of before there was a log
+        return int(exit_code)
+
+
+def _store_bytes(config: Config, ranks: int) -> int:
+    """Size of a private Ray's object store, which serves all ranks; a cluster has its own."""
+    if config.cluster.address is not None or config.training.workers == 0:
+        return LEAST_STORE_BYTES
+    options = StreamOptions.from_config(config.training, config.cluster)
+    data = prepare_data(config.seed, config.data, foreground=lambda volume, spec, section: None)
+    check_store(data.job, options, ranks)
+    return max(ranks * store_bytes(data.job, options), LEAST_STORE_BYTES)
+
+
+class _LogLines:
+    """Prints what is appended to the log of rank 0.
+
+    Attributes:
+        last: the end of what was printed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = path.stat().st_size if path.exists() else 0
+        self.last = ""
+
+    def print_new(self) -> None:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._place)
+                text = file.read()
+        except OSError:  # not there yet
+            return
+        whole = text[: text.rfind(b"\n") + 1]
+        self._place += len(whole)
+        printed = whole.decode("utf-8", errors="replace")
+        self.last = (self.last + printed)[-100_000:]
+        print(printed, end="", flush=True)
+
+
+class _Signals:
+    """Puts SIGTERM and Ctrl-C on the bulletin; a second one, or none to hear the first, ends everything at once.
+
+    Attributes:
+        why: they are to be ended at once.
+    """
+
+    def __init__(self, bulletin: Any) -> None:
+        self._bulletin = bulletin
+        self._came: list[int] = []
+        self._since_s = 0.0
+        self._heard = False
+        self.why = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_INTERRUPTED if self._came and self._came[0] == signal.SIGINT else EXIT_STOPPED
+
+    def abandoned(self) -> bool:
+        """Whether to wait no longer: a second signal has come, or no rank 0 is there to hear the first."""
+        if len(self._came) > 1:
+            self.why = "a second signal"
+        elif self._came and not self._heard and time.monotonic() - self._since_s > _HEARD_WITHIN_S:
+            self._heard = bool(answer(self._bulletin.heard.remote()))
+            if not self._heard:
+                self.why = f"no rank heard of {signal.Signals(self._came[0]).name} within {_HEARD_WITHIN_S:.0f} s"
+        return bool(self.why)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._came.append(number)
+        if len(self._came) == 1:
+            self._since_s = time.monotonic()
+            self._bulletin.ask.remote(self.exit_code, signal.Signals(number).name)

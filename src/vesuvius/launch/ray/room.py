@@ -1,0 +1,92 @@
+"""Which nodes a Ray cluster has, and whether the ranks of a run fit on them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import ray
+
+from vesuvius.config import Config
+from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.stream.options import reads_here
+from vesuvius.stream.ray.session import Session
+
+log = logging.getLogger(__name__)
+
+SAY_EVERY_S = 60.0
+LEAST_STORE_BYTES = 2**28  # for what Ray itself needs
+
+
+def ranks_of_cluster(config: Config) -> int:
+    """How many ranks the cluster that the config names has GPUs for; 1 where it has none.
+
+    Raises:
+        ConfigError: the cluster does not answer.
+    """
+    session = Session(config.cluster, 0, 1, LEAST_STORE_BYTES)
+    try:
+        nodes = living_nodes()
+    finally:
+        session.close()
+    return max(room_for_ranks(nodes, needs_of_rank(config, on_gpu=True)), 1)
+
+
+def room_for_ranks(nodes: Sequence[Mapping[str, float]], each: Mapping[str, float]) -> int:
+    """How many ranks fit on these nodes, each with what it needs on a single one.  Pure."""
+    return sum(min(int(node.get(name, 0) // need) for name, need in each.items()) for node in nodes)
+
+
+def living_nodes() -> list[dict[str, float]]:
+    """The resources of each living node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
+def have_gpus(nodes: Sequence[Mapping[str, float]]) -> bool:
+    return any(node.get("GPU", 0) for node in nodes)
+
+
+def needs_of_rank(config: Config, on_gpu: bool) -> dict[str, float]:
+    """What a rank reserves on its node."""
+    readers = config.training.workers if reads_here(config.cluster, world=2) else 0
+    return {"CPU": 1.0 + readers} | ({"GPU": 1.0} if on_gpu else {})
+
+
+def check_room(config: Config, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raises ConfigError where the ranks do not fit: Ray would wait for ever, also where they only fit in sum."""
+    least = config.cluster.min_ranks or int(config.training.ranks)
+    on_gpu = have_gpus(nodes)
+    if (have := room_for_ranks(nodes, needs := needs_of_rank(config, on_gpu))) < least:
+        raise ConfigError(
+            f"each rank needs {needs['CPU']:g} processors of one node for itself and its readers"
+            f"{', and a GPU' if on_gpu else ''}; got room for {have} of {least} ranks on {_text(nodes)}; lower "
+            "training.ranks, cluster.min_ranks or training.workers, or set cluster.reader_nodes=any"
+        )
+
+
+def look_for_ranks(config: Config, on_gpu: bool, waited_s: float) -> None:
+    """Say that ranks are awaited, as Ray Train does not.  Raises VesuviusError where that has taken too long."""
+    if waited_s < SAY_EVERY_S:
+        return
+    least, limit_minutes = config.cluster.min_ranks or int(config.training.ranks), config.cluster.rank_timeout_minutes
+    nodes = living_nodes()
+    offer = f"the nodes have room for {room_for_ranks(nodes, needs_of_rank(config, on_gpu))} ({_text(nodes)})"
+    if waited_s > 60 * limit_minutes:
+        raise VesuviusError(
+            f"{least} ranks must start within cluster.rank_timeout_minutes={limit_minutes:g}; got none, and {offer}; "
+            "add nodes, see `ray status` for what others use, or lower cluster.min_ranks; go on with --resume"
+        )
+    log.warning(
+        "waiting for %d ranks for %.0f s; %s; it is tried for %g minutes; `ray status` says what is in use",
+        least,
+        waited_s,
+        offer,
+        limit_minutes,
+    )
+
+
+def _text(nodes: Sequence[Mapping[str, float]]) -> str:
+    """The nodes for people, equal ones counted."""
+    kinds = Counter(f"{node.get('CPU', 0):g} CPU + {node.get('GPU', 0):g} GPU" for node in nodes)
+    return ", ".join(f"{count} x ({kind})" for kind, count in kinds.items()) or "no node"
