@@ -88,7 +88,7 @@ def test_readers_with_work_are_those_that_a_task_is_left_for(left: float, workin
 def test_tasks_are_left_of_both_segments_until_their_blocks_have_been_handed_over() -> None:
     segments: list[Any] = [Segment.__new__(Segment) for _ in range(2)]
     for segment, handed_over in zip(segments, (10, 0), strict=True):
-        segment.tasks, segment._blocks_per_task, segment._blocks = [None] * 3, 4, handed_over
+        segment._ends, segment._blocks = [4, 8, 12], handed_over
     blocks: Any = RayBlocks.__new__(RayBlocks)
     blocks._segment, blocks._upcoming = segments
     assert blocks.tasks_left == 0.5 + 3
@@ -96,3 +96,11 @@ def test_tasks_are_left_of_both_segments_until_their_blocks_have_been_handed_ove
     assert blocks.tasks_left == 3
     blocks._segment = None
     assert blocks.tasks_left == 0
+
+
+def test_no_task_is_left_once_all_blocks_of_short_tasks_have_been_handed_over() -> None:
+    segment: Any = Segment.__new__(Segment)
+    segment._ends, left = [1, 5, 7], []  # tasks of 1, 4 and 2 blocks
+    for segment._blocks in range(8):
+        left.append(segment.tasks_left)
+    assert left == [3, 2, 1.75, 1.5, 1.25, 1, 0.5, 0]

@@ -28,7 +28,7 @@ class Measurement:
     session: int = 1  # of the bench, counted from 1: rates of different sessions are not compared within a round
     seconds: float = 0.0
     samples_s: float = 0.0  # at the steady pace; 0 unless ok
-    # from the start of the process, beyond what the steps until the steady pace took at that pace
+    # seconds from the start of the process to the steady pace, less what the steps until then take at that pace
     start_s: float | None = None
     figures: Mapping[str, float | None] = field(default_factory=dict)  # others, by name; None = not known
 

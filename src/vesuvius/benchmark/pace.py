@@ -20,13 +20,13 @@ _LEAST_STEPS = 3
 class Demand:
     """What has to be seen of a run."""
 
-    seconds: float  # of the steady pace
+    seconds: float  # of the steady pace, at least
     batch: int  # samples of a step
-    warm_steps: int  # until kernels are chosen and batches that were ready at the start are used up
-    warm_samples: int  # until each region in flight was read: up to there each sample needs another one
+    warm_steps: int  # steps until kernels are chosen and batches that were ready at the start are used up
+    warm_samples: int  # samples until each region in flight was read: up to there each needs another one
     cycle: int  # samples after which bursts of the readers repeat
     workers: int  # of all ranks
-    patches_per_region: int  # that one read gives
+    patches_per_region: int  # patches that one read gives
     compiles: bool = False  # whether the first step compiles the network
 
     @classmethod

@@ -27,7 +27,7 @@ class Result:
     samples_s: Interval | None
     # times as fast as the baseline, from the rounds of one session that have both; None of the baseline
     speed: Interval | None = None
-    start_s: float | None = None  # before the steady pace, beyond the steps' usual time
+    start_s: float | None = None  # seconds before the steady pace, beyond the steps' usual time
     # steps after which it is ahead of the baseline for good; None = never, or not known
     even_step: float | None = None
     # ranks, efficiency, band: of a bench of ranks; the efficiency is the speed per rank over that of the baseline,

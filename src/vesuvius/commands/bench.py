@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_variables
-from vesuvius.commands.arguments.types import positive_number, whole
+from vesuvius.commands.arguments.types import positive, positive_number
 from vesuvius.commands.command import as_command, say
 from vesuvius.commands.tune import duration
 from vesuvius.errors import EXIT_ERROR, EXIT_OK
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=COMMAND",
         help="another loader; tools/bench/peers.py says what it is given and prints",
     )
-    parser.add_argument("--rounds", type=whole(1), default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}")
+    parser.add_argument("--rounds", type=positive, default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}")
     parser.add_argument(
         "--seconds", type=positive_number, default=10.0, metavar="S", help="of the steady pace in each; 10"
     )

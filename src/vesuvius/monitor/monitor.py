@@ -57,7 +57,7 @@ class LoopStatus:
     step_s: float = 0.0  # how long the longest recent step took
     # private memory of each reader by pid, as it last said; those on other machines too
     readers: Mapping[int, int] = field(default_factory=dict)
-    # those of this machine, which may be children of a Ray that another process started
+    # pids of the readers on this machine, which may be children of a Ray that another process started
     readers_here: frozenset[int] = frozenset()
     workers: int | None = None  # readers that there are now
     # prefetch_left, workers_left: whether the guard may have fewer batches ahead, fewer readers

@@ -39,7 +39,7 @@ class RunState:
 
     # None where none was written (a run of an older version, or one that has not begun)
     session: SessionRecord | None = None
-    moments: tuple[MemorySample, ...] = ()  # the last two minutes' looks of the session, oldest first
+    moments: tuple[MemorySample, ...] = ()  # the session's samples of the last two minutes, oldest first
     # by name of a part (`used`, `shared`, `vram`, and `root` for the trainer), and by pid of a reader
     peaks: Mapping[str | int, Peak] = field(default_factory=dict)
     step: int | None = None  # the last optimizer step

@@ -37,8 +37,9 @@ class Headroom:
     """What a change may use."""
 
     left_bytes: int  # memory that may be taken before the first rung of the memory guard
-    batch_bytes: int  # that one more batch ahead takes
-    reader_bytes: int | None  # that one more reader takes, with its part of the object store; None = not known
+    batch_bytes: int  # memory that one more batch ahead takes
+    # memory that one more reader takes, with its part of the object store; None = not known
+    reader_bytes: int | None
     most_ahead: int | None = None  # batches ahead that the config allows; None = no limit
     memory_is_short: bool = False  # a warning stands, or the guard has acted in this session: nothing may be raised
 
@@ -70,7 +71,7 @@ class Raised:
 class Learned:
     """What the windows of this session have shown."""
 
-    full_windows: int = 0  # in a row, up to now, in which the batches ahead stayed full
+    full_windows: int = 0  # windows in a row, up to now, in which the batches ahead stayed full
     ran_empty_ahead: int = 0  # the most batches ahead that had been full and ran empty; so few are never gone back to
     raised: Raised | None = None  # to be judged by the next window
     at_knee: bool = False  # more readers were tried and gained too little

@@ -23,7 +23,7 @@ class SystemWindow:
     vrams: Sequence[VramUse]  # of the trainer's GPU, as many or none
     limit_bytes: int  # what the run may use
     readers: Mapping[int, int]  # private memory of each reader, by pid
-    risk: Risk  # of the last look
+    risk: Risk  # of the last sample
     rates: Rates | None  # of the last ten seconds; None at the beginning
     monitor_cores: float | None  # what the monitor itself took, as a share of one core
 

@@ -42,10 +42,10 @@ class Window:
     # processors that this process may use, by its affinity and the quotas of its cgroups; of several ranks on a node,
     # its share of them
     cores: float
-    # of those that this process is bound to, on average, also its share; None = not known
+    # idle processors, on average, of those that this process is bound to; of several ranks, its share; None = not known
     idle_cores: float | None = None
     own_cores: float | None = None  # processors that the whole run used; None = not known
-    # of the periods of the processor quota, those in which it was used up; None without a quota
+    # share of the periods of the processor quota in which it was used up; None without a quota
     throttled_share: float | None = None
     working_readers: float | None = None  # readers for which there was a task, on average; None = all
     stopped_readers: int = 0  # the most readers that a signal (SIGSTOP) held at a time

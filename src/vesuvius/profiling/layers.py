@@ -24,7 +24,7 @@ class Layer:
     name: str
     kind: str
     parameters: int
-    # with a wait for the device at both ends, so that layers add up to more than an undisturbed pass
+    # seconds, with a wait for the device at both ends, so that layers add up to more than an undisturbed pass
     forward_s: float
     flops: int  # of the forward pass; a multiply-add is 2.  Kernels of our own are not counted.
     saved_bytes: int  # kept for the backward pass, by the first block that does

@@ -36,7 +36,7 @@ class Observed:
     """What the records of the run do not say; filled while it runs."""
 
     begin: int = 0  # the step behind which the run began, or went on from a checkpoint
-    # before those that count: kernels are chosen, and batches that were ready at the start are used up
+    # steps before those that count: kernels are chosen, and batches that were ready at the start are used up
     warm_steps: int = 0
     verdict: Verdict | None = None  # on the steps that count; None where too few were made
     complete: bool = False  # all steps that were asked for were made

@@ -54,7 +54,7 @@ class Request:
 
     config: Config
     source: Path  # the YAML file of the config
-    steps: int  # that count
+    steps: int  # that count, behind the warm-up
     trace: bool  # also trace some steps, and look at each layer
     command: str  # for the page
     at_step: int | None = None  # profile the steps around this one of the run; None = the first ones of a new run

@@ -32,7 +32,7 @@ class Operator:
 class MemoryUse:
     """Memory of tensors over the traced steps, after each allocation and release."""
 
-    ms: list[float]  # since the first of them
+    ms: list[float]  # since the first allocation
     allocated_bytes: list[float]  # on a GPU in all, on a CPU since the trace began
     reserved_bytes: list[float]  # by torch's allocator; 0 on a CPU
 

@@ -194,10 +194,10 @@ class Block:
     cause: str  # one line; '' where it ended ok
     seconds: float  # all of it: restart, reconfiguration, warm-up and measuring
     samples: int = 0  # measured; 0 unless ok
-    measured_s: float = 0.0  # that these took, or would have taken where they had been read ahead
-    data_share: float | None = None  # of the step time, spent waiting for data; of a `run` alone
+    measured_s: float = 0.0  # seconds that these took, or would have taken where they had been read ahead
+    data_share: float | None = None  # share of the step time spent waiting for data; of a `run` alone
     cores_used: float | None = None  # CPU seconds per second of trainer and readers, while measured; None = not known
-    # that one reader takes for a sample, with its waits for the store; None = nothing was read
+    # seconds that one reader takes for a sample, with its waits for the store; None = nothing was read
     reader_s: float | None = None
     decode_s: float | None = None  # the decoding part of `reader_s`
     # peak of trainer, readers and object store since the setting was in force; where it did not end ok, the last that

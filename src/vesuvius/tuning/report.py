@@ -10,7 +10,7 @@ import numpy as np
 from vesuvius.config.describe import to_yaml
 from vesuvius.errors import ConfigError
 from vesuvius.report.curves import Chart, banded, chart
-from vesuvius.report.model import RunReport, Table
+from vesuvius.report.model import RunReport, Table, filled
 from vesuvius.runlog.units import GIB, format_duration, format_percent, number, size_text
 from vesuvius.tuning.measurement import Kind, Planner, Setting, Space, in_words
 from vesuvius.tuning.search.memory import Memory, Risk
@@ -267,12 +267,8 @@ def build_page(
         directory=directory,
         facts={**summary(found, search), **facts},
         verdict=headline(found, search.space),
-        parts=(),
-        targets=(),
         charts=tuple(_charts(entries, search.space)),
-        tables=tuple(table for table in tables if table.rows),
-        previews=(),
-        config={},
+        tables=filled(*tables),
         config_text=config_text,
     )
 

@@ -6,7 +6,6 @@ import json
 import logging
 import shlex
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from vesuvius.config.environment import key_of_variable
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
 from vesuvius.monitor.session import is_alive, read_session
-from vesuvius.report.files import write_pages
+from vesuvius.report.files import made_by, write_pages
 from vesuvius.report.model import commit_text
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.logfile import open_log
@@ -174,7 +173,7 @@ def _finish(request: Request, ledger: Ledger, search: Search, found: Recommendat
         "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
         "commit": commit_text(environment),
     }
-    made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
+    made = made_by(request.command)
     page = build_page(config.name, str(directory), found, search, options, facts, dump_config(request.written))
     write_pages(directory, "report", [page], made)
     figures = {

@@ -54,8 +54,8 @@ class Setup:
 class Feed(Protocol):
     """A loader."""
 
-    warmup_batches: int  # before the window
-    round_batches: int  # after which all workers are where they were before
+    warmup_batches: int  # batches before the window
+    round_batches: int  # batches after which all workers are where they were before
 
     def batches(self) -> Batches:
         """Start the workers; endless batches (B, Z, Y, X).  Closing the generator ends the workers."""

@@ -26,7 +26,7 @@ _STACKS_WITHIN_S = 5.0
 class _Expected:
     """What the loop does."""
 
-    what: str  # is to come next
+    what: str  # what is to come next
     waiting_for: str | Callable[[], str]  # what that needs
     since_s: float  # when the loop began to expect it: what came before has come
 

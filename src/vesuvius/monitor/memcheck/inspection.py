@@ -45,9 +45,9 @@ class Steps:
 class Inspection:
     """What was found."""
 
-    time: float  # of it, seconds since 1970
+    time: float  # of the inspection, seconds since 1970
     what: Literal["run", "process", "machine"]
-    name: str  # of that, for people
+    name: str  # of the run, the process or the machine, for people
     state: State  # of the run or process; `elsewhere` = on another machine, where only its files can be read
     state_text: str  # the same for people, with the figure that says so
     stalled: bool = False  # it hangs: by its own watchdog, or because there is no sign of life

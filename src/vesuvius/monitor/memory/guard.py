@@ -147,10 +147,10 @@ class Guard:
 class _Growth:
     """Growth as it was last known."""
 
-    # killer, bytes_per_s: of what, and its slope
+    # killer, bytes_per_s: whose memory grows, and how fast
     killer: str
     bytes_per_s: float
-    # since_s, used_bytes: from where on it is looked at whether it goes on
+    # since_s, used_bytes: the time and the memory from which on it is judged whether growth goes on
     since_s: float
     used_bytes: int
 

@@ -43,8 +43,8 @@ class Death:
     """The end of a reader or of a run."""
 
     time: float  # when it was noticed, seconds since 1970
-    victim: Victim  # "reader" or "run"
-    pid: int  # of the process
+    victim: Victim
+    pid: int
     step: int  # optimizer steps done
     # what killed it: the kernel for a limit of the cgroup, or for want of memory on the machine; Ray's memory monitor;
     # GPU memory; our own guard; a signal from outside; a restart of the machine; or it is not known

@@ -28,7 +28,7 @@ class CgroupLevel:
 
     path: str  # of the cgroup in its hierarchy, such as `/user.slice`
     file: str  # what sets the limit: `memory.max`, `memory.high` or `memory.limit_in_bytes`
-    limit_bytes: int  # the limit
+    limit_bytes: int
     # what cannot be given back of the level's use: private and shared memory and the kernel's own, no page cache
     used_bytes: int
     kills: bool  # whether the kernel kills beyond the limit; beyond `memory.high` it slows down instead

@@ -32,7 +32,6 @@ class GpuUse:
     used_bytes: int
     total_bytes: int
     busy: float | None  # share of the last sampling period in which a kernel ran, 0 to 1
-    # power_w, temperature_c: as they say
     power_w: float | None
     temperature_c: float | None
     # what holds the clocks down that should not: heat, a power brake; empty = nothing

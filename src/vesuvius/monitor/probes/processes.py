@@ -28,13 +28,12 @@ _FileId = tuple[int, int]  # device and inode
 class ProcessUse:
     """One process."""
 
-    # pid, parent: process ids
     pid: int
-    parent: int
+    parent: int  # its pid
     # its title, as `ps` shows it, shortened to 60 characters: Ray's say what they are (`ray::MapWorker(...)`)
     name: str
     started_s: float  # when it began, in seconds after boot: with the pid, its identity
-    status: str  # psutil's word for its state: running, sleeping, disk-sleep, stopped,
+    status: str  # psutil's word for its state: running, sleeping, disk-sleep, stopped, ...
     # private memory in use, what ending it would free: RssAnon, and of RssShmem what has no file, such as CUDA's pinned
     # buffers
     anon_bytes: int

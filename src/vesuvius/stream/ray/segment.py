@@ -5,9 +5,11 @@ Ray Data's defaults are made for large blocks in any order; each setting below s
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -81,7 +83,8 @@ class Segment:
         here: bool,
     ) -> None:
         self.tasks = tasks
-        self._blocks_per_task = len(tasks[len(tasks) // 2].slots)
+        # Blocks until the end of each task, of which the first and the last may be short.
+        self._ends = list(itertools.accumulate(len(task.slots) for task in tasks))
         self._blocks = 0
         self._began: float | None = None
         self._handle = _Handle()
@@ -108,7 +111,11 @@ class Segment:
     @property
     def tasks_left(self) -> float:
         """Tasks whose blocks have not all been handed over."""
-        return len(self.tasks) - self._blocks / self._blocks_per_task
+        done = bisect_right(self._ends, self._blocks)
+        if done == len(self._ends):
+            return 0.0
+        begin = self._ends[done - 1] if done else 0
+        return len(self._ends) - done - (self._blocks - begin) / (self._ends[done] - begin)
 
     def ends_soon(self) -> bool:
         """Whether the next segment should start, given the blocks handed over so far."""

@@ -25,7 +25,7 @@ class Comparison:
     # low, high: 95 % confidence interval, also if the test stopped early; None with fewer than three pairs
     low: float | None
     high: float | None
-    pairs: int  # behind it
+    pairs: int  # of blocks, behind it
 
     def is_above(self, gain: float) -> bool:
         """Whether A is surely faster by more than this."""
