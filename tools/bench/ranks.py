@@ -166,6 +166,8 @@ dist.all_reduce(computed, dist.ReduceOp.MAX)
 if dist.get_rank() == 0:
     found = {"all_reduce_s": statistics.median(sums[10:]), "barrier_s": statistics.median(barriers[10:])}
     print(json.dumps(found | {"compute_s": computed.item()}))
+dist.barrier()
+dist.destroy_process_group()
 """
 
 

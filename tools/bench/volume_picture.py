@@ -121,7 +121,7 @@ def draw_and_time(name: str, request: VolumeRequest, call: Callable[[], float], 
     calls, before = [0], call()
 
     def count(phase: str, done: int, total: int) -> None:
-        if phase == "sampling":
+        if phase == "batches of tiles":
             calls[0] = total * calls_per_batch
 
     started = time.process_time()

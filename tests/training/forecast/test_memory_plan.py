@@ -159,9 +159,7 @@ def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
     measured = there_before + allocated_bytes(record).max()
     # No kernel takes less than its tensors (1e-3: scalars).  oneDNN's take more: copies of input and output in another
     # order, which is what the workspace allows for, and for bf16 some float32 sums of gradients, hence 5 %.
-    # The plan counts what norms take on a GPU without Triton, where 16-bit input is copied to float32: 1 % here.
-    least = 0.999 if amp == "off" else 0.98
-    assert plan.peak_bytes * least <= measured <= (plan.peak_bytes + plan.workspace_bytes) * 1.05
+    assert plan.peak_bytes * 0.999 <= measured <= (plan.peak_bytes + plan.workspace_bytes) * 1.05
 
 
 @pytest.mark.sample(3)
@@ -256,7 +254,7 @@ def test_a_plan_allocates_no_tensors() -> None:
     memory_plan._TracedStep.cache_clear()  # it may know the answer
     with record_memory() as record:
         plan = plan_memory(config)
-    assert plan.peak_bytes > GIB
+    assert plan.peak_bytes > 2**29, "of which a real step would allocate most"
     assert allocated_bytes(record).max() < 2**20, "schedule tables, and no more"
 
 

@@ -149,7 +149,9 @@ def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[T
     z, mean, rstd = torch.native_group_norm(
         folded, weight.reshape(-1), bias.reshape(-1), n, c, math.prod(size_zyx), groups * len(x) // n, NORM_EPS
     )
-    return _like(x, z), mean.view(len(x), groups), rstd.view(len(x), groups)
+    # Kernels give float32 here; torch's fake ones, on which memory is planned, give the dtype of x.
+    mean, rstd = (part.view(len(x), groups).to(weight.dtype) for part in (mean, rstd))
+    return _like(x, z), mean, rstd
 
 
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,7 +186,8 @@ def _folded(x: Tensor, weight: Tensor) -> Tensor:
 
 def _like(x: Tensor, found: Tensor) -> Tensor:
     """Return `found` in the shape, dtype and memory order of `x`."""
-    return laid_out(found.view(x.shape).to(x.dtype).contiguous(memory_format=layout_of(x)))
+    found = found.to(x.dtype) if x.is_cuda else found  # on a CPU it has it, but for fake tensors: no copy is planned
+    return laid_out(found.view(x.shape).contiguous(memory_format=layout_of(x)))
 
 
 # ---- custom ops for torch.compile: opaque, or it would merge the recomputation with the forward pass and keep y
