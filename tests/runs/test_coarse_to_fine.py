@@ -15,6 +15,8 @@ from tests.runs.test_sample import PATCH, write_config
 from tests.stream.test_coarse_condition import upsampled
 from tests.support.runs import assert_same_weights, vesuvius_train
 from vesuvius.commands import sample
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
 from vesuvius.volume_tools.pyramid import halve, multiscale
 
 SCAN = (32, 80, 47)
@@ -117,3 +119,13 @@ def test_a_condition_of_another_scale_than_in_training_is_refused(capsys: pytest
     assert draws("fine", "none.zarr", "--condition", "scan.zarr@1", "--box", patch) == 2
     assert "--box must lie inside the volume" in capsys.readouterr().err
     assert not list(Path().glob("none*"))
+
+
+def test_a_drawing_lies_where_its_coarser_condition_does() -> None:
+    """Scaled twice, or not at all, a place that is not the origin would move."""
+    placed = multiscale("placed", 1, [16.0] * 3, ["micrometer"] * 3, (32.0, 0.0, 64.0))
+    zarr.create_group("placed.zarr", zarr_format=2, attributes={"multiscales": [placed]})
+    write_array(Path("placed.zarr/0"), np.ones(COARSE, np.uint8), chunk=16)
+    given = GivenVolumes(condition=ArrayConfig(path="placed.zarr"))
+    with Inputs(given, StoreConfig(), FINE, (2, 2, 2)) as inputs:
+        assert inputs.space(None) == ((8.0, 8.0, 8.0), "micrometer", (32.0, 0.0, 64.0))

@@ -92,9 +92,8 @@ class Inputs(AbstractContextManager["Inputs"]):
         found = {}
         for option, volume in self.volumes.items():
             assert self.shape_zyx is not None
-            box = self._shifted(((0, 0, 0), self.shape_zyx))
-            if self._upsampling is not None and volume is self.condition:
-                box = self._upsampling.coarse_box(box)
+            box, upsampling = self._shifted(((0, 0, 0), self.shape_zyx)), self._upsampling_of(volume)
+            box = upsampling.coarse_box(box) if upsampling else box
             found[option.strip("-")] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
         return found
 
@@ -106,25 +105,27 @@ class Inputs(AbstractContextManager["Inputs"]):
         """
         volume = next(iter(self.volumes.values()), None)
         geometry = volume.geometry if volume is not None else None
-        own = geometry.voxel_size_um if geometry is not None else None
-        if own is not None and self._upsampling is not None and volume is self.condition:
-            own_z, own_y, own_x = (size / factor for size, factor in zip(own, self._upsampling.factors, strict=True))
-            own = own_z, own_y, own_x
+        stored = own = geometry.voxel_size_um if geometry is not None else None
+        if stored is not None and volume is not None and (upsampling := self._upsampling_of(volume)):
+            fine_z, fine_y, fine_x = (size / factor for size, factor in zip(stored, upsampling.factors, strict=True))
+            own = fine_z, fine_y, fine_x
         z, y, x = scale = own or voxel_size_um or (1.0, 1.0, 1.0)
         oz, oy, ox = self._origin
         corner = (oz * z, oy * y, ox * x)
-        if geometry is not None and own is not None:
-            place = zip(geometry.translation_zyx, geometry.scale_zyx, own, strict=True)
+        if geometry is not None and stored is not None:
+            place = zip(geometry.translation_zyx, geometry.scale_zyx, stored, strict=True)
             tz, ty, tx = (shift * um / size for shift, size, um in place)
             corner = (tz + corner[0], ty + corner[1], tx + corner[2])
         return scale, "micrometer" if own or voxel_size_um else None, corner if any(corner) else None
 
     def read(self, volume: Volume, box: Box) -> NDArray[Any]:
         """Stored voxels, those of the condition upsampled.  Raises DataError."""
-        there = self._shifted(box)
-        if self._upsampling is not None and volume is self.condition:
-            return self._upsampling.read(there, volume.read)
-        return volume.read(there)
+        there, upsampling = self._shifted(box), self._upsampling_of(volume)
+        return upsampling.read(there, volume.read) if upsampling else volume.read(there)
+
+    def _upsampling_of(self, volume: Volume) -> Upsampling | None:
+        """How the condition lies in the drawing; None for the other volumes, which have its voxels."""
+        return self._upsampling if volume is self.condition else None
 
     def differences(self, read: Callable[[Box], NDArray[Any]]) -> tuple[float, float] | None:
         """How far a drawing is from a coarser condition: that, and the mean of the drawn voxels that each covers.
