@@ -152,6 +152,7 @@ class Progress:
         weights = 2 + len(training.extra_ema_decays)  # each set of them is validated
         bins = len(timestep_bins(diffusion.timesteps)) - 1
         passes = diffusion.sampler_steps * (2 if diffusion.sampler == "heun" else 1)
+        passes *= 2 if config.has_condition and diffusion.condition_dropout > 0 else 1  # drawn without it, too
         sample_s = statistics.fmean(self.forward_s)
         return {
             "validation": training.validate_patches * bins * weights * sample_s,
