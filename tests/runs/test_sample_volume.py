@@ -161,7 +161,7 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
 
         return tell
 
-    phases = ("blocks of --inpaint read", "blocks searched for gaps", "batches of tiles", "chunks written",
+    phases = ("blocks searched for gaps", "blocks of --inpaint read", "batches of tiles", "chunks written",
               "chunks compared with --inpaint", "chunks of level 1 written")  # fmt: skip
     for phase in phases:
         told.clear()

@@ -218,7 +218,7 @@ def test_after_a_crash_of_the_machine_what_may_not_be_on_the_disk_is_made_anew(t
             for block in range(TILING.blocks):
                 states[0].x.write(block, np.zeros(PATCH, np.float32))
         (folder / "boot").write_text("another")
-        forget_unflushed(job(), folder)
+        forget_unflushed(job(), folder, np.ones(TILING.blocks, np.bool_))
         np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected, err_msg=crash)
 
 
@@ -307,6 +307,8 @@ def test_tiles_without_a_gap_are_not_computed(tmp_path: Path) -> None:
     assert tiles[8:] == [("batches of tiles", i + 1, 20) for i in range(20)]
     assert tiles[:8] == [("blocks searched for gaps", i + 1, 8) for i in range(8)]
     assert np.count_nonzero(np.abs(done) > 1e-5) <= 1
+    stored = {path.name for path in State(tmp_path, work, len(work.passes)).x.path.iterdir()}
+    assert stored == {".zarray", "0.0.1", "0.0.2", "0.0.3", "0.0.4"}, "blocks that no computed tile sees have no state"
 
 
 def test_blocks_are_live_where_a_gap_is_less_than_half_a_patch_away() -> None:

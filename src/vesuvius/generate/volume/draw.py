@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -27,8 +29,9 @@ from vesuvius.generate.volume.network import NetworkRecipe, OpenNetworkWork
 from vesuvius.generate.volume.output import DRAWING, Greys, output_plan, write_volume
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, forget_unflushed, live_blocks
+from vesuvius.generate.volume.work import Job, forget_unflushed, live_blocks, used_blocks
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
+from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.step.network import lay_out_network
@@ -97,26 +100,28 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             check_record(out, finished_record(out, DRAWING), drawing.record, DRAWING)
             shutil.rmtree(partial_path(out), ignore_errors=True)
             return VolumeSummary(out, drawing.shape_zyx, dtype.name, plan.levels, None, 0.0, already=True)
-        if not is_begun(out, DRAWING):
-            drawing.forecast().check_space(out)
-        with (
-            StopRequest(None) as stop,
-            open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target,
-            gpu_memory(request.batch_size),
-        ):
-            watch = Watch(stop, on_progress, resumable=True)
-            folder = target.path / "state"
-            try:
-                folder.mkdir(exist_ok=True)
-                forget_unflushed(drawing.job, folder)
-                drawing.fill(folder, watch)
-                x = drawing.sampling(folder, watch).run()
-                known = write_volume(target, plan, x, drawing.greys, drawing.inputs, drawing.multiscale, watch)
-            except OSError as error:
-                raise StorageError(
-                    f"a drawing needs a writable disk with enough room; got {error} while writing {target.path}; free "
-                    "space: what is done stays, and the same command goes on"
-                ) from error
+        with StopRequest(None) as stop, gpu_memory(request.batch_size):
+            watch, live = Watch(stop, on_progress, resumable=True), None
+            if not is_begun(out, DRAWING):
+                live = drawing.live(watch)
+                drawing.forecast(live).check_space(out)
+            with open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target:
+                try:
+                    folder = target.path / "state"
+                    folder.mkdir(exist_ok=True)
+                    live = _kept(folder / "live.npy", lambda: drawing.live(watch) if live is None else live)
+                    used = used_blocks(drawing.job, live)
+                    forget_unflushed(drawing.job, folder, used)
+                    drawing.fill(folder, used, watch)
+                    x = drawing.sampling(folder, live, watch).run()
+                    known = write_volume(
+                        target, plan, x, used, drawing.greys, drawing.inputs, drawing.multiscale, watch
+                    )
+                except OSError as error:
+                    raise StorageError(
+                        f"a drawing needs a writable disk with enough room; got {error} while writing {target.path}; "
+                        "free space: what is done stays, and the same command goes on"
+                    ) from error
         differences = drawing.differences()
     kept = known if drawing.inputs.inpaint else None
     seconds = time.monotonic() - started
@@ -126,7 +131,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
 def forecast_volume(request: VolumeRequest) -> VolumeForecast:
     """What a volume takes in time, disk and memory: calls the network twice, writes nothing.   Raises as that."""
     with _prepared(request) as drawing, gpu_memory(request.batch_size):
-        return drawing.forecast(measured=True)
+        return drawing.measured_forecast()
 
 
 class _Drawing:
@@ -180,17 +185,25 @@ class _Drawing:
             **described(info, request.weights, request.volume, request.seed, request.batch_size),
         }
 
-    def fill(self, folder: Path, watch: Watch) -> None:
-        """Bring the given volumes into the blocks of the state."""
+    def live(self, watch: Watch) -> NDArray[np.bool_]:
+        """The blocks with gaps near (`live_blocks`); all without --inpaint."""
+        if not self.job.inpaint:
+            return np.ones(self.tiling.blocks, np.bool_)
+        return live_blocks(self.tiling, self.inputs.gaps, watch)
+
+    def fill(self, folder: Path, used: NDArray[np.bool_], watch: Watch) -> None:
+        """Bring the used blocks of the given volumes into the state."""
         inputs, schedule, grey = self.inputs, self.greys.schedule, self.greys.grey
         if inputs.inpaint is not None:
             known = Field(folder / "known", self.tiling)
-            _fill(known, self.tiling, lambda box: inputs.known(box, grey, schedule), "blocks of --inpaint read", watch)
+            reading = "blocks of --inpaint read"
+            _fill(known, self.tiling, used, lambda box: inputs.known(box, grey, schedule), reading, watch)
         if (condition := inputs.condition) is not None:
             shown = Field(folder / "condition", self.tiling, condition.dtype)
-            _fill(shown, self.tiling, lambda box: inputs.read(condition, box), "blocks of --condition read", watch)
+            reading = "blocks of --condition read"
+            _fill(shown, self.tiling, used, lambda box: inputs.read(condition, box), reading, watch)
 
-    def sampling(self, folder: Path, watch: Watch) -> Sampling:
+    def sampling(self, folder: Path, live: NDArray[np.bool_], watch: Watch) -> Sampling:
         """All passes."""
         open_work = OpenNetworkWork(self.job, folder, self._recipe)
         log.info(
@@ -203,7 +216,7 @@ class _Drawing:
             self.workers,
             self._device.type,
         )
-        return Sampling(self.job, folder, open_work, self.workers, watch)
+        return Sampling(self.job, folder, open_work, self.workers, watch, live=live)
 
     def differences(self) -> tuple[float, float] | None:
         """As `Inputs.differences`, of what was written."""
@@ -212,17 +225,36 @@ class _Drawing:
         with closing(open_volume(ArrayConfig(path=str(self._request.out)))) as written:
             return self.inputs.differences(written.read)
 
-    def forecast(self, measured: bool = False) -> VolumeForecast:
-        """What it takes; `measured`: with a search for gaps and a call of the network, for time and memory."""
-        live = live_blocks(self.tiling, self.inputs.gaps, Watch()) if measured and self.job.inpaint else None
-        forecast = forecast_of(self.job, self.plan.raw_bytes, self.workers, self._request.out, live)
-        return measured_too(forecast, self.job, self._recipe) if measured else forecast
+    def forecast(self, live: NDArray[np.bool_]) -> VolumeForecast:
+        """What it takes but for time and memory."""
+        return forecast_of(self.job, self.plan.raw_bytes, self.workers, self._request.out, live)
+
+    def measured_forecast(self) -> VolumeForecast:
+        """What it takes: searches for gaps, and calls the network."""
+        return measured_too(self.forecast(self.live(Watch())), self.job, self._recipe)
 
 
-def _fill(field: Field, tiling: Tiling, read: Callable[[Box], NDArray[Any]], what: str, watch: Watch) -> None:
-    """Write the blocks of a field that are missing, with the voxels that `read` gives of a box."""
+def _kept(note: Path, live: Callable[[], NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    """What a file holds, which a start before this one wrote; or else `live`, which is written there."""
+    if not note.exists():
+        npy = io.BytesIO()
+        np.save(npy, live())
+        write_whole(note, npy.getvalue())
+    kept: NDArray[np.bool_] = np.load(note)
+    return kept
+
+
+def _fill(
+    field: Field,
+    tiling: Tiling,
+    used: NDArray[np.bool_],
+    read: Callable[[Box], NDArray[Any]],
+    what: str,
+    watch: Watch,
+) -> None:
+    """Write the used blocks of a field that are missing, with the voxels that `read` gives of a box."""
     field.create()
-    for block in watch.over(what, [block for block in range(tiling.blocks) if not field.has(block)]):
+    for block in watch.over(what, [block for block in np.flatnonzero(used).tolist() if not field.has(block)]):
         field.write(block, read(tiling.block_box(block)))
 
 

@@ -7,8 +7,10 @@ is there.  Any zarr reader can open a field, also while it is being filled.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from vesuvius.config import Triple
 from vesuvius.generate.volume.tiling import Tiling, shared_part
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.training.checkpoint.files import sync
-from vesuvius.volumes.box import Box, grid_shape, shape_of
+from vesuvius.volumes.box import Box, shape_of
 
 
 class Field:
@@ -55,13 +57,13 @@ class Field:
         """Whether a block is written."""
         return self._file(block).exists()
 
-    def whole(self) -> bool:
-        """Whether all blocks are written."""
+    def whole(self, blocks: Iterable[int]) -> bool:
+        """Whether all of these blocks are written."""
         try:
             names = {entry.name for entry in os.scandir(self.path)}
         except FileNotFoundError:
             return False
-        return all(self._name(block) in names for block in range(self._tiling.blocks))
+        return all(self._name(block) in names for block in blocks)
 
     def write(self, block: int, voxels: NDArray[Any]) -> None:
         """Write a block of the shape of its box."""
@@ -75,19 +77,20 @@ class Field:
         """Have the voxels of a block on the disk itself, where they outlive a crash of the machine."""
         sync(self._file(block))
 
-    def read(self, box: Box) -> NDArray[Any]:
-        """The voxels of a box whose blocks are all written.  Of blocks it touches, only these are read."""
-        out = np.empty(shape_of(box), self._dtype)
+    def read(self, box: Box, used: NDArray[np.bool_] | None = None) -> NDArray[Any]:
+        """The voxels of a box.  All blocks that it touches must be written, or those that are `used`: else 0."""
+        out = np.zeros(shape_of(box), self._dtype)
         for block in self._tiling.blocks_over(box):
+            if used is not None and not used[block]:
+                continue
             _, there, here = shared_part(self._tiling.block_box(block), box)
             out[here] = mapped(self._file(block), self._dtype, self._tiling.patch_zyx)[there]
         return out
 
     @property
-    def bytes(self) -> int:
-        """Of all blocks."""
-        blocks = np.prod(grid_shape(self._tiling.shape_zyx, self._tiling.patch_zyx), dtype=int)
-        return int(blocks * np.prod(self._tiling.patch_zyx, dtype=int)) * self._dtype.itemsize
+    def block_bytes(self) -> int:
+        """Of a block."""
+        return math.prod(self._tiling.patch_zyx) * self._dtype.itemsize
 
     def _file(self, block: int) -> Path:
         return self.path / self._name(block)

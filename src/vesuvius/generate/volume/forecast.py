@@ -18,7 +18,7 @@ from vesuvius.errors import StorageError
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.network import Network, NetworkRecipe
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job
+from vesuvius.generate.volume.work import Job, used_blocks
 from vesuvius.runlog.units import format_duration, size_text
 
 
@@ -70,22 +70,19 @@ class VolumeForecast:
             )
 
 
-def forecast_of(
-    job: Job, output_bytes: int, workers: int, out: Path, live: NDArray[np.bool_] | None = None
-) -> VolumeForecast:
+def forecast_of(job: Job, output_bytes: int, workers: int, out: Path, live: NDArray[np.bool_]) -> VolumeForecast:
     """What follows from numbers alone.  Asks the disk of `out` for its free space.
 
     Args:
-        live: blocks with gaps near; None = all.
+        live: blocks with gaps near.
     """
-    tiling = job.tiling
-    blocks = range(tiling.blocks) if live is None else np.flatnonzero(live)
-    batches = job.batches_over(blocks)
+    tiling, used = job.tiling, int(np.count_nonzero(used_blocks(job, live)))
+    batches = job.batches_over(np.flatnonzero(live).tolist())
     tiles = sum(len(job.batch(batch)) for batch in batches)
     fields = 4 if any(step.keeps_x_0 for step in job.passes) else 2
-    state = (fields + job.inpaint) * Field(Path(), tiling).bytes
+    state = (fields + job.inpaint) * used * Field(Path(), tiling).block_bytes
     if job.condition is not None:
-        state += Field(Path(), tiling, job.condition).bytes
+        state += used * Field(Path(), tiling, job.condition).block_bytes
     rows = max(len(_rows(tiling, k)) for k in range(tiling.block_grid[0])) + 1
     tiles_kept = min(tiling.tiles, rows * tiling.tile_grid[1] * tiling.tile_grid[2])
     state += tiles_kept * int(np.prod(tiling.patch_zyx)) * 4

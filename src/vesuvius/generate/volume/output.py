@@ -50,6 +50,7 @@ def write_volume(
     target: PartialCopy,
     plan: CopyPlan,
     x: Field,
+    used: NDArray[np.bool_],
     greys: Greys,
     inputs: Inputs,
     multiscale: dict[str, Any],
@@ -57,13 +58,16 @@ def write_volume(
 ) -> int:
     """Write all levels that are missing and give the volume its name.  Returns how many voxels are known ones.
 
+    Args:
+        used: the blocks that `x` has; the voxels of others are known.
+
     Raises:
         DataError: a given volume cannot be read any more.
         StorageError: the disk refuses, or a known voxel is not what it was.
     """
     for chunk in watch.over("chunks written", _missing(target, 0)):
         box = plan.box_of(0, chunk)
-        voxels = greys.of(x.read(box))
+        voxels = greys.of(x.read(box, used))
         if inputs.inpaint is not None:
             voxels = np.where(inputs.gaps(box), voxels, inputs.read(inputs.inpaint, box))
         target.write(0, chunk, voxels)

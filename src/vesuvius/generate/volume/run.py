@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import VesuviusError
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.work import Job, State, Work, live_blocks, state_numbers
+from vesuvius.generate.volume.work import Job, State, Work, state_numbers, used_blocks
 from vesuvius.generate.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class Sampling:
     """All passes over a volume.
 
     Args:
-        folder: `state/`, which exists; `known` and `condition` are whole.
+        folder: `state/`, which exists; `known` and `condition` have the used blocks.
+        live: blocks with gaps near (`live_blocks`), bool [blocks]; None = all.
         open_work: called in each worker.
         workers: processes; 1 = this one.
         context: how worker processes are started.
@@ -58,23 +59,22 @@ class Sampling:
         workers: int = 1,
         watch: Watch | None = None,
         context: str = "spawn",
+        live: NDArray[np.bool_] | None = None,
     ) -> None:
         self._job, self._folder, self._open_work = job, folder, open_work
         self._workers, self._watch, self._context = workers, watch or Watch(), context
-        self._live = np.ones(job.tiling.blocks, np.bool_)
+        self._live = np.ones(job.tiling.blocks, np.bool_) if live is None else live
+        self._used = used_blocks(job, self._live)
         self._deaths = 0
 
     def run(self) -> Field:
-        """Go on from what is there to the last state, and return it.
+        """Go on from what is there to the last state, and return it: the used blocks (`used_blocks`) have one.
 
         Raises:
             SamplingStoppedError: a stop was wanted.
             VesuviusError: workers die before they have done anything; and what a part of the work raises.
         """
         job = self._job
-        if job.inpaint:
-            known = Field(self._folder / "known", job.tiling)
-            self._live = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), self._watch)
         number, last = self._resumed(), len(job.passes)
         while number < last:
             try:
@@ -96,7 +96,8 @@ class Sampling:
     def _resumed(self) -> int:
         """The pass to go on with, -1 = the noise is to be drawn; older states are deleted."""
         states = [State(self._folder, self._job, number) for number in state_numbers(self._folder)]
-        whole = [state for state in states if state.x.whole()]
+        blocks = np.flatnonzero(self._used).tolist()
+        whole = [state for state in states if state.x.whole(blocks)]
         if not whole:
             return -1
         if states[0].number < whole[-1].number:
@@ -113,7 +114,7 @@ class Sampling:
             State(self._folder, job, number).create()
         after = State(self._folder, job, number + 1)
         after.create()
-        parts = _Parts(job, self._folder, number, self._live)
+        parts = _Parts(job, self._folder, number, self._live, self._used)
         # Those that are there were written by a process that was killed, or whose workers died.
         flushed = [flusher.submit(after.flush, block) for block in np.flatnonzero(parts.blocks_done).tolist()]
         batches = len(job.batches_over(np.flatnonzero(self._live)))
@@ -166,13 +167,13 @@ class _Parts:
         batches_left: batches of tiles that were to be done at the beginning.
     """
 
-    def __init__(self, job: Job, folder: Path, number: int, live: NDArray[np.bool_]) -> None:
+    def __init__(self, job: Job, folder: Path, number: int, live: NDArray[np.bool_], used: NDArray[np.bool_]) -> None:
         self._job, self._number, self._live = job, number, live
         self._predictions = State(folder, job, number).predictions if number >= 0 else None
         self._there: set[int] = self._predictions.tiles() if self._predictions is not None else set()
         next_x = State(folder, job, number + 1).x
         self.blocks_done = np.array([next_x.has(block) for block in range(job.tiling.blocks)])
-        missing = np.flatnonzero(~self.blocks_done)
+        missing = np.flatnonzero(used & ~self.blocks_done)
         self._blocks = iter(missing.tolist())
         self.batches_left = len(job.batches_over(missing[live[missing]], self._there)) if number >= 0 else 0
         self._ready: deque[int] = deque()

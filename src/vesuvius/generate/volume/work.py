@@ -219,12 +219,27 @@ def live_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], watch:
     return live.ravel()
 
 
+def used_blocks(job: Job, live: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether the network sees voxels of a block: bool [blocks].  The others have no state, as nothing follows from it.
+
+    Args:
+        live: blocks with gaps near.  Where all voxels are gaps, all blocks are used.
+    """
+    if live.all():
+        return live
+    used, tiling = live.copy(), job.tiling
+    for batch in job.batches_over(np.flatnonzero(live).tolist()):
+        for tile in job.batch(batch):
+            used[tiling.blocks_over(tiling.tile_box(tile))] = True
+    return used
+
+
 def state_numbers(folder: Path) -> list[int]:
     """The passes before which there is a state, whole or not, in order."""
     return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdigit())
 
 
-def forget_unflushed(job: Job, folder: Path) -> None:
+def forget_unflushed(job: Job, folder: Path, used: NDArray[np.bool_]) -> None:
     """After a crash of the machine, delete what may not be on the disk as it was written.
 
     A state is flushed before the one before it is deleted; so the oldest whole one is sound, but for the first, which
@@ -234,7 +249,8 @@ def forget_unflushed(job: Job, folder: Path) -> None:
     note = folder / "boot"
     if note.exists() and note.read_bytes() != now:
         states = [State(folder, job, number) for number in state_numbers(folder)]
-        sound = [state.path for state in states if state.x.whole()][:1] if states and states[0].number else []
+        blocks = np.flatnonzero(used).tolist()
+        sound = [state.path for state in states if state.x.whole(blocks)][:1] if states and states[0].number else []
         for path in [entry for entry in folder.iterdir() if entry.is_dir()]:
             shutil.rmtree(path / "tiles" if path in sound else path, ignore_errors=True)
     write_whole(note, now)
