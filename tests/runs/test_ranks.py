@@ -382,7 +382,7 @@ def test_ray_train_starts_all_ranks_again_when_one_is_stopped_for_longer_than_th
     tiny_config: WriteConfig, tmp_path: Path
 ) -> None:
     plain = PLAIN | {"epochs": 4, "accumulate_steps": 1, "ranks": 2}
-    config = tiny_config("stopped", training=plain, cluster={"rank_timeout_minutes": 0.5})
+    config = tiny_config("stopped", training=plain, cluster={"rank_timeout_minutes": 1})
     run, marker = tmp_path / "runs/stopped", f"TEST_OF_VESUVIUS={tmp_path}"
     with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
         wait_for_step(run, 9, [session.process])

@@ -75,7 +75,8 @@ def look_for_ranks(config: Config, on_gpu: bool, waited_s: float) -> None:
     if waited_s > 60 * limit_minutes:
         raise VesuviusError(
             f"{least} ranks must start within cluster.rank_timeout_minutes={limit_minutes:g}; got none, and {offer}; "
-            "add nodes, see `ray status` for what others use, or lower cluster.min_ranks; go on with --resume"
+            "where room is missing, add nodes, see `ray status` for what others use, or lower cluster.min_ranks; where "
+            "ranks start slowly, raise cluster.rank_timeout_minutes; go on with --resume"
         )
     log.warning(
         "waiting for %d ranks for %.0f s; %s; it is tried for %g minutes; `ray status` says what is in use",
