@@ -105,9 +105,19 @@ def test_an_error_of_the_network_without_a_cause_is_a_lost_rank_and_a_defect_sta
 ) -> None:
     lost, defect = RuntimeError("[../gloo/transport/tcp] connection closed by peer"), KeyError("x")
     monkeypatch.setattr(module, "_CAUSE_S", 1.0)
-    found = on_all(ranks[:2], lambda one: one.explain(lost if one.rank == 0 else defect))
+    with pytest.raises(ValueError, match="has not been initialized") as ended:
+        dist.barrier()
+    errors = [lost, defect, ended.value]
+    found = on_all(ranks, lambda one: one.explain(errors[one.rank]))
     assert isinstance(found[0], RankLostError)
     assert found[1] is defect
+    assert isinstance(found[2], RankLostError), "the group was ended under this rank"
+
+
+def test_ranks_close_though_ray_train_has_ended_their_process_group(ranks: list[Ranks]) -> None:
+    """Else an error of that hides the lost rank, for which they are to be started again."""
+    assert not dist.is_initialized()
+    assert on_all(ranks, lambda one: one.close()) == [None] * WORLD
 
 
 def test_a_rank_that_lives_is_waited_for_and_one_that_is_silent_is_not(

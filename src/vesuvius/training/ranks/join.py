@@ -65,7 +65,7 @@ def open_ranks(device_type: str, timeout_s: float, global_batch: int) -> Iterato
     if at_work < world and rank == 0:
         log.warning("%d of %d ranks stay idle: %d samples a step do not divide", world - at_work, world, global_batch)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    ranks = Ranks(rank, at_work, local_rank, local_world, timeout_s, group, rank >= at_work, _store=store)
+    ranks = Ranks(rank, at_work, local_rank, local_world, timeout_s, group, world, rank >= at_work, _store=store)
     ranks.watch()
     try:
         yield ranks

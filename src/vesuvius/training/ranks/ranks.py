@@ -82,6 +82,7 @@ class Ranks:
     local_world: int = 1  # ranks on this machine
     timeout_s: float = 1800.0  # longest wait for another rank
     group: Any = None  # torch's process group of the ranks at work; None = all
+    processes: int | None = None  # that have joined, idle ones too; None = world
     idle: bool = False  # this one has no part in the steps, as the effective batch does not divide by so many
     restart: Restart | None = None  # that they were started anew; None = they were not
     # exit code and reason with which a rank wants all to stop before the next step
@@ -217,7 +218,8 @@ class Ranks:
             time.sleep(0.1)
         if failure is not None:
             return failure
-        if isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
+        ended = "process group has not been initialized" in str(error)  # Ray Train has, as it has lost a rank
+        if ended or isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
             return RankLostError(
                 f"every rank must live as long as the run; one ended without a word: {one_line(error)}"
             )
@@ -242,10 +244,10 @@ class Ranks:
                 self._store.set(f"closed/{self.rank}", "")
                 if self.is_main:  # the store ends with this process: let the others go first
                     deadline = time.monotonic() + _LEAVE_S
-                    others = [f"closed/{rank}" for rank in range(dist.get_world_size())]
+                    others = [f"closed/{rank}" for rank in range(self.processes or self.world)]
                     while not self._store.check(others) and time.monotonic() < deadline:
                         time.sleep(0.01)
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, ValueError, AssertionError):  # as Ray Train may end the group at any moment
                 dist.destroy_process_group()
         self._ended.set()
 
