@@ -45,6 +45,23 @@ def test_four_steps_and_four_resumed_are_eight_bit_by_bit(tiny_config: WriteConf
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_a_resume_with_another_batch_goes_on_at_the_next_sample(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[int] = []
+    accumulate = TrainStep.accumulate
+
+    def noted(step: TrainStep, x_0: torch.Tensor, indices: Any, *others: Any, **more: Any) -> None:
+        trained.extend(indices.tolist())
+        accumulate(step, x_0, indices, *others, **more)
+
+    monkeypatch.setattr(TrainStep, "accumulate", noted)
+    config = tiny_config()
+    assert vesuvius_train(config, "training.max_steps=2") == 0
+    assert vesuvius_train(config, "training.max_steps=4", "training.train_batch_size=3", "--resume") == 0
+    assert trained == list(range(2 * 4 + 2 * 6)), "each sample once"
+
+
 def test_a_resume_is_exact_with_the_threads_that_the_run_began_with(tiny_config: WriteConfig, tmp_path: Path) -> None:
     """The order in which threads add up is part of a result: another number of them at the resume changes nothing."""
     for name in ("straight", "parts"):

@@ -264,10 +264,15 @@ def _run(what: str, *arguments: str) -> None:
 
 def _plan_the_tiny_run() -> None:
     """What each run plans at its start, and remembers: two seconds."""
+    import torch
+
     from tests.support.tiny import tiny_sections
     from vesuvius.config import Config
     from vesuvius.training.forecast.memory_plan import plan_memory
 
+    # The first backward pass counts the GPUs and starts a thread for each.  Under fake tensors a torch that is built
+    # for CUDA counts one where there is none; with that thread it refuses all backward passes of forked processes.
+    torch.ones((), requires_grad=True).backward()
     config = Config.model_validate_json(json.dumps(tiny_sections("tiny", Path("v.zarr"))))
     plan_memory(config, amp="off")
     plan_memory(config, amp="bf16")

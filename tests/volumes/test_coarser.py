@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,22 @@ def test_every_box_is_that_of_the_repeated_array(upsampling: Upsampling, data: s
     places = np.arange(needed.size).reshape(needed.shape)
     shown = np.unique(repeated(places, upsampling)[slices(box)])
     np.testing.assert_array_equal(np.flatnonzero(needed), shown, "no coarse voxel is read that is not shown")
+
+
+@pytest.mark.parametrize("axis", range(3))
+def test_every_interval_shows_the_coarse_voxels_and_beyond_them_the_last_one(axis: int) -> None:
+    """The drawn boxes above seldom begin behind the first coarse voxel and end beyond the last one."""
+
+    def along(here: int, elsewhere: int) -> Any:
+        return tuple(here if a == axis else elsewhere for a in range(3))
+
+    upsampling = Upsampling(along(11, 2), along(3, 2), along(3, 1))
+    coarse = textured(upsampling.coarse_zyx, seed=1)
+    expected = repeated(coarse, upsampling)
+    for lo, hi in itertools.combinations(range(12), 2):
+        ends = [(lo, hi) if a == axis else (0, 2) for a in range(3)]
+        box: Any = tuple(zip(*ends, strict=True))
+        np.testing.assert_array_equal(upsampling.read(box, lambda box, out: coarse[slices(box)]), expected[slices(box)])
 
 
 @given(upsampling=upsamplings(), data=st.data())

@@ -207,6 +207,22 @@ def test_a_nonfinite_step_changes_no_weight_no_moment_and_no_average(amp: str, o
     assert math.isfinite(train(step, config, steps=1)[0]), "and the next step is clean"
 
 
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_a_gradient_that_is_not_finite_is_not_applied_though_the_loss_is(amp: str) -> None:
+    step = make_step(make_config(train_batch_size=4, amp=amp))
+    good_step(step)
+    before = weights(step)
+    hook = next(step.network.parameters()).register_hook(lambda gradient: gradient + math.inf)
+    result = good_step(step)
+    hook.remove()
+    assert math.isfinite(result.loss)
+    assert not result.finite
+    assert not result.applied
+    assert result.nonfinite_in_a_row == 1
+    for name, weight in weights(step).items():
+        assert torch.equal(weight, before[name])
+
+
 def test_an_fp16_overflow_is_skipped_counted_and_lowers_the_scale() -> None:
     config = make_config(train_batch_size=4, amp="fp16")
     step = make_step(config)

@@ -398,6 +398,24 @@ def test_a_source_that_died_is_never_recommended() -> None:
         assert found.verdict == "none" or found.best not in died
 
 
+@pytest.mark.parametrize("name", ["data-bound on cores", "switches matter", "coupled"])
+def test_what_dies_though_it_was_measured_before_is_neither_tried_again_nor_recommended(name: str) -> None:
+    machine, runs = BY_NAME[name], Counter[Setting]()
+
+    def dies(setting: Setting, _: int) -> bool:
+        runs[setting] += 1
+        return setting != machine.source and runs[setting] > 1
+
+    search = Search(EndsBadly(machine, dies), machine.space(), BiasedPlanner(machine))
+    found = recommend(search)
+    asked = [(entry.block.setting, entry.block.ended) for entry in search.entries]
+    died = [number for number, (_, ended) in enumerate(asked) if ended == "guard"]
+    assert died
+    for number in died:
+        assert asked[number][0] not in [setting for setting, _ in asked[number + 1 :]]
+        assert asked[number][0] != found.best
+
+
 def test_a_death_by_a_switch_says_nothing_of_those_without_it() -> None:
     machine = BY_NAME["switches matter"]
 

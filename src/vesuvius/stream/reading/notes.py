@@ -40,6 +40,7 @@ _SIGNALS = {
     "Segmentation fault": "SIGSEGV",
     "Bus error": "SIGBUS",
     "Floating point exception": "SIGFPE",
+    "Floating-point exception": "SIGFPE",  # as of Python 3.13
     "Illegal instruction": "SIGILL",
 }
 # Limits on texts in a record: together less than a page, whatever the characters are.
