@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import fork_server
 from tests.support.config_text import MINIMAL, problems, sections
 from vesuvius.config.describe import describe_type, iter_keys
 
@@ -181,7 +182,7 @@ def test_the_reference_tool_writes_what_it_then_finds_correct(tmp_path: Path) ->
     page = tmp_path / "config.md"
 
     def tool(action: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, TABLE_TOOL, action, page], capture_output=True, text=True, check=False)
+        return fork_server.run([sys.executable, TABLE_TOOL, action, page], capture_output=True, text=True)
 
     assert "No such file" in tool("--check").stderr
     page.write_text("# Title\n", encoding="utf-8")

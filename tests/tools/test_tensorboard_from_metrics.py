@@ -12,6 +12,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from tests.conftest import REPOSITORY
+from tests.support import fork_server
 from vesuvius.runlog.listeners.tensorboard import TensorBoard
 from vesuvius.runlog.metrics import Metrics
 from vesuvius.runlog.records import JsonLines
@@ -45,7 +46,7 @@ def make_run(run: Path) -> Path:
 
 def rebuild(*arguments: Path) -> subprocess.CompletedProcess[str]:
     tool = REPOSITORY / "tools/tensorboard_from_metrics.py"
-    return subprocess.run([sys.executable, tool, *arguments], capture_output=True, text=True, timeout=60)
+    return fork_server.run([sys.executable, tool, *arguments], capture_output=True, text=True, timeout=60)
 
 
 def shown(directory: Path) -> dict[str, list[Any]]:

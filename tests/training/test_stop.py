@@ -91,5 +91,5 @@ with StopRequest(max_hours=0) as stop:
 
 
 def test_the_first_signal_behind_the_time_limit_is_no_second_one() -> None:
-    done = subprocess.run([sys.executable, "-c", TIME_IS_UP], capture_output=True, text=True)
+    done = fork_server.run([sys.executable, "-c", TIME_IS_UP], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-signal.SIGTERM, "saves 75\n"), done.stderr
