@@ -17,7 +17,7 @@ import zarr
 from numcodecs import Blosc
 from numpy.typing import NDArray
 
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.checkpoint.files import sync
 from vesuvius.volume_tools.pyramid import multiscale
@@ -129,7 +129,11 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
     Raises:
         StorageError: the disk refuses.
     """
-    try:
+    with storage_errors(
+        f"{what} need a writable place with enough room",
+        "free space or choose another place with --out",
+        f"while writing {out}",
+    ):
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
         staged, old = scratch / "new", scratch / "old"
@@ -154,11 +158,6 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
                 shutil.rmtree(scratch, ignore_errors=True)
                 time.sleep(0.05)
             raise
-    except OSError as error:
-        raise StorageError(
-            f"{what} need a writable place with enough room; got {error} while writing {out}; free space or choose "
-            "another place with --out"
-        ) from error
     try:
         shutil.rmtree(scratch)
     except OSError as error:

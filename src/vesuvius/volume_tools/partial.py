@@ -17,7 +17,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from numcodecs import Blosc
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.records import parsed
 from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.pyramid import halve
 
@@ -191,7 +192,7 @@ def open_partial(
                 )
             recorded = path / kind.file
             if recorded.exists():
-                check_record(path, _parsed(recorded.read_text()), record, kind)
+                check_record(path, parsed(recorded.read_text()), record, kind)
             else:
                 write_whole(recorded, json.dumps(record, indent=2).encode())
             air = os.open(path / "air", os.O_RDWR | os.O_CREAT, 0o666)
@@ -213,10 +214,10 @@ def is_begun(out: Path, kind: Kind = COPY) -> bool:
 def finished_record(out: Path, kind: Kind = COPY) -> Any:
     """The arguments that a finished volume was made with; None for any other volume."""
     try:
-        attributes = _parsed((out / ".zattrs").read_text())
+        attributes = parsed((out / ".zattrs").read_text())
     except OSError:
         return None
-    return attributes.get(kind.attribute) if isinstance(attributes, dict) else None
+    return attributes.get(kind.attribute) if attributes else None
 
 
 def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: Kind = COPY) -> None:
@@ -245,19 +246,7 @@ def _check_ours(path: Path, kind: Kind) -> None:
         )
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-@contextmanager
-def _disk_errors(out: Path, kind: Kind) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"a {kind.name} needs a writable disk with enough room; got {error} while writing {out}; free space or "
-            "choose another place: what is done stays, and the same command goes on"
-        ) from error
+def _disk_errors(out: Path, kind: Kind) -> AbstractContextManager[None]:
+    rule = f"a {kind.name} needs a writable disk with enough room"
+    remedy = "free space or choose another place: what is done stays, and the same command goes on"
+    return storage_errors(rule, remedy, f"while writing {out}")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.generate.described import check_condition, check_volume, described
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.forecast import VolumeForecast, forecast_of, measured_too
@@ -106,17 +106,16 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
         ):
             watch = Watch(stop, on_progress, resumable=True)
             folder = target.path / "state"
-            try:
+            with storage_errors(
+                "a drawing needs a writable disk with enough room",
+                "free space: what is done stays, and the same command goes on",
+                f"while writing {target.path}",
+            ):
                 folder.mkdir(exist_ok=True)
                 forget_unflushed(drawing.job, folder)
                 drawing.fill(folder, watch)
                 x = drawing.sampling(folder, watch).run()
                 known = write_volume(target, plan, x, drawing.greys, drawing.inputs, drawing.multiscale, watch)
-            except OSError as error:
-                raise StorageError(
-                    f"a drawing needs a writable disk with enough room; got {error} while writing {target.path}; free "
-                    "space: what is done stays, and the same command goes on"
-                ) from error
         differences = drawing.differences()
     kept = known if drawing.inputs.inpaint else None
     seconds = time.monotonic() - started
