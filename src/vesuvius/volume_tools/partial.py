@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import zarr
-from numcodecs import Blosc
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
@@ -33,6 +32,7 @@ from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.records import parsed
 from vesuvius.volume_tools.copy_plan import CopyPlan
+from vesuvius.volume_tools.ome_writer import codec_for, new_array
 from vesuvius.volume_tools.pyramid import halve
 
 
@@ -80,8 +80,7 @@ class PartialCopy:
         self.cache = self.path / "cache"
         self._out, self._record, self._plan, self._air, self._kind = out, record, plan, air, kind
         self._dtype, self._fill = dtype.newbyteorder("<"), dtype.type(fill_value)
-        shuffle = Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE
-        self._codec = Blosc(cname="zstd", clevel=3, shuffle=shuffle)
+        self._codec = codec_for(dtype)
         self._volume = self.path / "volume.zarr"
         self._first = np.cumsum([0, *map(math.prod, plan.counts)]).tolist()
         os.ftruncate(air, plan.chunk_count)
@@ -126,17 +125,8 @@ class PartialCopy:
         folder = self._volume / str(level)
         with _disk_errors(self._out, self._kind):
             if not (folder / ".zarray").exists():
-                zarr.create_array(
-                    str(folder),
-                    shape=self._plan.shapes[level],
-                    dtype=self._dtype,
-                    chunks=self._plan.chunk_zyx,
-                    compressors=self._codec,
-                    fill_value=self._fill.item(),
-                    order="C",
-                    zarr_format=2,
-                    chunk_key_encoding={"name": "v2", "separator": "/"},
-                )
+                shape, chunk = self._plan.shapes[level], self._plan.chunk_zyx
+                new_array(self._volume, str(level), shape, self._dtype, chunk, self._fill.item())
             return zarr.open_array(str(folder), mode="r")
 
     def halved(self, level: int, chunk: Triple, finer: zarr.Array[Any]) -> NDArray[Any]:
