@@ -4,6 +4,8 @@ A message has three parts: the rule, the value received, what to change.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 EXIT_OK = 0
@@ -89,6 +91,21 @@ class DataError(VesuviusError):
 
 class StorageError(DataError):
     """The run directory cannot be written, or what lies in it is damaged."""
+
+
+@contextmanager
+def storage_errors(rule: str, remedy: str, where: str = "", but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+    """Turn what the system says of a file into a StorageError: `RULE; got ERROR WHERE; REMEDY`.
+
+    Args:
+        but: passed on as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, but):
+            raise
+        raise StorageError(f"{rule}; got {f'{error} {where}'.rstrip()}; {remedy}") from error
 
 
 def one_line(error: BaseException | str, limit: int = 200) -> str:

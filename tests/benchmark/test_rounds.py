@@ -157,6 +157,21 @@ def test_a_measurement_that_kills_the_bench_twice_is_given_up(tmp_path: Path) ->
     assert sum(each.cell == 0 for each in ledger.measurements) == 3
 
 
+def test_an_interruption_that_does_not_say_of_what_is_that_of_what_began_last(tmp_path: Path) -> None:
+    """As earlier versions wrote it: it counts neither as a kill of that measurement nor of another one."""
+    path, seen = tmp_path / "ledger.jsonl", list[tuple[int, int]]()
+    for how in (Killed(), TuneInterrupted("Ctrl-C")):
+        with pytest.raises(type(how)):
+            measured(path, seen, (1, 0), how)
+    with_place = '"cell": 1, "round": 0}'
+    *earlier, last = path.read_text().splitlines()
+    assert "interrupted" in last
+    assert last.endswith(with_place)
+    path.write_text("\n".join([*earlier, last.replace(f", {with_place}", "}")]) + "\n")
+    ledger = measured(path, seen, None, Killed())
+    assert [each.ended for each in ledger.measurements if each.cell == 1] == ["ok"] * 3
+
+
 def test_a_bench_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
     measured(tmp_path / "ledger.jsonl", [], None, Killed())
     with pytest.raises(ConfigError, match="another seconds"):

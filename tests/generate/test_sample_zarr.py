@@ -103,7 +103,7 @@ def test_a_directory_that_cannot_be_cleaned_up_costs_a_warning_and_no_sample(cap
         (left,) = directory.glob(".out.*")
         assert f"{out} is written; what it replaced could not be deleted" in caplog.text
         assert f"delete {left} by hand" in caplog.text
-        (left / "old/locked").chmod(0o700)
+        (left / "old-out/locked").chmod(0o700)
 
 
 def test_all_of_it_is_flushed_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         self.measurements: list[Measurement] = []
         self.session = 0
         self._begun: Counter[tuple[int, int]] = Counter()
+        self._last_begun = (-1, -1)
         path.parent.mkdir(parents=True, exist_ok=True)
         for record in read_records(path) if path.exists() else []:
             self._take(record, asked, path.parent)
@@ -70,11 +71,13 @@ class Ledger(AbstractContextManager["Ledger"]):
                     )
                 self._begin_session(record.get("retry_failed", False))
             case "begin":
-                self._begun[record["cell"], record["round"]] += 1
+                self._last_begun = (record["cell"], record["round"])
+                self._begun[self._last_begun] += 1
             case "measurement":
                 self.measurements.append(Measurement(**record["measurement"]))
             case "interrupted":
-                self._begun[record["cell"], record["round"]] -= 1
+                cell, round = self._last_begun  # earlier versions did not write down which
+                self._begun[record.get("cell", cell), record.get("round", round)] -= 1
 
     def _begin_session(self, retry_failed: bool) -> None:
         self.session += 1

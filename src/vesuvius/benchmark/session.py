@@ -30,7 +30,7 @@ from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, number
 from vesuvius.training.step.step import choose_device
-from vesuvius.tuning.alone import locked, signals_to, storage_errors
+from vesuvius.tuning.alone import locked, run_storage_errors, signals_to
 from vesuvius.tuning.measurement import TuneInterrupted
 from vesuvius.tuning.survey import describe_machine
 
@@ -73,7 +73,7 @@ def bench(request: Request) -> tuple[int, Path]:
 
     config, configs = config_with(()), [config_with(cell.overrides) for cell in request.cells]
     parent = run_dir(config).path / BENCHES
-    with locked(parent, "bench") as lock_fd, storage_errors(parent):
+    with locked(parent, "bench") as lock_fd, run_storage_errors(parent):
         folder = _newest(parent) if request.resume else new_folder(parent)
         ledger = Ledger(folder / "ledger.jsonl", _asked(request, config), request.retry_failed)
         with ledger, signals_to(lambda: None) as came:

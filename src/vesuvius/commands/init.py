@@ -12,7 +12,7 @@ from vesuvius.commands.arguments.types import naturals
 from vesuvius.commands.command import as_command, say
 from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
-from vesuvius.errors import EXIT_OK, ConfigError, StorageError
+from vesuvius.errors import EXIT_OK, ConfigError, storage_errors
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.volumes.store.object_store import is_remote
 
@@ -76,9 +76,7 @@ def _check_new(name: str, out: Path) -> None:
 
 
 def _write(out: Path, text: str) -> None:
-    try:
+    with storage_errors("the config must be writable", "choose another place with --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
-    except OSError as error:
-        raise StorageError(f"the config must be writable; got {error}; choose another place with --out") from error

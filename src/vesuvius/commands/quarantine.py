@@ -15,7 +15,7 @@ import numpy as np
 from vesuvius.commands.command import as_command, say
 from vesuvius.config import ArrayConfig, Config
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, StorageError
+from vesuvius.errors import EXIT_DATA, EXIT_OK, ConfigError, DataError, storage_errors
 from vesuvius.runlog.find_run import find_run
 from vesuvius.stream.reading.notes import forget_crashes
 from vesuvius.training.quarantine import Record, as_json, box_of, clear, read_quarantine
@@ -82,11 +82,9 @@ def _clear(path: Path, records: Sequence[Record]) -> None:
     """Clear records, and the notes of what crashed readers: else readers would not try it again."""
     if not records:
         return
-    try:
+    with storage_errors("the run directory must be writable", "free some space"):
         clear(path, records)
         forget_crashes(path.parent / "reading")
-    except OSError as error:
-        raise StorageError(f"the run directory must be writable; got {error}; free some space") from error
 
 
 def _still_broken(run: Path, records: Sequence[Record]) -> dict[int, str]:

@@ -10,6 +10,7 @@ from vesuvius.commands.arguments import sample as sample_arguments
 from vesuvius.commands.command import as_command, say
 from vesuvius.commands.output.progress import progress
 from vesuvius.errors import EXIT_OK
+from vesuvius.runlog.units import format_sizes
 
 if TYPE_CHECKING:
     from vesuvius.generate.sampling import SampleSummary
@@ -74,7 +75,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 
 
 def _volume_text(report: VolumeSummary) -> str:
-    shape = "x".join(map(str, report.shape_zyx))
+    shape = format_sizes(report.shape_zyx)
     if report.already:
         return f"{report.out} is there already: {shape} {report.dtype}, drawn with the same arguments"
     known = "" if report.known is None else f"; {report.known} known voxels kept, compared bit by bit"
@@ -91,6 +92,6 @@ def _text(report: SampleSummary) -> str:
     """What is printed at the end."""
     each = report.seconds / report.count
     return (
-        f"wrote {report.out}: {report.count} samples of {'x'.join(map(str, report.shape_zyx))} {report.dtype} in "
+        f"wrote {report.out}: {report.count} samples of {format_sizes(report.shape_zyx)} {report.dtype} in "
         f"{report.seconds:.1f} s ({each:.2f} s each), {report.evaluations} network evaluations per sample"
     )

@@ -8,16 +8,16 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
 from vesuvius.commands.arguments.types import positive_number
 from vesuvius.commands.command import as_command, say
+from vesuvius.commands.output.progress import terminal_bar
 from vesuvius.config.load import explain_config
 from vesuvius.errors import EXIT_OK
-from vesuvius.runlog.logfile import terminal_lines_through
 
 log = logging.getLogger(__name__)
 
@@ -153,30 +153,9 @@ def _progress_bar(steps: int) -> Iterator[Callable[[int], None]]:
     if sys.stdout is None or not sys.stdout.isatty():
         yield lambda step: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    bar = Progress(
-        "training",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(),
-        redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),  # a file gets its warnings itself
-    )
-
-    def print_above(line: str) -> None:
-        bar.console.out(line, highlight=False)  # as it is: `print` breaks lines at the width and colours numbers
-
-    with ExitStack() as shown:
-
-        def on_step(step: int) -> None:
-            if bar.tasks:
-                bar.update(bar.task_ids[0], completed=step)
-                return
-            bar.add_task("training", total=steps, completed=step)
-            shown.enter_context(bar)
-            shown.enter_context(terminal_lines_through(print_above))
-
-        yield on_step
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    terminal = sys.stderr is not None and sys.stderr.isatty()  # a file gets its warnings itself
+    with terminal_bar("training", *columns, stderr=False, redirect_stderr=terminal) as move:
+        yield lambda step: move(step, steps)

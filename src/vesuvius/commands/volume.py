@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from vesuvius.commands.arguments.volume import parser
 from vesuvius.commands.command import as_command, say
+from vesuvius.commands.output.progress import terminal_bar
 from vesuvius.commands.output.volume import (
     copy_text,
     info_json,
@@ -28,7 +29,6 @@ from vesuvius.commands.output.volume import (
 )
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.errors import EXIT_DATA, EXIT_OK
-from vesuvius.runlog.logfile import terminal_lines_through
 from vesuvius.volume_tools.copy import CopyRequest, UnfinishedCopyError, copy_box
 from vesuvius.volume_tools.info import describe_volume, make_sidecar
 from vesuvius.volume_tools.partial import partial_path
@@ -165,19 +165,11 @@ def _progress(
 
         yield log_line
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(what, *columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def move_bar(figures: T) -> None:
-            done, total = done_of(figures)
-            bar.update(task, total=total, completed=done, description=line_of(figures))
-
-        with terminal_lines_through(lambda line: bar.console.out(line, highlight=False)):
-            yield move_bar
+    with terminal_bar(what, *columns, at_once=True, transient=True) as move:
+        yield lambda figures: move(*done_of(figures), line_of(figures))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -205,3 +205,11 @@ def show(value: object) -> str:
     """A received value for a message, as it would stand in the file, text always in quotes."""
     shown = repr(value) if isinstance(value, str) else to_yaml(value)
     return shown if len(shown) <= _LONGEST_VALUE else shown[: _LONGEST_VALUE - 3] + "..."
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key, as in overrides."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return found

@@ -8,7 +8,7 @@ import numpy as np
 
 from vesuvius.config import Config, DataConfig
 from vesuvius.doctor.check import Finding
-from vesuvius.runlog.units import number
+from vesuvius.runlog.units import format_sizes, number
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.volumes.box import shape_of
 
@@ -42,7 +42,7 @@ def _speed(data: PreparedData, volume: int, config: DataConfig) -> str:
     seconds, opened = time.perf_counter() - began, data.volumes[volume]
     fetched = opened.figures.bytes_fetched
     of_store = f", {number(fetched / 1e6)} MB fetched since it was opened" if fetched else ""
-    shape = "x".join(map(str, opened.shape_zyx))
+    shape = format_sizes(opened.shape_zyx)
     return (
         f"{opened.name}: {shape} {opened.dtype}, {patches} patches in {number(seconds)} s, "
         f"{number(voxels_bytes / seconds / 1e6)} MB/s of voxels{of_store}"

@@ -20,6 +20,7 @@ from vesuvius.monitor.probes.cores import quota_periods, usable_cores
 from vesuvius.monitor.probes.files import Roots, read_text
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.window import THROTTLED
+from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.namesake import namesake_problem
 from vesuvius.runlog.units import GIB, format_percent, size_text
@@ -159,7 +160,7 @@ def look_at_disk(directory: Path, write: Callable[[Path], float] | None = None) 
         directory: that will be; its nearest existing parent is tried.
         write: writes there and returns bytes/s; raises OSError.
     """
-    there = existing(directory)
+    there = nearest_existing(directory)
     if not there.is_dir():
         return Finding("fail", f"{there} must be a folder; got a file", "move it away, or set VESUVIUS_RUNS")
     try:
@@ -167,7 +168,7 @@ def look_at_disk(directory: Path, write: Callable[[Path], float] | None = None) 
     except OSError as error:
         remedy = "give this user the permission (docker run --user, or chown), or set VESUVIUS_RUNS to another folder"
         return Finding("fail", f"{there} must be writable; got {error.strerror or error}", remedy)
-    free = shutil.disk_usage(there).free
+    free = free_disk_bytes(there)
     value = f"{there}: {size_text(free)} free, written at {bytes_s / 1e6:.0f} MB/s"
     if free < _FEW_BYTES:
         return Finding("warn", value, "free some space, or set VESUVIUS_RUNS to a larger disk")
@@ -178,18 +179,13 @@ def look_at_disk(directory: Path, write: Callable[[Path], float] | None = None) 
 
 def look_at_checkpoints(directory: Path, checkpoint_bytes: int, kept: int, free_bytes: int | None = None) -> Finding:
     """Room for the checkpoints that are kept, and for one that is being written."""
-    free = shutil.disk_usage(existing(directory)).free if free_bytes is None else free_bytes
+    free = free_disk_bytes(directory) if free_bytes is None else free_bytes
     need = (kept + 1) * checkpoint_bytes
     value = f"{size_text(need)} for {kept + 1} checkpoints of {size_text(checkpoint_bytes)}, {size_text(free)} free"
     if need <= free:
         return Finding("ok", value)
     remedy = "free some space, lower training.keep_last, or set VESUVIUS_RUNS to a larger disk"
     return Finding("fail" if checkpoint_bytes > free else "warn", value, remedy)
-
-
-def existing(directory: Path) -> Path:
-    """The path, or the nearest one above it, where something is."""
-    return next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
 
 
 def _try_disk(directory: Path) -> float:

@@ -14,6 +14,7 @@ from vesuvius.config import ArrayConfig, DataConfig, Triple
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.errors import ConfigError
 from vesuvius.plan.split import split_volume
+from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volumes.box import Box, format_box, shape_of
@@ -98,7 +99,7 @@ def _checked(box: Box, shape_zyx: Triple, name: str, patch_zyx: Triple) -> Box:
     inside = all(0 <= lo < hi <= size for lo, hi, size in zip(*box, shape_zyx, strict=True))
     if not inside or shape_of(box) != patch_zyx:
         raise ConfigError(
-            f"samples are shown a box of the size of a patch, {'x'.join(map(str, patch_zyx))}, inside the condition; "
+            f"samples are shown a box of the size of a patch, {format_sizes(patch_zyx)}, inside the condition; "
             f"got {format_box(box)} of {name}; change --box, or name an --out that ends in .zarr "
             "for a whole volume"
         )

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import zarr
-from numcodecs import Blosc
 from numpy.typing import NDArray
 
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.checkpoint.files import sync
+from vesuvius.volume_tools.ome_writer import move_into_place, new_array
 from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.geometry import FloatTriple
 
@@ -57,17 +57,8 @@ class SampleArray:
         self._multiscale["axes"].insert(0, {"name": "sample", "type": "sample"})
         self._multiscale["datasets"][0]["coordinateTransformations"][0]["scale"].insert(0, 1.0)
         self._group = zarr.create_group(path, zarr_format=2)
-        self._array = self._group.create_array(
-            "0",
-            shape=shape,
-            dtype=dtype.newbyteorder("<"),
-            chunks=(1, *shape[1:]),
-            compressors=Blosc(cname="zstd", clevel=3, shuffle=Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE),
-            fill_value=0,
-            order="C",
-            chunk_key_encoding={"name": "v2", "separator": "/"},
-            config={"write_empty_chunks": True},  # an absent chunk is a lost one
-        )
+        # an absent chunk is a lost one
+        self._array = new_array(path, "0", shape, dtype, (1, *shape[1:]), write_empty_chunks=True)
 
     def write(self, first: int, samples: NDArray[Any]) -> None:
         """Put samples [n, Z, Y, X] of the array's dtype at numbers first, first + 1, ..."""
@@ -129,23 +120,20 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
     Raises:
         StorageError: the disk refuses.
     """
-    try:
+    with storage_errors(
+        f"{what} need a writable place with enough room",
+        "free space or choose another place with --out",
+        f"while writing {out}",
+    ):
         out.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-        staged, old = scratch / "new", scratch / "old"
+        staged = scratch / "new"
         try:
             staged.mkdir()
             yield staged
             for path in (*staged.rglob("*"), staged):
                 sync(path)
-            if os.path.lexists(out):
-                out.rename(old)
-            try:
-                staged.rename(out)
-            except BaseException:
-                if old.exists():
-                    old.rename(out)
-                raise
+            move_into_place([staged], [out], scratch)
             sync(out.parent)
         except BaseException:
             # zarr writes the files of one call side by side and reports the first that fails: another may still appear,
@@ -154,11 +142,6 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
                 shutil.rmtree(scratch, ignore_errors=True)
                 time.sleep(0.05)
             raise
-    except OSError as error:
-        raise StorageError(
-            f"{what} need a writable place with enough room; got {error} while writing {out}; free space or choose "
-            "another place with --out"
-        ) from error
     try:
         shutil.rmtree(scratch)
     except OSError as error:

@@ -5,7 +5,6 @@ Files of a long run are long: only their ends are read, and after that what was 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.session import SessionRecord, read_session
+from vesuvius.runlog.records import parsed
 from vesuvius.runlog.units import size_text
 
 _SYSTEM_BYTES = 2**20  # some hours of records
@@ -195,12 +195,8 @@ def _peaks(moments: Sequence[MemorySample], system: Sequence[Mapping[str, Any]])
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    whole = isinstance(record, dict) and isinstance(record.get("kind"), str) and _is_number(record.get("time"))
-    return record if whole else None
+    record = parsed(line)
+    return record if record and isinstance(record.get("kind"), str) and _is_number(record.get("time")) else None
 
 
 def _is_number(value: Any) -> bool:

@@ -19,6 +19,7 @@ from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.proc import boot_id
 
 # The kernel counts starts in ticks of 10 ms; two that are nearer than this are the same.
 _SAME_START_S = 0.005
@@ -57,7 +58,7 @@ def begin_session(path: Path, name: str, workers: int, limits: Limits, roots: Ro
     record = SessionRecord(
         name=name,
         host=os.uname().nodename,
-        boot_id=boot_id(roots),
+        boot_id=boot_id(roots.proc),
         pid=pid,
         started_s=process.started_s if process else 0.0,
         begin_time=time(),
@@ -91,7 +92,7 @@ def is_alive(record: SessionRecord, roots: Roots = Roots()) -> bool | None:
     It cannot on another machine, from inside another container than the run's, or where the system does not tell
     which machine this is.
     """
-    here = boot_id(roots)
+    here = boot_id(roots.proc)
     if not here or not record.boot_id:
         return None
     if here != record.boot_id:  # the same machine under its name, started anew: nothing has survived that
@@ -104,7 +105,7 @@ def is_alive(record: SessionRecord, roots: Roots = Roots()) -> bool | None:
 
 def find_pid(record: SessionRecord, roots: Roots = Roots()) -> int | None:
     """The session's process as it is called here, where a run in a container has another pid; None without one."""
-    if not record.boot_id or boot_id(roots) != record.boot_id:
+    if not record.boot_id or boot_id(roots.proc) != record.boot_id:
         return None
     inside = record.pid_namespace != pid_namespace(roots)
     for pid in _pids_inside(record.pid, roots) if inside else [record.pid]:
@@ -112,14 +113,6 @@ def find_pid(record: SessionRecord, roots: Roots = Roots()) -> int | None:
         if process and abs(process.started_s - record.started_s) < _SAME_START_S:
             return pid
     return None
-
-
-def boot_id(roots: Roots = Roots()) -> str:
-    """Which start of which machine this is; empty where the system does not tell."""
-    try:
-        return (roots.proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def pid_namespace(roots: Roots) -> str:

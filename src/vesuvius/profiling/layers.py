@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from vesuvius.diffusion.network.unet import Trunk
+from vesuvius.training.step.device import synchronize
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,3 @@ class LayerWatch:
         if self._inside is not None and not self._keepers[storage.data_ptr()]:
             self._saved[self._inside[0]] += storage.nbytes()
         return _Kept(tensor, self._keepers)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU has nothing to wait for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -14,13 +14,13 @@ import torch
 
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.verdict import Verdict
-from vesuvius.profiling.layers import Layer, LayerWatch, synchronize
+from vesuvius.profiling.layers import Layer, LayerWatch
 from vesuvius.profiling.trace import MemoryUse, Operator, Trace
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.loop import TrainingLoop, Tuner
 from vesuvius.training.report import StepReporter
-from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.device import DeviceFeed, synchronize
 from vesuvius.training.step.step import parameter_count
 
 WARM_STEPS = 3

@@ -20,8 +20,8 @@ from vesuvius.report.model import (
     NOT_KNOWN,
     RunReport,
     Table,
+    config_texts,
     filled,
-    flat,
     largest,
     of_limit,
     ranks_table,
@@ -30,7 +30,7 @@ from vesuvius.report.model import (
 from vesuvius.report.records import RunRecords, figure
 from vesuvius.report.share import Row, shared_out, targets_of, work_rows
 from vesuvius.runlog.metrics import Record
-from vesuvius.runlog.units import GIB, format_duration, number, size_text
+from vesuvius.runlog.units import GIB, format_duration, format_sizes, number, size_text
 
 _OPTIMIZER = "optimizer, clipping, EMA"
 _EMA = "EMA of the weights, timed apart"
@@ -97,7 +97,7 @@ def build_profile(
             ranks_table(only),
             _method(observed, count, asked),
         ),
-        config=dict(flat(records.config)),
+        config=config_texts(records.config),
         config_text=records.config_text,
         parts_note=(
             "Seconds of all steps that count; they add up to the steps' own times. A wait that is hidden behind "
@@ -143,7 +143,7 @@ def _facts(config: Config, records: RunRecords, chosen: Any, observed: Observed)
         "VRAM reserved": of_limit(largest(columns["vram_used_bytes"]), largest(columns["vram_limit_bytes"])),
         "RAM": of_limit(largest(columns["ram_used_bytes"]), largest(columns["ram_limit_bytes"])),
         "network": f"{observed.parameters / 1e6:.2f} M parameters, channels {list(config.model.channels)}",
-        "patch": "x".join(map(str, config.data.patch_size)),
+        "patch": format_sizes(config.data.patch_size),
         "batch": f"{training.train_batch_size} x {training.accumulate_steps} = {config.global_batch} samples a step",
         "readers": f"{training.workers}, prefetch factor {training.prefetch_factor}",
         "settings": f"{training.optimizer}, compile {training.compile}, channels_last {training.channels_last}".lower(),

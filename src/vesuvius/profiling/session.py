@@ -31,6 +31,7 @@ from vesuvius.report.records import read_run
 from vesuvius.runlog.metrics import current_records
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.run_dir import run_dir
+from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import StreamOptions
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 from vesuvius.training.loop import MakeTuner, TrainingLoop, Tuner, make_autotuner
@@ -214,7 +215,7 @@ def inventory(config: Config) -> dict[str, str]:
         except VesuviusError as error:
             words = one_line(error)
         else:
-            sizes = ("x".join(map(str, size)) for size in (volume.shape_zyx, volume.chunk_zyx))
+            sizes = (format_sizes(size) for size in (volume.shape_zyx, volume.chunk_zyx))
             words = f"{volume.name}: {' in chunks of '.join(sizes)}, {volume.dtype}, {codec_words(volume.array)}"
             volume.close()
         found[f"volume {number}" if number else "volume"] = words

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vesuvius.errors import StorageError
+from vesuvius.errors import storage_errors
 from vesuvius.report.compare import comparison, named_apart
 from vesuvius.report.curves import POINTS, thinned
 from vesuvius.report.html import render_html
@@ -54,12 +54,10 @@ def write_pages(
     previews = embed(reports, (_MOST_BYTES - len(page.encode())) * 3 // 4)  # base64 takes a third more
     page = render_html(thin, tables, charts, [*pictures, *previews], made) if previews else page
     text = render_markdown(reports, tables, made, f"{name}.html")
-    try:
+    with storage_errors("a report must be writable", "choose another folder, or make room"):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / f"{name}.html", page.encode())
         write_whole(folder / f"{name}.md", text.encode())
-    except OSError as error:
-        raise StorageError(f"a report must be writable; got {error}; choose another folder, or make room") from error
 
 
 def made_by(command: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vesuvius.config.describe import flatten
 from vesuvius.monitor.window import Thresholds
 from vesuvius.report.charts import build_charts
 from vesuvius.report.curves import Chart
@@ -74,7 +75,7 @@ def build(records: RunRecords) -> RunReport:
         charts=tuple(build_charts(records)),
         tables=filled(_course(records), ranks_table(records), _sessions(records), _events(records)),
         previews=_previews(records),
-        config=dict(flat(records.config)),
+        config=config_texts(records.config),
         config_text=records.config_text,
     )
 
@@ -233,11 +234,9 @@ def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
     )
 
 
-def flat(value: Any, path: str = "") -> list[tuple[str, str]]:
-    """Keys as in overrides, with their values."""
-    if isinstance(value, Mapping) and value:
-        return [pair for key, each in value.items() for pair in flat(each, f"{path}.{key}" if path else str(key))]
-    return [(path, "null" if value is None else str(value))] if path else []
+def config_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """Values of a config as text, by the keys of overrides."""
+    return {key: "null" if value is None else str(value) for key, value in flatten(config).items()}
 
 
 def commit_text(environment: Mapping[str, Any]) -> str:

@@ -51,15 +51,18 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return list(records_in(path.read_text(encoding="utf-8", errors="replace").splitlines()))
 
 
-def records_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def records_in(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     """The whole records among lines of text."""
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict):
-            yield record
+    return (record for line in lines if (record := parsed(line)) is not None)
+
+
+def parsed(text: str | bytes) -> dict[str, Any] | None:
+    """A JSON object; None for anything else, such as a torn line."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _finite(value: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_source
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.find_run import runs_root
@@ -102,10 +102,8 @@ class RunDir:
         """
         if new:
             refuse_existing(self)
-        try:
+        with storage_errors("the run directory must be writable", "choose another place"):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"the run directory must be writable; got {error}; choose another place") from error
         with (self.path / _LOCK).open("a") as lock:
             deadline, told = time.monotonic() + wait_s, False
             while not take_lock(lock.fileno(), self.path / _LOCK):
@@ -157,16 +155,12 @@ class RunDir:
 
     def begin(self, config: Config, source: Path, split: dict[str, Any]) -> None:
         """Write down what this session runs with.  Raises StorageError: the disk is full or not writable."""
-        try:
+        with storage_errors("the run directory must be writable", "choose another place or free space"):
             self.make_folders()
             write_whole(self.path / "config.source.yaml", read_source(source))  # which may be that very file
             (self.path / "config.resolved.yaml").write_text(dump_config(config), encoding="utf-8")
             _write_json(self.path / "env.json", describe_environment())
             _write_json(self.path / "split.json", split)
-        except OSError as error:
-            raise StorageError(
-                f"the run directory must be writable; got {error}; choose another place or free space"
-            ) from error
 
 
 def run_dir(config: Config) -> RunDir:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 GIB = 2**30
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
@@ -23,6 +24,11 @@ def size_text(size_bytes: float) -> str:
 def format_percent(share: float) -> str:
     """'15 %', '1.3 %'."""
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def format_sizes(sizes: Iterable[object]) -> str:
+    """'96x512x512'."""
+    return "x".join(map(str, sizes))
 
 
 def number(value: float | None) -> str:

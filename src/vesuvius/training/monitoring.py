@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from vesuvius.config import Config
+from vesuvius.config.describe import flatten
 from vesuvius.errors import EXIT_ERROR
 from vesuvius.monitor.alerts.disk import DiskWatch, Retention
 from vesuvius.monitor.memory.guard import Order
@@ -26,7 +27,6 @@ from vesuvius.runlog.listeners.webhook import Webhook
 from vesuvius.runlog.metrics import Metrics
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import GIB
-from vesuvius.training.checkpoint.resume import flatten
 from vesuvius.training.context import RunContext
 
 log = logging.getLogger(__name__)

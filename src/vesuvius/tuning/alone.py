@@ -6,11 +6,11 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 
 log = logging.getLogger(__name__)
@@ -21,11 +21,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextmanager
 def locked(directory: Path, what: str) -> Iterator[int]:
     """Lock out another session (a tune, a bench) and the trainer of a killed one; yields the lock's file descriptor."""
-    try:
+    with storage_errors("the run directory must be writable", "set VESUVIUS_RUNS"):
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise StorageError(f"the run directory must be writable; got {error}; set VESUVIUS_RUNS") from error
     try:
         if not take_lock(descriptor, directory / ".lock"):
             raise ConfigError(
@@ -37,18 +35,11 @@ def locked(directory: Path, what: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-@contextmanager
-def storage_errors(directory: Path) -> Iterator[None]:
-    """Turn OSErrors of its files into StorageErrors with a remedy."""
-    try:
-        yield
-    except (ConnectionError, TimeoutError, BlockingIOError):  # network, or a process that cannot start
-        raise
-    except OSError as error:
-        raise StorageError(
-            f"the run directory must be writable; got {error} in {directory}; free some space and continue with "
-            "--resume"
-        ) from error
+def run_storage_errors(directory: Path) -> AbstractContextManager[None]:
+    """Turn OSErrors of its files into StorageErrors; not those of the network, or of a process that cannot start."""
+    passed_on = (ConnectionError, TimeoutError, BlockingIOError)
+    remedy = "free some space and continue with --resume"
+    return storage_errors("the run directory must be writable", remedy, f"in {directory}", but=passed_on)
 
 
 @contextmanager

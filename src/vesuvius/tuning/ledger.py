@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from vesuvius import __version__
 from vesuvius.config import Config
+from vesuvius.config.describe import flatten
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.tuning.measurement import Block, Kind, Runner, Setting, Space, in_words, restored
@@ -144,8 +145,8 @@ def check_same(ledger: Ledger, config: Config, machine: Machine, asked: Sequence
     Args:
         asked: name, value in the ledger and current value of each command-line option.
     """
-    now = _flat(config.model_dump(mode="json"))
-    before = _flat(ledger.config)
+    now = flatten(config.model_dump(mode="json"))
+    before = flatten(ledger.config)
     differing = [(key, before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())]
     machines = [(key, value, getattr(machine, key)) for key, value in asdict(ledger.machine).items() if key != "host"]
     for name, was, becomes in (*asked, *differing, *machines):
@@ -154,13 +155,6 @@ def check_same(ledger: Ledger, config: Config, machine: Machine, asked: Sequence
                 f"a resumed tune must keep its config, machine and options; got {name} {becomes!r}, which was {was!r}; "
                 "drop --resume to start over"
             )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 def _put_aside(*paths: Path) -> None:

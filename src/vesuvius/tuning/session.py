@@ -23,7 +23,7 @@ from vesuvius.runlog.run_dir import TUNE, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.ranks.part import one_rank
-from vesuvius.tuning.alone import locked, signals_to, storage_errors
+from vesuvius.tuning.alone import locked, run_storage_errors, signals_to
 from vesuvius.tuning.ledger import Ledger, RecordingRunner, check_same
 from vesuvius.tuning.measurement import Goal, Knob, TuneInterrupted, key_of
 from vesuvius.tuning.report import (
@@ -82,7 +82,7 @@ def tune(request: Request) -> int:
     """
     check_tunable(request.source)
     directory, data = tune_dir(request.config), prepare_data(request.config.seed, request.config.data)
-    with locked(directory, "tune") as lock_fd, storage_errors(directory):
+    with locked(directory, "tune") as lock_fd, run_storage_errors(directory):
         open_log(directory / "tune.log")
         ledger, planner = _open(request, data)
         trials = TrialRunner(one_rank(request.config), directory / "trials", lock_fd=lock_fd)

@@ -34,7 +34,7 @@ from vesuvius.stream.stream import PatchStream
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 from vesuvius.training.loop import MakeTuner, TrainingLoop
 from vesuvius.training.report import StepReporter
-from vesuvius.training.step.device import DeviceBatch, DeviceFeed
+from vesuvius.training.step.device import DeviceBatch, DeviceFeed, synchronize
 from vesuvius.training.step.step import learning_rate
 from vesuvius.tuning.measurement import Command
 
@@ -341,8 +341,7 @@ class TuneWorker:
 
     def _synchronised(self) -> float:
         """The time at which the device has done all that it was given."""
-        if self._loop.run.device.type == "cuda":
-            torch.cuda.synchronize(self._loop.run.device)
+        synchronize(self._loop.run.device)
         return time.monotonic()
 
 

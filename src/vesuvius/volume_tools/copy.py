@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, StorageError
+from vesuvius.runlog.files.disk_use import free_disk_bytes
 from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import (
     PartialCopy,
@@ -273,7 +274,7 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
 def _check_space(out: Path, volume: Volume, plan: CopyPlan, cache_bytes: int) -> None:
     """Raises StorageError where the copy may not fit; how well it compresses is not known in advance."""
     need = int(plan.raw_bytes * _stored_share(volume, plan)) + cache_bytes
-    free = shutil.disk_usage(next(parent for parent in out.absolute().parents if parent.exists())).free
+    free = free_disk_bytes(out.parent)
     if need > free:
         raise StorageError(
             f"the disk must have room for the voxels of the box without compression; got {need / 2**30:.2f} GiB needed "

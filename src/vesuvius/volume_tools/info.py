@@ -18,9 +18,10 @@ import zarr
 from obstore.store import HTTPStore
 
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, StoreConfig, Triple, VolumeConfig
-from vesuvius.errors import ConfigError, DataError, StorageError, one_line
+from vesuvius.errors import ConfigError, DataError, one_line, storage_errors
 from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.split import split_volume
+from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.grey_statistics import GreyStatistics, grey_statistics
 from vesuvius.volumes.axes import Names
 from vesuvius.volumes.geometry import Geometry, multiscale_of
@@ -176,13 +177,9 @@ def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = Store
         occupancy = list_chunks(volume)
     finally:
         volume.close()
-    try:
+    with storage_errors("a sidecar needs a folder that can be written", "choose another with --out", f"for {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sidecar(path, occupancy, sidecar_signature(volume))
-    except OSError as error:
-        raise StorageError(
-            f"a sidecar needs a folder that can be written; got {error} for {path}; choose another with --out"
-        ) from error
     return SidecarFacts(path, occupancy.shape, _counted(volume, occupancy, "listing"))
 
 
@@ -222,7 +219,7 @@ def _step_words(name: str, config: Any) -> str:
         case "bytes":
             return f"{config['endian']}-endian bytes" if config.get("endian") else "bytes"
         case "sharding_indexed":
-            chunk = "x".join(map(str, config["chunk_shape"]))
+            chunk = format_sizes(config["chunk_shape"])
             index = _chain_v3(config["index_codecs"])
             where = config.get("index_location", "end")
             return f"shards of {chunk} chunks ({_chain_v3(config['codecs'])}; index at the {where}: {index})"

@@ -17,21 +17,22 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zarr
-from numcodecs import Blosc
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.records import parsed
 from vesuvius.volume_tools.copy_plan import CopyPlan
+from vesuvius.volume_tools.ome_writer import codec_for, new_array
 from vesuvius.volume_tools.pyramid import halve
 
 
@@ -79,8 +80,7 @@ class PartialCopy:
         self.cache = self.path / "cache"
         self._out, self._record, self._plan, self._air, self._kind = out, record, plan, air, kind
         self._dtype, self._fill = dtype.newbyteorder("<"), dtype.type(fill_value)
-        shuffle = Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE
-        self._codec = Blosc(cname="zstd", clevel=3, shuffle=shuffle)
+        self._codec = codec_for(dtype)
         self._volume = self.path / "volume.zarr"
         self._first = np.cumsum([0, *map(math.prod, plan.counts)]).tolist()
         os.ftruncate(air, plan.chunk_count)
@@ -125,17 +125,8 @@ class PartialCopy:
         folder = self._volume / str(level)
         with _disk_errors(self._out, self._kind):
             if not (folder / ".zarray").exists():
-                zarr.create_array(
-                    str(folder),
-                    shape=self._plan.shapes[level],
-                    dtype=self._dtype,
-                    chunks=self._plan.chunk_zyx,
-                    compressors=self._codec,
-                    fill_value=self._fill.item(),
-                    order="C",
-                    zarr_format=2,
-                    chunk_key_encoding={"name": "v2", "separator": "/"},
-                )
+                shape, chunk = self._plan.shapes[level], self._plan.chunk_zyx
+                new_array(self._volume, str(level), shape, self._dtype, chunk, self._fill.item())
             return zarr.open_array(str(folder), mode="r")
 
     def halved(self, level: int, chunk: Triple, finer: zarr.Array[Any]) -> NDArray[Any]:
@@ -191,7 +182,7 @@ def open_partial(
                 )
             recorded = path / kind.file
             if recorded.exists():
-                check_record(path, _parsed(recorded.read_text()), record, kind)
+                check_record(path, parsed(recorded.read_text()), record, kind)
             else:
                 write_whole(recorded, json.dumps(record, indent=2).encode())
             air = os.open(path / "air", os.O_RDWR | os.O_CREAT, 0o666)
@@ -213,10 +204,10 @@ def is_begun(out: Path, kind: Kind = COPY) -> bool:
 def finished_record(out: Path, kind: Kind = COPY) -> Any:
     """The arguments that a finished volume was made with; None for any other volume."""
     try:
-        attributes = _parsed((out / ".zattrs").read_text())
+        attributes = parsed((out / ".zattrs").read_text())
     except OSError:
         return None
-    return attributes.get(kind.attribute) if isinstance(attributes, dict) else None
+    return attributes.get(kind.attribute) if attributes else None
 
 
 def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: Kind = COPY) -> None:
@@ -245,19 +236,7 @@ def _check_ours(path: Path, kind: Kind) -> None:
         )
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-@contextmanager
-def _disk_errors(out: Path, kind: Kind) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"a {kind.name} needs a writable disk with enough room; got {error} while writing {out}; free space or "
-            "choose another place: what is done stays, and the same command goes on"
-        ) from error
+def _disk_errors(out: Path, kind: Kind) -> AbstractContextManager[None]:
+    rule = f"a {kind.name} needs a writable disk with enough room"
+    remedy = "free space or choose another place: what is done stays, and the same command goes on"
+    return storage_errors(rule, remedy, f"while writing {out}")

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import zarr
-from numcodecs import Blosc
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, DataError
+from vesuvius.volume_tools.ome_writer import move_into_place, new_array
 from vesuvius.volume_tools.phantom import Phantom, UInt8
 from vesuvius.volume_tools.pyramid import halve, level_shapes, multiscale
 from vesuvius.volumes.box import chunk_box, grid_shape
@@ -83,7 +83,7 @@ def write_phantom(
             sizes = _write_groups(
                 staged, Phantom(seed, shape_zyx), shape_zyx, chunk, levels, on_chunk or (lambda: None)
             )
-            _publish(staged, targets, Path(scratch))
+            move_into_place(staged, targets, Path(scratch))
     except OSError as error:
         raise DataError(
             f"a phantom needs a writable place with enough room; got {error} while writing {path}; free space or "
@@ -118,21 +118,6 @@ def _check_targets(targets: tuple[Path, Path], overwrite: bool) -> None:
             raise ConfigError(f"--overwrite replaces zarr groups and arrays only; got {target}; choose another path")
 
 
-def _publish(staged: tuple[Path, ...], targets: tuple[Path, ...], scratch: Path) -> None:
-    """Rename what was there into the scratch directory and the new into place; undo all of it if one step fails."""
-    moves = [(target, scratch / f"old-{target.name}") for target in targets if os.path.lexists(target)]
-    moves += zip(staged[::-1], targets[::-1], strict=True)  # the volume last: where its name is, all is there
-    done: list[tuple[Path, Path]] = []
-    try:
-        for source, target in moves:
-            source.rename(target)
-            done.append((source, target))
-    except BaseException:
-        for source, target in reversed(done):
-            target.rename(source)
-        raise
-
-
 def _write_groups(
     roots: tuple[Path, ...], phantom: Phantom, shape_zyx: Triple, chunk: int, levels: int, on_chunk: Callable[[], None]
 ) -> tuple[int, float | None]:
@@ -163,21 +148,8 @@ def _write_groups(
 def _create_group(root: Path, shapes: list[Triple], chunk: int) -> list[zarr.Array[Any]]:
     """An OME-Zarr 0.4 group without voxels yet; its arrays, finest first."""
     metadata = multiscale(root.name.removesuffix(".zarr"), len(shapes), [VOXEL_UM] * 3, ["micrometer"] * 3)
-    group = zarr.create_group(root, zarr_format=2, attributes={"multiscales": [metadata]})
-    return [
-        group.create_array(
-            str(k),
-            shape=shape,
-            dtype="uint8",
-            chunks=(chunk, chunk, chunk),
-            compressors=Blosc(cname="zstd", clevel=3, shuffle=Blosc.NOSHUFFLE),
-            fill_value=0,
-            order="C",
-            chunk_key_encoding={"name": "v2", "separator": "/"},
-            config={"write_empty_chunks": False},
-        )
-        for k, shape in enumerate(shapes)
-    ]
+    zarr.create_group(root, zarr_format=2, attributes={"multiscales": [metadata]})
+    return [new_array(root, str(k), shape, np.dtype("u1"), (chunk,) * 3) for k, shape in enumerate(shapes)]
 
 
 def _store(root: Path, array: zarr.Array[Any], start: Triple, stop: Triple, block: UInt8) -> int:

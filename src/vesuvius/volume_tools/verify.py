@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from obstore.store import HTTPStore
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
+from vesuvius.runlog.records import parsed, records_in
 from vesuvius.volume_tools.child_reads import BrokenChunk, FinishedTask, Reading, read_in_children
 from vesuvius.volumes.listing import Bools, kept_file, list_objects, read_sidecar
 from vesuvius.volumes.missing import StoredChunks
@@ -164,12 +165,11 @@ class _Journal:
         self.finished: dict[int, FinishedTask] = {}
         self._path, self._file = path, file
         first, *lines = file.readall().splitlines() or [b""]
-        head = _parsed(first)
-        if isinstance(head, dict) and head == identity | {"began": head.get("began")}:
+        head = parsed(first)
+        if head and head == identity | {"began": head.get("began")}:
             self.began: float | None = head["began"]
-            for line in lines:
-                record = _parsed(line)
-                if record is not None and not record["broken"]:  # the last line is torn where the process was killed
+            for record in records_in(lines):
+                if not record["broken"]:  # the last line is torn where the process was killed
                     self.finished[record["number"]] = FinishedTask(record["number"], record["chunks"])
             file.write(b"\n")
             return
@@ -212,19 +212,7 @@ class _Journal:
         self._file.write(json.dumps(record).encode() + b"\n")
 
 
-@contextmanager
-def _storage_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"what was verified must be kept somewhere; got {error} for {path}; free some space, or set XDG_CACHE_HOME "
-            "to a folder that can be written"
-        ) from error
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
+def _storage_errors(path: Path) -> AbstractContextManager[None]:
+    rule = "what was verified must be kept somewhere"
+    remedy = "free some space, or set XDG_CACHE_HOME to a folder that can be written"
+    return storage_errors(rule, remedy, f"for {path}")

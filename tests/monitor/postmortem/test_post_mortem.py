@@ -31,7 +31,8 @@ from vesuvius.monitor.postmortem.post_mortem import (
 )
 from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.recent import MemorySample, RecentFile
-from vesuvius.monitor.session import SessionRecord, begin_session, boot_id, read_session
+from vesuvius.monitor.session import SessionRecord, begin_session, read_session
+from vesuvius.runlog.proc import boot_id
 from vesuvius.runlog.units import GIB
 
 LIMIT_BYTES = 48 * 2**20

@@ -7,9 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from vesuvius.runlog.logfile import terminal_lines_through
 from vesuvius.runlog.units import format_duration
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
 
 log = logging.getLogger(__name__)
 
@@ -40,21 +44,48 @@ def progress(name: str) -> Iterator[Callable[[str, int, int], None]]:
 
         yield say_line
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     columns = (MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    bar = Progress(name, BarColumn(), *columns, console=Console(stderr=True), transient=True)
+    with terminal_bar(name, BarColumn(), *columns, transient=True) as move:
+        yield lambda what, done, total: move(done, total, what, what)
+
+
+@contextmanager
+def terminal_bar(
+    name: str, *columns: ProgressColumn, at_once: bool = False, stderr: bool = True, **options: Any
+) -> Iterator[Callable[..., None]]:
+    """A bar with these columns behind its name and the log's lines above it.
+
+    Args:
+        at_once: it is shown before anything is known, else with the first move.
+        stderr: where it is shown, else on standard output.
+        options: of rich's `Progress`.
+
+    Yields:
+        `move(done, total, text="", counted="")`.  Another thing that is `counted` starts another estimate of the time.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bar = Progress(name, *columns, console=Console(stderr=stderr), **options)
     with ExitStack() as shown:
 
-        def move_bar(what: str, done: int, total: int) -> None:
-            if not bar.tasks:
-                shown.enter_context(bar)
-                shown.enter_context(terminal_lines_through(lambda line: bar.console.out(line, highlight=False)))
-            if not bar.tasks or bar.tasks[-1].description != what:
-                for task in bar.tasks:
-                    bar.remove_task(task.id)
-                bar.add_task(what, total=total)
-            bar.update(bar.task_ids[-1], completed=done)
+        def show() -> None:
+            shown.enter_context(bar)
+            # as they are: `print` breaks lines at the width and colours numbers
+            shown.enter_context(terminal_lines_through(lambda line: bar.console.out(line, highlight=False)))
 
-        yield move_bar
+        def move(done: int, total: int, text: str = "", counted: str = "") -> None:
+            if not bar.live.is_started:
+                show()
+            if not bar.tasks or bar.tasks[-1].fields["counted"] != counted:
+                for task in bar.task_ids:
+                    bar.remove_task(task)
+                bar.add_task(text, total=total, counted=counted)
+            bar.update(bar.task_ids[-1], completed=done, total=total, description=text)
+
+        if at_once:
+            show()
+            bar.add_task("", total=None, counted="")
+        yield move

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from vesuvius.config import ModelConfig
 from vesuvius.config.describe import to_yaml
+from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.grey_statistics import PERCENTILES, GreyStatistics
 from vesuvius.volume_tools.info import LevelFacts, Occupancy, SidecarFacts, VolumeFacts
@@ -44,7 +45,7 @@ def info_text(facts: VolumeFacts) -> str:
     lines = [_title(facts), "", *_level_table(facts)]
     lines += [f"  {path}: cannot be opened: {reason}" for path, reason in facts.broken]
     lines += ["", f"level {facts.chosen.level}", *_rows(_level_rows(facts))]
-    lines += ["", f"patches of {_times(facts.patch_zyx)}", *_rows(_patch_rows(facts))]
+    lines += ["", f"patches of {format_sizes(facts.patch_zyx)}", *_rows(_patch_rows(facts))]
     if facts.region:
         lines += ["", "to train on it:", *_yaml(facts)]
     return "\n".join(lines)
@@ -52,7 +53,7 @@ def info_text(facts: VolumeFacts) -> str:
 
 def sidecar_text(facts: SidecarFacts) -> str:
     """A sidecar that was written."""
-    return f"{facts.path}: grid {_times(facts.grid_zyx)}, {_stored(facts.occupancy)}"
+    return f"{facts.path}: grid {format_sizes(facts.grid_zyx)}, {_stored(facts.occupancy)}"
 
 
 def progress_line(figures: CopyFigures) -> str:
@@ -129,9 +130,9 @@ def _level_cells(level: LevelFacts, chosen: LevelFacts) -> tuple[str, ...]:
         "*" if level.level == chosen.level else "",
         str(level.level),
         level.path or "-",
-        _times(level.shape),
-        _times(level.chunk_zyx),
-        _times(level.shard_zyx) if level.shard_zyx else "-",
+        format_sizes(level.shape),
+        format_sizes(level.chunk_zyx),
+        format_sizes(level.shard_zyx) if level.shard_zyx else "-",
         level.dtype,
         _bytes(level.raw_bytes),
         _voxel_size(level.geometry),
@@ -185,7 +186,10 @@ def _patch_rows(facts: VolumeFacts) -> Iterator[tuple[str, str]]:
         f"{region.amplification:.2f} bytes decoded per byte of patch, with {region.patches_per_region} patches (K) "
         f"from each of {region.regions} regions",
     )
-    yield "", f"of up to {_times(region.region_zyx)} voxels, {region.regions_in_flight} regions (M) mixed at a time"
+    yield (
+        "",
+        f"of up to {format_sizes(region.region_zyx)} voxels, {region.regions_in_flight} regions (M) mixed at a time",
+    )
     yield (
         "memory",
         f"{_bytes(region.regions_bytes)} for the M decoded regions; readers, and what they have ready, come on top",
@@ -194,7 +198,7 @@ def _patch_rows(facts: VolumeFacts) -> Iterator[tuple[str, str]]:
         yield "note", "there are fewer regions than M: batches repeat them"
     divisor = ModelConfig().divisor_zyx
     if any(p % d for p, d in zip(facts.patch_zyx, divisor, strict=True)):
-        yield "note", f"the default network needs a patch that is a multiple of {_times(divisor)}"
+        yield "note", f"the default network needs a patch that is a multiple of {format_sizes(divisor)}"
 
 
 def _yaml(facts: VolumeFacts) -> Iterator[str]:
@@ -247,10 +251,6 @@ def _rows(rows: Sequence[tuple[str, str]] | Iterator[tuple[str, str]]) -> list[s
     pairs = list(rows)
     width = max(len(name) for name, _ in pairs)
     return [f"  {name.ljust(width)}  {text}" for name, text in pairs]
-
-
-def _times(sizes: Sequence[int]) -> str:
-    return "x".join(map(str, sizes))
 
 
 def _percent(share: float) -> str:

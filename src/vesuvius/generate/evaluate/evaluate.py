@@ -39,7 +39,7 @@ from vesuvius.generate.watch import OnProgress
 from vesuvius.report.files import FOLDER, new_folder, write_pages
 from vesuvius.report.model import Table
 from vesuvius.report.pictures import Picture
-from vesuvius.runlog.units import format_duration, format_percent
+from vesuvius.runlog.units import format_duration, format_percent, format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.validation.charts import draw_charts
@@ -124,7 +124,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         "generated": f"{len(generated)} from {path}",
         "held out": f"{len(real.held_out)}",
         "training": f"{len(real.training)} and {len(real.beside)} beside them",
-        "patch": "x".join(map(str, config.data.patch_size)),
+        "patch": format_sizes(config.data.patch_size),
         "time without sampling": format_duration(seconds),
     } | ({} if request.volume is None else {"tiled volume": str(request.volume)})
     report = build_page(f"{config.name}: evaluation", str(info.checkpoint), described, judgement, seams, notes)

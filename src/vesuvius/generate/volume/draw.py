@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.errors import ConfigError, StorageError
+from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.generate.described import check_condition, check_volume, described
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.forecast import VolumeForecast, forecast_of, measured_too
@@ -105,23 +105,22 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             if not is_begun(out, DRAWING):
                 live = drawing.live(watch)
                 drawing.forecast(live).check_space(out)
-            with open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target:
-                try:
-                    folder = target.path / "state"
-                    folder.mkdir(exist_ok=True)
-                    live = _kept(folder / "live.npy", lambda: drawing.live(watch) if live is None else live)
-                    used = used_blocks(drawing.job, live)
-                    forget_unflushed(drawing.job, folder, used)
-                    drawing.fill(folder, used, watch)
-                    x = drawing.sampling(folder, live, watch).run()
-                    known = write_volume(
-                        target, plan, x, used, drawing.greys, drawing.inputs, drawing.multiscale, watch
-                    )
-                except OSError as error:
-                    raise StorageError(
-                        f"a drawing needs a writable disk with enough room; got {error} while writing {target.path}; "
-                        "free space: what is done stays, and the same command goes on"
-                    ) from error
+            with (
+                open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target,
+                storage_errors(
+                    "a drawing needs a writable disk with enough room",
+                    "free space: what is done stays, and the same command goes on",
+                    f"while writing {target.path}",
+                ),
+            ):
+                folder = target.path / "state"
+                folder.mkdir(exist_ok=True)
+                live = _kept(folder / "live.npy", lambda: drawing.live(watch) if live is None else live)
+                used = used_blocks(drawing.job, live)
+                forget_unflushed(drawing.job, folder, used)
+                drawing.fill(folder, used, watch)
+                x = drawing.sampling(folder, live, watch).run()
+                known = write_volume(target, plan, x, used, drawing.greys, drawing.inputs, drawing.multiscale, watch)
         differences = drawing.differences()
     kept = known if drawing.inputs.inpaint else None
     seconds = time.monotonic() - started

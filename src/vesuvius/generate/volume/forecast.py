@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import shutil
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.network import Network, NetworkRecipe
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import Job, used_blocks
+from vesuvius.runlog.files.disk_use import free_disk_bytes
 from vesuvius.runlog.units import format_duration, size_text
 
 
@@ -86,7 +86,6 @@ def forecast_of(job: Job, output_bytes: int, workers: int, out: Path, live: NDAr
     rows = max(len(_rows(tiling, k)) for k in range(tiling.block_grid[0])) + 1
     tiles_kept = min(tiling.tiles, rows * tiling.tile_grid[1] * tiling.tile_grid[2])
     state += tiles_kept * int(np.prod(tiling.patch_zyx)) * 4
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
     return VolumeForecast(
         shape_zyx=tiling.shape_zyx,
         tiles=tiles,
@@ -95,7 +94,7 @@ def forecast_of(job: Job, output_bytes: int, workers: int, out: Path, live: NDAr
         workers=workers,
         state_bytes=state,
         output_bytes=output_bytes,
-        free_bytes=shutil.disk_usage(folder).free,
+        free_bytes=free_disk_bytes(out.parent),
     )
 
 

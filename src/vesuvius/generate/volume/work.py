@@ -35,10 +35,9 @@ from vesuvius.generate.volume.passes import START, STEP, Pass, advanced, block_n
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.watch import Watch
 from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.proc import boot_id
 from vesuvius.training.checkpoint.files import sync
 from vesuvius.volumes.box import Box, format_box
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 EstimateFor = Callable[[NDArray[Any] | None], Estimate]
 """From the stored condition of a batch of tiles, [B, 1, Z, Y, X] or None, to the estimate for tiles [B, 1, Z, Y, X]."""
@@ -245,7 +244,7 @@ def forget_unflushed(job: Job, folder: Path, used: NDArray[np.bool_]) -> None:
     A state is flushed before the one before it is deleted; so the oldest whole one is sound, but for the first, which
     has none before it.  Later ones, predictions and what was read of given volumes are made anew.
     """
-    now = _BOOT_ID.read_bytes() if _BOOT_ID.exists() else b"unknown"
+    now = f"{boot_id()}\n".encode()
     note = folder / "boot"
     if note.exists() and note.read_bytes() != now:
         states = [State(folder, job, number) for number in state_numbers(folder)]

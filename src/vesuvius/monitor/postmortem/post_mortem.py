@@ -18,7 +18,8 @@ from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.run_files import METRICS_BYTES, Tail
-from vesuvius.monitor.session import SessionRecord, boot_id, is_alive, pid_namespace, read_session
+from vesuvius.monitor.session import SessionRecord, is_alive, pid_namespace, read_session
+from vesuvius.runlog.proc import boot_id
 from vesuvius.runlog.units import format_time, gib, size_text
 
 # Ray and the monitor notice an end this late.
@@ -163,7 +164,7 @@ def _examine(run_dir: Path, session: SessionRecord, roots: Roots) -> Death:
     last = moments[-1] if moments else None
     step = next((int(r["step"]) for r in reversed(records) if isinstance(r.get("step"), int)), last.step if last else 0)
     last_minute = _last_minute(moments, seen)
-    here = boot_id(roots)
+    here = boot_id(roots.proc)
     if here and here == session.boot_id:
         cause, evidence = _judge(session, last, last, _counts_for(session, roots))
     elif is_alive(session, roots) is None:

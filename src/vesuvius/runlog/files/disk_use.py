@@ -1,7 +1,8 @@
-"""How many bytes a directory takes."""
+"""How many bytes a directory takes, and how many are free."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 
@@ -19,3 +20,14 @@ def directory_bytes(path: Path) -> int:
             continue
         total += directory_bytes(entry) if entry.is_dir() and not entry.is_symlink() else found.st_size
     return total
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the nearest one above it, where something is."""
+    path = path.absolute()
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Free bytes of the disk that a path lies on, or will.  Raises OSError."""
+    return shutil.disk_usage(nearest_existing(path)).free

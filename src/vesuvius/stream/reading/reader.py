@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from vesuvius.config import StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
+from vesuvius.runlog.proc import rss_anon_bytes
 from vesuvius.stream.reading.guarded import GuardedReader
 from vesuvius.stream.reading.quarantine import DamagedBox, check_quarantine, record_of
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
@@ -348,12 +349,3 @@ def _decoded_bytes(volume: Volume, box: Box) -> int:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
-
-
-def rss_anon_bytes() -> int | None:
-    """Private memory of this process; None where the system does not tell."""
-    try:
-        with open("/proc/self/status") as status:
-            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon")), None)
-    except OSError:
-        return None

@@ -25,7 +25,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from vesuvius.config import Config, StoreConfig
-from vesuvius.errors import ConfigError, DataError, StorageError
+from vesuvius.errors import ConfigError, DataError, StorageError, storage_errors
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.checkpoint.format import MANIFEST, find_damage, list_checkpoints, step_of
 from vesuvius.training.checkpoint.save import RetentionPolicy, linked_best
@@ -68,18 +68,16 @@ class RunStore:
     def get(self, key: str, file: Path) -> None:
         """Raises BaseError, or StorageError where the file cannot be written."""
         parts = obstore.get(self._store, key).stream(min_chunk_size=_PART_BYTES)
-        try:
+        with storage_errors(
+            "what a run goes on from must fit on this disk",
+            "free some space, or let VESUVIUS_RUNS name a larger disk",
+            f"while {key} was copied from {self.address} to {file}",
+            but=(ConnectionError, TimeoutError),
+        ):
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("wb") as out:
                 for part in parts:
                     out.write(part)
-        except OSError as error:
-            if isinstance(error, ConnectionError | TimeoutError):
-                raise
-            raise StorageError(
-                f"what a run goes on from must fit on this disk; got {error} while {key} was copied from "
-                f"{self.address} to {file}; free some space, or let VESUVIUS_RUNS name a larger disk"
-            ) from error
 
     def list_keys(self, prefix: str | None = None) -> list[str]:
         """Raises BaseError."""

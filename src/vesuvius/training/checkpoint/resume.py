@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vesuvius.config import Config
+from vesuvius.config.describe import flatten
 from vesuvius.config.load import parse_stored
 from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import differences
@@ -207,11 +208,3 @@ def _without_paths(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _without_paths(value) for key, value in tree.items() if key != "path"}
     return [_without_paths(value) for value in tree] if isinstance(tree, list) else tree
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found

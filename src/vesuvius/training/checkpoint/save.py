@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from vesuvius.errors import StorageError
+from vesuvius.errors import StorageError, storage_errors
 from vesuvius.training.checkpoint.files import sync, tensors_in, write_state, write_text, write_weights
 from vesuvius.training.checkpoint.format import (
     BEST,
@@ -113,17 +113,13 @@ def set_aside(directory: Path) -> Path:
         StorageError: the disk refuses.
     """
     aside = directory / time.strftime("damaged-%Y%m%dT%H%M%S")
-    try:
+    with storage_errors("damaged checkpoints must be movable", f"move what is in {directory} by hand"):
         aside.mkdir()
         for path in list_with_replaced(directory):
             path.rename(aside / path.name)
         if (directory / BEST).is_symlink():
             (directory / BEST).rename(aside / BEST)
         sync(directory)
-    except OSError as error:
-        raise StorageError(
-            f"damaged checkpoints must be movable; got {error}; move what is in {directory} by hand"
-        ) from error
     return aside
 
 

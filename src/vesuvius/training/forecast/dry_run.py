@@ -11,7 +11,7 @@ from vesuvius.config import Config
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.runlog.units import GIB, format_duration, gib, size_text
+from vesuvius.runlog.units import GIB, format_duration, format_sizes, gib, size_text
 from vesuvius.stream.reading.quarantine import damaged_boxes
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.stream.start.spot_check import SpotCheck, spot_check
@@ -130,8 +130,8 @@ def _data_lines(config: Config, preflight: Preflight) -> list[str]:
     ):
         validation = format_box(split.validation) if split.validation else "none"
         lines += [
-            f"volume     {volume.name}: {_times(volume.shape_zyx)} {volume.dtype}, chunks {_times(volume.chunk_zyx)}, "
-            f"decoded by {volume.codec_pipeline}",
+            f"volume     {volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}, "
+            f"chunks {format_sizes(volume.chunk_zyx)}, decoded by {volume.codec_pipeline}",
             f"  split    training {format_box(split.train)}; validation {validation}",
             f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
             f"  regions  {_regions(data, number)}",
@@ -153,7 +153,7 @@ def _regions(data: PreparedData, number: int) -> str:
     planned = data.plan.volumes[number]
     largest = planned.cells.region_zyx(data.plan.patch_zyx)
     amplification = data.plan.read_amplification(number)
-    return f"{planned.visits_per_pass} a pass, of up to {_times(largest)}, read amplification {amplification:.2f}"
+    return f"{planned.visits_per_pass} a pass, of up to {format_sizes(largest)}, read amplification {amplification:.2f}"
 
 
 def _time_line(config: Config, plan: MemoryPlan, device: torch.device, done: int, vram_gib: float | None) -> str:
@@ -243,7 +243,3 @@ def _checkpoints_kept(config: Config, preflight: Preflight) -> int:
     for_ever = config.horizon_steps // training.keep_every if training.keep_every else 0
     best = 1 if preflight.fixed is not None and preflight.fixed.held_out and training.validate_every else 0
     return training.keep_last + 1 + best + for_ever
-
-
-def _times(sizes: tuple[int, ...] | list[int]) -> str:
-    return "x".join(str(size) for size in sizes)

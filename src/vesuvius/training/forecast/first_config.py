@@ -8,7 +8,7 @@ from vesuvius.config import ArrayConfig, Config, StoreConfig
 from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
 from vesuvius.errors import DataError, one_line
-from vesuvius.runlog.units import format_percent, gib
+from vesuvius.runlog.units import format_percent, format_sizes, gib
 from vesuvius.stream.options import StreamOptions, store_bytes
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.start.start_reads import StartReads
@@ -81,10 +81,10 @@ def _words(spec: ArrayConfig, volume: VolumeFacts, machine: Machine, chosen: Sug
     greys = f", grey values {grey.percentiles[0]:g} to {grey.percentiles[-1]:g}" if grey and grey.percentiles else ""
     shm = "" if machine.shm_bytes is None else f", {gib(machine.shm_bytes)} GiB free in /dev/shm"
     return [
-        f"volume     {spec.path}, level {level.level} of {len(volume.levels)}: {'x'.join(map(str, level.shape))} "
+        f"volume     {spec.path}, level {level.level} of {len(volume.levels)}: {format_sizes(level.shape)} "
         f"{level.dtype}{stored}{greys}",
         f"machine    {machine.words()}{shm}",
-        f"patch      {'x'.join(map(str, config.data.patch_size))}; {config.global_batch} a step, "
+        f"patch      {format_sizes(config.data.patch_size)}; {config.global_batch} a step, "
         f"{config.training.train_batch_size} at once",
         f"model      {chosen.network.parameters / 1e6:.1f} M parameters, about {chosen.step_s:.2g} s a step",
         f"run        {config.horizon_steps} steps, about {chosen.minutes} minutes",
@@ -107,8 +107,8 @@ def _reasons(volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> dict[
     model = f"{chosen.network.parameters / 1e6:.1f} M parameters: about {chosen.step_s:.2g} s a step on"
     reasons = {
         "name": f"the run directory is runs/{config.name}",
-        "data.volumes[].level": f"{'x'.join(map(str, level.shape))} {level.dtype}, chunks "
-        f"{'x'.join(map(str, level.chunk_zyx))}; {others} other level{'s' * (others != 1)}",
+        "data.volumes[].level": f"{format_sizes(level.shape)} {level.dtype}, chunks "
+        f"{format_sizes(level.chunk_zyx)}; {others} other level{'s' * (others != 1)}",
         "data.patch_size": f"voxels z, y, x: {_patch_reason(volume, chosen)}",
         "data.min_foreground": "half of each patch at least lies in stored chunks",
         "data.foreground": "a coarse level says where material is",

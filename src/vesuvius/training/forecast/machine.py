@@ -15,6 +15,7 @@ from vesuvius.monitor.memory.limits import Limits, tightest
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.units import gib
+from vesuvius.training.step.device import synchronize
 from vesuvius.training.step.step import AmpMode, autocast, choose_device, resolve_amp
 
 _MEASURED_S = 0.5
@@ -83,7 +84,6 @@ def _convolution_flops_s(device: torch.device, amp: AmpMode) -> float:
         with autocast(device, amp):
             y = functional.conv3d(x, weight, padding=1)
         y.sum().backward()  # type: ignore[no-untyped-call]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         best_s, rounds = min(best_s, time.perf_counter() - began), rounds + 1
     return flops / best_s

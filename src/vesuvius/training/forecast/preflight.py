@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,7 @@ from vesuvius.diffusion.network.unet import check_torch_version
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import StorageError
 from vesuvius.plan.plan import Plan
+from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
 from vesuvius.runlog.listeners.trackers import check_trackers
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.units import GIB
@@ -245,10 +245,10 @@ def too_few_tasks(config: Config, plan: Plan, step: int) -> list[str]:
 
 def _check_disk(path: Path, checkpoint_bytes: int) -> int:
     """Free bytes where the run directory is or will be."""
-    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    there = nearest_existing(path)
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise StorageError(f"the run directory must be writable; got {path}, but {there} is not; choose another place")
-    free = shutil.disk_usage(there).free
+    free = free_disk_bytes(there)
     if checkpoint_bytes > free:
         raise StorageError(
             f"one checkpoint must fit on the disk; got {checkpoint_bytes / GIB:.2f} GiB needed and {free / GIB:.2f} "

@@ -13,7 +13,7 @@ from vesuvius.config import Config, DiffusionConfig
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.monitor.probes.cores import usable_cores
-from vesuvius.runlog.units import format_duration, size_text
+from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.forecast.preflight import Preflight, doubts, too_few_tasks
@@ -45,7 +45,7 @@ def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
         log.info(
             "volume %s: %s %s, %d regions a pass, %.2f bytes decoded per byte of patch, decoded by %s",
             volume.name,
-            "x".join(map(str, volume.shape_zyx)),
+            format_sizes(volume.shape_zyx),
             volume.dtype,
             planned.visits_per_pass,
             amplification,
@@ -59,7 +59,7 @@ def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
                 "data.patches_per_region (now %d), or copy the volume into smaller chunks (vesuvius volume copy)",
                 amplification,
                 volume.name,
-                "x".join(map(str, volume.chunk_zyx)),
+                format_sizes(volume.chunk_zyx),
                 data.plan.patches_per_region,
             )
     log.info("plan %s: %s", data.plan.hash, mixing_text(data.job))

@@ -22,7 +22,7 @@ from vesuvius.plan.plan import augmentation_of
 from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.replay.file import NonFiniteStep, read_nonfinite_step
 from vesuvius.training.step.conditioning import Conditioner
-from vesuvius.training.step.device import make_condition, model_values
+from vesuvius.training.step.device import make_condition, model_values, synchronize
 from vesuvius.training.step.grey_values import grey_scales
 from vesuvius.training.step.network import build_network, lay_out_network
 from vesuvius.training.step.outcome import StepOutcome
@@ -175,8 +175,7 @@ def _replay(stored: NonFiniteStep, config: Config, device: torch.device) -> Repl
     gradients = [(name, p.grad) for name, p in network.named_parameters() if p.grad is not None]
     bad = [name for name, gradient in gradients if not torch.isfinite(gradient).all()]
     result = step.apply(stored.lr)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return ReplayResult(stored, step.amp, device.type, result.read(), watch.fault, bad, len(gradients))
 
 

@@ -193,3 +193,9 @@ def apply_symmetries(patches: Tensor, augmentations: Sequence[Augmentation]) -> 
         axes = [axis for axis, flip in enumerate(augmentation.flip_zyx) if flip]
         target.copy_(torch.rot90(torch.flip(patch, axes), augmentation.turns, (1, 2)))
     return out
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

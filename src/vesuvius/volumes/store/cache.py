@@ -30,6 +30,8 @@ from pathlib import Path
 import google_crc32c
 
 from vesuvius.errors import ConfigError
+from vesuvius.runlog.files.disk_use import nearest_existing
+from vesuvius.runlog.proc import boot_id
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +73,12 @@ class DiskCache:
         """
         self._check_limit()
         with self._refused():
-            there = next(path for path in (self.directory, *self.directory.absolute().parents) if path.exists())
+            there = nearest_existing(self.directory)
             if not there.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
             if not os.access(there, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
-            if there == self.directory:
+            if there == self.directory.absolute():
                 self._check_ours()
             self._check_room(there, self.size_bytes())
 
@@ -317,10 +319,7 @@ def _write_total(state: int, total: int) -> None:
 
 @functools.cache
 def _boot() -> str:
-    """Differs after a reboot, where the system tells (Linux)."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return "unknown"
+    return boot_id() or "unknown"
 
 
 def _excludes_others(path: Path) -> bool:

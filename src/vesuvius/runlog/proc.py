@@ -1,0 +1,22 @@
+"""What Linux says of this machine and its processes in /proc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def boot_id(proc: Path = Path("/proc")) -> str:
+    """Which start of which machine this is; empty where the system does not tell."""
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def rss_anon_bytes(pid: int | str = "self") -> int | None:
+    """Private memory of a process, without what it shares; None where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon")), None)
+    except OSError:
+        return None
