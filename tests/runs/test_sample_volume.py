@@ -30,7 +30,6 @@ from tests.support.runs import vesuvius_train
 from tests.training.step.test_conditioning import write_group
 from vesuvius.commands import sample
 from vesuvius.config import ArrayConfig
-from vesuvius.generate.volume import forecast
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
 from vesuvius.generate.volume.work import Work
@@ -311,7 +310,7 @@ def test_a_dry_run_says_time_disk_and_memory_and_writes_nothing(
     ):
         assert re.search(line, said), line
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(forecast.shutil, "disk_usage", lambda path: usage._replace(free=2**20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     assert draws(tmp_path / "big.zarr", *arguments) == 6
     assert draws(tmp_path / "big.zarr", *arguments[:-1]) == 6
     assert capsys.readouterr().err.count("the disk must have room for the state and the volume; got ") == 2
