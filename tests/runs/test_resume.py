@@ -230,15 +230,15 @@ def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    training = {"validate_every": 10, "validate_patches": 2, "preview_every": 10, "preview_count": 1}
-    config = tiny_config(training=training)
-    stop_in(kind, 20, monkeypatch)
+    training = {"validate_every": 4, "validate_patches": 2, "preview_every": 4, "preview_count": 1}
+    config = tiny_config(training=training | {"steps_per_epoch": 4})
+    stop_in(kind, 8, monkeypatch)
     assert vesuvius_train(config) == 75
-    assert [r["step"] for r in records_of(kind)] == [10]
+    assert [r["step"] for r in records_of(kind)] == [4]
     assert vesuvius_train(config, "--resume") == 0
-    assert [r["step"] for r in records_of("validation")] == [10, 20]
-    assert [r["step"] for r in records_of("preview")] == [10, 20]
-    assert len(steps_of()) == 20, "no step is done again"
+    assert [r["step"] for r in records_of("validation")] == [4, 8]
+    assert [r["step"] for r in records_of("preview")] == [4, 8]
+    assert len(steps_of()) == 8, "no step is done again"
     before = Path("runs/tiny/metrics.jsonl").read_bytes()
     assert vesuvius_train(config, "--resume") == 0
     assert "is finished" in capsys.readouterr().out
