@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from vesuvius.config import Config, DataConfig, TrainingConfig, VolumeConfig
+from vesuvius.runlog.step_times import StepTimes
 from vesuvius.training.checkpoint.progress import Best, Progress, TimeLeft
 
 
@@ -60,6 +62,28 @@ def test_the_time_left_is_that_of_steps_and_of_all_that_comes_between_them() -> 
     assert progress.time_left(config, 41) == TimeLeft(59 * 2.0 + 3 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
     assert progress.time_left(config, 50) == TimeLeft(50 * 2.0 + 3 * 60.0 + 3 * 10.0 + 2 * 1.0 + 8.0, at_least=False)
     assert progress.time_left(config, 51) == TimeLeft(49 * 2.0 + 3 * 60.0 + 3 * 10.0 + 1 * 1.0 + 8.0, at_least=False)
+
+
+def test_steps_beside_the_start_of_ray_count_until_there_are_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with few cores they take several times as long as all that follow."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress, config = Progress(step=10), run_of()
+
+    def steps(count: int, seconds: float) -> None:
+        nonlocal now
+        for _ in range(count):
+            now += seconds
+            progress.note_step(StepTimes(seconds, 0.0, 0.0, seconds, 0.0, 0.0), 1)
+
+    steps(10, 1.9)
+    assert progress.time_left(config) == TimeLeft(90 * 1.9, at_least=True)
+    steps(30, 0.25)
+    found = progress.time_left(config)
+    assert found is not None
+    assert found.seconds == pytest.approx(90 * 0.25)
+    again = Progress.from_state(progress.state_dict())
+    assert again.time_left(config) == found
 
 
 def test_pauses_of_long_ago_say_nothing_of_those_to_come() -> None:

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 _PACE_STEPS = 200
 _PAUSES = 10
+_SETTLED_S = 20.0  # so long after the first step of a session, Ray is still starting processes beside it
 _COUNTS = ("step", "sample_index", "validated_step", "previewed_step")
 
 
@@ -60,6 +61,9 @@ class Progress:
     # seconds of forward passes a sample, in the last steps
     forward_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     _session_start: float = field(default_factory=time.monotonic)
+    # of steps before this session has settled, each of which counts until a later one takes its place
+    _unsettled: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
+    _settled: float | None = None  # when this session has, by the monotonic clock
 
     def advance(self, samples: int) -> None:
         """One step more, of so many samples."""
@@ -84,7 +88,14 @@ class Progress:
 
     def note_step(self, times: StepTimes, samples: int) -> None:
         """A step took so long, in which this rank computed so many samples."""
-        self.pace.append(times.step_s - times.pause_s)
+        now = time.monotonic()
+        self._settled = self._settled or now + _SETTLED_S
+        if now < self._settled:
+            self._unsettled.append(times.step_s - times.pause_s)
+        else:
+            self.pace.append(times.step_s - times.pause_s)
+            if self._unsettled:
+                self._unsettled.popleft()
         self.forward_s.append(times.forward_s / samples)
 
     def note_pause(self, what: str, seconds: float, more: bool = False) -> None:
@@ -126,7 +137,8 @@ class Progress:
             behind: a step that has just been reported; default: the present one, and what is due there is done.
             limit_s: seconds until `max_hours` are over: the current step is finished then, and its checkpoint saved.
         """
-        if not self.pace:
+        pace = [*self.pace, *self._unsettled]
+        if not pace:
             return None
         training, stop = config.training, config.stop_step
         behind, saved = (self.step, self.step) if behind is None else (behind, behind - 1)
@@ -138,7 +150,7 @@ class Progress:
             "write": 1,
         }
         known = self._expected(config) | {what: statistics.fmean(pauses) for what, pauses in self.pauses.items()}
-        step_s, last_s = statistics.fmean(self.pace), known.get("save", 0.0) + known.get("write", 0.0)
+        step_s, last_s = statistics.fmean(pace), known.get("save", 0.0) + known.get("write", 0.0)
         seconds = step_s * (stop - behind) + sum(known.get(what, 0.0) * count for what, count in to_come.items())
         if limit_s is not None and limit_s + step_s / 2 + last_s < seconds:
             return TimeLeft(limit_s + step_s / 2 + last_s, at_least=not known.keys() >= {"save", "write"})
@@ -166,7 +178,7 @@ class Progress:
             "best": None if self.best is None else vars(self.best).copy(),
             "trained_s": self.total_s,
             "sessions": self.sessions,
-            "pace_s": list(self.pace),
+            "pace_s": [*self.pace, *self._unsettled],
             "pauses_s": {what: list(pauses) for what, pauses in self.pauses.items()},
         }
 
