@@ -68,6 +68,9 @@ class Turns:
         if self._observer is not None:
             self._observer.act(stream, feed, monitor)
 
+    def ended(self) -> None:
+        """Nothing is left to do."""
+
     def _new_observer(self) -> Observer:
         return Observer(self._loop, self._reporter, Observed(), _ENDLESS, 0, None, lambda: None)
 

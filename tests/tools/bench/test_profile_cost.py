@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.support.runs import WriteConfig
 from vesuvius.benchmark.paired import median_interval
 
 _SPEC = importlib.util.spec_from_file_location("profile_cost", REPOSITORY / "tools" / "bench" / "profile_cost.py")
@@ -28,3 +32,15 @@ def test_the_cost_is_found_under_a_drift_of_half_the_speed(cost: float) -> None:
     assert interval is not None
     assert interval.low < cost < interval.high
     assert interval.high - interval.low < 0.03
+
+
+@pytest.mark.long
+def test_a_real_run_in_turns_prints_both_costs(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    config = tiny_config("any", training={"workers": 0})
+    command = [sys.executable, str(REPOSITORY / "tools" / "bench" / "profile_cost.py"), "--config", str(config)]
+    done = subprocess.run(
+        [*command, "--pairs=2", "--turn-steps=4"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 pairs of turns of 4 steps" in done.stdout
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()[-2:]] == ["wall time", "processor time"]
