@@ -21,7 +21,7 @@ from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.passes import Pass, advanced, corrected
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, Work, live_blocks, used_blocks
+from vesuvius.generate.volume.work import Job, Work, live_blocks
 from vesuvius.generate.watch import Watch
 from vesuvius.volumes.box import Box, slices
 
@@ -118,14 +118,13 @@ def work_of(job: Job, folder: Path, estimate: Estimate) -> Work:
 def drawn(job: Job, folder: Path, estimate: Estimate, workers: int = 1, watch: Watch | None = None) -> np.ndarray:
     """The last state of a volume that is begun, or gone on with, in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    live, whole, used = None, ((0, 0, 0), job.tiling.shape_zyx), None
+    live, whole = None, ((0, 0, 0), job.tiling.shape_zyx)
     if job.inpaint:
         known = Field(folder / "known", job.tiling)
         live = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), watch or Watch())
-        used = used_blocks(job, live)
     sampling = Sampling(job, folder, lambda worker: work_of(job, folder, estimate), workers, watch, "fork", live)
-    x = sampling.run().read(whole, used)
-    for block in [] if used is None else np.flatnonzero(~used).tolist():
+    x = sampling.run().read(whole, sampling.used)
+    for block in np.flatnonzero(~sampling.used).tolist():
         box = job.tiling.block_box(block)
         x[slices(box)] = known.read(box)
     return x

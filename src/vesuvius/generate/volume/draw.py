@@ -29,7 +29,7 @@ from vesuvius.generate.volume.network import NetworkRecipe, OpenNetworkWork
 from vesuvius.generate.volume.output import DRAWING, Greys, output_plan, write_volume
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, forget_unflushed, live_blocks, used_blocks
+from vesuvius.generate.volume.work import Job, forget_unflushed, live_blocks
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -116,10 +116,11 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
                 folder = target.path / "state"
                 folder.mkdir(exist_ok=True)
                 live = _kept(folder / "live.npy", lambda: drawing.live(watch) if live is None else live)
-                used = used_blocks(drawing.job, live)
+                sampling = drawing.sampling(folder, live, watch)
+                used = sampling.used
                 forget_unflushed(drawing.job, folder, used)
                 drawing.fill(folder, used, watch)
-                x = drawing.sampling(folder, live, watch).run()
+                x = sampling.run()
                 known = write_volume(target, plan, x, used, drawing.greys, drawing.inputs, drawing.multiscale, watch)
         differences = drawing.differences()
     kept = known if drawing.inputs.inpaint else None

@@ -41,7 +41,7 @@ OpenWork = Callable[[int], Work]
 
 
 class Sampling:
-    """All passes over a volume.
+    """All passes over a volume.  `used` are the blocks that have a state (`used_blocks`).
 
     Args:
         folder: `state/`, which exists; `known` and `condition` have the used blocks.
@@ -64,7 +64,7 @@ class Sampling:
         self._job, self._folder, self._open_work = job, folder, open_work
         self._workers, self._watch, self._context = workers, watch or Watch(), context
         self._live = np.ones(job.tiling.blocks, np.bool_) if live is None else live
-        self._used = used_blocks(job, self._live)
+        self.used = used_blocks(job, self._live)
         self._deaths = 0
 
     def run(self) -> Field:
@@ -96,7 +96,7 @@ class Sampling:
     def _resumed(self) -> int:
         """The pass to go on with, -1 = the noise is to be drawn; older states are deleted."""
         states = [State(self._folder, self._job, number) for number in state_numbers(self._folder)]
-        blocks = np.flatnonzero(self._used).tolist()
+        blocks = np.flatnonzero(self.used).tolist()
         whole = [state for state in states if state.x.whole(blocks)]
         if not whole:
             return -1
@@ -114,7 +114,7 @@ class Sampling:
             State(self._folder, job, number).create()
         after = State(self._folder, job, number + 1)
         after.create()
-        parts = _Parts(job, self._folder, number, self._live, self._used)
+        parts = _Parts(job, self._folder, number, self._live, self.used)
         # Those that are there were written by a process that was killed, or whose workers died.
         flushed = [flusher.submit(after.flush, block) for block in np.flatnonzero(parts.blocks_done).tolist()]
         batches = len(job.batches_over(np.flatnonzero(self._live)))

@@ -63,7 +63,7 @@ class Progress:
     _session_start: float = field(default_factory=time.monotonic)
     # of steps before this session has settled, each of which counts until a later one takes its place
     _unsettled: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
-    _settled: float | None = None  # when this session has, by the monotonic clock
+    _settles_at: float | None = None  # by the monotonic clock
 
     def advance(self, samples: int) -> None:
         """One step more, of so many samples."""
@@ -89,8 +89,8 @@ class Progress:
     def note_step(self, times: StepTimes, samples: int) -> None:
         """A step took so long, in which this rank computed so many samples."""
         now = time.monotonic()
-        self._settled = self._settled or now + _SETTLED_S
-        if now < self._settled:
+        self._settles_at = self._settles_at or now + _SETTLED_S
+        if now < self._settles_at:
             self._unsettled.append(times.step_s - times.pause_s)
         else:
             self.pace.append(times.step_s - times.pause_s)
