@@ -6,12 +6,14 @@
     python tools/bench/ranks.py --through-ray --config C.yaml training.max_steps=30   # what Ray Train costs one rank
 
 The prediction knows the step of one rank alone and two figures of the machine: how much slower a rank computes beside
-others (measured: a convolution of the config's size in so many processes), and how long an all-reduce of the gradient's
-bytes takes (here alone, in a loop).
+others (measured: steps of this network in so many processes that exchange nothing), and how long an all-reduce of the
+gradient's bytes takes (here alone, in a loop).
 
     step = compute x crowding + exposed + agreement,  exposed = max(0, all-reduce - overlap x last backward pass)
     all-reduce of a ring = 2 (N - 1) / N x bytes / bandwidth + 2 (N - 1) x latency
     data: where readers or the store deliver fewer samples/s than this, they set the pace
+
+On CPUs nothing hides the all-reduce, as its sums take the cores of the backward pass.
 """
 
 from __future__ import annotations
@@ -25,14 +27,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vesuvius.config.load import parse_stored
-from vesuvius.diffusion.network.unet import build_unet
+import numpy as np
+import torch
+import torch.distributed as dist
 
-_NODE_GPUS = 8
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config, parse_stored, read_config
+from vesuvius.diffusion.condition import Condition
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.training.step.network import build_network
+from vesuvius.training.step.step import TrainStep
+
+CPU = torch.device("cpu")
+_NODE_GPUS, _COMPUTE_S = 8, 8.0
 
 
 @dataclass(frozen=True)
@@ -118,68 +129,86 @@ def compare(path: Path) -> None:
     found = json.loads(path.read_text())
     config, cells = parse_stored(found["config"]), [each for each in found["results"] if each["samples_s"]]
     one = cells[0]["figures"]
-    gradient_bytes = 4 * sum(p.numel() for p in build_unet(config.model, seed=0).parameters())
-    last_backward_s = one["backward_s"] / config.training.accumulate_steps
-    sizes = [config.training.train_batch_size, config.model.channels[0], *config.data.patch_size]
-    alone = measure_together(1, gradient_bytes, sizes)
-    print(f"gradient {gradient_bytes / 1e6:.2f} MB, {os.cpu_count()} cores")
-    _print_row("ranks", "step s", "samples/s", "efficiency", "comm s", "crowding", "predicted s", "error")
-    _print_row(*["---"] * 8)
+    alone = measure_together(1, config)
+    print(f"gradient {alone['gradient_bytes'] / 1e6:.2f} MB, {os.cpu_count()} cores")
+    _print_row(
+        "ranks", "step s", "samples/s", "efficiency", "comm s", "crowding", "all-reduce s", "predicted s", "error"
+    )
+    _print_row(*["---"] * 9)
     for cell in cells:
         count, got = cell["ranks"], cell["figures"]
-        together = measure_together(count, gradient_bytes, sizes) if count > 1 else alone
+        together = measure_together(count, config) if count > 1 else alone
         crowding = together["compute_s"] / alone["compute_s"]
-        seconds = one["step_s"]
-        if count > 1:
-            seconds = predicted_s(one["step_s"], one["compute_s"], last_backward_s, crowding, together)
+        seconds = predicted_s(one["step_s"], one["compute_s"], crowding, together) if count > 1 else one["step_s"]
         error = f"{seconds / got['step_s'] - 1:+.1%}"
         efficiency = "-" if cell["efficiency"] is None else f"{cell['efficiency']:.0%}"
         figures = (f"{got['step_s']:.4f}", f"{cell['samples_s']['mid']:.2f}", efficiency, f"{got['comm_s']:.4f}")
-        _print_row(count, *figures, f"{crowding:.2f}", f"{seconds:.4f}", error)
+        modelled = (f"{crowding:.2f}", f"{together['all_reduce_s']:.4f}", f"{seconds:.4f}")
+        _print_row(count, *figures, *modelled, error)
 
 
-def predicted_s(
-    one_step_s: float, one_compute_s: float, last_backward_s: float, crowding: float, together: dict[str, float]
-) -> float:
+def predicted_s(one_step_s: float, one_compute_s: float, crowding: float, together: dict[str, float]) -> float:
     """Predicted seconds of a step of CPU ranks, from the step of one and what was measured with so many.  Pure."""
     computed_s = one_compute_s * crowding + one_step_s - one_compute_s
-    exposed_s = max(0.0, together["all_reduce_s"] - Workload.overlap * last_backward_s * crowding)
-    return computed_s + exposed_s + together["barrier_s"]
+    return computed_s + together["all_reduce_s"] + together["barrier_s"]
 
 
-_TOGETHER = """
-import sys, time, statistics, json, os
-import torch, torch.distributed as dist
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-bytes_, batch, channels, *patch = map(int, sys.argv[1:])
-tensor, sums, barriers = torch.zeros(bytes_ // 4), [], []
-layer, x = torch.nn.Conv3d(channels, channels, 3, padding=1), torch.randn(batch, channels, *patch)
-for _ in range(60):
-    dist.barrier(); began = time.perf_counter(); dist.barrier(); barriers.append(time.perf_counter() - began)
-    began = time.perf_counter(); dist.all_reduce(tensor); sums.append(time.perf_counter() - began)
-began, count = time.perf_counter(), 0
-while time.perf_counter() < began + 3.0:
-    layer(x).square().sum().backward(); count += 1
-computed = torch.tensor([(time.perf_counter() - began) / count])
-dist.all_reduce(computed, dist.ReduceOp.MAX)
-if dist.get_rank() == 0:
-    found = {"all_reduce_s": statistics.median(sums[10:]), "barrier_s": statistics.median(barriers[10:])}
-    print(json.dumps(found | {"compute_s": computed.item()}))
-dist.barrier()
-dist.destroy_process_group()
-"""
+def measure_together(ranks: int, config: Config) -> dict[str, float]:
+    """Seconds of an all-reduce of the gradient, of a barrier, and of a step while all ranks compute one.
 
-
-def measure_together(ranks: int, gradient_bytes: float, sizes: Sequence[int]) -> dict[str, float]:
-    """Seconds of an all-reduce of these bytes, of a barrier, and of a convolution while all ranks compute one.
-
-    Args:
-        sizes: samples, channels and the sides of a patch.
+    Returns:
+        all_reduce_s, barrier_s, compute_s (without exchange), and gradient_bytes.
     """
-    arguments = ["-c", _TOGETHER, str(int(gradient_bytes)), *map(str, sizes)]
-    found: dict[str, float] = json.loads(_run_ranks(ranks, arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        (path := Path(folder) / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        found: dict[str, float] = json.loads(_run_ranks(ranks, [__file__, "--as-rank", str(path)]))
     return found
+
+
+def _measure_as_rank(config: Config) -> None:
+    """The part of one rank of `measure_together`; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
+    gradient = torch.cat([parameter.detach().flatten() for parameter in step.network.parameters()])
+    sums, barriers = [], []
+    for _ in range(30):
+        barriers.append(_timed(dist.barrier))
+        sums.append(_timed(lambda: dist.all_reduce(gradient)))
+    _compute(step, config)
+    dist.barrier()
+    count, began = 0, time.perf_counter()
+    while time.perf_counter() < began + _COMPUTE_S or count < 3:
+        _compute(step, config)
+        count += 1
+    computed = torch.tensor((time.perf_counter() - began) / count)
+    _compute(step, config)  # so that a slower rank still has company
+    dist.all_reduce(computed, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        seconds = {"all_reduce_s": statistics.median(sums[5:]), "barrier_s": statistics.median(barriers[5:])}
+        print(json.dumps(seconds | {"compute_s": computed.item(), "gradient_bytes": gradient.nbytes}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _compute(step: TrainStep, config: Config) -> None:
+    """One step of one rank: made-up data, no exchange."""
+    batch, patch_size = config.training.train_batch_size, config.data.patch_size
+    channels, scalars = config.condition_channels, len(config.model.scalars)
+    condition = Condition(
+        torch.zeros(batch, channels, *patch_size) if channels else None,
+        torch.zeros(batch, scalars + 1) if scalars else None,
+    )
+    x_0, t = torch.zeros(batch, 1, *patch_size), np.full(batch, config.diffusion.timesteps // 2)
+    for _ in range(config.training.accumulate_steps):
+        step.accumulate(x_0, np.arange(batch), t, condition)
+    step.apply(config.training.lr)
 
 
 _WAYS = {
@@ -250,6 +279,7 @@ def _run_ranks(ranks: int, arguments: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", type=Path, metavar="JSON", help="of a bench here; compare it instead")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--through-ray", action="store_true", help="measure what Ray Train costs a run of one rank")
     parser.add_argument("--config", type=Path, help="of that run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each of the two ways")
@@ -265,7 +295,9 @@ def main() -> None:
     parser.add_argument("--node-gbit", type=float, default=200.0, help="network of a node of 8 GPUs")
     parser.add_argument("--store-gbit", type=float, default=100.0, help="of the volume store, to all nodes")
     args = parser.parse_intermixed_args()
-    if args.through_ray:
+    if args.as_rank:
+        _measure_as_rank(read_config(args.as_rank))
+    elif args.through_ray:
         through_ray(args.config, args.overrides, args.rounds)
     elif args.measured:
         compare(args.measured)
