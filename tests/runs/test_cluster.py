@@ -74,9 +74,11 @@ def test_ten_nodes_are_killed_and_come_back_and_the_run_shrinks_and_grows_with_t
     assert list(steps) == list(range(1, len(steps) + 1))
     with Session(tmp_path / "whole.yaml", tmp_path, f"training.max_steps={len(steps)}") as whole:
         assert whole.end() == 0
-    difference = relative(steps, steps_of(tmp_path / "runs/whole"))
-    print(f"losses and gradient norms differ from one rank's by {difference:.1e} at most")
-    assert difference < 1e-5
+    undisturbed = steps_of(tmp_path / "runs/whole")
+    losses, norms = (relative(steps, undisturbed, name) for name in ("loss", "grad_norm"))
+    print(f"of one rank's, losses differ by {losses:.1e} at most, gradient norms by {norms:.1e}")
+    assert losses < 1e-5
+    assert norms < 1e-3, "over hundreds of steps their rounding grows; a sample too many or too few changes tenths"
 
 
 @pytest.mark.long

@@ -54,10 +54,10 @@ def steps_of(run: Path, kind: str = "step") -> dict[int, dict[str, Any]]:
     return {one["step"]: one for one in current_records(read_records(run / "metrics.jsonl")) if one["kind"] == kind}
 
 
-def relative(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]]) -> float:
-    """Largest relative difference of loss and gradient norm."""
+def relative(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]], *figures: str) -> float:
+    """Largest relative difference of these figures of a step, by default loss and gradient norm."""
     assert list(one) == list(other)
-    figures = ("loss", "grad_norm")
+    figures = figures or ("loss", "grad_norm")
     return max(abs(one[step][name] / other[step][name] - 1) for step in one for name in figures)
 
 
