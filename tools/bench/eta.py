@@ -4,9 +4,10 @@ Five real runs of a small network with validations, previews and saves in other 
 hours, behind a short run that finds how many steps fill their time.  Needs a quiet machine, as other programs change a
 run's pace:
 
-    python tools/bench/eta.py [--seconds 90]
+    python tools/bench/eta.py [--seconds 240]
 
-takes about six times so many seconds (9 minutes), and prints a line for each run.
+takes about six times so many seconds (25 minutes), and prints a line for each run.  A tenth of a run should hold more
+than the 20 s beside which Ray still starts processes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STEPS_SHARE = 0.7  # of a run's time; the rest is for what lies between the step
 def main() -> None:
     """Print a line for each run."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=90.0, help="that each run is to take")
+    parser.add_argument("--seconds", type=float, default=240.0, help="that each run is to take")
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as directory:
         cwd = Path(directory)

@@ -76,8 +76,11 @@ def test_steps_beside_the_start_of_ray_count_until_there_are_later_ones(monkeypa
             now += seconds
             progress.note_step(StepTimes(seconds, 0.0, 0.0, seconds, 0.0, 0.0), 1)
 
-    steps(10, 1.9)
-    assert progress.time_left(config) == TimeLeft(90 * 1.9, at_least=True)
+    steps(4, 2.5)
+    steps(4, 1.0)
+    assert progress.time_left(config) == TimeLeft(90 * 1.0, at_least=True), "the first ones are slower still"
+    steps(2, 3.0)
+    assert progress.time_left(config) == TimeLeft(90 * (3 * 1.0 + 2 * 3.0) / 5, at_least=True)
     steps(30, 0.25)
     found = progress.time_left(config)
     assert found is not None

@@ -61,7 +61,7 @@ class Progress:
     # seconds of forward passes a sample, in the last steps
     forward_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     _session_start: float = field(default_factory=time.monotonic)
-    # of steps before this session has settled, each of which counts until a later one takes its place
+    # of steps before this session has settled: the later half of them counts until settled ones take their place
     _unsettled: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     _settles_at: float | None = None  # by the monotonic clock
 
@@ -126,6 +126,11 @@ class Progress:
         """Seconds of training over all sessions."""
         return self.trained_s + self.session_s
 
+    @property
+    def _settling(self) -> list[float]:
+        """The later half: the very first steps are the slowest, as they choose kernels and get memory."""
+        return [*self._unsettled][len(self._unsettled) // 2 :]
+
     def time_left(self, config: Config, behind: int | None = None, limit_s: float | None = None) -> TimeLeft | None:
         """From step `behind` to the last one or `max_hours`; None without a pace.
 
@@ -137,7 +142,7 @@ class Progress:
             behind: a step that has just been reported; default: the present one, and what is due there is done.
             limit_s: seconds until `max_hours` are over: the current step is finished then, and its checkpoint saved.
         """
-        pace = [*self.pace, *self._unsettled]
+        pace = [*self.pace, *self._settling]
         if not pace:
             return None
         training, stop = config.training, config.stop_step
@@ -178,7 +183,7 @@ class Progress:
             "best": None if self.best is None else vars(self.best).copy(),
             "trained_s": self.total_s,
             "sessions": self.sessions,
-            "pace_s": [*self.pace, *self._unsettled],
+            "pace_s": [*self.pace, *self._settling],
             "pauses_s": {what: list(pauses) for what, pauses in self.pauses.items()},
         }
 
