@@ -12,8 +12,15 @@ import pytest
 import torch
 import zarr
 
-from tests.conftest import run_vesuvius, textured
+from tests.conftest import textured
+from tests.support.runs import vesuvius_train
 from tests.training.step.test_conditioning import write_group
+from vesuvius.commands import sample
+
+
+@pytest.fixture(autouse=True)
+def _in_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -33,13 +40,10 @@ def conditional_config(tmp_path: Path, tiny_config: Callable[..., Path]) -> Path
 
 
 def test_a_conditional_run_trains_draws_and_resumes_bit_by_bit(tmp_path: Path, conditional_config: Path) -> None:
-    straight = run_vesuvius("train", "--config", conditional_config, "name=straight", cwd=tmp_path)
-    assert straight.returncode == 0, straight.stderr
+    assert vesuvius_train(conditional_config, "name=straight") == 0
     assert (tmp_path / "runs/straight/samples/step_00000006.png").is_file()
-    first = run_vesuvius("train", "--config", conditional_config, "name=parts", "training.max_steps=3", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    second = run_vesuvius("train", "--config", conditional_config, "name=parts", "--resume", cwd=tmp_path)
-    assert second.returncode == 0, second.stderr
+    assert vesuvius_train(conditional_config, "name=parts", "training.max_steps=3") == 0
+    assert vesuvius_train(conditional_config, "name=parts", "--resume") == 0
     ends = [
         torch.load(tmp_path / f"runs/{name}/checkpoints/step_00000006/state.pt", weights_only=True)
         for name in ("straight", "parts")
@@ -56,64 +60,53 @@ def test_a_conditional_run_trains_draws_and_resumes_bit_by_bit(tmp_path: Path, c
 
 
 def test_how_samples_are_drawn_may_change_on_resume_and_what_the_network_is_may_not(
-    tmp_path: Path, conditional_config: Path
+    tmp_path: Path, conditional_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one_step = ("training.max_steps=1", "training.lean_norm=false")
-    begun = run_vesuvius("train", "--config", conditional_config, *one_step, cwd=tmp_path)
-    assert begun.returncode == 0, begun.stderr
-    resume = ("train", "--config", conditional_config, "--resume", "--dry-run")
-    other_sampler = run_vesuvius(*resume, "diffusion.sampler=heun", cwd=tmp_path)
-    assert other_sampler.returncode == 0, other_sampler.stderr
-    assert "lean_norm false (as in the checkpoint)" in other_sampler.stdout, "auto keeps what the run began with"
-    assert "changed    training.lean_norm" not in other_sampler.stdout
-    other_model = run_vesuvius(*resume, "data.condition_classes=3", cwd=tmp_path)
-    assert other_model.returncode == 2
-    assert "data.condition_classes: was 2, is 3" in other_model.stderr
+    assert vesuvius_train(conditional_config, "training.max_steps=1", "training.lean_norm=false") == 0
+    capsys.readouterr()
+    resume = ("--resume", "--dry-run")
+    assert vesuvius_train(conditional_config, *resume, "diffusion.sampler=heun") == 0
+    other_sampler = capsys.readouterr().out
+    assert "lean_norm false (as in the checkpoint)" in other_sampler, "auto keeps what the run began with"
+    assert "changed    training.lean_norm" not in other_sampler
+    assert vesuvius_train(conditional_config, *resume, "data.condition_classes=3") == 2
+    assert "data.condition_classes: was 2, is 3" in capsys.readouterr().err
     moved = write_group(tmp_path / "moved.zarr", np.ones((96, 128, 128), np.uint16), [8.0] * 3)
     scan = tmp_path / "scan.zarr"
-    other_labels = run_vesuvius(*resume, f"data.volumes=[{{path: {scan}, condition: {{path: {moved}}}}}]", cwd=tmp_path)
-    assert other_labels.returncode == 2
-    assert "dtype of the conditions: was uint8, is uint16" in other_labels.stderr
+    other_labels = f"data.volumes=[{{path: {scan}, condition: {{path: {moved}}}}}]"
+    assert vesuvius_train(conditional_config, *resume, other_labels) == 2
+    assert "dtype of the conditions: was uint8, is uint16" in capsys.readouterr().err
 
 
-def test_guidance_without_a_condition_is_refused(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
-    result = run_vesuvius(
-        "train", "--config", tiny_config(), "--dry-run", "diffusion.sampler_guidance=3.0", cwd=tmp_path
-    )
-    assert result.returncode == 2
-    assert "diffusion.sampler_guidance other than 1 needs a model trained both with and without" in result.stderr
+def test_guidance_without_a_condition_is_refused(
+    tiny_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vesuvius_train(tiny_config(), "--dry-run", "diffusion.sampler_guidance=3.0") == 2
+    refusal = "diffusion.sampler_guidance other than 1 needs a model trained both with and without"
+    assert refusal in capsys.readouterr().err
 
 
 def test_what_the_network_was_told_of_a_volume_stays_when_its_metadata_change(
     tmp_path: Path, conditional_config: Path
 ) -> None:
-    begun = run_vesuvius("train", "--config", conditional_config, "training.max_steps=1", cwd=tmp_path)
-    assert begun.returncode == 0, begun.stderr
+    assert vesuvius_train(conditional_config, "training.max_steps=1") == 0
     attributes = tmp_path / "scan.zarr" / ".zattrs"
     attributes.write_text(attributes.read_text().replace("8.0", "2.0"))
-    resumed = run_vesuvius("train", "--config", conditional_config, "training.max_steps=2", "--resume", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    assert vesuvius_train(conditional_config, "training.max_steps=2", "--resume") == 0
     state = torch.load(tmp_path / "runs/tiny/checkpoints/step_00000002/state.pt", weights_only=True)
     assert state["volumes"][0]["scalars"] == [3.0]
 
 
 def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path) -> None:
     scan, labels = tmp_path / "scan.zarr", tmp_path / "labels.zarr"
-    result = run_vesuvius(
-        "train",
-        "--config",
+    assert not vesuvius_train(
         conditional_config,
         f"data.volumes=[{{path: {labels}, condition: {{path: {scan}}}}}]",
         "data.condition_classes=null",
         "data.normalize={low: 0.0, high: 1.0}",
         "training.max_steps=2",
-        cwd=tmp_path,
     )
-    assert result.returncode == 0, result.stderr
-    sampled = run_vesuvius(
-        "sample", "--checkpoint", "tiny", "--count", 1, "--batch-size", 1, "--out", "s", cwd=tmp_path
-    )
-    assert sampled.returncode == 0, sampled.stderr
+    assert sample.main(["--checkpoint", "tiny", "--count", "1", "--batch-size", "1", "--out", "s"]) == 0
     drawn = zarr.open_group(tmp_path / "s" / "samples.zarr", mode="r")["0"]
     assert isinstance(drawn, zarr.Array)
     assert set(np.unique(np.asarray(drawn[:]))) <= {0, 1, 2}, "grey values of the labels, a little beyond at most"
@@ -123,8 +116,7 @@ def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(
     tmp_path: Path, tiny_config: Callable[..., Path]
 ) -> None:
     config = tiny_config()
-    begun = run_vesuvius("train", "--config", config, "training.max_steps=1", cwd=tmp_path)
-    assert begun.returncode == 0, begun.stderr
+    assert vesuvius_train(config, "training.max_steps=1") == 0
     checkpoint = tmp_path / "runs/tiny/checkpoints/step_00000001"
     state = torch.load(checkpoint / "state.pt", weights_only=True)
     del state["config"]["model"]["skips"], state["config"]["diffusion"]["loss"]
@@ -132,14 +124,13 @@ def test_keys_that_came_later_than_a_checkpoint_have_their_defaults(
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"]["state.pt"] = hashlib.sha256((checkpoint / "state.pt").read_bytes()).hexdigest()
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    resumed = run_vesuvius("train", "--config", config, "training.max_steps=2", "--resume", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    sampled = run_vesuvius("sample", "--checkpoint", "tiny", "--count", 1, cwd=tmp_path)
-    assert sampled.returncode == 0, sampled.stderr
+    assert vesuvius_train(config, "training.max_steps=2", "--resume") == 0
+    assert sample.main(["--checkpoint", "tiny", "--count", "1"]) == 0
 
 
-def test_settings_that_are_seldom_meant_are_doubted(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+def test_settings_that_are_seldom_meant_are_doubted(
+    tiny_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config(diffusion={"noise": "cosine", "prediction": "eps"})
-    result = run_vesuvius("train", "--config", config, "--dry-run", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "WARN       diffusion.prediction eps without diffusion.sampler_clip" in result.stdout
+    assert vesuvius_train(config, "--dry-run") == 0
+    assert "WARN       diffusion.prediction eps without diffusion.sampler_clip" in capsys.readouterr().out
