@@ -97,6 +97,14 @@ class _LogFile(logging.Handler):
         super().__init__()
         self._file = AppendFile(path)
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Without logging's lock: a thread that waits for a stalled disk would hold up the guard and the watchdog.
+        `AppendFile` takes lines of all threads."""
+        passed = bool(self.filter(record))
+        if passed:
+            self.emit(record)
+        return passed
+
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)

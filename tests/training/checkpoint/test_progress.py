@@ -21,7 +21,7 @@ def test_progress_comes_back_from_its_state_with_one_session_more() -> None:
     assert (again.step, again.sample_index, again.sessions) == (5, 40, 2)
     assert (again.validated_step, again.previewed_step, again.best) == (4, 2, Best(4, 0.5))
     assert again.quarantined == [{"region": 1}]
-    assert list(again.pace) == [1.0, 2.0, 3.0]
+    assert again.state_dict()["pace_s"] == [1.0, 2.0, 3.0]
 
 
 def test_a_run_without_a_validation_comes_back_without_a_best() -> None:
@@ -87,6 +87,19 @@ def test_steps_beside_the_start_of_ray_count_until_there_are_later_ones(monkeypa
     assert found.seconds == pytest.approx(90 * 0.25)
     again = Progress.from_state(progress.state_dict())
     assert again.time_left(config) == found
+
+
+def test_a_resume_with_other_settings_knows_its_own_pace_after_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Progress(step=200)
+    before.pace.extend([18.0] * 200)
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    progress, config = Progress.from_state(before.state_dict()), run_of(epochs=10)
+    assert progress.time_left(config) == TimeLeft(800 * 18.0, at_least=True)
+    for _ in range(30):
+        now += 1.0
+        progress.note_step(StepTimes(1.0, 0.0, 0.0, 1.0, 0.0, 0.0), 1)
+    assert progress.time_left(config) == TimeLeft(800 * 1.0, at_least=True)
 
 
 def test_pauses_of_long_ago_say_nothing_of_those_to_come() -> None:

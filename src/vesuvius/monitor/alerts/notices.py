@@ -124,7 +124,7 @@ def _kills(before: SystemSample, sample: SystemSample) -> list[Notice]:
         return []
     kills = (sample.cgroup.oom_kills or 0) - (before.cgroup.oom_kills or 0)
     text = (
-        f"out of memory: the kernel has killed {kills} process(es) of cgroup {sample.cgroup.path} for its limit; see "
+        f"out of memory: the kernel has killed {kills} process(es) of cgroup {sample.cgroup.path}; see "
         "`vesuvius memcheck`, lower training.workers or monitor.ram_limit_gib"
     )
     return [Notice(logging.ERROR, text)] if kills > 0 else []

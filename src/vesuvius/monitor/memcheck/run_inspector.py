@@ -11,7 +11,7 @@ import psutil
 from vesuvius.monitor.memcheck.inspection import Inspection, Row, State, Steps
 from vesuvius.monitor.memcheck.inspector import Viewpoint
 from vesuvius.monitor.memcheck.live_history import LiveHistory
-from vesuvius.monitor.memcheck.parts import Figure, History, Labels, sizes_then
+from vesuvius.monitor.memcheck.parts import WARMUP_S, Figure, History, Labels, sizes_then
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.postmortem.cause import KillCounts
 from vesuvius.monitor.postmortem.death import Death, headline, read_deaths
@@ -156,7 +156,8 @@ def _silence(notes: RunState, now: float) -> tuple[str, float]:
     last = notes.moments[-1] if notes.moments else None
     if last is None or last.silent_s is None:
         return "step", now - notes.sign_time
-    return last.awaits, last.silent_s + max(now - last.time, 0.0)
+    # Where sampling itself has stalled, newer records are signs of life, too.
+    return last.awaits, min(last.silent_s + max(now - last.time, 0.0), max(now - notes.sign_time, 0.0))
 
 
 def _steps(notes: RunState, now: float) -> Steps:
@@ -209,7 +210,9 @@ def _counted_kills(session: SessionRecord, notes: RunState, sample: SystemSample
 
 def _from_moments(found: Inspection, notes: RunState, now: float) -> Inspection:
     """The last minutes as the run itself saw them: of a dead run, or one on another machine."""
-    history, last = History(warmup_s=0.0), notes.moments[-1]
+    last = notes.moments[-1]
+    begun_s = notes.moments[0].time - notes.session.begin_time if notes.session else 0.0
+    history = History(warmup_s=max(WARMUP_S - begun_s, 0.0))  # growth while it starts says nothing
     for moment in notes.moments:
         history.add(moment.time, sizes_then(moment))
     labels = Labels(others="Ray's own" if notes.session and notes.session.workers else "others")

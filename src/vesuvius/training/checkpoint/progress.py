@@ -16,6 +16,7 @@ from vesuvius.runlog.step_times import StepTimes
 log = logging.getLogger(__name__)
 
 _PACE_STEPS = 200
+_ENOUGH_STEPS = 5
 _PAUSES = 10
 _SETTLED_S = 20.0  # so long after the first step of a session, Ray is still starting processes beside it
 _COUNTS = ("step", "sample_index", "validated_step", "previewed_step")
@@ -60,6 +61,8 @@ class Progress:
     pauses: dict[str, deque[float]] = field(default_factory=dict)
     # seconds of forward passes a sample, in the last steps
     forward_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
+    # paces of earlier sessions, until this one has some: its settings may be others
+    _earlier: list[float] = field(default_factory=list)
     _session_start: float = field(default_factory=time.monotonic)
     # of steps before this session has settled: the later half of them counts until settled ones take their place
     _unsettled: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
@@ -94,6 +97,8 @@ class Progress:
             self._unsettled.append(times.step_s - times.pause_s)
         else:
             self.pace.append(times.step_s - times.pause_s)
+            if len(self.pace) >= _ENOUGH_STEPS:
+                self._earlier.clear()
             if self._unsettled:
                 self._unsettled.popleft()
         self.forward_s.append(times.forward_s / samples)
@@ -127,9 +132,10 @@ class Progress:
         return self.trained_s + self.session_s
 
     @property
-    def _settling(self) -> list[float]:
-        """The later half: the very first steps are the slowest, as they choose kernels and get memory."""
-        return [*self._unsettled][len(self._unsettled) // 2 :]
+    def _paces(self) -> list[float]:
+        """Of the last steps; of those before this session has settled the later half, as the very first are the
+        slowest: they choose kernels and get memory."""
+        return [*self._earlier, *self.pace, *[*self._unsettled][len(self._unsettled) // 2 :]]
 
     def time_left(self, config: Config, behind: int | None = None, limit_s: float | None = None) -> TimeLeft | None:
         """From step `behind` to the last one or `max_hours`; None without a pace.
@@ -142,7 +148,7 @@ class Progress:
             behind: a step that has just been reported; default: the present one, and what is due there is done.
             limit_s: seconds until `max_hours` are over: the current step is finished then, and its checkpoint saved.
         """
-        pace = [*self.pace, *self._settling]
+        pace = self._paces
         if not pace:
             return None
         training, stop = config.training, config.stop_step
@@ -183,7 +189,7 @@ class Progress:
             "best": None if self.best is None else vars(self.best).copy(),
             "trained_s": self.total_s,
             "sessions": self.sessions,
-            "pace_s": [*self.pace, *self._settling],
+            "pace_s": self._paces[-_PACE_STEPS:],
             "pauses_s": {what: list(pauses) for what, pauses in self.pauses.items()},
         }
 
@@ -200,7 +206,7 @@ class Progress:
             best=Best(**best) if best and "relative_error" in best else None,  # earlier versions compared losses
             trained_s=state["trained_s"],
             sessions=state["sessions"] + 1,
-            pace=deque(state["pace_s"], maxlen=_PACE_STEPS),
+            _earlier=list(state["pace_s"]),
             pauses={what: deque(known, maxlen=_PAUSES) for what, known in pauses.items()},  # earlier: none, or the last
         )
 
