@@ -148,6 +148,10 @@ def test_ranks_that_are_at_work_save_before_their_number_changes_and_nobody_wait
     assert not board.resizing()
     board.ask(130, "SIGINT")
     assert board.stop() == (130, "SIGINT")
+    board.start(0)
+    board.resize("3 ranks")
+    board.end(6, "the disk is full")  # nor does anybody start again
+    assert not board.resizing()
 
 
 def test_a_rank_on_a_node_without_the_folder_of_the_command_says_so_once_and_for_all(tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ def train(
     if ranks.rank:
         return _train_other_rank(config, ranks, stop or StopRequest(None))
     directory, shared = run_dir(config), config.model_dump(mode="json")
-    lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 else 0.0
+    # A rank that is left alone of several waits, too, for what holds the lock of the start before.
+    lock_wait_s = _LOCK_WAIT_S if ranks.world > 1 or config.training.ranks != 1 else 0.0
     storage = open_run_store(config, directory, resume, lock_wait_s)
     existed = directory.exists()
     with stop or StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:

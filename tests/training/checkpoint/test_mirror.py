@@ -96,6 +96,36 @@ def test_a_checkpoint_that_was_half_written_or_is_damaged_is_never_chosen(
     assert list(other.checkpoints.glob(".*")) == []
 
 
+def test_a_store_with_parts_of_checkpoints_alone_does_not_let_a_resume_begin_at_step_0(
+    run: RunDir, store: RunStore, tmp_path: Path
+) -> None:
+    path = save(run, 10)
+    store.put(f"checkpoints/{path.name}/state.pt", path / "state.pt")
+    with pytest.raises(StorageError, match="got parts of some alone in s3://private/"):
+        fetch_run(store, elsewhere(tmp_path))
+    fetch_run(store, run)  # the machine that wrote them goes on
+
+
+def test_what_an_earlier_session_has_stored_is_neither_deleted_nor_sent_again(
+    run: RunDir, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is lost meanwhile would have taken the only copy with it."""
+    for step in (10, 20):
+        save(run, step)
+    with Mirror(run, store, TWO):
+        pass
+    sent, put = [], store.put
+    monkeypatch.setattr(store, "put", lambda key, file: (sent.append(key), put(key, file)))
+    monkeypatch.setattr(store, "delete_checkpoint", lambda name: sent.append(f"delete {name}"))
+    with Mirror(run, store, TWO):
+        pass
+    assert [key for key in sent if "step_" in key] == []
+    save(run, 30)
+    with Mirror(run, store, RetentionPolicy(3)):
+        pass
+    assert {key.split("/")[1] for key in sent if key.startswith("checkpoints/")} == {"step_00000030"}
+
+
 def test_a_damaged_checkpoint_of_this_machine_is_replaced_by_the_whole_one(run: RunDir, store: RunStore) -> None:
     path = save(run, 10)
     with Mirror(run, store, TWO):

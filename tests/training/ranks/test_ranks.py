@@ -19,7 +19,7 @@ from tests.support.rank_runs import output_of, started_ranks
 from vesuvius.errors import EXIT_ERROR, DataError
 from vesuvius.training.ranks import ranks as module
 from vesuvius.training.ranks.join import launched_ranks
-from vesuvius.training.ranks.ranks import RankError, RankLostError, Ranks
+from vesuvius.training.ranks.ranks import RankError, RankLostError, Ranks, restart_may_help
 
 WORLD = 3
 
@@ -73,6 +73,20 @@ def test_the_failure_of_one_reaches_all_with_its_cause_and_exit_code(ranks: list
     ranks[0].fail(DataError("later"))  # the first counts
     ranks[1]._store = _Gone()  # with rank 0, which has said why
     assert "got nothing" in str(ranks[1].explain(RuntimeError("connection closed by gloo")))
+
+
+def test_an_error_of_a_gpu_is_a_lost_rank_to_all_which_another_start_may_help(ranks: list[Ranks]) -> None:
+    """Else the others end the run for good, while Ray Train starts this one again."""
+
+    def act(one: Ranks) -> Any:
+        if one.rank == 2:
+            one.fail(RuntimeError("CUDA error: uncorrectable ECC error encountered"))
+            return None
+        return one.agree(None, {})
+
+    failures = on_all(ranks, act)[:2]
+    assert [type(failure) for failure in failures] == [RankLostError] * 2
+    assert not restart_may_help(DataError("a chunk of CUDA.zarr is damaged"))
 
 
 class _Gone:

@@ -62,7 +62,7 @@ class Bulletin:
 
     def end(self, exit_code: int, message: str) -> None:
         """Note how a rank has ended that no restart can help; the first one counts."""
-        self._ended = self._ended or (exit_code, message)
+        self._ended, self._resize = self._ended or (exit_code, message), None
 
     def ended(self) -> tuple[int, str] | None:
         """What `end` has noted."""

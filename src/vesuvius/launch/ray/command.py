@@ -25,7 +25,7 @@ from vesuvius.launch.ray.bulletin import Bulletin, answer
 from vesuvius.launch.ray.room import LEAST_STORE_BYTES, SAY_EVERY_S, check_room, have_gpus, living_nodes, look_for_ranks
 from vesuvius.launch.ray.trainer import fit_on_thread, make_trainer, storage_of
 from vesuvius.launch.ray.worker import Job
-from vesuvius.runlog.run_dir import run_dir
+from vesuvius.runlog.run_dir import refuse_existing, run_dir
 from vesuvius.stream.options import StreamOptions, check_store, store_bytes
 from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
@@ -49,6 +49,8 @@ def train_with_ray(request: Request) -> int:
     """
     config = request.config
     ranks = int(config.training.ranks)
+    if not request.resume:  # before a rank is lost, whose next start would resume what is there
+        refuse_existing(run_dir(config))
     with ExitStack() as opened:
         session = Session(config.cluster, config.training.workers * ranks, ranks, _store_bytes(config, ranks))
         opened.callback(session.close)

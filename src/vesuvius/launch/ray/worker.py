@@ -18,7 +18,7 @@ from vesuvius.launch.rank import Request, train_as_rank
 from vesuvius.launch.ray.bulletin import Start
 from vesuvius.runlog.logfile import close_logs
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.training.ranks.ranks import RankLostError, Restart
+from vesuvius.training.ranks.ranks import RankLostError, Restart, restart_may_help
 from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
         ended = error.exit_code, str(error)
     except Exception as error:
         log.exception("a defect of vesuvius, please report it")
-        if "CUDA" in str(error) or "NCCL" in str(error):
+        if restart_may_help(error):
             raise
         ended = EXIT_ERROR, f"a defect of vesuvius, please report it: {type(error).__name__}: {one_line(error)}"
     finally:
@@ -117,8 +117,11 @@ def _refuse_missing(config: Config) -> None:
 
 
 def _follow(bulletin: Any, stop: StopRequest) -> None:
-    """Ask the bulletin for a stop, until there is one or the process that keeps it is gone."""
-    while stop.exit_code is None:
+    """Ask the bulletin for a stop until the process that keeps it is gone.
+
+    Also after another stop: the command ends a rank 0 that does not hear of its signal, be it in its last save.
+    """
+    while True:
         try:
             asked = ray.get(bulletin.stop.remote(), timeout=30)
         except ray.exceptions.GetTimeoutError:
@@ -127,5 +130,4 @@ def _follow(bulletin: Any, stop: StopRequest) -> None:
             return
         if asked is not None:
             stop.adopt(*asked)
-            return
         threading.Event().wait(_POLL_S)

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -189,12 +190,24 @@ class Mirror:
     def _upload_checkpoint(self, path: Path) -> None:
         """Upload it.  One of the same step may lie there, or take its place here meanwhile: that is the next look's."""
         present = _identity(path)
+        if path.name not in self._uploaded_checkpoints and self._is_stored(path):  # by an earlier session
+            self._uploaded_checkpoints[path.name] = present
+            return
         self._store.delete_checkpoint(path.name)
         for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):
             if file.name == MANIFEST and _identity(path) != present:
                 return
             self._store.put(f"checkpoints/{path.name}/{file.name}", file)
         self._uploaded_checkpoints[path.name] = present
+
+    def _is_stored(self, path: Path) -> bool:
+        """Whether the store has this very checkpoint: the manifest, written last, has the digests of all files."""
+        key = f"checkpoints/{path.name}/{MANIFEST}"
+        if key not in self._store.list_keys(f"checkpoints/{path.name}"):
+            return False
+        with tempfile.TemporaryDirectory() as folder:
+            self._store.get(key, stored := Path(folder) / MANIFEST)
+            return stored.read_bytes() == (path / MANIFEST).read_bytes()
 
     def _prune(self) -> None:
         """Delete what the policy does not keep of all that is stored, also half stored, by this session or before.
@@ -287,6 +300,12 @@ def fetch_run(store: RunStore, directory: RunDir) -> None:
     whole = [key for key in keys if re.fullmatch(rf"checkpoints/{_STEP}/{re.escape(MANIFEST)}", key)]
     newer = sorted((key.split("/")[1] for key in whole if step_of(Path(key).parent) > local), reverse=True)
     if not newer:
+        if not (local or whole) and any(re.match(f"checkpoints/{_STEP}/", key) for key in keys):
+            raise StorageError(
+                f"a run that is resumed needs a whole checkpoint in its store or on this machine; got parts of some "
+                f"alone in {store.address}, as where an upload was cut short; resume on the machine that wrote them, "
+                "or begin under another name"
+            )
         return
     for name in newer:
         path = directory.checkpoints / name

@@ -198,9 +198,9 @@ class Ranks:
         self._unwinding.set()
         if self._store is not None and not isinstance(error, RankError):
             code = error.exit_code if isinstance(error, VesuviusError) else EXIT_ERROR
-            text = json.dumps({"rank": self.rank, "exit_code": code, "text": one_line(error)})
+            failed = {"rank": self.rank, "exit_code": code, "text": one_line(error), "lost": restart_may_help(error)}
             with suppress(RuntimeError):  # rank 0 is gone
-                self._store.compare_set(_FAILED, "", text)
+                self._store.compare_set(_FAILED, "", json.dumps(failed))
 
     def await_end(self) -> int:
         """On an idle rank, wait until rank 0 ends, and return its exit code."""
@@ -386,6 +386,11 @@ class Ranks:
             if (silent_s := time.monotonic() - self._beat_s) > self._silent_s + _STORE_GRACE_S:
                 log.error("rank 0 has not answered for %.0f s; rank %d is ended", silent_s, self.rank)
                 os._exit(EXIT_ERROR)
+
+
+def restart_may_help(error: BaseException) -> bool:
+    """Whether it is of a GPU or its network, which another start may not meet.  Pure."""
+    return not isinstance(error, VesuviusError) and any(word in str(error) for word in ("CUDA", "NCCL"))
 
 
 SINGLE = Ranks()
