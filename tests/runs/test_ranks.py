@@ -143,11 +143,17 @@ def test_ranks_with_sharded_weights_validate_draw_and_save_as_one_rank_does(
 DATA_OF_RANK_0_END = """
 import os, sys, time
 from vesuvius.commands import train
+from vesuvius.errors import DataError
 from vesuvius.stream.feeder import StreamInterrupted
 from vesuvius.stream.stream import PatchStream
 whole_next, asked = PatchStream.__next__, iter(range(1000))
 def hanging_next(stream):
-    hangs = os.environ["RANK"] == "0" and next(asked) >= int(os.environ["TEST_BATCHES"])
+    late = next(asked) >= int(os.environ["TEST_BATCHES"])
+    hangs = os.environ["RANK"] == "0" and late
+    if late and "TEST_FAILS" in os.environ and not hangs:
+        while not os.path.exists("waits"):
+            time.sleep(0.05)
+        raise DataError("a chunk must be readable; got none")
     while hangs:  # an outage
         open("waits", "w").close()
         if stream._interrupted():
@@ -181,6 +187,20 @@ def test_a_signal_to_one_rank_stops_all_while_another_waits_for_data(
     last = [max(steps_of(tmp_path / "runs/tiny" / part)) for part in (".", "ranks/1")]
     assert last == [4, 4]
     assert "Traceback" not in output_of(tmp_path, 2)
+
+
+def test_rank_0_saves_while_its_data_do_not_come_when_another_rank_fails(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be ended half a minute later, as if it hung in a collective, and lose all since the last save."""
+    monkeypatch.setenv("TEST_BATCHES", "9")
+    monkeypatch.setenv("TEST_FAILS", "1")
+    config = tiny_config(training={"ranks": 2, "epochs": 1000, "save_every": 1000})
+    with started_ranks(config, tmp_path, 2, program=("-c", DATA_OF_RANK_0_END)) as ranks:
+        assert ends_of(ranks, 120) == [6, 6], output_of(tmp_path, 2)
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [4]
+    assert "rank 1 failed: a chunk must be readable" in output_of(tmp_path, 2)
+    assert "hangs in a collective" not in output_of(tmp_path, 2)
 
 
 @pytest.mark.parametrize(("sharding", "kept"), [("none", [2]), pytest.param("fsdp", [], marks=pytest.mark.long)])

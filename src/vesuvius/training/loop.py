@@ -105,12 +105,14 @@ class TrainingLoop:
                     first = self._first_batch(clock)
                     if self._stops(clock, news):
                         break
-                    assert first is not None, "only a stop ends the wait"
+                    if first is None:
+                        assert self.run.ranks.failure is not None, "only a stop or a failure ends the wait"
+                        raise self.run.ranks.failure
                     try:
                         self._one_step(clock, reporter, first)
                     except StreamInterrupted:
                         if self.run.ranks.world > 1:  # the others are in the middle of the step
-                            raise stop.error(self._given_up()) from None
+                            raise self.run.ranks.failure or stop.error(self._given_up()) from None
                         log.info("%s", self._given_up())
                         break
                     self._record_events(stream)
@@ -187,6 +189,8 @@ class TrainingLoop:
         ranks, stop = self.run.ranks, self.run.stop
         if ranks.stopping is not None:
             stop.adopt(*ranks.stopping)
+        if ranks.failure is not None:
+            return True
         return stop.wanted() and not (self._in_step and ranks.world > 1 and stop.wanted_for_s() <= _GRACE_S)
 
     def _stops(self, clock: StepClock, news: RankNews) -> bool:

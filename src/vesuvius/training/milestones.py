@@ -178,7 +178,8 @@ class Milestones:
     def _alive_and_stopping(self, what: str) -> bool:
         """Whether to stop, which is asked before each `what`."""
         self._run.watchdog.expects(what, "the network")
-        return self._run.stop.wanted()
+        ranks = self._run.ranks
+        return self._run.stop.wanted() or ranks.stopping is not None or ranks.failure is not None
 
     def _save_due(self) -> bool:
         """At multiples of `save_every`, and where this step's checkpoint lacks a validation or preview made since."""

@@ -307,6 +307,11 @@ class Ranks:
         key = f"alive/{rank}"
         return cast(bytes, self._store.get(key)) if self._store.check([key]) else b""
 
+    @property
+    def failure(self) -> RankError | None:
+        """The failure of another rank, as far as `watch` has heard of it."""
+        return self._cause
+
     def _failure(self) -> RankError | None:
         """The failure of another rank; once it is known rank 0 may go, and its store."""
         assert self._store is not None
