@@ -126,7 +126,7 @@ class Monitor:
         self._moments: deque[MemorySample] = deque(maxlen=_MOMENTS)
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
-        self._notices = Notices()
+        self._notices = Notices(gpu_uuid)
         self._cost = _Cost()
         self._stop = threading.Event()
         self._judging = threading.Lock()

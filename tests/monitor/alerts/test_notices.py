@@ -59,3 +59,16 @@ def test_errors_of_memory_are_said_as_they_come_not_those_from_before_the_run() 
     assert said(sample(0), sample(1, worse), sample(2, silent), sample(3, worse)) == [], "nothing to compare with"
     other = replace(worse, uuid="GPU-B", index=1)
     assert said(sample(0, GPU), sample(1, GPU, other)) == [], "another GPU that appears"
+
+
+def test_errors_of_another_gpu_of_the_machine_do_not_ask_to_stop_this_run() -> None:
+    ours, other = replace(GPU, uuid="GPU-A"), replace(GPU, uuid="GPU-B", index=1)
+    worse = (replace(ours, ecc_uncorrected=3), replace(other, ecc_uncorrected=3, xids=(79,)))
+    found = Notices("A").of(sample(0, ours, other), sample(1, *worse))
+    assert [(notice.level, notice.fields["gpu"]) for notice in found] == [
+        (logging.ERROR, 0),
+        (logging.WARNING, 1),
+        (logging.WARNING, 1),
+    ]
+    assert "stop, have the GPU checked" in found[0].text
+    assert all(notice.text.endswith("it is not the GPU of this run") for notice in found[1:])

@@ -51,15 +51,21 @@ class Notice:
 
 
 class Notices:
-    """Remembers what it has said."""
+    """Remembers what it has said.
 
-    def __init__(self) -> None:
+    Args:
+        gpu_uuid: of the run's GPU; None = not known, and then each may be.
+    """
+
+    def __init__(self, gpu_uuid: str | None = None) -> None:
+        self._gpu_uuid = gpu_uuid
         self._stopped_since_s: dict[int, float] = {}
         self._slowed_since_s: dict[str, float] = {}
 
     def of(self, before: SystemSample, sample: SystemSample) -> list[Notice]:
         """What two samples, one after the other, give cause to say."""
-        return [*_kills(before, sample), *self._stopped(sample), *_gpu_errors(before, sample), *self._slowed(sample)]
+        errors = _gpu_errors(before, sample, self._gpu_uuid)
+        return [*_kills(before, sample), *self._stopped(sample), *errors, *self._slowed(sample)]
 
     def _stopped(self, sample: SystemSample) -> list[Notice]:
         """Once for each process that a signal has stopped and that stays so."""
@@ -102,20 +108,28 @@ def _slowed_notice(gpu: GpuUse) -> Notice:
     )
 
 
-def _gpu_errors(before: SystemSample, sample: SystemSample) -> Iterator[Notice]:
-    """XIDs, and errors of memory that ECC could not correct."""
+def _gpu_errors(before: SystemSample, sample: SystemSample, gpu_uuid: str | None) -> Iterator[Notice]:
+    """XIDs, and errors of memory that ECC could not correct.  Another GPU's are no reason to stop this run."""
     ecc_before = {gpu.uuid: gpu.ecc_uncorrected for gpu in before.gpus}
     for gpu in sample.gpus:
+        ours = gpu_uuid is None or gpu_uuid in gpu.uuid
+        level, foreign = (logging.ERROR, "") if ours else (logging.WARNING, "; it is not the GPU of this run")
         for xid in gpu.xids:
             text = f"GPU {gpu.index} ({gpu.name}): XID {xid}: {_XIDS.get(xid, 'see the list of XIDs by NVIDIA')}"
-            yield Notice(logging.ERROR, text, "gpu_xid", {"gpu": gpu.index, "xid": xid})
+            yield Notice(level, text + foreign, "gpu_xid", {"gpu": gpu.index, "xid": xid})
         counted = ecc_before.get(gpu.uuid)
         if counted is not None and gpu.ecc_uncorrected is not None and gpu.ecc_uncorrected > counted:
             text = (
                 f"GPU {gpu.index} ({gpu.name}): {gpu.ecc_uncorrected - counted} new error(s) of memory that ECC could "
-                "not correct; results since may be wrong: stop, have the GPU checked, go on from an earlier checkpoint"
+                "not correct"
             )
-            yield Notice(logging.ERROR, text, "gpu_ecc", {"gpu": gpu.index, "errors": gpu.ecc_uncorrected - counted})
+            remedy = "; results since may be wrong: stop, have the GPU checked, go on from an earlier checkpoint"
+            yield Notice(
+                level,
+                text + (remedy if ours else foreign),
+                "gpu_ecc",
+                {"gpu": gpu.index, "errors": gpu.ecc_uncorrected - counted},
+            )
 
 
 def _kills(before: SystemSample, sample: SystemSample) -> list[Notice]:
