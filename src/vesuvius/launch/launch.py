@@ -12,6 +12,7 @@ import yaml
 from vesuvius.config import Config
 from vesuvius.launch.rank import Request, train_as_rank
 from vesuvius.runlog.run_dir import run_dir
+from vesuvius.training.checkpoint.mirror import stored_config
 from vesuvius.training.ranks.join import launched_ranks
 from vesuvius.training.run import train
 
@@ -71,9 +72,13 @@ def _gpus(config: Config) -> int:
 
 
 def _ranks_so_far(config: Config) -> int | None:
-    """`training.ranks` of the sessions before; None where there were none."""
+    """`training.ranks` of the sessions before, here or in `cluster.storage_path`; None where there were none."""
     try:
-        stored = yaml.safe_load((run_dir(config).path / "config.resolved.yaml").read_text(encoding="utf-8"))
+        text = (run_dir(config).path / "config.resolved.yaml").read_text(encoding="utf-8")
+    except OSError:
+        text = stored_config(config) or ""
+    try:
+        stored = yaml.safe_load(text)
         return int(stored["training"].get("ranks", 1))  # runs of earlier versions had one
-    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError):
+    except (KeyError, TypeError, ValueError, yaml.YAMLError):
         return None

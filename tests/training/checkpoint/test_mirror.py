@@ -17,7 +17,10 @@ import torch
 from tests.support.kill_harness import Session, final_difference
 from tests.support.small_disk import small_disk
 from vesuvius.config import Config
+from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
+from vesuvius.launch.launch import with_number_of_ranks
+from vesuvius.launch.rank import Request
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.checkpoint import mirror as module
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, newest_checkpoint
@@ -124,6 +127,18 @@ def test_what_an_earlier_session_has_stored_is_neither_deleted_nor_sent_again(
     with Mirror(run, store, RetentionPolicy(3)):
         pass
     assert {key.split("/")[1] for key in sent if key.startswith("checkpoints/")} == {"step_00000030"}
+
+
+def test_auto_ranks_of_a_run_that_is_resumed_elsewhere_are_those_that_it_began_with(
+    run: RunDir, store: RunStore, tmp_path: Path, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tiny_config(name="r", training={"ranks": "auto"}, cluster={"storage_path": store.address.removesuffix("/r")})
+    request = Request(read_config(path), path, resume=True)
+    assert with_number_of_ranks(request, None).config.training.ranks == 1, "nothing is stored"
+    (tmp_path / "resolved").write_text("training: {ranks: 8}")
+    store.put("config.resolved.yaml", tmp_path / "resolved")
+    assert with_number_of_ranks(request, None).config.training.ranks == 8
 
 
 def test_a_damaged_checkpoint_of_this_machine_is_replaced_by_the_whole_one(run: RunDir, store: RunStore) -> None:

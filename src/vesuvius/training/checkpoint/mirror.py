@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -79,6 +78,10 @@ class RunStore:
             with file.open("wb") as out:
                 for part in parts:
                     out.write(part)
+
+    def read(self, key: str) -> bytes:
+        """A small object.  Raises BaseError."""
+        return bytes(obstore.get(self._store, key).bytes())
 
     def list_keys(self, prefix: str | None = None) -> list[str]:
         """Raises BaseError."""
@@ -205,9 +208,7 @@ class Mirror:
         key = f"checkpoints/{path.name}/{MANIFEST}"
         if key not in self._store.list_keys(f"checkpoints/{path.name}"):
             return False
-        with tempfile.TemporaryDirectory() as folder:
-            self._store.get(key, stored := Path(folder) / MANIFEST)
-            return stored.read_bytes() == (path / MANIFEST).read_bytes()
+        return self._store.read(key) == (path / MANIFEST).read_bytes()
 
     def _prune(self) -> None:
         """Delete what the policy does not keep of all that is stored, also half stored, by this session or before.
@@ -286,6 +287,16 @@ def open_run_store(config: Config, directory: RunDir, resume: bool, wait_s: floa
     else:
         fetch_run(store, directory)
     return store
+
+
+def stored_config(config: Config) -> str | None:
+    """`config.resolved.yaml` of the run in `cluster.storage_path`; None where there is none.  Raises StorageError."""
+    if config.cluster.storage_path is None:
+        return None
+    store, key = RunStore(config), "config.resolved.yaml"
+    if key not in _tried(store.list_keys, store.address):
+        return None
+    return _tried(lambda: store.read(key), store.address).decode()
 
 
 def fetch_run(store: RunStore, directory: RunDir) -> None:
