@@ -7,12 +7,14 @@ import io
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.small_disk import fill, small_disk
+from vesuvius.runlog.files.append_file import AppendFile
 from vesuvius.runlog.logfile import _TerminalHandler, close_logs, log_to_terminal, open_log, terminal_lines_through
 
 log = logging.getLogger("vesuvius.test")
@@ -132,3 +134,30 @@ def test_a_line_from_a_signal_handler_in_the_middle_of_another_write_is_not_lost
         monkeypatch.setattr(sys, "stdout", Busy(file))
         _TerminalHandler().emit(logging.LogRecord("vesuvius", logging.INFO, "", 0, "SIGINT: stopping", None, None))
         assert (tmp_path / "out").read_text() == "SIGINT: stopping\n"
+
+
+def test_a_line_that_waits_for_a_stalled_disk_holds_up_no_other_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guard and watchdog log, too, before they act."""
+    writing, goes_on, whole_write = threading.Event(), threading.Event(), AppendFile._write_waiting
+
+    def stalled(file: AppendFile) -> OSError | None:
+        writing.set()
+        assert goes_on.wait(60)
+        return whole_write(file)
+
+    monkeypatch.setattr(AppendFile, "_write_waiting", stalled)
+    open_log(tmp_path / "log")
+    first, second = (threading.Thread(target=log.warning, args=(f"line {n}",), daemon=True) for n in (1, 2))
+    first.start()
+    assert writing.wait(60)
+    second.start()
+    second.join(30)
+    held_up = second.is_alive()
+    goes_on.set()
+    first.join(60)
+    second.join(60)
+    close_logs()
+    assert not held_up
+    assert [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()] == ["1", "2"]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.support.moments import moments
 from vesuvius.monitor.memcheck.inspector import Viewpoint
-from vesuvius.monitor.memcheck.run_inspector import RunInspector
+from vesuvius.monitor.memcheck.run_inspector import RunInspector, _silence
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.recent import RecentFile
 from vesuvius.monitor.session import begin_session, end_session
@@ -38,3 +40,24 @@ def test_the_rows_of_a_run_that_has_ended_add_up_to_its_total(tmp_path: Path, wo
     assert sizes == expected
     assert rows["total"].now_bytes == sum(expected.values()) == 9 * GIB
     assert sum(row.now_bytes or 0 for row in found.rows if row.part == "reader") == (3 * GIB if workers else 0)
+
+
+def test_a_run_whose_sampling_alone_has_stalled_is_as_silent_as_its_records() -> None:
+    """Ten minutes without a sample, and a step a second ago."""
+    sampled = SimpleNamespace(awaits="batch", silent_s=0.5, time=400.0)
+    stalled: Any = SimpleNamespace(sign_time=999.0, moments=[sampled])
+    assert _silence(stalled, 1000.0) == ("batch", 1.0)
+    hung: Any = SimpleNamespace(sign_time=300.0, moments=[SimpleNamespace(awaits="batch", silent_s=699.0, time=999.5)])
+    assert _silence(hung, 1000.0) == ("batch", 699.5)
+
+
+@pytest.mark.parametrize(("after_s", "known"), [(60, False), (400, True)])
+def test_growth_of_start_up_minutes_is_none_of_a_run_that_has_ended(tmp_path: Path, after_s: int, known: bool) -> None:
+    session = begin_session(tmp_path / "session.json", "tiny", 2, Limits())
+    uncounted = {"cgroup_oom_kills": None, "machine_oom_kills": None}
+    with closing(RecentFile(tmp_path / "recent.jsonl")) as recent:
+        for moment in moments(session.begin_time + after_s, count=50, **uncounted):
+            recent.write(moment)
+    end_session(tmp_path / "session.json", session, 75)
+    rows = {row.part: row for row in RunInspector(tmp_path, Viewpoint()).inspect().rows}
+    assert (rows["total"].trend is not None) == known
