@@ -264,6 +264,7 @@ from vesuvius.launch.ray.bulletin import Bulletin
 from vesuvius.training.ranks import ranks
 
 ranks._CAUSE_S = ranks._LEAVE_S = 1.0
+ranks._SILENT_S = 15.0  # Ray Train itself would notice the death at once; a rank that waits to begin a step does not
 board = Bulletin()
 if "--again" in sys.argv:
     board.start(0), board.start(1)
