@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.system_trees import empty_roots, write_process
@@ -252,3 +253,11 @@ def test_a_real_grandchild_that_lost_its_parent_stays_in_the_tree() -> None:
         finally:
             os.kill(grandchild, 9)
             process.communicate("\n")
+
+
+def test_psutil_reads_the_real_machine_again_after_another_tree(tmp_path: Path) -> None:
+    """Else whoever asks psutil next, of a reader say, hears that there is no such process."""
+    with Roots(proc=tmp_path).for_psutil():
+        assert psutil.PROCFS_PATH == str(tmp_path)
+    assert psutil.pid_exists(os.getpid())
+    assert psutil.PROCFS_PATH == "/proc"

@@ -24,8 +24,11 @@ class Roots:
     def for_psutil(self) -> Iterator[None]:
         """psutil reads `proc` while the context lasts.  Its path is global, so one thread at a time."""
         with _psutil_lock:
-            psutil.PROCFS_PATH = str(self.proc)
-            yield
+            before, psutil.PROCFS_PATH = psutil.PROCFS_PATH, str(self.proc)
+            try:
+                yield
+            finally:
+                psutil.PROCFS_PATH = before
 
 
 def read_text(path: Path | str) -> str | None:
