@@ -258,6 +258,6 @@ def test_a_real_grandchild_that_lost_its_parent_stays_in_the_tree() -> None:
 def test_psutil_reads_the_real_machine_again_after_another_tree(tmp_path: Path) -> None:
     """Else whoever asks psutil next, of a reader say, hears that there is no such process."""
     with Roots(proc=tmp_path).for_psutil():
-        assert psutil.PROCFS_PATH == str(tmp_path)
+        assert str(tmp_path) == psutil.PROCFS_PATH
     assert psutil.pid_exists(os.getpid())
     assert psutil.PROCFS_PATH == "/proc"
