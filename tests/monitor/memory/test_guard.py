@@ -183,15 +183,14 @@ def test_exit_comes_a_step_before_exhaustion_for_leaks_that_last_long_enough():
 
     The same leaks each time, as the law has rare exceptions, of which one is below.
     """
-    rng, steps_left = np.random.default_rng(0), []
-    while len(steps_left) < 30:
+    rng, tried = np.random.default_rng(0), 0
+    while tried < 60:
         rate, step_s = rng.uniform(20 * MB, 200 * MB), rng.uniform(0.2, 40.0)
         if (machine := _leaking(rate, step_s, rng.uniform(0.0, 200.0), int(rng.integers(100, 401)))) is None:
             continue
         assert machine.killed_s is None
-        steps_left.append(_seconds_left_at_exit(machine, rate) / step_s)
-    assert min(steps_left) > 0.8
-    assert sum(left > 1 for left in steps_left) >= 29
+        assert _seconds_left_at_exit(machine, rate) > step_s
+        tried += 1
 
 
 def test_lower_rungs_that_follow_one_another_may_delay_the_exit_to_less_than_a_step_ahead():
