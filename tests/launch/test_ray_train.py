@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, VesuviusError
 from vesuvius.launch.launch import with_number_of_ranks
 from vesuvius.launch.rank import Request
 from vesuvius.launch.ray import room, trainer, worker
 from vesuvius.launch.ray.bulletin import Bulletin
+from vesuvius.stream.options import StreamOptions, reads_here
 from vesuvius.stream.ray.session import passed_on
 
 
@@ -177,3 +179,14 @@ def test_auto_counts_the_gpus_of_the_cluster_that_is_named_and_not_those_of_the_
         request = with_number_of_ranks(Request(read_config(path), path, False), None)
         assert request.config.training.ranks == count, address
     assert request.config.cluster.address is None, "local is the default: a private Ray with settings of its own"
+
+
+def test_a_rank_that_is_left_alone_of_several_reads_where_it_has_reserved_processors() -> None:
+    """On a node without others free, readers that ask for processors of their own would be waited for without end."""
+    cluster = ClusterConfig(address="10.0.0.1:6379", min_ranks=1)
+    left = StreamOptions.from_config(TrainingConfig(ranks=2), cluster)
+    assert reads_here(left.cluster, world=1)
+    alone = StreamOptions.from_config(TrainingConfig(), cluster)
+    assert not reads_here(alone.cluster, world=1), "a run of one rank uses the whole cluster"
+    anywhere = StreamOptions.from_config(TrainingConfig(ranks=2), cluster.model_copy(update={"reader_nodes": "any"}))
+    assert not reads_here(anywhere.cluster, world=2)

@@ -51,6 +51,9 @@ class StreamOptions:
     def from_config(cls, training: TrainingConfig, cluster: ClusterConfig) -> Self:
         """The options of a config."""
         mib = training.prefetch_mib
+        if training.ranks != 1 and cluster.reader_nodes == "auto":
+            # Also of the one rank that `min_ranks: 1` may leave: it has reserved the processors of its readers.
+            cluster = cluster.model_copy(update={"reader_nodes": "same"})
         return cls(
             training.train_batch_size,
             training.workers,

@@ -124,12 +124,8 @@ def _gpu_errors(before: SystemSample, sample: SystemSample, gpu_uuid: str | None
                 "not correct"
             )
             remedy = "; results since may be wrong: stop, have the GPU checked, go on from an earlier checkpoint"
-            yield Notice(
-                level,
-                text + (remedy if ours else foreign),
-                "gpu_ecc",
-                {"gpu": gpu.index, "errors": gpu.ecc_uncorrected - counted},
-            )
+            fields = {"gpu": gpu.index, "errors": gpu.ecc_uncorrected - counted}
+            yield Notice(level, text + (remedy if ours else foreign), "gpu_ecc", fields)
 
 
 def _kills(before: SystemSample, sample: SystemSample) -> list[Notice]:
