@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +16,9 @@ from vesuvius.config import ClusterConfig, TrainingConfig
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, VesuviusError
 from vesuvius.launch.launch import with_number_of_ranks
-from vesuvius.launch.rank import Request
 from vesuvius.launch.ray import room, trainer, worker
 from vesuvius.launch.ray.bulletin import Bulletin
+from vesuvius.launch.request import Request
 from vesuvius.stream.options import StreamOptions, reads_here
 from vesuvius.stream.ray.session import passed_on
 
@@ -60,6 +62,12 @@ def test_rank_0_does_not_begin_anew_on_a_node_without_the_run_that_has_made_step
     worker._refuse_missing(config)
     stored = read_config(tiny_config("other", cluster={"storage_path": "s3://bucket/runs"}))
     worker._refuse_missing(stored)  # it comes from there
+
+
+def test_the_command_starts_ray_without_waiting_for_torch(tmp_path: Path) -> None:
+    code = "import sys, vesuvius.launch.launch, vesuvius.launch.ray.command; print(*{'torch'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == "\n"
 
 
 def test_ray_train_is_asked_for_what_the_config_says(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:

@@ -258,7 +258,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import ray
 from vesuvius.config.load import read_config
-from vesuvius.launch.rank import Request
+from vesuvius.launch.request import Request
 from vesuvius.launch.ray import worker
 from vesuvius.launch.ray.bulletin import Bulletin
 from vesuvius.training.ranks import ranks

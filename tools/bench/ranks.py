@@ -219,7 +219,7 @@ _ONE_RANK = """
 import sys
 from pathlib import Path
 from vesuvius.config.load import read_config
-from vesuvius.launch.rank import Request
+from vesuvius.launch.request import Request
 from vesuvius.runlog.logfile import log_to_terminal
 {launch}
 log_to_terminal()

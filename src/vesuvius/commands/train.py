@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
 
         return train(one_rank(config), args.config, resume, make_tuner=tune_worker(CommandPipe()))
     from vesuvius.launch.launch import launch
-    from vesuvius.launch.rank import Request
+    from vesuvius.launch.request import Request
 
     request = Request(config, args.config, resume, args.allow_drift, args.restart_damaged)
     if args.profile is not None:

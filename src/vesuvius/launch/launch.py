@@ -1,4 +1,7 @@
-"""One rank in this process, the ranks that torchrun has started, or those that Ray Train is asked to start."""
+"""One rank in this process, the ranks that torchrun has started, or those that Ray Train is asked to start.
+
+torch, which takes seconds to import, is imported where this process trains; Ray starts without it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 import yaml
 
 from vesuvius.config import Config
-from vesuvius.launch.rank import Request, train_as_rank
+from vesuvius.launch.request import Request
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.training.checkpoint.mirror import stored_config
-from vesuvius.training.ranks.join import launched_ranks
-from vesuvius.training.run import train
+from vesuvius.training.ranks.part import launched_ranks
 
 log = logging.getLogger(__name__)
 
@@ -27,21 +27,13 @@ def launch(request: Request, on_step: Callable[[int], None] = lambda step: None)
     """
     launched = launched_ranks()
     request = with_number_of_ranks(request, launched)
-    if launched is not None:
-        return train_as_rank(request, on_step)
-    if request.config.training.ranks == 1:
-        return train(
-            request.config,
-            request.source,
-            request.resume,
-            request.allow_drift,
-            on_step,
-            restart_damaged=request.restart_damaged,
-            make_tuner=request.make_tuner,
-        )
-    from vesuvius.launch.ray.command import train_with_ray  # takes seconds to import
+    if launched is None and request.config.training.ranks != 1:
+        from vesuvius.launch.ray.command import train_with_ray
 
-    return train_with_ray(request)
+        return train_with_ray(request)
+    from vesuvius.launch.rank import train_alone, train_as_rank
+
+    return train_alone(request, on_step) if launched is None else train_as_rank(request, on_step)
 
 
 def with_number_of_ranks(request: Request, launched: int | None) -> Request:
@@ -65,8 +57,10 @@ def with_number_of_ranks(request: Request, launched: int | None) -> Request:
 def _gpus(config: Config) -> int:
     """GPUs of the cluster that the config names, or of this machine; 1 where there are none."""
     if config.cluster.address is None:
+        import torch
+
         return max(torch.cuda.device_count(), 1)
-    from vesuvius.launch.ray.room import ranks_of_cluster  # takes seconds to import
+    from vesuvius.launch.ray.room import ranks_of_cluster
 
     return ranks_of_cluster(config)
 
@@ -76,6 +70,8 @@ def _ranks_so_far(config: Config) -> int | None:
     try:
         text = (run_dir(config).path / "config.resolved.yaml").read_text(encoding="utf-8")
     except OSError:
+        from vesuvius.training.checkpoint.mirror import stored_config
+
         text = stored_config(config) or ""
     try:
         stored = yaml.safe_load(text)

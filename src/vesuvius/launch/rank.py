@@ -1,32 +1,23 @@
-"""One rank of a run, in a process that torchrun or Ray Train has started."""
+"""One rank of a run: the only one, or one in a process that torchrun or Ray Train has started."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, VesuviusError
-from vesuvius.training.loop import MakeTuner, make_autotuner
+from vesuvius.launch.request import Request
+from vesuvius.training.loop import make_autotuner
 from vesuvius.training.ranks.join import open_ranks
-from vesuvius.training.ranks.ranks import Restart
+from vesuvius.training.ranks.ranks import SINGLE, Ranks, Restart
 from vesuvius.training.run import train
 from vesuvius.training.stop import StopRequest
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `vesuvius train` was asked for; the arguments are explained at `training.run.train`."""
-
-    config: Config
-    source: Path
-    resume: bool
-    allow_drift: bool = False
-    restart_damaged: bool = False
-    make_tuner: MakeTuner = make_autotuner
+def train_alone(request: Request, on_step: Callable[[int], None]) -> int:
+    """Train as the only rank, in this process, and return the exit code."""
+    return _train(request, on_step, SINGLE, None)
 
 
 def train_as_rank(
@@ -46,17 +37,7 @@ def train_as_rank(
     with open_ranks(device_type, 60 * config.cluster.rank_timeout_minutes, config.global_batch) as ranks:
         ranks.restart = restart
         try:
-            exit_code = train(
-                config,
-                request.source,
-                request.resume,
-                request.allow_drift,
-                on_step,
-                restart_damaged=request.restart_damaged,
-                make_tuner=request.make_tuner,
-                ranks=ranks,
-                stop=stop,
-            )
+            exit_code = _train(request, on_step, ranks, stop)
         except Exception as error:
             cause = ranks.explain(error)  # also of the first collectives, and of those of the last checkpoint
             ranks.fail(cause)
@@ -66,3 +47,17 @@ def train_as_rank(
             raise cause from error
         ranks.finish(exit_code)
     return exit_code
+
+
+def _train(request: Request, on_step: Callable[[int], None], ranks: Ranks, stop: StopRequest | None) -> int:
+    return train(
+        request.config,
+        request.source,
+        request.resume,
+        request.allow_drift,
+        on_step,
+        restart_damaged=request.restart_damaged,
+        make_tuner=request.make_tuner or make_autotuner,
+        ranks=ranks,
+        stop=stop,
+    )

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_source
 from vesuvius.errors import ConfigError, storage_errors
@@ -179,6 +177,8 @@ def refuse_existing(directory: RunDir) -> None:
 
 def describe_environment() -> dict[str, Any]:
     """Versions, machine and command line, for env.json."""
+    import torch  # takes seconds: who only asks where a run is need not wait for it
+
     return {
         "command": [sys.executable, *sys.argv],
         "directory": os.getcwd(),

@@ -20,7 +20,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.launch.launch import with_number_of_ranks
-from vesuvius.launch.rank import Request
+from vesuvius.launch.request import Request
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.checkpoint import mirror as module
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, newest_checkpoint

@@ -5,10 +5,12 @@ It prints the run's log, passes signals on and ends with rank 0's exit code.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import shutil
 import signal
+import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,13 +22,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError, one_line
-from vesuvius.launch.rank import Request
 from vesuvius.launch.ray.bulletin import Bulletin, answer
 from vesuvius.launch.ray.room import LEAST_STORE_BYTES, SAY_EVERY_S, check_room, have_gpus, living_nodes, look_for_ranks
-from vesuvius.launch.ray.trainer import fit_on_thread, make_trainer, storage_of
 from vesuvius.launch.ray.worker import Job
+from vesuvius.launch.request import Request
 from vesuvius.runlog.run_dir import refuse_existing, run_dir
 from vesuvius.stream.options import StreamOptions, check_store, store_bytes
+from vesuvius.stream.ray.private import start_autoscaling_coordinator
 from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 
@@ -51,9 +53,14 @@ def train_with_ray(request: Request) -> int:
     ranks = int(config.training.ranks)
     if not request.resume:  # before a rank is lost, whose next start would resume what is there
         refuse_existing(run_dir(config))
+    # torch takes seconds to import, Ray's processes take seconds to start
+    threading.Thread(target=importlib.import_module, args=("torch.distributed",), name="torch", daemon=True).start()
     with ExitStack() as opened:
         session = Session(config.cluster, config.training.workers * ranks, ranks, _store_bytes(config, ranks))
         opened.callback(session.close)
+        start_autoscaling_coordinator()
+        from vesuvius.launch.ray.trainer import fit_on_thread, make_trainer, storage_of  # imports torch
+
         nodes = living_nodes()
         on_gpu = have_gpus(nodes)
         check_room(config, nodes)

@@ -1,4 +1,7 @@
-"""What each worker of Ray Train runs: `training.run.train`, as torchrun would run it, with an ear for the bulletin."""
+"""What each worker of Ray Train runs: `training.run.train`, as torchrun would run it, with an ear for the bulletin.
+
+Only the worker imports what trains: the command and Ray Train's controller, which know this module, start without it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,10 @@ import ray
 
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
-from vesuvius.launch.rank import Request, train_as_rank
 from vesuvius.launch.ray.bulletin import Start
+from vesuvius.launch.request import Request
 from vesuvius.runlog.logfile import close_logs
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.training.ranks.ranks import RankLostError, Restart, restart_may_help
 from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,9 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
         RankLostError: another rank is gone; Ray Train then starts all of them anew.
         RuntimeError: of a GPU or its network, which another start may not meet.
     """
+    from vesuvius.launch.rank import train_as_rank
+    from vesuvius.training.ranks.ranks import RankLostError, Restart, restart_may_help
+
     job: Job = arguments["job"]
     logging.getLogger("vesuvius").setLevel(logging.INFO)
     rank, request = int(os.environ["RANK"]), job.request

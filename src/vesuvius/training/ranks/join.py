@@ -13,19 +13,13 @@ import torch
 import torch.distributed as dist
 
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.training.ranks.part import most_at_work
+from vesuvius.training.ranks.part import launched_ranks, most_at_work
 from vesuvius.training.ranks.ranks import RankLostError, Ranks
 
 log = logging.getLogger(__name__)
 
 _START_S = 600.0  # for all ranks to come
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # which torch does not declare
-
-
-def launched_ranks() -> int | None:
-    """Number of ranks that torchrun or Ray Train has started; None where neither has."""
-    world = os.environ.get("WORLD_SIZE")
-    return int(world) if world and "RANK" in os.environ and "MASTER_ADDR" in os.environ else None
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""What one rank computes of a global batch.  Pure."""
+"""What one rank computes of a global batch."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,12 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
+
+
+def launched_ranks() -> int | None:
+    """Number of ranks that torchrun or Ray Train has started; None where neither has."""
+    world = os.environ.get("WORLD_SIZE")
+    return int(world) if world and "RANK" in os.environ and "MASTER_ADDR" in os.environ else None
 
 
 @dataclass(frozen=True)
