@@ -6,8 +6,9 @@
     python tools/bench/ranks.py --through-ray --config C.yaml training.max_steps=30   # what Ray Train costs one rank
 
 The prediction knows the step of one rank alone and two figures of the machine: how much slower a rank computes beside
-others (measured: steps of this network in so many processes that exchange nothing), and how long an all-reduce of the
-gradient's bytes takes (here alone, in a loop).
+others and beside Ray's own processes (measured: steps of this network in so many processes that exchange nothing, while
+a Ray with as many actors as Ray Train has is at rest), and how long an all-reduce of the gradient's bytes takes (here
+in a loop).
 
     step = compute x crowding + exposed + agreement,  exposed = max(0, all-reduce - overlap x last backward pass)
     all-reduce of a ring = 2 (N - 1) / N x bytes / bandwidth + 2 (N - 1) x latency
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import socket
 import statistics
@@ -27,11 +29,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 
@@ -44,6 +49,7 @@ from vesuvius.training.step.step import TrainStep
 
 CPU = torch.device("cpu")
 _NODE_GPUS, _COMPUTE_S = 8, 8.0
+_ACTORS = 8  # beside the ranks: our bulletin, Ray Train's controller and its helpers
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,8 @@ def compare(path: Path) -> None:
     _print_row(*["---"] * 9)
     for cell in cells:
         count, got = cell["ranks"], cell["figures"]
-        together = measure_together(count, config) if count > 1 else alone
+        with _ray_at_rest() if count > 1 else nullcontext():
+            together = measure_together(count, config) if count > 1 else alone
         crowding = together["compute_s"] / alone["compute_s"]
         seconds = predicted_s(one["step_s"], one["compute_s"], crowding, together) if count > 1 else one["step_s"]
         error = f"{seconds / got['step_s'] - 1:+.1%}"
@@ -145,6 +152,22 @@ def compare(path: Path) -> None:
         figures = (f"{got['step_s']:.4f}", f"{cell['samples_s']['mid']:.2f}", efficiency, f"{got['comm_s']:.4f}")
         modelled = (f"{crowding:.2f}", f"{together['all_reduce_s']:.4f}", f"{seconds:.4f}")
         _print_row(count, *figures, *modelled, error)
+
+
+@contextmanager
+def _ray_at_rest() -> Iterator[None]:
+    """Ray with idle actors: each of its processes wakes a hundred times a second."""
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        actors: list[Any] = [ray.remote(num_cpus=0)(_Idle).remote() for _ in range(_ACTORS)]
+        ray.get([actor.__ray_ready__.remote() for actor in actors])
+        yield
+    finally:
+        ray.shutdown()
+
+
+class _Idle:
+    pass
 
 
 def predicted_s(one_step_s: float, one_compute_s: float, crowding: float, together: dict[str, float]) -> float:
