@@ -253,11 +253,16 @@ def test_a_reader_that_is_stopped_counts_and_is_said_once(
     ):
         monitor.told = LoopStatus(readers={reader.pid: 1})
         wait_until(lambda: len(monitor.sample.processes) > 1)
-        assert monitor.stopped_readers() == 0
+        assert monitor.stops.stopped == 0
         reader.send_signal(signal.SIGSTOP)
-        wait_until(lambda: monitor.stopped_readers() == 1)
+        wait_until(lambda: monitor.stops.now == 1)
         wait_until(lambda: caplog.records)
-        time.sleep(0.3)
+        wait_until(lambda: monitor.stops.stopped > 20)
+        reader.send_signal(signal.SIGCONT)
+        wait_until(lambda: monitor.stops.now == 0)
+        before = monitor.stops
+        wait_until(lambda: monitor.stops.samples > before.samples + 2)
+        assert monitor.stops.stopped == before.stopped
         reader.kill()
     assert [f"kill -CONT {reader.pid}" in r.getMessage() for r in caplog.records] == [True]
 
