@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -249,14 +250,20 @@ class Monitor:
             order = self.order
         self._level = risk.level
         if self._mode != "off" and risk.level > before:
-            text = risk.reason
+            self._writer.later(
+                lambda: log.warning("risk of an out of memory kill %s: %s", risk.level.name, risk.reason)
+            )
             if others_are_to_blame(risk.killers, self._limits):
-                text += others_text(sample.used_bytes, self._watcher.largest_others(sample, OTHERS_NAMED))
-            self._writer.later(lambda: log.warning("risk of an out of memory kill %s: %s", risk.level.name, text))
+                self._writer.later(lambda: self._name_others(sample))
         elif self._mode != "off" and risk.level < before:
             self._writer.later(lambda: log.info("memory risk is %s again", risk.level.name))
         if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
             self._on_exit(order)
+
+    def _name_others(self, sample: SystemSample) -> None:
+        """In the writing thread: to read of other people's processes may take long, or hang."""
+        others = self._watcher.largest_others(sample, OTHERS_NAMED)
+        log.warning("%s", others_text(sample.used_bytes, others))
 
     def _say(self, notice: Notice) -> None:
         log.log(notice.level, "%s", notice.text)
@@ -265,10 +272,10 @@ class Monitor:
 
     def _say_blind(self) -> None:
         """Seldom: what fails each second would fill the log."""
-        now = time.monotonic()
+        now, failed = time.monotonic(), sys.exc_info()
         if now >= self._say_blind_again_s:
             self._say_blind_again_s = now + _BLIND_EVERY_S
-            log.warning("sampling failed; retrying", exc_info=True)
+            self._writer.later(lambda: log.warning("sampling failed; retrying", exc_info=failed))
 
     def _keep(self, sample: SystemSample, vram: VramUse | None) -> None:
         told, first, held = self.told, self.risk.killers[0], {p.pid: p.anon_bytes for p in sample.processes}

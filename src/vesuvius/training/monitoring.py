@@ -21,7 +21,7 @@ from vesuvius.monitor.probes.system_sample import Watcher
 from vesuvius.monitor.probes.vram import Vram, gpu_uuid
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session
 from vesuvius.runlog.listeners.prometheus import Exporter
-from vesuvius.runlog.listeners.tensorboard import TensorBoard
+from vesuvius.runlog.listeners.tensorboard import TensorBoard, tensorboard_thread
 from vesuvius.runlog.listeners.trackers import Tracker
 from vesuvius.runlog.listeners.webhook import Webhook
 from vesuvius.runlog.metrics import Metrics
@@ -79,8 +79,7 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[Metrics]:
     with ExitStack() as opened:
         if monitor.tensorboard:
             tensorboard = TensorBoard(directory.tensorboard, directory.path)
-            opened.callback(tensorboard.close)
-            listeners.append(tensorboard.write)
+            listeners.append(opened.enter_context(tensorboard_thread(tensorboard)))
         if monitor.prometheus_port is not None:
             exporter = opened.enter_context(Exporter(monitor.prometheus_port, config.name, monitor.prometheus_address))
             listeners.append(exporter.take)

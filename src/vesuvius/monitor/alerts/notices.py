@@ -147,9 +147,9 @@ def others_are_to_blame(killers: Sequence[MemoryLimit], limits: Limits) -> bool:
 
 
 def others_text(used_bytes: int, others: Sequence[ProcessUse]) -> str:
-    """What is added to a warning then: who holds the memory."""
+    """What follows the warning then: who holds the memory."""
     named = ", ".join(f"{use.name.split(' ')[0]} (pid {use.pid}) {size_text(use.anon_bytes)}" for use in others)
     return (
-        f"; this run holds {size_text(used_bytes)} of it, so the guard does nothing; the largest others: "
+        f"this run holds {size_text(used_bytes)} of the memory in use, so the guard does nothing; the largest others: "
         f"{named or 'none that can be seen from here'}"
     )
