@@ -90,6 +90,14 @@ def bare(directory: Path, own: int, total: int, used: int, swap: int = 0) -> Roo
     return roots
 
 
+def ranks(directory: Path, count: int) -> Roots:
+    """One of so many ranks of 7.5 GiB each, in a pod of 64 GiB that they fill."""
+    roots = write_v2(directory, limit=64 * GIB, anon=int(count * 7.5 * GIB))
+    write_machine(roots, total=256 * GIB, available=180 * GIB)
+    write_process(roots, TRAINER, anon=int(7.5 * GIB))
+    return roots
+
+
 def below_a_slice(directory: Path, own: int, slice_used: int) -> Roots:
     """A job without a limit of its own, in a slice of 40 GiB that others share."""
     roots = write_v2(directory, path="/batch.slice/job7", anon=own)

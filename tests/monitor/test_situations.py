@@ -30,6 +30,7 @@ from tests.monitor.situations import (
     pinned,
     pod,
     processes_for,
+    ranks,
     recorded,
     silent,
     steady,
@@ -103,6 +104,16 @@ SITUATIONS = [
         "a slice of 40 GiB that others fill, without a limit of our own",
         lambda p: steady(below_a_slice(p, own=3 * GIB, slice_used=38 * GIB)),
         *("CRITICAL, by others", NOTHING, "/batch.slice"),
+    ),
+    Situation(
+        "eight ranks of 7.5 GiB fill a pod of 64 GiB: what one holds would not help",
+        lambda p: steady(ranks(p, 8), Limits(ranks_here=8)),
+        *("CRITICAL", "exit", "60.00 of 64.00 GiB"),
+    ),
+    Situation(
+        "a rank of 7.5 GiB in a pod of 64 GiB that others fill",
+        lambda p: steady(ranks(p, 8)),
+        *("CRITICAL, by others", NOTHING),
     ),
     Situation(
         "cgroups version 1 with a limit above the container: 7.5 of 8 GiB",

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from vesuvius.monitor.alerts.disk import DiskWatch
 from vesuvius.monitor.alerts.notices import OTHERS_NAMED, Notice, Notices, others_are_to_blame, others_text
 from vesuvius.monitor.memory.guard import Guard, Order
-from vesuvius.monitor.memory.limits import Limits, limit_of
+from vesuvius.monitor.memory.limits import Limits, limit_of, run_bytes
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
@@ -263,7 +263,7 @@ class Monitor:
     def _name_others(self, sample: SystemSample) -> None:
         """In the writing thread: to read of other people's processes may take long, or hang."""
         others = self._watcher.largest_others(sample, OTHERS_NAMED)
-        log.warning("%s", others_text(sample.used_bytes, others))
+        log.warning("%s", others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others))
 
     def _say(self, notice: Notice) -> None:
         log.log(notice.level, "%s", notice.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,16 @@ def test_the_forecast_comes_true(disk: float, others: Callable[[float], float], 
 )
 def test_what_does_not_grow_on_is_no_reason_for_a_forecast(others: Callable[[float], float]) -> None:
     assert forecast(seen(3, 200 * GIB, others), ROLLING) is None
+
+
+def test_a_disk_that_is_full_only_after_the_end_of_the_run_is_no_trouble_of_it() -> None:
+    others = lambda t: 2 * GIB * t / HOUR  # noqa: E731
+    uses = seen(2.45, 100 * GIB, others)
+    found = forecast(uses, ROLLING)
+    assert found is not None
+    end = uses[-1].step + int(found.seconds / STEP_S)
+    assert forecast(uses, replace(ROLLING, stop_step=end - 100)) is None
+    assert forecast(uses, replace(ROLLING, stop_step=end + 100)) == found
 
 
 def test_less_than_an_hour_and_a_checkpoint_of_unknown_size_say_nothing() -> None:

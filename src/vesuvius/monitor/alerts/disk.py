@@ -34,6 +34,7 @@ class Retention:
     save_every: int
     keep_last: int
     keep_every: int | None = None
+    stop_step: int | None = None  # where the run ends; None = not known
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Forecast:
 
 
 def forecast(seen: Sequence[DiskUse], retention: Retention) -> Forecast | None:
-    """Extrapolate; None where nothing is known to grow.  Pure.
+    """Extrapolate; None where nothing is known to grow, or the run ends first.  Pure.
 
     The free bytes and those of the checkpoints together do not follow the sawtooth of saving and deleting.  What they
     lose is due to logs, previews and others on the disk, and must hold in both halves of what was seen.  Checkpoints
@@ -87,7 +88,10 @@ def forecast(seen: Sequence[DiskUse], retention: Retention) -> Forecast | None:
                 return after_s
         return max((last.free_bytes - to_come * newest) / bytes_per_s, to_come * pace_s if to_come else 0.0)
 
-    return Forecast(full_after_s(rate), full_after_s(least), rate)
+    seconds = full_after_s(rate)
+    if retention.stop_step is not None and seconds * steps_s > retention.stop_step - last.step:
+        return None
+    return Forecast(seconds, full_after_s(least), rate)
 
 
 class DiskWatch:
