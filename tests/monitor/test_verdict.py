@@ -408,6 +408,13 @@ def test_a_rank_that_waits_for_others_is_comm_bound_and_is_told_whose_verdict_to
     assert judge(hungry(data_s=45.0, comm_s=10.0), GPU).kind == "data-bound"
 
 
+def test_a_host_that_is_too_slow_gets_no_readers_of_its_own_while_memory_is_short() -> None:
+    slow = window(other_s=40.0)
+    assert judge(slow, replace(GPU, workers=0)).overrides == ("training.workers=2",)
+    short = judge(slow, replace(GPU, workers=0, compile=False, memory_is_short=True))
+    assert short.overrides == ("training.compile=true",)
+
+
 def test_a_gpu_whose_kernels_wait_to_be_launched_is_host_bound() -> None:
     """Events span the gaps between kernels; NVML does not."""
     launching = judge(window(gpu_busy=0.4), replace(GPU, compile=False))

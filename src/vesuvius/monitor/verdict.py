@@ -193,7 +193,7 @@ def _larger_micro_batch(w: Window, k: Knobs) -> tuple[str, ...]:
 def _host_bound(w: Window, k: Knobs, evidence: str) -> Verdict:
     """Launching kernels one by one, logging, or another thread of the trainer holds the interpreter."""
     overrides: tuple[str, ...] = ()
-    if k.on_gpu and k.workers == 0:
+    if k.on_gpu and k.workers == 0 and not k.memory_is_short:
         overrides = ("training.workers=2",)
     elif k.on_gpu and not k.compile:
         overrides = ("training.compile=true",)
