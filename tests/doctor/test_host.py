@@ -109,7 +109,7 @@ def test_a_quota_that_brakes_is_caught(tmp_path: Path, throttled: int, level: st
     files = {"job/cpu.max": "50000 100000", "job/cpu.stat": f"nr_periods 100\nnr_throttled {throttled}\n"}
     found = host.look_at_cores(None, roots=tree(tmp_path, "0::/job\n", V2, files))
     assert found.level == level
-    assert f"quota used up in {throttled} % of its periods" in found.value
+    assert f"quota of 0.5 used up in {throttled} % of its periods" in found.value
 
 
 @pytest.mark.parametrize(("used", "level"), [(2, "ok"), (7, "warn")])

@@ -30,7 +30,7 @@ from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import RiskWatch
 from vesuvius.monitor.postmortem.cause import KillCounts, remedy_of
 from vesuvius.monitor.postmortem.cause import judge as judge_death
-from vesuvius.monitor.probes.cores import quota_periods, usable_cores
+from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.machine import read_machine
@@ -87,6 +87,14 @@ def bare(directory: Path, own: int, total: int, used: int, swap: int = 0) -> Roo
     roots = write_v2(directory, anon=own, path="/user.slice")
     write_machine(roots, total=total, available=total - used, swap_total=swap)
     write_process(roots, TRAINER, anon=own)
+    return roots
+
+
+def ranks(directory: Path, count: int) -> Roots:
+    """One of so many ranks of 7.5 GiB each, in a pod of 64 GiB that they fill."""
+    roots = write_v2(directory, limit=64 * GIB, anon=int(count * 7.5 * GIB))
+    write_machine(roots, total=256 * GIB, available=180 * GIB)
+    write_process(roots, TRAINER, anon=int(7.5 * GIB))
     return roots
 
 
@@ -173,7 +181,7 @@ def recorded(
     cpu = roots.sys / "fs" / "cgroup"
     if quota is not None:
         (cpu / "cpu.max").write_text(f"{round(quota * 100_000)} 100000\n")
-    seen, periods = [], []
+    seen, quotas = [], []
     for second in (0, 100):
         cores = [(busy / 8 * second, float(second))] * 8
         write_machine(roots, total=64 * GIB, available=40 * GIB, cores=cores)
@@ -182,8 +190,8 @@ def recorded(
         for number in (1, 2):
             write_process(roots, pid + number, pid, cpu_s=readers_s / 100 * second, state="T" if stopped else "S")
         seen.append(replace(Watcher(pid, roots).sample(), clock_s=float(second)))
-        periods.append(quota_periods(pid, roots))
-    rates = rates_between(*seen)
+        quotas.append(cpu_quotas(pid, roots))
+    rates, (share, used_up) = rates_between(*seen), throttling(*quotas) or (None, None)
     assert rates is not None
     return judged(
         replace(
@@ -192,7 +200,9 @@ def recorded(
             idle_cores=rates.idle_cores(range(8)),
             own_cores=sum(rates.process_cores.values()),
             reader_cores=sum(rates.process_cores[pid + number] for number in (1, 2)),
-            throttled_share=(periods[1][1] - periods[0][1]) / (periods[1][0] - periods[0][0]),
+            throttled_share=share,
+            throttled_quota=used_up and used_up.cores,
+            stopped_share=float(stopped),
             stopped_readers=sum(process.is_stopped for process in seen[1].processes),
         )
     )

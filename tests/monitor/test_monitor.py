@@ -169,8 +169,36 @@ def test_memory_of_others_is_warned_of_by_name_and_ends_no_run(
     with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02, on_exit=orders.append):
         wait_until(lambda: watcher.samples > 5)
     assert orders == []
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "python (pid 1) 8.00 GiB, python (pid 2) 7.00 GiB, python (pid 3) 6.00 GiB" in warning
+    risk, others = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert risk.startswith("risk of an out of memory kill CRITICAL")
+    assert "python (pid 1) 8.00 GiB, python (pid 2) 7.00 GiB, python (pid 3) 6.00 GiB" in others
+
+
+def test_processes_of_others_that_cannot_be_read_do_not_blind_the_guard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`/proc/PID/cmdline` of a stranger may hang; the run's own limit is passed meanwhile."""
+    asked, answers = threading.Event(), threading.Event()
+
+    class Crowded(ScriptedWatcher):
+        def sample(self) -> SystemSample:
+            sample = super().sample()
+            return replace(sample, machine=replace(sample.machine, available_bytes=sample.machine.total_bytes // 100))
+
+        def largest_others(self, sample: SystemSample, count: int) -> list[ProcessUse]:
+            asked.set()
+            answered.append(answers.wait(60))
+            return []
+
+    answered: list[bool] = []
+    orders: list[Order] = []
+    watcher = Crowded(lambda sample: 4 * GIB if asked.is_set() else 2**20)
+    limits = Limits(configured_bytes=4 * GIB)
+    with Monitor(paths(tmp_path), limits, watcher, sample_every_s=0.02, on_exit=orders.append):
+        wait_until(lambda: orders)
+        assert "risk of an out of memory kill CRITICAL" in caplog.text, "said before it asked"
+        assert answered == []
+        answers.set()
 
 
 def test_a_disk_that_hangs_does_not_blind_the_guard(tmp_path: Path) -> None:
@@ -253,11 +281,16 @@ def test_a_reader_that_is_stopped_counts_and_is_said_once(
     ):
         monitor.told = LoopStatus(readers={reader.pid: 1})
         wait_until(lambda: len(monitor.sample.processes) > 1)
-        assert monitor.stopped_readers() == 0
+        assert monitor.stops.stopped == 0
         reader.send_signal(signal.SIGSTOP)
-        wait_until(lambda: monitor.stopped_readers() == 1)
+        wait_until(lambda: monitor.stops.now == 1)
         wait_until(lambda: caplog.records)
-        time.sleep(0.3)
+        wait_until(lambda: monitor.stops.stopped > 20)
+        reader.send_signal(signal.SIGCONT)
+        wait_until(lambda: monitor.stops.now == 0)
+        before = monitor.stops
+        wait_until(lambda: monitor.stops.samples > before.samples + 2)
+        assert monitor.stops.stopped == before.stopped
         reader.kill()
     assert [f"kill -CONT {reader.pid}" in r.getMessage() for r in caplog.records] == [True]
 

@@ -30,6 +30,7 @@ from tests.monitor.situations import (
     pinned,
     pod,
     processes_for,
+    ranks,
     recorded,
     silent,
     steady,
@@ -105,6 +106,16 @@ SITUATIONS = [
         *("CRITICAL, by others", NOTHING, "/batch.slice"),
     ),
     Situation(
+        "eight ranks of 7.5 GiB fill a pod of 64 GiB: what one holds would not help",
+        lambda p: steady(ranks(p, 8), Limits(ranks_here=8)),
+        *("CRITICAL", "exit", "60.00 of 64.00 GiB"),
+    ),
+    Situation(
+        "a rank of 7.5 GiB in a pod of 64 GiB that others fill",
+        lambda p: steady(ranks(p, 8)),
+        *("CRITICAL, by others", NOTHING),
+    ),
+    Situation(
         "cgroups version 1 with a limit above the container: 7.5 of 8 GiB",
         lambda p: steady(version_1(p, own=int(7.5 * GIB))),
         *("CRITICAL", "exit", "an ancestor"),
@@ -178,7 +189,7 @@ SITUATIONS = [
     Situation(
         "recorded: both readers are in state T, and the trainer starves",
         lambda p: recorded(p, hungry(decode_s=20.0), busy=0.3, readers_s=0.0, stopped=True),
-        *("data-bound (readers stopped)", NOTHING, "SIGSTOP) or a debugger: 2"),
+        *("data-bound (readers stopped)", NOTHING, "SIGSTOP) or a debugger for 100 s"),
     ),
     Situation(
         "`workers: 8`, and a task for one of them",
@@ -207,7 +218,9 @@ SITUATIONS = [
     ),
     Situation(
         "a quota that throttles in 40 % of its periods",
-        lambda p: judged(hungry(idle_cores=58.0, cores=4, own_cores=2.0, decode_s=390.0, throttled_share=0.4)),
+        lambda p: judged(
+            hungry(idle_cores=58.0, cores=4, own_cores=2.0, decode_s=390.0, throttled_share=0.4, throttled_quota=4.0)
+        ),
         *("data-bound (decoding)", NOTHING, "quota of 4 processors was used up in 40.0 %"),
     ),
     Situation(
@@ -219,13 +232,23 @@ SITUATIONS = [
     ),
     Situation(
         "two readers are stopped, and the batches ahead still last",
-        lambda p: judged(window(stopped_readers=2)),
+        lambda p: judged(window(stopped_share=0.3, stopped_readers=2)),
         *("compute-bound", NOTHING, "SIGSTOP"),
     ),
     Situation(
         "two readers are stopped, and the trainer starves",
-        lambda p: judged(hungry(decode_s=20.0, reader_cores=0.3, stopped_readers=2)),
+        lambda p: judged(hungry(decode_s=20.0, reader_cores=0.3, stopped_share=0.9, stopped_readers=2)),
         *("data-bound (readers stopped)", NOTHING, "kill -CONT"),
+    ),
+    Situation(
+        "one of two busy readers is stopped for 1 s of 100",
+        lambda p: judged(hungry(stopped_share=0.01)),
+        *("data-bound (workers too few)", "training.workers=4", "for 1 s (1.0 % of the time)"),
+    ),
+    Situation(
+        "two readers were stopped for 50 s of 100, and are at work again",
+        lambda p: judged(hungry(decode_s=90.0, reader_cores=0.9, stopped_share=0.5)),
+        *("data-bound (readers stopped)", NOTHING, "were held by a signal (SIGSTOP) or a debugger for 50 s"),
     ),
     Situation(
         "a reader is stopped for 10 s",

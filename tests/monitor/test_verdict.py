@@ -195,23 +195,36 @@ def test_what_the_run_itself_uses_of_its_quota_is_not_idle() -> None:
 
 
 def test_a_quota_that_is_used_up_is_said_and_leaves_no_processor() -> None:
-    pod = hungry(idle_cores=58.0, cores=4, own_cores=2.0, decode_s=390.0, reader_cores=1.9, throttled_share=0.4)
+    held_back = {"throttled_share": 0.4, "throttled_quota": 4.0}
+    pod = hungry(idle_cores=58.0, cores=2, own_cores=2.0, decode_s=390.0, reader_cores=1.9, **held_back)
     found = judge(pod, replace(GPU, workers=4))
     assert (found.cause, found.overrides) == ("decoding", ())
     assert "quota of 4 processors was used up in 40.0 % of its periods" in found.evidence
     assert "periods" not in judge(replace(pod, throttled_share=0.01), GPU).evidence
-    assert "used up in 40.0 %" in judge(window(throttled_share=0.4), GPU).evidence
+    assert "used up in 40.0 %" in judge(window(**held_back), GPU).evidence
 
 
 def test_readers_that_a_signal_holds_are_said_and_blamed() -> None:
-    calm = judge(window(stopped_readers=2), GPU)
-    assert calm.kind == "compute-bound"
-    assert "SIGSTOP" in calm.evidence
-    assert "-CONT" in calm.advice
+    calm = judge(window(stopped_share=0.3, stopped_readers=2), replace(GPU, compile=False))
+    assert (calm.kind, calm.overrides) == ("compute-bound", ("training.compile=true",))
+    assert "SIGSTOP) or a debugger for 30 s (30.0 % of the time)" in calm.evidence
+    assert "`kill -CONT` lets the 2 that are stopped now go on" in calm.advice
     idle = hungry(decode_s=20.0, reader_cores=0.3)
     assert judge(idle, GPU).cause == "handing over"
-    held = judge(replace(idle, stopped_readers=2), GPU)
+    held = judge(replace(idle, stopped_share=0.6, stopped_readers=1), GPU)
     assert (held.cause, held.overrides) == ("readers stopped", ())
+    assert "-CONT" in held.advice
+
+
+def test_a_stop_that_is_over_is_said_and_takes_the_verdict_only_where_it_explains_half_of_the_wait() -> None:
+    over = judge(hungry(data_s=60.0, stopped_share=0.3), GPU)
+    assert (over.cause, over.overrides) == ("readers stopped", ())
+    assert "-CONT" not in over.text
+    short = judge(hungry(data_s=60.0, stopped_share=0.29), GPU)
+    assert (short.cause, short.overrides) == ("workers too few", ("training.workers=4",))
+    assert "held by a signal (SIGSTOP) or a debugger for 29 s" in short.evidence
+    assert "-CONT" not in short.text
+    assert "SIGSTOP" not in judge(hungry(data_s=60.0), GPU).text
 
 
 def test_readers_that_wait_for_the_disk_are_reading() -> None:
@@ -393,6 +406,13 @@ def test_a_rank_that_waits_for_others_is_comm_bound_and_is_told_whose_verdict_to
     assert "waited for other ranks 45.0 % of the time" in found.evidence
     assert "slowest" in found.advice
     assert judge(hungry(data_s=45.0, comm_s=10.0), GPU).kind == "data-bound"
+
+
+def test_a_host_that_is_too_slow_gets_no_readers_of_its_own_while_memory_is_short() -> None:
+    slow = window(other_s=40.0)
+    assert judge(slow, replace(GPU, workers=0)).overrides == ("training.workers=2",)
+    short = judge(slow, replace(GPU, workers=0, compile=False, memory_is_short=True))
+    assert short.overrides == ("training.compile=true",)
 
 
 def test_a_gpu_whose_kernels_wait_to_be_launched_is_host_bound() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import queue
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +67,30 @@ def test_a_record_of_another_file_is_handed_on_and_not_written_again(tmp_path: P
     metrics.close()
     assert heard == [{"kind": "system", "step": 1}] * 2
     assert read_records(tmp_path / "metrics.jsonl") == []
+
+
+def test_listeners_hear_of_a_record_that_the_disk_does_not_take(tmp_path: Path) -> None:
+    """A full pipe nobody reads from hangs like a disk; a second thread is not held up by the first."""
+    path, heard = tmp_path / "metrics.jsonl", queue.Queue[Any]()
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    metrics = Metrics(path, [heard.put])
+    filler = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(filler, bytes(4096))
+    threads = [threading.Thread(target=metrics.write, args=("event",), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert [heard.get(timeout=30)["kind"] for _ in threads] == ["event", "event"]
+    text = b""
+    while text.count(b"\n") < 2:
+        with contextlib.suppress(BlockingIOError):
+            text += os.read(reader, 2**20)
+    for thread in threads:
+        thread.join(30)
+    os.close(filler)
+    os.close(reader)
 
 
 def test_metrics_do_without_tensorboard(tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import threading
 import urllib.request
 from pathlib import Path
+
+import pytest
 
 from tests.support.runs import WriteConfig
 from tests.support.webhook_server import WebhookServer
 from vesuvius.config.load import read_config
+from vesuvius.runlog.listeners.tensorboard import TensorBoard
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.monitoring import open_metrics
 
@@ -31,3 +35,26 @@ def test_records_reach_prometheus_at_its_address_and_the_webhook(tiny_config: Wr
         ]
     assert 'vesuvius_last_checkpoint_step{run="tiny"} 3.0' in served
     assert 'vesuvius_last_checkpoint_timestamp_seconds{run="tiny"} 5.0' in served
+
+
+def test_a_disk_that_hangs_under_tensorboard_holds_up_neither_the_run_nor_other_listeners(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, written = threading.Event(), list[object]()
+
+    def hang(board: TensorBoard, record: dict[str, object]) -> None:
+        answers.wait(60)
+        written.append(record["kind"])
+
+    monkeypatch.setattr(TensorBoard, "write", hang)
+    run = tmp_path / "run"
+    run.mkdir()
+    with WebhookServer() as server:
+        config = read_config(tiny_config(monitor={"webhook": server.url, "tensorboard": True}), ())
+        with open_metrics(config, RunDir(run)) as metrics:
+            metrics.write("run_start", step=0)
+            metrics.write("event", event="hung", step=3, text="no batch")
+            assert written == []
+            answers.set()
+        assert written == ["run_start", "event"], "the end waits for them"
+        assert [post["event"] for post in server.posts] == ["hung"]

@@ -21,6 +21,8 @@ from vesuvius.config.load import read_config
 from vesuvius.diffusion.randomness import stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.monitor.clock import HostClock
+from vesuvius.monitor.monitor import ReaderStops
+from vesuvius.monitor.probes.cores import CpuQuota
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.step_times import StepTimes
@@ -40,6 +42,7 @@ from vesuvius.training.validation.data_spectrum import measure_spectrum
 from vesuvius.training.verdicts import Verdicts
 
 CPU = torch.device("cpu")
+QUOTAS = "vesuvius.training.verdicts.cpu_quotas"
 WriteConfig = Callable[..., Path]
 SOME = StepTimes(step_s=1.0, data_s=0.05, h2d_s=0.0, forward_s=0.3, backward_s=0.5, optimizer_s=0.1)
 
@@ -154,7 +157,8 @@ class Judged:
     def __post_init__(self) -> None:
         self.path = WorkingPath(StreamOptions(2, workers=2))
         run = replace(run_context(self.config, self.directory), ranks=self.ranks)
-        self.verdicts = Verdicts(run, self.path, FixedMachine(self.rates, self.short))
+        self.machine = FixedMachine(self.rates, self.short)
+        self.verdicts = Verdicts(run, self.path, self.machine)
 
     def steps(self, first: int, last: int, times: StepTimes = SOME) -> None:
         for step in range(first, last + 1):
@@ -240,8 +244,8 @@ def test_idle_cores_and_those_of_the_readers_are_weighed_in(
 ) -> None:
     monkeypatch.setattr("vesuvius.training.verdicts.bound_cores", lambda: {0, 1, 2, 3})
     monkeypatch.setattr("vesuvius.training.verdicts.usable_cores", lambda pid: cores)
-    periods = iter([(100, 1), (100, 1), (200, 3), (200, 3)])
-    monkeypatch.setattr("vesuvius.training.verdicts.quota_periods", lambda pid: next(periods))
+    counts = iter([(100, 1), (100, 1), (200, 3), (200, 3)])
+    monkeypatch.setattr(QUOTAS, lambda pid: [CpuQuota("/job", 8.0, *next(counts))])
     rates = Rates((0.5, 0.9, 0.0, 0.1, 0.0), {41: 0.9, 42: 0.95, 99: 1.0}, 0.0, 0.0, 0.0, 0.0)
     one = judged(rates, verdict_every=10)
     one.path.readers = {41: ReaderFigures(), 42: ReaderFigures(), 43: ReaderFigures()}
@@ -279,17 +283,33 @@ def test_a_quota_that_begins_to_hold_the_run_up_is_an_event_once(
     judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     used_up = [0, 0, 4, 4, 10, 10, 16, 16, 16, 16, 30, 30]  # asked at the end of each window of 100 and anew behind it
-    periods = ((100 * (number // 2), throttled) for number, throttled in enumerate(used_up))
-    monkeypatch.setattr("vesuvius.training.verdicts.quota_periods", lambda pid: next(periods))
+    counts = ((100 * (number // 2), throttled) for number, throttled in enumerate(used_up))
+    monkeypatch.setattr(QUOTAS, lambda pid: [CpuQuota("/job", 3.5, *next(counts))])
     one = judged(verdict_every=10)
     one.steps(1, 50)
     shares = [record["throttled_share"] for record in one.records if record["kind"] == "verdict"]
     assert shares == pytest.approx([0.04, 0.06, 0.06, 0.0, 0.14])
     events = [record for record in one.records if record["kind"] == "event"]
     assert [(e["event"], e["step"]) for e in events] == [("cpu_throttled", 20), ("cpu_throttled", 50)]
-    assert events[0]["throttled_share"] == pytest.approx(0.06)
+    assert (events[0]["throttled_share"], events[0]["cores"]) == (pytest.approx(0.06), 3.5)
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert ["6 %" in warned[0], "14 %" in warned[1], len(warned)] == [True, True, 2]
+    assert ["quota of 3.5 processors was used up in 6 %" in warned[0], "14 %" in warned[1], len(warned)] == [
+        True,
+        True,
+        2,
+    ]
+
+
+def test_a_reader_that_is_stopped_counts_with_its_share_of_the_samples_of_the_window(
+    judged: Callable[..., Judged],
+) -> None:
+    one = judged(verdict_every=10)
+    seen = [ReaderStops(20, 3), ReaderStops(30, 7, now=1), ReaderStops(130, 8), ReaderStops(130, 8)]
+    for number, stops in enumerate(seen):  # one sample of the third window, none in the last
+        one.machine.stops = stops
+        one.steps(10 * number + 1, 10 * number + 10)
+    counted = [(r["stopped_share"], r["stopped_readers"]) for r in one.records if r["kind"] == "verdict"]
+    assert counted == [(0.0, 0), (0.4, 1), (0.01, 0), (0.0, 0)]
 
 
 def test_pauses_are_no_part_of_the_percentiles(judged: Callable[..., Judged]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from vesuvius.doctor.check import Finding
 from vesuvius.monitor.memory.limits import Limits, tightest
 from vesuvius.monitor.probes.cgroup import cgroup_chain
-from vesuvius.monitor.probes.cores import quota_periods, usable_cores
+from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.files import Roots, read_text
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.window import THROTTLED
@@ -83,16 +83,16 @@ def look_at_cores(workers: int | None, ranks: int = 1, roots: Roots = Roots(), p
         ranks: that share this machine.
     """
     pid = os.getpid() if pid is None else pid
-    cores, (periods, throttled) = usable_cores(pid, roots), quota_periods(pid, roots)
+    cores, (throttled, quota) = usable_cores(pid, roots), throttling((), cpu_quotas(pid, roots)) or (0.0, None)
     value = f"{cores:g} of {os.cpu_count()} processors"
     if workers is not None:
         value += f" for {workers} readers and the trainer" + (f" of each of {ranks} ranks" if ranks > 1 else "")
-    if periods:
-        value += f", quota used up in {format_percent(throttled / periods)} of its periods so far"
+    if quota is not None:
+        value += f", quota of {quota.cores:g} used up in {format_percent(throttled)} of its periods so far"
     if workers is not None and ranks * (workers + 1) > cores:
         fit, more = max(math.floor(cores / ranks) - 1, 0), f"(docker run --cpus={ranks * (workers + 1)})"
         return Finding("warn", value, f"set training.workers={fit}, or give more processors {more}")
-    if periods and throttled / periods > THROTTLED:
+    if throttled > THROTTLED:
         return Finding("warn", value, "raise the quota (docker run --cpus), or see what else runs in this cgroup")
     return Finding("ok", value)
 

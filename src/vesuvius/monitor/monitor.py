@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from typing import Any, Literal
 from vesuvius.monitor.alerts.disk import DiskWatch
 from vesuvius.monitor.alerts.notices import OTHERS_NAMED, Notice, Notices, others_are_to_blame, others_text
 from vesuvius.monitor.memory.guard import Guard, Order
-from vesuvius.monitor.memory.limits import Limits, limit_of
+from vesuvius.monitor.memory.limits import Limits, limit_of, run_bytes
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
@@ -65,6 +66,16 @@ class LoopStatus:
     workers_left: bool = False
 
 
+@dataclass(frozen=True)
+class ReaderStops:
+    """How often readers of this machine were seen held by a signal (SIGSTOP) or a debugger."""
+
+    # samples, stopped: so far, and those in which at least one reader was held
+    samples: int = 0
+    stopped: int = 0
+    now: int = 0  # readers held in the newest sample
+
+
 class Monitor:
     """Samples until it is closed.  A context manager.
 
@@ -86,6 +97,7 @@ class Monitor:
         told: set by the loop.
         sample: the last one.
         risk: how it was judged.
+        stops: of the readers, so far.
         order: what the guard wants to be done now; None = nothing.
     """
 
@@ -132,6 +144,7 @@ class Monitor:
         self._judging = threading.Lock()
         self.told = LoopStatus()
         self.order: Order | None = None
+        self.stops = ReaderStops()
         self.sample = watcher.sample()
         self.risk: Risk
         self._recent = RecentFile(paths.recent)
@@ -172,11 +185,6 @@ class Monitor:
         seen = [gpu.busy for sample in samples for gpu in sample.gpus if self._gpu_uuid and self._gpu_uuid in gpu.uuid]
         known = [share for share in seen if share is not None]
         return sum(known) / len(known) if known else None
-
-    def stopped_readers(self) -> int:
-        """Readers of this machine that a signal (SIGSTOP) or a debugger held at some time in the last ten seconds."""
-        readers, samples = self.told.readers, tuple(self._samples)
-        return len({p.pid for sample in samples for p in sample.processes if p.is_stopped and p.pid in readers})
 
     def memory_is_short(self) -> bool:
         """Whether there is a warning, or the guard has made the readers smaller in this session."""
@@ -224,6 +232,8 @@ class Monitor:
             self._writer.later(lambda notice=notice: self._say(notice))  # type: ignore[misc]
         self._judge(sample)
         self.sample = sample
+        held = sum(process.is_stopped and process.pid in self.told.readers for process in sample.processes)
+        self.stops = ReaderStops(self.stops.samples + 1, self.stops.stopped + bool(held), held)
         vram = self._vram.read() if self._vram else None
         self._keep(sample, vram)
         return sample, vram
@@ -240,14 +250,20 @@ class Monitor:
             order = self.order
         self._level = risk.level
         if self._mode != "off" and risk.level > before:
-            text = risk.reason
+            self._writer.later(
+                lambda: log.warning("risk of an out of memory kill %s: %s", risk.level.name, risk.reason)
+            )
             if others_are_to_blame(risk.killers, self._limits):
-                text += others_text(sample.used_bytes, self._watcher.largest_others(sample, OTHERS_NAMED))
-            self._writer.later(lambda: log.warning("risk of an out of memory kill %s: %s", risk.level.name, text))
+                self._writer.later(lambda: self._name_others(sample))
         elif self._mode != "off" and risk.level < before:
             self._writer.later(lambda: log.info("memory risk is %s again", risk.level.name))
         if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
             self._on_exit(order)
+
+    def _name_others(self, sample: SystemSample) -> None:
+        """In the writing thread: to read of other people's processes may take long, or hang."""
+        others = self._watcher.largest_others(sample, OTHERS_NAMED)
+        log.warning("%s", others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others))
 
     def _say(self, notice: Notice) -> None:
         log.log(notice.level, "%s", notice.text)
@@ -256,10 +272,10 @@ class Monitor:
 
     def _say_blind(self) -> None:
         """Seldom: what fails each second would fill the log."""
-        now = time.monotonic()
+        now, failed = time.monotonic(), sys.exc_info()
         if now >= self._say_blind_again_s:
             self._say_blind_again_s = now + _BLIND_EVERY_S
-            log.warning("sampling failed; retrying", exc_info=True)
+            self._writer.later(lambda: log.warning("sampling failed; retrying", exc_info=failed))
 
     def _keep(self, sample: SystemSample, vram: VramUse | None) -> None:
         told, first, held = self.told, self.risk.killers[0], {p.pid: p.anon_bytes for p in sample.processes}

@@ -90,19 +90,21 @@ def judge(window: Window, knobs: Knobs, thresholds: Thresholds = Thresholds()) -
     found = _judge(window, knobs, thresholds)
     evidence = found.evidence
     if window.throttled_share is not None and window.throttled_share >= THROTTLED:
+        quota = "" if window.throttled_quota is None else f" of {window.throttled_quota:.3g} processors"
+        evidence += f", the quota{quota} was used up in {_percent(window.throttled_share)} of its periods"
+    if window.stopped_share:
         evidence += (
-            f", the quota of {window.cores:.3g} processors was used up in {_percent(window.throttled_share)} of its "
-            "periods"
+            f", readers were held by a signal (SIGSTOP) or a debugger for {window.stopped_s:.3g} s "
+            f"({_percent(window.stopped_share)} of the time)"
         )
-    if not window.stopped_readers:
-        return replace(found, evidence=evidence)
-    return replace(
-        found,
-        cause="readers stopped" if found.kind == "data-bound" else found.cause,
-        evidence=f"{evidence}, readers held by a signal (SIGSTOP) or a debugger: {window.stopped_readers}",
-        overrides=(),
-        advice="nothing to change: `kill -CONT` lets them go on",
-    )
+    found = replace(found, evidence=evidence)
+    if found.kind == "data-bound" and window.stopped_share and window.stopped_s >= window.data_s / 2:
+        advice = "nothing to change: no setting helps while readers are held"
+        found = replace(found, cause="readers stopped", overrides=(), advice=advice)
+    if window.stopped_readers:
+        held = f"`kill -CONT` lets the {window.stopped_readers} that are stopped now go on"
+        found = replace(found, advice=f"{found.advice}; {held}")
+    return found
 
 
 def _judge(window: Window, knobs: Knobs, thresholds: Thresholds) -> Verdict:
@@ -191,7 +193,7 @@ def _larger_micro_batch(w: Window, k: Knobs) -> tuple[str, ...]:
 def _host_bound(w: Window, k: Knobs, evidence: str) -> Verdict:
     """Launching kernels one by one, logging, or another thread of the trainer holds the interpreter."""
     overrides: tuple[str, ...] = ()
-    if k.on_gpu and k.workers == 0:
+    if k.on_gpu and k.workers == 0 and not k.memory_is_short:
         overrides = ("training.workers=2",)
     elif k.on_gpu and not k.compile:
         overrides = ("training.compile=true",)

@@ -45,10 +45,13 @@ class Window:
     # idle processors, on average, of those that this process is bound to; of several ranks, its share; None = not known
     idle_cores: float | None = None
     own_cores: float | None = None  # processors that the whole run used; None = not known
-    # share of the periods of the processor quota in which it was used up; None without a quota
+    # throttled_share, throttled_quota: of the processor quota (the cgroup's, or one above) that was used up most often,
+    # the share of its periods in which it was, and its processors; None without a quota
     throttled_share: float | None = None
+    throttled_quota: float | None = None
     working_readers: float | None = None  # readers for which there was a task, on average; None = all
-    stopped_readers: int = 0  # the most readers that a signal (SIGSTOP) held at a time
+    stopped_share: float = 0.0  # share of the time in which a signal (SIGSTOP) held at least one reader
+    stopped_readers: int = 0  # readers that it holds at the end
     # processors that the reader processes used, all together; None = not known, or `workers: 0`
     reader_cores: float | None = None
     # share of the time in which a kernel ran, as NVML says; None = not known.  Events around a stretch of computing
@@ -81,6 +84,11 @@ class Window:
     @property
     def comm_share(self) -> float:
         return self.comm_s / self.working_s
+
+    @property
+    def stopped_s(self) -> float:
+        """How long a signal held at least one reader.  Samples are in order, so the others' may wait for it."""
+        return self.stopped_share * self.step_s
 
     @property
     def held_up_s(self) -> float:

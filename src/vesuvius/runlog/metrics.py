@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vesuvius.runlog.records import JsonLines
+from vesuvius.runlog.records import JsonLines, make_record
 
 Record = dict[str, Any]
 
@@ -17,7 +16,7 @@ class Metrics:
 
     Args:
         path: the file.
-        listeners: called with each record: TensorBoard's events, figures for Prometheus.
+        listeners: called with each record, by whichever thread writes it; they must not wait for a disk or a server.
 
     Raises:
         OSError: the file cannot be opened.
@@ -26,17 +25,17 @@ class Metrics:
     def __init__(self, path: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
         self._lines = JsonLines(path)
         self._listeners = listeners
-        self._handing = threading.Lock()
 
     def write(self, kind: str, **figures: Any) -> None:
-        """Append one record with its kind and the time."""
-        self.share(self._lines.write(kind, **figures))
+        """Append one record with its kind and the time.  Listeners hear it first: the disk may be what hangs."""
+        record = make_record(kind, **figures)
+        self.share(record)
+        self._lines.append(record)
 
     def share(self, record: Record) -> None:
         """Hand a record that stands in another file to the listeners only."""
-        with self._handing:
-            for listener in self._listeners:
-                listener(record)
+        for listener in self._listeners:
+            listener(record)
 
     def close(self) -> None:
         self._lines.close()

@@ -38,12 +38,22 @@ class JsonLines:
 
     def write(self, kind: str, **figures: Any) -> dict[str, Any]:
         """Append one record with its kind and the time (seconds since 1970), and return it as it was written."""
-        record: dict[str, Any] = _finite({"kind": kind, "time": time.time(), **figures})
-        self._file.write_line(json.dumps(record, allow_nan=False))
+        record = make_record(kind, **figures)
+        self.append(record)
         return record
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append what `make_record` has made."""
+        self._file.write_line(json.dumps(record, allow_nan=False))
 
     def close(self) -> None:
         self._file.close()
+
+
+def make_record(kind: str, **figures: Any) -> dict[str, Any]:
+    """A record as it is written: with its kind and the time (seconds since 1970), and null for what is not finite."""
+    record: dict[str, Any] = _finite({"kind": kind, "time": time.time(), **figures})
+    return record
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

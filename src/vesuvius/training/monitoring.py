@@ -21,7 +21,7 @@ from vesuvius.monitor.probes.system_sample import Watcher
 from vesuvius.monitor.probes.vram import Vram, gpu_uuid
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session
 from vesuvius.runlog.listeners.prometheus import Exporter
-from vesuvius.runlog.listeners.tensorboard import TensorBoard
+from vesuvius.runlog.listeners.tensorboard import TensorBoard, tensorboard_thread
 from vesuvius.runlog.listeners.trackers import Tracker
 from vesuvius.runlog.listeners.webhook import Webhook
 from vesuvius.runlog.metrics import Metrics
@@ -32,8 +32,8 @@ from vesuvius.training.context import RunContext
 log = logging.getLogger(__name__)
 
 
-def memory_limits(config: Config) -> Limits:
-    """What the memory of a run is held against."""
+def memory_limits(config: Config, ranks_here: int = 1) -> Limits:
+    """What the memory of a run is held against; `ranks_here`: its ranks on this machine."""
     monitor = config.monitor
     return Limits(
         ray_share=ray_share_from_environment(os.environ, read_machine().total_bytes)
@@ -44,6 +44,7 @@ def memory_limits(config: Config) -> Limits:
         prefetch_at=monitor.prefetch_at,
         worker_at=monitor.worker_at,
         exit_at=monitor.exit_at,
+        ranks_here=ranks_here,
     )
 
 
@@ -56,9 +57,9 @@ class OpenSession:
 
 
 @contextmanager
-def open_session(config: Config, directory: RunDir) -> Iterator[OpenSession]:
+def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iterator[OpenSession]:
     """`session.json`: that this process is at work here, and at the end that it was no more."""
-    limits = memory_limits(config)
+    limits = memory_limits(config, ranks_here)
     session = OpenSession(begin_session(directory.session, config.name, config.training.workers, limits))
     try:
         yield session
@@ -79,8 +80,7 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[Metrics]:
     with ExitStack() as opened:
         if monitor.tensorboard:
             tensorboard = TensorBoard(directory.tensorboard, directory.path)
-            opened.callback(tensorboard.close)
-            listeners.append(tensorboard.write)
+            listeners.append(opened.enter_context(tensorboard_thread(tensorboard)))
         if monitor.prometheus_port is not None:
             exporter = opened.enter_context(Exporter(monitor.prometheus_port, config.name, monitor.prometheus_address))
             listeners.append(exporter.take)
@@ -121,7 +121,7 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
             disk=DiskWatch(
                 directory.path,
                 directory.checkpoints,
-                Retention(training.save_every, training.keep_last, training.keep_every),
+                Retention(training.save_every, training.keep_last, training.keep_every, run.config.stop_step),
             ),
             silence=run.watchdog.silence,
         ) as opened,

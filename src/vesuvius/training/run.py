@@ -185,7 +185,7 @@ def _train_and_record(
     directory, device = preflight.directory, choose_device(ranks.local_rank)
     part = part_of(config, ranks.rank, ranks.world)
     log_ranks(config, part)
-    with open_session(config, directory) as session, open_metrics(config, directory) as metrics:
+    with open_session(config, directory, ranks.local_world) as session, open_metrics(config, directory) as metrics:
         progress: Progress | None = None
         try:
             train_step = _build_step(config, preflight, device, part, ranks)

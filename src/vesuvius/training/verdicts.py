@@ -15,7 +15,7 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.monitor.monitor import Monitor
-from vesuvius.monitor.probes.cores import bound_cores, quota_periods, usable_cores
+from vesuvius.monitor.probes.cores import bound_cores, cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.verdict import Verdict, judge
@@ -72,8 +72,8 @@ class Verdicts:
         self._working: list[int] = []
         self._seen_rates: list[Rates] = []
         self._seen_gpu_busy: list[float] = []
-        self._stopped_readers = 0
-        self._quota_before = quota_periods(os.getpid())
+        self._stops_before = self._machine.stops
+        self._quotas_before = cpu_quotas(os.getpid())
         self._rates_due = -math.inf
         self._before = self._stream.reader_totals, self._stream.feeder_figures
 
@@ -127,12 +127,12 @@ class Verdicts:
         self._throttled = share > THROTTLED
         if self._throttled and not before:
             text = (
-                f"the cgroup's quota of {usable_cores(os.getpid()):.3g} processors was used up in "
+                f"the cgroup's quota of {window.throttled_quota:.3g} processors was used up in "
                 f"{format_percent(share)} of its periods (good: below {format_percent(THROTTLED)}); "
                 "raise the quota, or lower training.workers"
             )
             log.warning("%s", text)
-            fields = {"cores": window.cores, "throttled_share": share, "text": text}
+            fields = {"cores": window.throttled_quota, "throttled_share": share, "text": text}
             self._metrics.write("event", event="cpu_throttled", step=self._step, **fields)
 
     def _look_at_rates(self) -> None:
@@ -140,7 +140,6 @@ class Verdicts:
         if now < self._rates_due or (rates := self._machine.rates()) is None:
             return
         self._rates_due = now + _RATES_EVERY_S
-        self._stopped_readers = max(self._stopped_readers, self._machine.stopped_readers())
         self._seen_rates.append(rates)
         if (busy := self._machine.gpu_busy()) is not None:
             self._seen_gpu_busy.append(busy)
@@ -153,9 +152,8 @@ class Verdicts:
         sums |= {name: getattr(readers, name) - getattr(self._before[0], name) for name in _READERS}
         sums |= {f.name: getattr(feeder, f.name) - getattr(self._before[1], f.name) for f in fields(feeder)}
         work_s = [times.step_s - times.pause_s for times in self._times]
-        periods, throttled = (
-            now - then for now, then in zip(quota_periods(os.getpid()), self._quota_before, strict=True)
-        )
+        share, quota = throttling(self._quotas_before, cpu_quotas(os.getpid())) or (None, None)
+        stops, before = self._machine.stops, self._stops_before
         return Window(
             steps=len(self._times),
             **sums,
@@ -169,9 +167,11 @@ class Verdicts:
             own_cores=fmean(math.fsum(r.process_cores.values()) for r in self._seen_rates)
             if self._seen_rates
             else None,
-            throttled_share=throttled / periods if periods > 0 else None,
+            throttled_share=share,
+            throttled_quota=None if quota is None else quota.cores,
             working_readers=fmean(self._working),
-            stopped_readers=max(self._stopped_readers, self._machine.stopped_readers()),
+            stopped_share=(stops.stopped - before.stopped) / max(stops.samples - before.samples, 1),
+            stopped_readers=stops.now,
             reader_cores=_cores_of_readers(self._seen_rates, self._stream) if self._options.workers else None,
             gpu_busy=fmean(self._seen_gpu_busy) if self._seen_gpu_busy else None,
             vram_share=None if self._vram_bytes is None else self._vram_bytes[0] / self._vram_bytes[1],

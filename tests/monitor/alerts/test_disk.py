@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,12 @@ SIZE = 5 * GIB  # of their checkpoints
 ROLLING = Retention(save_every=100, keep_last=3)
 
 
-def used_at(time_s: float, others: Callable[[float], float], retention: Retention) -> tuple[int, tuple[int, ...]]:
+def used_at(time_s: float, others: Callable[[float], float], retention: Retention) -> tuple[int, dict[int, int]]:
     """Bytes outside checkpoints, and the checkpoints, as `save_checkpoint` leaves them."""
     saves = int(time_s / STEP_S) // retention.save_every
     steps = [n * retention.save_every for n in range(1, saves + 1)]
     kept = [step for step in steps[: -retention.keep_last] if retention.keep_every and step % retention.keep_every == 0]
-    return int(others(time_s)), (SIZE,) * (len(kept) + min(saves, retention.keep_last))
+    return int(others(time_s)), dict.fromkeys([*kept, *steps[-retention.keep_last :]], SIZE)
 
 
 def seen(
@@ -33,8 +34,9 @@ def seen(
     uses = []
     for time_s in np.arange(0.0, hours * HOUR + 1, 300.0):
         beside, checkpoints = used_at(time_s, others, retention)
-        free = int(disk_bytes) - beside - sum(checkpoints)
-        uses.append(DiskUse(time_s, int(time_s / STEP_S), free, 0, checkpoints, sum(checkpoints)))
+        taken = sum(checkpoints.values())
+        free = int(disk_bytes) - beside - taken
+        uses.append(DiskUse(time_s, int(time_s / STEP_S), free, 0, checkpoints, taken))
     return uses
 
 
@@ -44,7 +46,7 @@ def full_at(disk_bytes: float, others: Callable[[float], float], retention: Rete
         beside, checkpoints = used_at(time_s, others, retention)
         saves, since = divmod(int(time_s / STEP_S), retention.save_every)
         writing = SIZE if saves > retention.keep_last and since == 0 else 0  # beside the one that goes then
-        if beside + sum(checkpoints) + writing > disk_bytes:
+        if beside + sum(checkpoints.values()) + writing > disk_bytes:
             return float(time_s)
     raise AssertionError("never full")
 
@@ -55,6 +57,7 @@ def full_at(disk_bytes: float, others: Callable[[float], float], retention: Rete
         (100 * GIB, lambda t: 2 * GIB * t / HOUR, ROLLING),
         (100 * GIB, lambda t: 2 * GIB * t / HOUR + 20e6 * np.sin(t), ROLLING),  # noise
         (200 * GIB, lambda t: 0, Retention(100, 3, keep_every=500)),  # 5 GiB for good every 83 minutes
+        (200 * GIB, lambda t: 0, Retention(100, 3, keep_every=250)),  # as only multiples of both are saved
         (60 * GIB, lambda t: GIB * t / HOUR, Retention(500, 9)),  # nine more checkpoints before it is steady
     ],
 )
@@ -65,7 +68,7 @@ def test_the_forecast_comes_true(disk: float, others: Callable[[float], float], 
     expected_s = full_at(disk, others, retention) - last_s
     assert expected_s > 5 * HOUR
     # A kept checkpoint takes its bytes at once where the forecast spreads them.
-    step_of_bytes = retention.keep_every * STEP_S if retention.keep_every else retention.save_every * STEP_S
+    step_of_bytes = (retention.kept_every or retention.save_every) * STEP_S
     assert found.seconds == pytest.approx(expected_s, abs=1.1 * step_of_bytes + 0.02 * expected_s)
     assert found.latest_s >= found.seconds
 
@@ -83,6 +86,33 @@ def test_the_forecast_comes_true(disk: float, others: Callable[[float], float], 
 )
 def test_what_does_not_grow_on_is_no_reason_for_a_forecast(others: Callable[[float], float]) -> None:
     assert forecast(seen(3, 200 * GIB, others), ROLLING) is None
+
+
+def test_checkpoints_that_are_kept_for_good_take_no_place_of_those_to_come() -> None:
+    """A run that was resumed with a larger `keep_last`, beside twenty that stay."""
+    retention = Retention(100, 5, keep_every=1000)
+
+    def forecast_with(steps: list[int]) -> float:
+        uses = seen(2.45, 300 * GIB, lambda t: 2 * GIB * t / HOUR, retention)
+        checkpoints = dict.fromkeys(steps, SIZE)
+        found = forecast([*uses[:-1], replace(uses[-1], checkpoints=checkpoints)], retention)
+        assert found is not None
+        return found.seconds
+
+    alone = forecast_with([20_600])
+    assert forecast_with([*range(1000, 21_000, 1000), 20_600]) == alone
+    assert forecast_with([20_500, 20_600]) > alone
+    assert forecast_with([*range(1000, 21_000, 1000), *range(20_100, 20_700, 100)]) > forecast_with([20_500, 20_600])
+
+
+def test_a_disk_that_is_full_only_after_the_end_of_the_run_is_no_trouble_of_it() -> None:
+    others = lambda t: 2 * GIB * t / HOUR  # noqa: E731
+    uses = seen(2.45, 100 * GIB, others)
+    found = forecast(uses, ROLLING)
+    assert found is not None
+    end = uses[-1].step + int(found.seconds / STEP_S)
+    assert forecast(uses, replace(ROLLING, stop_step=end - 100)) is None
+    assert forecast(uses, replace(ROLLING, stop_step=end + 100)) == found
 
 
 def test_less_than_an_hour_and_a_checkpoint_of_unknown_size_say_nothing() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ STALL_S = 300.0
 class Watched:
     """A watchdog whose time the test makes pass, and what it recorded."""
 
-    def __init__(self, tmp_path: Path, stall_s: float = STALL_S) -> None:
+    def __init__(self, tmp_path: Path, stall_s: float = STALL_S, record: Callable[..., None] | None = None) -> None:
         self.seconds = 0.0
         self.records: list[dict[str, Any]] = []
         self.stacks = tmp_path / "stacks"
-        self.dog = Watchdog(stall_s, self.stacks, self._record, lambda: (12, 1000), lambda: self.seconds)
+        self.dog = Watchdog(stall_s, self.stacks, record or self._record, lambda: (12, 1000), lambda: self.seconds)
 
     def _record(self, kind: str, **fields: Any) -> None:
         self.records.append({"kind": kind, **fields})
@@ -93,6 +95,32 @@ def test_stacks_that_cannot_be_written_do_not_hide_the_error(tmp_path: Path, cap
     watched.look_for(STALL_S)
     assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
     assert len(watched.records) == 2
+
+
+def test_a_disk_that_hangs_under_the_log_and_the_records_holds_no_word_of_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event is what the webhook posts."""
+    monkeypatch.setattr("vesuvius.monitor.alerts.watchdog._WITHIN_S", 0.1)
+    answers, begun = threading.Event(), []
+
+    def record(kind: str, **fields: Any) -> None:
+        begun.append(fields.get("event", kind))
+        answers.wait(60)
+
+    class Hung(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            begun.append(record.levelname)
+            answers.wait(60)
+
+    hung, watched = Hung(), Watched(tmp_path, record=record)
+    logging.getLogger("vesuvius").addHandler(hung)
+    try:
+        watched.look_for(STALL_S)
+        assert {"ERROR", "verdict", "hung"} <= set(begun)
+    finally:
+        answers.set()
+        logging.getLogger("vesuvius").removeHandler(hung)
 
 
 def test_without_a_limit_it_does_not_look(tmp_path: Path) -> None:

@@ -36,6 +36,16 @@ def test_the_cause_follows_from_the_kernel_s_counts(
     assert says in " ".join(evidence)
 
 
+def test_kills_that_were_counted_long_after_a_death_with_room_may_be_those_of_others() -> None:
+    """A run ended by a scheduler, looked at days later: something else in its cgroup was killed since."""
+    rise = KillCounts(cgroup=2)
+    found, evidence = judge(rise, ROOMY, "the last sample", counted_s=2 * 24 * 3600)
+    assert found == "unknown"
+    assert "which ones is not known" in evidence[0]
+    assert judge(rise, ROOMY, "the last sample", counted_s=30)[0] == "machine", "it took all that was left at once"
+    assert judge(rise, FULL_CGROUP, "the last sample", counted_s=2 * 24 * 3600)[0] == "cgroup"
+
+
 @pytest.mark.parametrize(
     ("before", "now", "expected"), [(3, 5, 2), (3, 3, 0), (None, 5, None), (3, None, None), (5, 3, None)]
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.system_trees import empty_roots
-from vesuvius.monitor.probes.cores import quota_periods, usable_cores
+from vesuvius.monitor.probes.cores import CpuQuota, cpu_quotas, throttling, usable_cores
 from vesuvius.monitor.probes.files import Roots
 
 PID = os.getpid()
@@ -59,21 +59,53 @@ def test_a_quota_beyond_the_bound_processors_gives_no_more(tmp_path: Path) -> No
     assert usable_cores(PID, tree(tmp_path, "0::/job\n", V2, files)) == bound()
 
 
+def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int]) -> Roots:
+    """A step with a quota of 2 processors in a job of 8; each with its periods, and those in which it was used up."""
+    files = {}
+    for place, cores, (periods, throttled) in (("job/step", 2, step), ("job", 8, job)):
+        if version == 2:
+            files[f"{place}/cpu.max"] = f"{cores * 50_000} 50000"
+        else:
+            files[f"cpu/{place}/cpu.cfs_quota_us"] = str(cores * 50_000)
+            files[f"cpu/{place}/cpu.cfs_period_us"] = "50000"
+        stat = f"usage_usec 5\nnr_periods {periods}\nnr_throttled {throttled}\nthrottled_usec 9\n"
+        files[f"{place}/cpu.stat" if version == 2 else f"cpu/{place}/cpu.stat"] = stat
+    cgroup, mount = ("0::/job/step\n", V2) if version == 2 else ("4:cpu,cpuacct:/job/step\n0::/\n", V1)
+    return tree(tmp_path, cgroup, mount, files)
+
+
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
-    ("cgroup", "mount", "place"), [("0::/job/step\n", V2, "job"), ("4:cpu,cpuacct:/job/step\n0::/\n", V1, "cpu/job")]
+    ("step", "job", "share", "cores"),
+    [
+        # The job above has a past of its own, which outweighs what the step's quota does now.
+        ((200, 40), (90_100, 50_000), 0.4, 2.0),
+        # Others use the job's quota up; the step's own, the smaller one, is not reached.
+        ((200, 0), (90_100, 50_030), 0.3, 8.0),
+        ((200, 5), (90_100, 50_000), 0.05, 2.0),
+    ],
 )
-def test_periods_in_which_a_quota_was_used_up_are_those_of_the_cgroup_that_holds_back(
-    tmp_path: Path, cgroup: str, mount: str, place: str
+def test_what_holds_back_now_is_the_quota_that_was_used_up_most_often_since(
+    tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int], share: float, cores: float
 ) -> None:
-    files = {
-        f"{place}/cpu.stat": "usage_usec 5\nnr_periods 100\nnr_throttled 40\nthrottled_usec 9\n",
-        f"{place}/step/cpu.stat": "nr_periods 0\nnr_throttled 0\n",
-    }
-    assert quota_periods(PID, tree(tmp_path, cgroup, mount, files)) == (100, 40)
+    before = cpu_quotas(PID, nested(tmp_path / "before", version, (100, 0), (90_000, 50_000)))
+    after = cpu_quotas(PID, nested(tmp_path / "after", version, step, job))
+    assert [(quota.cgroup, quota.cores) for quota in after] == [("/job/step", 2.0), ("/job", 8.0)]
+    found = throttling(before, after)
+    assert found is not None
+    assert (found[0], found[1].cores) == (pytest.approx(share), cores)
+    assert throttling(after, after) is None, "no period since"
+
+
+def test_a_quota_that_is_new_counts_from_its_beginning() -> None:
+    """A process that was moved, or a quota that was set meanwhile."""
+    new = CpuQuota("/new", 4.0, 10, 5)
+    assert throttling([CpuQuota("/old", 2.0, 1000, 900)], [new]) == (0.5, new)
 
 
 def test_without_a_quota_there_are_no_periods(tmp_path: Path) -> None:
-    assert quota_periods(PID, tree(tmp_path, "0::/job\n", V2, {"job/cpu.stat": "usage_usec 5\n"})) == (0, 0)
+    files = {"job/cpu.max": "max 100000", "job/cpu.stat": "usage_usec 5\nnr_periods 7\nnr_throttled 7\n"}
+    assert cpu_quotas(PID, tree(tmp_path, "0::/job\n", V2, files)) == ()
 
 
 def test_this_process_may_use_some() -> None:

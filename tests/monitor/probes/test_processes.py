@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -260,4 +261,24 @@ def test_psutil_reads_the_real_machine_again_after_another_tree(tmp_path: Path) 
     with Roots(proc=tmp_path).for_psutil():
         assert str(tmp_path) == psutil.PROCFS_PATH
     assert psutil.pid_exists(os.getpid())
+    assert psutil.PROCFS_PATH == "/proc"
+
+
+def test_a_reader_of_proc_that_hangs_holds_up_those_of_another_tree_alone(tmp_path: Path) -> None:
+    seen: dict[str, str] = {}
+
+    def look(name: str, roots: Roots) -> None:
+        with roots.for_psutil():
+            seen[name] = psutil.PROCFS_PATH
+
+    with Roots().for_psutil():
+        other = threading.Thread(target=look, args=("other", Roots(proc=tmp_path)), daemon=True)
+        other.start()
+        same = threading.Thread(target=look, args=("same", Roots()), daemon=True)
+        same.start()
+        same.join(30)
+        assert seen == {"same": "/proc"}
+        assert psutil.PROCFS_PATH == "/proc"
+    other.join(30)
+    assert seen["other"] == str(tmp_path)
     assert psutil.PROCFS_PATH == "/proc"

@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +34,22 @@ class Retention:
     save_every: int
     keep_last: int
     keep_every: int | None = None
+    stop_step: int | None = None  # where the run ends; None = not known
+
+    @property
+    def kept_every(self) -> int | None:
+        """Steps between two that stay for good: only what is saved can be kept."""
+        return None if self.keep_every is None else math.lcm(self.keep_every, self.save_every)
+
+    def to_come(self, steps: Sequence[int]) -> int:
+        """How many more there will be than there are now, at these ascending steps, besides those for good: as long as
+        fewer than `keep_last` are there, and one more while it is written."""
+        every, newest = self.kept_every, steps[-1]
+        if every is None:
+            return max(self.keep_last + 1 - len(steps), 0)
+        rolling = sum(step % every > 0 for step in steps)
+        for_good = newest // every - max(newest - self.keep_last * self.save_every, 0) // every  # of the newest
+        return max(self.keep_last + 1 - rolling - for_good, 0)
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class DiskUse:
     step: int  # optimizer steps done
     free_bytes: int  # that a process of this user may still write
     run_bytes: int  # of the run directory, checkpoints included
-    checkpoints: tuple[int, ...]  # bytes of each whole checkpoint, oldest first
+    checkpoints: Mapping[int, int]  # bytes of each whole checkpoint by its step, oldest first
     checkpoints_bytes: int  # of all that lies beside them too, such as one that is being written
 
 
@@ -58,7 +74,7 @@ class Forecast:
 
 
 def forecast(seen: Sequence[DiskUse], retention: Retention) -> Forecast | None:
-    """Extrapolate; None where nothing is known to grow.  Pure.
+    """Extrapolate; None where nothing is known to grow, or the run ends first.  Pure.
 
     The free bytes and those of the checkpoints together do not follow the sawtooth of saving and deleting.  What they
     lose is due to logs, previews and others on the disk, and must hold in both halves of what was seen.  Checkpoints
@@ -71,14 +87,15 @@ def forecast(seen: Sequence[DiskUse], retention: Retention) -> Forecast | None:
     trends = [theil_sen(part) for part in (points, points[:half], points[half:])]
     others = trends[0] if all(trend is not None and trend.low > 0 for trend in trends) else None
     last = seen[-1]
-    newest = last.checkpoints[-1]
+    steps = list(last.checkpoints)
+    newest = last.checkpoints[steps[-1]]
     steps_s = (last.step - seen[0].step) / (last.time_s - seen[0].time_s)
-    kept = newest * steps_s / retention.keep_every if retention.keep_every else 0.0
+    kept = newest * steps_s / retention.kept_every if retention.kept_every else 0.0
     rate, least = kept + (others.bytes_per_s if others else 0.0), kept + (others.low if others else 0.0)
     if least <= 0:
         return None
     pace_s = retention.save_every / steps_s if steps_s > 0 else math.inf
-    to_come = max(retention.keep_last + 1 - len(last.checkpoints), 0)  # one more while it is written
+    to_come = retention.to_come(steps)
 
     def full_after_s(bytes_per_s: float) -> float:
         for saves in range(to_come):
@@ -87,7 +104,10 @@ def forecast(seen: Sequence[DiskUse], retention: Retention) -> Forecast | None:
                 return after_s
         return max((last.free_bytes - to_come * newest) / bytes_per_s, to_come * pace_s if to_come else 0.0)
 
-    return Forecast(full_after_s(rate), full_after_s(least), rate)
+    seconds = full_after_s(rate)
+    if retention.stop_step is not None and seconds * steps_s > retention.stop_step - last.step:
+        return None
+    return Forecast(seconds, full_after_s(least), rate)
 
 
 class DiskWatch:
@@ -135,14 +155,15 @@ class DiskWatch:
         return notices
 
     def _look(self, now: float, step: int) -> DiskUse:
-        checkpoints = [directory_bytes(path) for path in sorted(self._checkpoints.glob("step_*"))]
+        paths = [path for path in sorted(self._checkpoints.glob("step_*")) if path.name[len("step_") :].isdigit()]
+        checkpoints = {int(path.name[len("step_") :]): directory_bytes(path) for path in paths}
         # In this order: a save in between counts as growth or as nothing, and the next point corrects it.
         beside, run = directory_bytes(self._checkpoints), directory_bytes(self._run)
-        return DiskUse(now, step, self._free_bytes(self._run), run, tuple(checkpoints), beside)
+        return DiskUse(now, step, self._free_bytes(self._run), run, checkpoints, beside)
 
     def _no_room(self, use: DiskUse) -> list[Notice]:
         """Once, where the next checkpoint will not fit: it is written before an older one is deleted."""
-        needed = use.checkpoints[-1] if use.checkpoints else 0
+        needed = use.checkpoints[max(use.checkpoints)] if use.checkpoints else 0
         before, self._said_no_room = self._said_no_room, use.free_bytes < needed
         if before or not self._said_no_room:
             return []

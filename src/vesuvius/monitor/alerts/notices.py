@@ -146,10 +146,11 @@ def others_are_to_blame(killers: Sequence[MemoryLimit], limits: Limits) -> bool:
     return bool(tight) and not any(shrinking_helps(killer, limits) for killer in tight)
 
 
-def others_text(used_bytes: int, others: Sequence[ProcessUse]) -> str:
-    """What is added to a warning then: who holds the memory."""
+def others_text(run_bytes: int, ranks_here: int, others: Sequence[ProcessUse]) -> str:
+    """What follows the warning then: who holds the memory."""
     named = ", ".join(f"{use.name.split(' ')[0]} (pid {use.pid}) {size_text(use.anon_bytes)}" for use in others)
+    held = size_text(run_bytes) if ranks_here == 1 else f"about {size_text(run_bytes)} in {ranks_here} ranks"
     return (
-        f"; this run holds {size_text(used_bytes)} of it, so the guard does nothing; the largest others: "
-        f"{named or 'none that can be seen from here'}"
+        f"this run holds {held} of the memory in use, so the guard does nothing; the largest processes beside "
+        f"{'it' if ranks_here == 1 else 'this rank'}: {named or 'none that can be seen from here'}"
     )

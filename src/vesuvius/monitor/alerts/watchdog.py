@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _JOIN_S = 1.0
-_STACKS_WITHIN_S = 5.0
+_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -130,24 +130,20 @@ class Watchdog:
         waiting_for = expected.waiting_for if isinstance(expected.waiting_for, str) else expected.waiting_for()
         text = f"hung: no {expected.what} for {seconds / 60:.1f} min: waiting for {waiting_for}"
         path = self._stacks / time.strftime("%Y%m%dT%H%M%S.txt")
-        # Beside: the disk may be what hangs.
-        dumping = threading.Thread(target=self._dump, args=(path, text), name="stacks", daemon=True)
-        dumping.start()
-        dumping.join(_STACKS_WITHIN_S)
         step, last = self._step()
-        log.error(
-            "Verdict step %d/%d %s; stacks of all threads in %s; the run waits on, a stop saves step %d",
-            *(step, last, text, path, step),
-        )
+        line = f"Verdict step {step}/{last} {text}; stacks of all threads in {path}"
         fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self._stacks.name}/{path.name}"}
-        self._record("verdict", **fields, bound="hung", cause=None, overrides=[])
-        self._record("event", event="hung", **fields, what=expected.what, waiting_for=waiting_for, seconds=seconds)
+        heard = fields | {"what": expected.what, "waiting_for": waiting_for, "seconds": seconds}
+        _beside(lambda: self._dump(path, text))
+        _beside(lambda: log.error("%s; the run waits on, a stop saves step %d", line, step))
+        _beside(lambda: self._record("verdict", **fields, bound="hung", cause=None, overrides=[]))
+        _beside(lambda: self._record("event", event="hung", **heard))
 
     def _say_recovered(self, expected: _Expected, sign_s: float) -> None:
         seconds = self._now() - sign_s
         text = f"no longer hung: the wait for a {expected.what} is over after {seconds / 60:.1f} min"
-        log.info("%s", text)
-        self._record("event", event="recovered", step=self._step()[0], text=text, seconds=seconds)
+        _beside(lambda: log.info("%s", text))
+        _beside(lambda: self._record("event", event="recovered", step=self._step()[0], text=text, seconds=seconds))
 
     def _dump(self, path: Path, text: str) -> None:
         try:
@@ -162,3 +158,10 @@ class Watchdog:
                 self._dump_readers(path)
         except OSError as error:
             log.warning("the stacks of a run that hangs must be writable; got %s for %s; free some space", error, path)
+
+
+def _beside(write: Callable[[], None]) -> None:
+    """On a thread of its own, for which nobody waits long: the disk may be what hangs."""
+    thread = threading.Thread(target=write, name="watchdog-writer", daemon=True)
+    thread.start()
+    thread.join(_WITHIN_S)

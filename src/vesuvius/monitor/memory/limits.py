@@ -29,6 +29,8 @@ class Limits:
     prefetch_at: float = 0.84
     worker_at: float = 0.88
     exit_at: float = 0.92
+    # ranks of this run on this machine, each with a guard: what one holds, the others are taken to hold too
+    ranks_here: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class MemoryLimit:
     used_bytes: int  # what it counts as used now
     limit_bytes: int  # what the shares of `Limits` are of
     kills_at_bytes: int  # where it kills; below the limit for Ray's monitor
-    own_bytes: int | None = None  # what the run holds of it; None = all of it
+    own_bytes: int | None = None  # what the run, with its other ranks here, holds of it; None = all of it
 
     @property
     def left_bytes(self) -> int:
@@ -83,8 +85,14 @@ def killers_of(sample: SystemSample, limits: Limits) -> tuple[MemoryLimit, ...]:
         killers.append(
             MemoryLimit(CONFIGURED_NAME, sample.used_bytes, limits.configured_bytes, limits.configured_bytes)
         )
-    killers = [replace(killer, own_bytes=min(sample.used_bytes, killer.used_bytes)) for killer in killers]
+    own_bytes = run_bytes(sample, limits)
+    killers = [replace(killer, own_bytes=min(own_bytes, killer.used_bytes)) for killer in killers]
     return tuple(sorted(killers, key=lambda killer: killer.left_bytes))
+
+
+def run_bytes(sample: SystemSample, limits: Limits) -> int:
+    """What the run holds on this machine; of ranks at least that, as they may share one object store or not."""
+    return limits.ranks_here * sample.anon_bytes + sample.shared_bytes
 
 
 def tightest(sample: SystemSample, limits: Limits) -> MemoryLimit:

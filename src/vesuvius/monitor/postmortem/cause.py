@@ -14,6 +14,7 @@ from vesuvius.monitor.recent import MemorySample
 from vesuvius.runlog.units import GIB, size_text
 
 NEARLY_FULL = 0.9
+_AT_ONCE_S = 60.0  # kills counted for longer than this may be those of other programs, later
 _NAME_THE_VICTIM = "the kernel's log names the victim; as root: dmesg | grep -i killed"
 
 
@@ -40,18 +41,20 @@ def read_counts_of(pid: int, roots: Roots = Roots()) -> KillCounts:
     return KillCounts(cgroup.oom_kills if cgroup else None, read_machine(roots).oom_kills, path)
 
 
-def judge(rise: KillCounts, last: MemorySample | None, since: str) -> tuple[Cause, list[str]]:
+def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: float = 0.0) -> tuple[Cause, list[str]]:
     """What killed a process, and the evidence.  Pure.
 
     Args:
         rise: kills counted since the last sample before the death.
         last: the last sample of the run's memory; None without one.
-        since: for people, from when on kills were counted.
+        since, counted_s: from when on kills were counted, for people, and for how many seconds.
     """
     share = share_of(last) if last is not None else None
     full = share is not None and share >= NEARLY_FULL
     if rise.cgroup:
         counted = f"the kernel killed {rise.cgroup} process(es) of this cgroup for memory since {since}"
+        if share is not None and not full and counted_s > _AT_ONCE_S:
+            return "unknown", [f"{counted}, when memory was not nearly full: which ones is not known", _NAME_THE_VICTIM]
         return _likely_scope(last), [f"{counted}: most likely this one", _NAME_THE_VICTIM]
     if rise.cgroup is None and rise.machine:
         counted = f"the kernel killed {rise.machine} process(es) of this machine for memory since {since}"
@@ -88,7 +91,7 @@ class Growth:
 
 
 def fastest_growth(samples: Sequence[MemorySample]) -> Growth | None:
-    """What grew most: the trainer, a reader, the shared memory, or processes that are none of the run's.
+    """What grew most: the trainer, a reader, the shared memory, or what no process of the run holds.
 
     From the median of the first samples to that of the last.  None where nothing grew by 64 MiB, or too little was
     seen.
@@ -99,7 +102,7 @@ def fastest_growth(samples: Sequence[MemorySample]) -> Growth | None:
     series = {
         "the trainer": [sample.trainer_bytes for sample in samples],
         "shared memory, such as Ray's object store,": [sample.shared_bytes for sample in samples],
-        "something outside this run": [
+        "memory of others, or of the kernel,": [
             sample.killer_used_bytes - sample.used_bytes for sample in samples if sample.killer == samples[-1].killer
         ],
         **{

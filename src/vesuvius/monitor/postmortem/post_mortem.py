@@ -206,7 +206,8 @@ def _judge(
     """`sampled`: the sample whose counts are those before the death; `last`: the last one before it."""
     first = sampled or session
     rise = counts.since(KillCounts(first.cgroup_oom_kills, first.machine_oom_kills, session.cgroup))
-    return judge(rise, last, f"the sample at {format_time(sampled.time)}" if sampled else "the session began")
+    since = f"the sample at {format_time(sampled.time)}" if sampled else "the session began"
+    return judge(rise, last, since, time.time() - (sampled.time if sampled else session.begin_time))
 
 
 def _last_minute(moments: Sequence[MemorySample], end: float) -> tuple[MemorySample, ...]:

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from vesuvius.monitor.probes.cgroup import cgroup_chain
 from vesuvius.monitor.probes.files import Roots, read_counts, read_text
+
+
+@dataclass(frozen=True)
+class CpuQuota:
+    """What a cgroup, that of a process or one above it, lets all in it use together."""
+
+    cgroup: str  # its path
+    cores: float  # processors
+    # periods, throttled: of the quota so far, and those in which it was used up
+    periods: int
+    throttled: int
 
 
 def bound_cores(pid: int = 0) -> frozenset[int]:
@@ -18,19 +31,33 @@ def bound_cores(pid: int = 0) -> frozenset[int]:
 
 def usable_cores(pid: int, roots: Roots = Roots()) -> float:
     """Processors that a process of this machine may use; a container with a quota of 3.5 has 3.5."""
+    return min([float(len(bound_cores(pid))), *(quota.cores for quota in cpu_quotas(pid, roots))])
+
+
+def cpu_quotas(pid: int, roots: Roots = Roots()) -> tuple[CpuQuota, ...]:
+    """The quotas that hold for a process: of its cgroup and of those above that can be seen, the innermost first."""
     version, chain = cgroup_chain(pid, "cpu", roots)
-    quota = _quota_v2 if version == 2 else _quota_v1
-    quotas = [found for _, directory in chain if (found := quota(directory)) is not None]
-    return min([float(len(bound_cores(pid))), *quotas])
+    cores_of = _quota_v2 if version == 2 else _quota_v1
+    quotas = []
+    for path, directory in chain:
+        if (cores := cores_of(directory)) is not None:
+            stat = read_counts(directory / "cpu.stat")
+            quotas.append(CpuQuota(path, cores, stat.get("nr_periods", 0), stat.get("nr_throttled", 0)))
+    return tuple(quotas)
 
 
-def quota_periods(pid: int, roots: Roots = Roots()) -> tuple[int, int]:
-    """Periods of processor quota so far, and those in which it was used up; of the cgroup (own or above) where it was
-    most often.  (0, 0) without a quota."""
-    _, chain = cgroup_chain(pid, "cpu", roots)
-    stats = [read_counts(directory / "cpu.stat") for _, directory in chain]
-    found = [(stat.get("nr_periods", 0), stat.get("nr_throttled", 0)) for stat in stats]
-    return max(found, key=lambda periods: periods[1], default=(0, 0))
+def throttling(before: Iterable[CpuQuota], after: Iterable[CpuQuota]) -> tuple[float, CpuQuota] | None:
+    """The quota that was used up most often since, with the share of its periods.  Pure.
+
+    Not the smallest one: a larger one above may be used up by others.  None where none had a period.
+    """
+    counted = {quota.cgroup: (quota.periods, quota.throttled) for quota in before}
+    shares = []
+    for quota in after:
+        periods, throttled = counted.get(quota.cgroup, (0, 0))
+        if quota.periods > periods:
+            shares.append(((quota.throttled - throttled) / (quota.periods - periods), quota))
+    return max(shares, key=lambda found: found[0], default=None)
 
 
 def _quota_v2(directory: Path) -> float | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-_psutil_lock = threading.RLock()
+_turn = threading.Condition()
+_turns: list[str] = []  # in use now: where psutil looks, once for each user, behind where it looked before
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,26 @@ class Roots:
 
     @contextmanager
     def for_psutil(self) -> Iterator[None]:
-        """psutil reads `proc` while the context lasts.  Its path is global, so one thread at a time."""
-        with _psutil_lock:
-            before, psutil.PROCFS_PATH = psutil.PROCFS_PATH, str(self.proc)
-            try:
-                yield
-            finally:
-                psutil.PROCFS_PATH = before
+        """psutil reads `proc` while the context lasts.
+
+        Its path is global, so who needs another one waits.  Who needs the same does not: to read of another process may
+        hang, and the guard must go on.
+        """
+        path = str(self.proc)
+        with _turn:
+            _turn.wait_for(lambda: not _turns or path == psutil.PROCFS_PATH)
+            if not _turns:
+                _turns.append(psutil.PROCFS_PATH)
+            _turns.append(path)
+            psutil.PROCFS_PATH = path
+        try:
+            yield
+        finally:
+            with _turn:
+                _turns.pop()
+                if len(_turns) == 1:
+                    psutil.PROCFS_PATH = _turns.pop()
+                    _turn.notify_all()
 
 
 def read_text(path: Path | str) -> str | None:

@@ -26,7 +26,8 @@ class SystemPace:
             self._due = 0.0
         if record["kind"] != "system":
             return True
-        due: bool = record["time"] >= self._due
+        # More than that before it is due: the clock was set back.
+        due: bool = not 0 < self._due - record["time"] <= _SYSTEM_EVERY_S
         if due:
             self._due = record["time"] + _SYSTEM_EVERY_S
         return due

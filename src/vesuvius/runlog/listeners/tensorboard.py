@@ -14,7 +14,8 @@ import logging
 import os
 import re
 import struct
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 
+from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.listeners.scalars import SystemPace, scalars_of
 
 log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 Record = dict[str, Any]
 
 _EVENTS = "events.out.tfevents."
+_CLOSE_S = 10.0
 
 
 class TensorBoard:
@@ -93,6 +96,23 @@ class TensorBoard:
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
         _write_all(file, _framed(Event(wall_time=time, file_version="brain.Event:2").SerializeToString()))
         return file
+
+
+@contextmanager
+def tensorboard_thread(board: TensorBoard, close_s: float = _CLOSE_S) -> Iterator[Callable[[Record], None]]:
+    """Takes records for a thread that writes their events; at the end it has so many seconds for what waits."""
+    writes = DelayedWrites("tensorboard", lambda: log.warning("an event for TensorBoard failed", exc_info=True))
+
+    def take(record: Record) -> None:
+        writes.later(lambda: board.write(record))
+
+    try:
+        yield take
+    finally:
+        if writes.close(close_s):
+            board.close()
+        else:
+            log.warning("TensorBoard's disk did not answer within %.0f s; its last events are lost", close_s)
 
 
 def _events(record: Record, run: Path) -> list[Event]:
