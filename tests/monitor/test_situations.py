@@ -255,7 +255,7 @@ SITUATIONS = [
     Situation(
         "a store that refuses one request in seven",
         lambda p: judged(far(retries=3000)),
-        *("data-bound (store latency)", "data.store.requests=8", "15.0 % of the requests again"),
+        *("data-bound (store latency)", "data.store.requests=8", "15.0 % of the requests retried"),
     ),
     Situation(
         "a link of 1 Gbit/s that is full",

@@ -230,7 +230,7 @@ def test_ray_is_not_started_for_a_run_that_began_without() -> None:
 
 def test_readers_of_unknown_size_are_not_added() -> None:
     run = Session(2, 4, replace(PLENTY, reader_bytes=None))
-    assert only(run.hears(FEW_WORKERS)).refused == "what a reader takes is not known"
+    assert only(run.hears(FEW_WORKERS)).refused == "what a reader takes is unknown"
 
 
 def test_what_is_only_advised_teaches_nothing() -> None:

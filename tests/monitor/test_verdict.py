@@ -247,7 +247,7 @@ def test_a_link_that_is_used_up_is_reading() -> None:
 def test_a_store_that_refuses_is_asked_less() -> None:
     found = judge(far(retries=3000), GPU)
     assert (found.cause, found.overrides) == ("store latency", ("data.store.requests=8",))
-    assert "15.0 % of the requests again" in found.evidence
+    assert "15.0 % of the requests retried" in found.evidence
 
 
 def test_remote_chunks_that_decode_slowly_are_no_matter_of_the_store() -> None:

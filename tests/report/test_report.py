@@ -84,7 +84,7 @@ def test_parts_of_the_time_add_up_and_the_first_step_is_its_own(tmp_path: Path) 
     report = reported(write_run(tmp_path / "tiny", [run_start(), start, step(2), paused, step(4)]))
     seconds = {part.name: part.total_s for part in report.parts}
     work = {"data wait": 0.3, "transfer to the device": 0.03, "forward": 0.3, "backward": 0.6}
-    work |= {"optimizer, clipping, EMA": 0.15, "host: what is left": 0.12}
+    work |= {"optimizer, clipping, EMA": 0.15, "host: the rest": 0.12}
     assert seconds == pytest.approx(work | {"first step of each session": 31.0, "pauses": 10.0})
     assert sum(part.share for part in report.parts) == pytest.approx(1.0)
     text = page_of(report).text

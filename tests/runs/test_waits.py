@@ -148,7 +148,7 @@ def test_the_time_limit_is_kept_while_a_batch_is_waited_for(
         session.wait_for("INFO noise ")
         server.set_faults(HANGS)
         assert session.process.wait(timeout=NEVER_S / 5) == 75, session.text()
-        assert "training.max_hours=0.00111111 are over" in session.text()
+        assert "training.max_hours=0.00111111 is reached" in session.text()
 
 
 def test_the_memory_guard_ends_a_run_that_waits_for_a_batch(

@@ -332,7 +332,7 @@ def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
         read = stream.reader_totals.blocks
     assert read == len({job.plan.mixing.slot_of(index) for index in range(4 * batches, stop)}), "and no other region"
     other = make_job(volume, patches_per_region=8)
-    with open_stream(other) as stream, pytest.raises(ConfigError, match="goes on with the plan it began with"):
+    with open_stream(other) as stream, pytest.raises(ConfigError, match="continues with the plan it began with"):
         stream.load_state_dict(state)
 
 

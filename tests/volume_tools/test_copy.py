@@ -388,7 +388,7 @@ def test_what_is_no_copy_is_never_replaced(tmp_path: Path) -> None:
     source = write_array(tmp_path / "v.zarr", textured((16, 16, 16)), chunk=16)
     other = write_array(tmp_path / "c.zarr", textured((16, 16, 16), seed=1), chunk=16)
     before = chunk_files(other)
-    with pytest.raises(ConfigError, match=r"does not replace what exists; got .*choose another name, or remove it"):
+    with pytest.raises(ConfigError, match=r"does not replace files; got .*choose another name, or remove it"):
         copy_box(CopyRequest(ArrayConfig(path=str(source)), other), QUICK)
     assert chunk_files(other) == before
     (tmp_path / "d.zarr.partial").mkdir()
@@ -490,7 +490,7 @@ def test_a_disk_that_is_too_small_is_refused_unless_a_sidecar_says_that_most_is_
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     request = {"source": ArrayConfig(path=str(source))}
     for _ in range(2):
-        with pytest.raises(StorageError, match=r"must have room .*; got 0.00 GiB needed .*--no-space-check"):
+        with pytest.raises(StorageError, match=r"must hold .*; got 0.00 GiB needed .*--no-space-check"):
             copy_box(CopyRequest(**request, out=tmp_path / "new" / "a.zarr"), QUICK)
         assert not (tmp_path / "new").exists()
     copy_box(CopyRequest(**request, out=tmp_path / "b.zarr", check_space=False), QUICK)
@@ -511,7 +511,7 @@ def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) ->
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),
     )
     assert limited.returncode == 6, limited.stderr
-    assert "a copy needs a writable disk with enough room; got [Errno 27] File too large" in limited.stderr
+    assert "a copy needs a writable disk with enough space; got [Errno 27] File too large" in limited.stderr
     assert "Traceback" not in limited.stderr
     assert not list((tmp_path / "c.zarr.partial").glob("volume.zarr/0/*/*/*"))
     assert subprocess.run(command, capture_output=True).returncode == 0

@@ -66,7 +66,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             case "bench":
                 if differ := [key for key, value in record["asked"].items() if value != asked.get(key)]:
                     raise ConfigError(
-                        f"a resumed bench must keep what it was asked for; got another {', '.join(differ)} than "
+                        f"a resumed bench must repeat the earlier request; got a different {', '.join(differ)} than in "
                         f"{folder}; drop --resume to start over"
                     )
                 self._begin_session(record.get("retry_failed", False))

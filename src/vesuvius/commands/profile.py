@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         type=whole(5, "20"),
         default=20,
         metavar="N",
-        help="steps that count, behind the warm-up; 20",
+        help="steps measured after the warm-up; 20",
     )
     parser.add_argument(
         "--trace",
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         "--at-step",
         type=positive,
         metavar="N",
-        help="go on from a checkpoint of the run, which stays as it is, and profile the steps around step N",
+        help="continue from a checkpoint of the run, which is left unchanged, and profile the steps around step N",
     )
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)

@@ -145,10 +145,10 @@ class DataConfig(Section):
         "air", description="missing chunks are treated as air (the fill value), or end the run with exit 6"
     )
     max_quarantined: NonNegativeInt = Field(
-        32, description="unreadable regions to replace by others; with one more the run ends with exit 6"
+        32, description="unreadable regions to replace with others; one more ends the run with exit 6"
     )
     max_reader_deaths: NonNegativeInt = Field(
-        32, description="reader deaths to tolerate in one session; with one more the run ends with exit 6"
+        32, description="reader deaths to tolerate in one session; one more ends the run with exit 6"
     )
     store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
     augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")

@@ -111,7 +111,7 @@ def _check_request(request: SampleRequest, info: CheckpointInfo) -> None:
     try:
         lay_out_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
     except ConfigError as error:
-        raise ConfigError(f"{error}; here --batch-size takes the place of training.train_batch_size") from error
+        raise ConfigError(f"{error}; here --batch-size replaces training.train_batch_size") from error
 
 
 class _Drawing:

@@ -31,10 +31,10 @@ class SamplingStoppedError(VesuviusError):
 
     def __init__(self, exit_code: int, progress: str, resumable: bool) -> None:
         name = signal.SIGINT.name if exit_code == EXIT_INTERRUPTED else signal.SIGTERM.name
-        left = "what is done stays" if resumable else "nothing is left of them"
+        left = "what is done is kept" if resumable else "nothing of them is kept"
         super().__init__(
-            f"samples are there when all are drawn and written; got {name} {progress}; {left}: give the same command "
-            "again" + (" to go on" if resumable else "")
+            f"samples are complete when all are drawn and written; got {name} {progress}; {left}: run the same "
+            "command again" + (" to continue" if resumable else "")
         )
         self.exit_code = exit_code
 

@@ -151,7 +151,7 @@ class Monitor:
         self._thread.join(_JOIN_S)
         if self._thread.is_alive() or not self._writer.close(_JOIN_S):
             # In a driver, or on a disk, that does not answer; it must not hold up the end.
-            log.warning("the monitor does not end within %.0f s and is left behind with its files open", _JOIN_S)
+            log.warning("the monitor did not end within %.0f s and is abandoned with its files open", _JOIN_S)
             return
         self._records.close()
         self._lines.close()

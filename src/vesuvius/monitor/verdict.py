@@ -99,9 +99,9 @@ def judge(window: Window, knobs: Knobs, thresholds: Thresholds = Thresholds()) -
     return replace(
         found,
         cause="readers stopped" if found.kind == "data-bound" else found.cause,
-        evidence=f"{evidence}, readers held by a signal (SIGSTOP) or a debugger: {window.stopped_readers}",
+        evidence=f"{evidence}, readers stopped by a signal (SIGSTOP) or a debugger: {window.stopped_readers}",
         overrides=(),
-        advice="nothing to change: `kill -CONT` lets them go on",
+        advice="nothing to change: `kill -CONT` resumes them",
     )
 
 
@@ -116,8 +116,8 @@ def _judge(window: Window, knobs: Knobs, thresholds: Thresholds) -> Verdict:
     if window.compute_share >= thresholds.gpu_share_good or waits[kind] <= thresholds.data_share_good:
         if knobs.on_gpu and window.gpu_busy is not None and window.gpu_busy < _LAUNCHING * window.compute_share:
             evidence = (
-                f"the GPU was at it {_percent(window.compute_share)} of the time, but kernels ran only "
-                f"{_percent(window.gpu_busy)}: they wait to be launched"
+                f"the GPU had work {_percent(window.compute_share)} of the time, but kernels ran only "
+                f"{_percent(window.gpu_busy)}: launching them is the limit"
             )
             return _host_bound(window, knobs, evidence)
         return _compute_bound(window, knobs, thresholds)
@@ -136,8 +136,8 @@ def _judge(window: Window, knobs: Knobs, thresholds: Thresholds) -> Verdict:
         case "comm-bound":
             evidence = f"waited for other ranks {_percent(window.comm_share)} of the time {good}"
             advice = (
-                "nothing to change here: see the log, below ranks/, of the rank that the step line calls slowest; "
-                "if all are alike the network is slow, and a larger training.accumulate_steps uses it less"
+                "nothing to change here: see the log, below ranks/, of the rank that the step line calls "
+                "slowest; if all are alike the network is slow, and a larger training.accumulate_steps uses it less"
             )
             return Verdict("comm-bound", None, evidence, (), advice, window)
         case _:
@@ -199,7 +199,7 @@ def _host_bound(w: Window, k: Knobs, evidence: str) -> Verdict:
         overrides = _larger_micro_batch(w, k)
     if overrides:
         return _to_try("host-bound", None, evidence, overrides, w)
-    advice = "nothing to try: no setting makes the trainer's own work less"
+    advice = "nothing to try: no setting reduces the trainer's own work"
     if w.idle_cores is not None and w.idle_cores < 1:
         advice = "nothing to try: no processor is idle; see what else runs on this machine"
     return Verdict("host-bound", None, evidence, (), advice, w)
@@ -221,7 +221,7 @@ def _data_bound(w: Window, k: Knobs, t: Thresholds, good: str) -> Verdict:
 def _prefetch_too_small(w: Window, k: Knobs, waited: str) -> Verdict:
     """The rule of tf.data's autotuner: a buffer that was full and yet ran empty is too small for how data come."""
     evidence = (
-        f"{waited}, though all places ahead were full for {_percent(w.held_up_s / w.working_s)} of it and empty for "
+        f"{waited}, though the prefetch was full for {_percent(w.held_up_s / w.working_s)} of it and empty for "
         f"{w.ran_empty} of {w.batches} batches"
     )
     if k.memory_is_short:
@@ -247,7 +247,7 @@ def _readers_too_slow(w: Window, k: Knobs, t: Thresholds, waited: str) -> Verdic
     on_processor = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
     if k.workers and max(busy, on_processor or 0.0) < _BUSY:
         evidence = f"{waited}, readers busy only {_percent(busy)}"
-        advice = "nothing to try: regions are small for what Ray takes to hand one over; see data.region_size"
+        advice = "nothing to try: regions are small compared with what Ray needs to pass one on; see data.region_size"
         return Verdict("data-bound", "handing over", evidence, (), advice, w)
     if read_s > w.decode_s:
         return _store_too_slow(w, k, t, f"{waited}, readers waited for the store {_percent(read_s / reader_s)}")
@@ -274,10 +274,10 @@ def _too_few_cores_or_workers(w: Window, k: Knobs, evidence: str) -> Verdict:
         return _to_try("data-bound", "decoding", evidence, (f"training.workers={math.ceil(w.cores)}",), w)
     if w.others_cores >= max(w.cores / 4, 1):
         evidence += f", others use {w.others_cores:.1f} of {w.cores:.3g} processors"
-        advice = "nothing to try here: other programs take the processors; end them, or train elsewhere"
+        advice = "nothing to try here: other programs use the processors; stop them, or train elsewhere"
         return Verdict("data-bound", "decoding", evidence, (), advice, w)
     advice = "nothing to try: no processor is left; a new run with a higher data.patches_per_region decodes less"
-    return Verdict("data-bound", "decoding", evidence, (), f"{advice}, a faster codec or more cores do too", w)
+    return Verdict("data-bound", "decoding", evidence, (), f"{advice}, a faster codec or more cores help too", w)
 
 
 def _store_too_slow(w: Window, k: Knobs, t: Thresholds, waited: str) -> Verdict:
@@ -293,7 +293,7 @@ def _store_too_slow(w: Window, k: Knobs, t: Thresholds, waited: str) -> Verdict:
         f"{rate / 1e6:.3g} MB/s in all"
     )
     if w.retries >= _RETRIES_MANY * count and k.requests > 1:
-        evidence += f", {_percent(w.retries / count)} of the requests again"
+        evidence += f", {_percent(w.retries / count)} of the requests retried"
         return _to_try("data-bound", "store latency", evidence, (f"data.store.requests={k.requests // 2}",), w)
     if rate < t.link_bytes_s / 2 and k.requests < _REQUESTS_MOST:
         requests = min(2 * k.requests, _REQUESTS_MOST)

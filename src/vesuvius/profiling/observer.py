@@ -1,4 +1,4 @@
-"""What a profile does between the steps of the training loop: it counts them, and then ends the run or lets it go on.
+"""What a profile does between the steps of the training loop: counts them, then ends the run or lets it continue.
 
 It stands where `training.autotune` stands in a run, so that the loop, the clock and the records are those of training.
 """
@@ -28,7 +28,7 @@ MOST_WARM_STEPS = 40
 _TRACED_STEPS = 2
 _EMA_TIMES = 5
 MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS + 1
-"""Steps that a profile makes beside those that count, at most."""
+"""Steps that a profile makes besides those that count, at most."""
 
 
 @dataclass

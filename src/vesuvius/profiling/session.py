@@ -104,7 +104,7 @@ def profile(request: Request) -> Path:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of weights that are worth nothing
     if not observed.complete:
         error = VesuviusError(
-            f"a profile must have its steps; the run ended before with exit code {code}; see its log in {folder}/logs"
+            f"a profile must have its steps; the run ended earlier with exit code {code}; see its log in {folder}/logs"
         )
         error.exit_code = code or error.exit_code
         raise error
@@ -124,7 +124,7 @@ def profile_in_place(steps: int, after: int, command: str) -> MakeTuner:
             config, run = loop.run.config, loop.run.directory.path
             try:
                 folder = _write(config, steps, command, run, new_folder(run / FOLDER), observed)
-                log.info("profile of steps behind step %d: %s", observed.after, folder / "profile.html")
+                log.info("profile of steps after step %d: %s", observed.after, folder / "profile.html")
             except Exception as error:
                 log.warning("the profile was not written: %s", one_line(error))
 
@@ -145,7 +145,7 @@ def checkpoint_before(checkpoints: Path, at_step: int, after: int) -> Path:
         steps = ", ".join(str(step_of(path)) for path in there) or "none"
         raise ConfigError(
             f"--at-step needs a checkpoint of the run at or before that step; got {at_step}, and in {checkpoints} "
-            f"those of steps {steps}; keep more by training.keep_every, or leave --at-step out"
+            f"those of steps {steps}; keep more with training.keep_every, or omit --at-step"
         )
     early = [path for path in found if step_of(path) <= after - MOST_WARM_STEPS]
     return early[-1] if early else found[0]

@@ -105,7 +105,7 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "step, p95": _quantile(work[later], 0.95),
         f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), number),
         "best validation (error over that of the best linear filter)": best,
-        "steps that were not finite": str(nonfinite),
+        "non-finite steps": str(nonfinite),
         "processes that died": str(len(records.deaths)),
         "RAM at its peak": of_limit(ram, limit),
         "largest reader": _or_unknown(largest(steps["worker_max_bytes"]), size_text),

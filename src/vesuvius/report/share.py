@@ -20,7 +20,7 @@ WORK = (
     ("backward", "compute", "backward_s"),
     ("optimizer, clipping, EMA", "compute", "optimizer_s"),
     ("waits for other ranks", "ranks", "comm_s"),
-    ("host: what is left", "host", "host_s"),
+    ("host: the rest", "host", "host_s"),
 )
 """Name, class and column of each part of a step without its pause."""
 

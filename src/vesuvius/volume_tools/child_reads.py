@@ -167,8 +167,8 @@ class _Child:
         how = f"signal {-code} ({signal.strsignal(-code)})" if code is not None and code < 0 else f"exit code {code}"
         if place < 0:
             raise DataError(
-                f"a process that reads chunks must live; got one that ended with {how} before its first chunk of "
-                f"{self._volume.name}; look at the memory of the machine (`vesuvius memcheck`)"
+                f"a process that reads chunks must survive; got one that ended with {how} before its "
+                f"first chunk of {self._volume.name}; check the machine's memory (`vesuvius memcheck`)"
             )
         chunk = self._chunks[place]
         again = code == -signal.SIGKILL and chunk not in self._killed  # a kill may be for want of memory, once

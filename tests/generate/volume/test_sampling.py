@@ -171,7 +171,7 @@ def test_workers_that_die_again_and_again_end_the_drawing(tmp_path: Path) -> Non
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    with pytest.raises(Exception, match="workers must live; got 4 deaths without work done"):
+    with pytest.raises(Exception, match="workers must survive; got 4 deaths without any work done"):
         drawn(job(), tmp_path, dying, workers=2)
 
 

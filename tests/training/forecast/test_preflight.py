@@ -45,4 +45,4 @@ def test_fewer_tasks_than_readers_are_doubted(tasks: Iterable[int], warned: bool
     found = too_few_tasks(config, plan, step=3)
     assert asked == [(3 * config.global_batch, config.stop_step * config.global_batch, 0, 1)]
     assert len(found) == warned
-    assert not warned or "8 readers and 2 tasks: the others stay without work; set training.workers=2" in found[0]
+    assert not warned or "8 readers and 2 tasks: the others stay idle; set training.workers=2" in found[0]

@@ -147,7 +147,7 @@ def _check(request: EvaluationRequest, info: CheckpointInfo) -> None:
     check_volume(info, request.training_volume, "--training-volume")
     if request.out is not None and os.path.lexists(request.out):
         raise ConfigError(
-            f"an evaluation does not replace what exists; got {request.out}, which is there; choose another --out"
+            f"an evaluation does not replace files; got {request.out}, which exists; choose another --out"
         )
 
 
@@ -181,10 +181,10 @@ def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgre
         differing = [k for k in wanted if k not in ("amp", "evaluations_per_sample") and there.get(k) != wanted[k]]
         if differing:
             raise ConfigError(
-                f"samples that are there are taken where they were drawn with the same arguments; got {out} with "
-                f"another {differing[0]}; remove it, or name other samples with --generated"
+                f"existing samples are reused only if they were drawn with the same arguments; got "
+                f"{out} with a different {differing[0]}; remove it, or name other samples with --generated"
             )
-        log.info("samples are there already: %s", out)
+        log.info("using the existing samples: %s", out)
         return out
     draw_samples(SampleRequest(**(vars(asked) | {"out": out})), on_step)
     return out
@@ -198,7 +198,7 @@ class _TiledVolume(AbstractContextManager["_TiledVolume"]):
         record = finished_record(path, DRAWING)
         if not isinstance(record, dict) or not {"shape_zyx", "overlap"} <= record.keys():
             raise ConfigError(
-                f"--volume must be one that `vesuvius sample --shape` has drawn: its record says where tiles lie; got "
+                f"--volume must be drawn by `vesuvius sample --shape`, whose record says where the tiles are; got "
                 f"{path}, which has none; name another"
             )
         z, y, x = record["shape_zyx"]

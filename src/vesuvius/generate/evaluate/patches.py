@@ -75,7 +75,7 @@ class RealSource:
         """Reads metadata.  Raises ConfigError without held-out voxels, and DataError."""
         if config.validation.fraction == 0:
             raise ConfigError(
-                "an evaluation compares with patches that training has not seen; got a run with "
+                "an evaluation compares with held-out patches; got a run with "
                 "data.validation.fraction=0, which holds out none; train with 0.05, for example"
             )
         if number is not None:
@@ -98,7 +98,7 @@ class RealSource:
         if min(len(chosen), len(beside)) < LEAST_PATCHES:
             raise DataError(
                 f"an evaluation needs {LEAST_PATCHES} patches of training in either half of the training voxels; got "
-                f"{len(chosen)} and {len(beside)} of {len(found.volumes)} that were drawn; evaluate a run with larger "
+                f"{len(chosen)} and {len(beside)} of {len(found.volumes)} drawn; evaluate a run with larger "
                 "volumes"
             )
         boxes = [split.validation for split in data.splits if split.validation is not None]
@@ -107,8 +107,8 @@ class RealSource:
         )
         if side_by_side < count:
             log.warning(
-                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and count as fewer "
-                "in all intervals; data.validation.fraction says how much is held out",
+                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and count "
+                "as fewer in all intervals; data.validation.fraction says how much is held out",
                 side_by_side,
                 count,
             )
@@ -248,7 +248,7 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
     if len(shape) != 4 or shape[1:] != tuple(patch_zyx):
         raise ConfigError(
             f"--generated must hold patches of the training's size, [N, {', '.join(map(str, patch_zyx))}]; got shape "
-            f"{list(shape)} in {path}; cut them to that size, or name another file"
+            f"{list(shape)} in {path}; cut them to that size, or give another file"
         )
     if shape[0] < LEAST_PATCHES:
         raise ConfigError(
@@ -278,7 +278,7 @@ def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Trip
     if apart < LEAST_PATCHES:
         raise ConfigError(
             f"an evaluation needs {LEAST_PATCHES} patches side by side in --volume; got {apart} in {volume.name}; draw "
-            "a larger one, or name samples to judge with --generated"
+            "a larger one, or name samples to evaluate with --generated"
         )
     last = [size - patch for size, patch in zip(volume.shape_zyx, patch_zyx, strict=True)]
     starts = [(z, y, x) for z, y, x in np.random.default_rng(0).integers(0, last, (count, 3), endpoint=True).tolist()]

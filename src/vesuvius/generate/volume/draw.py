@@ -108,8 +108,8 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             with (
                 open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target,
                 storage_errors(
-                    "a drawing needs a writable disk with enough room",
-                    "free space: what is done stays, and the same command goes on",
+                    "a drawing needs a writable disk with enough space",
+                    "free space: what is done is kept, and the same command continues",
                     f"while writing {target.path}",
                 ),
             ):
@@ -269,9 +269,9 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
     check_volume(info, request.volume)
     check_condition(info, given.condition)
     if request.rounds is not None and (given.inpaint is None or request.blend == "final"):
-        raise ConfigError("--rounds is of --inpaint with --blend step only; got it without; remove it")
+        raise ConfigError("--rounds applies to --inpaint with --blend step only; got it without; remove it")
     if given.mask is not None and given.inpaint is None:
-        raise ConfigError("--mask says what to fill of --inpaint; got no --inpaint; add it, or remove --mask")
+        raise ConfigError("--mask says what to fill in --inpaint; got no --inpaint; add it, or remove --mask")
     if given.condition is None and config.has_condition and config.diffusion.sampler_guidance != 0:
         raise ConfigError(
             "a model that was trained with conditions needs --condition VOLUME; got none; name one, or add --guidance "

@@ -64,7 +64,7 @@ class VolumeForecast:
         """Raises StorageError where the disk is too small."""
         if not self.fits:
             raise StorageError(
-                f"the disk must have room for the state and the volume; got {size_text(self.state_bytes)} and "
+                f"the disk must hold the state and the volume; got {size_text(self.state_bytes)} and "
                 f"{size_text(self.output_bytes)} needed and {size_text(self.free_bytes)} free for {out}; free space, "
                 "lower --overlap or --shape, or choose another --out"
             )

@@ -87,10 +87,10 @@ class Sampling:
                 self._deaths += 1
                 if self._deaths > _DEATHS_WITHOUT_WORK:
                     raise VesuviusError(
-                        f"workers must live; got {self._deaths} deaths without work done between them; see the log "
-                        "above, and for a kill the kernel's (dmesg); try fewer --workers"
+                        f"workers must survive; got {self._deaths} deaths without any work done in between; "
+                        "see the log above and, for a kill, the kernel log (dmesg); try fewer --workers"
                     ) from error
-                log.warning("a worker has died; others are started and go on with its part")
+                log.warning("a worker has died; others are started and take over its part")
         return State(self._folder, job, last).x
 
     def _resumed(self) -> int:

@@ -136,7 +136,7 @@ class Watchdog:
         dumping.join(_STACKS_WITHIN_S)
         step, last = self._step()
         log.error(
-            "Verdict step %d/%d %s; stacks of all threads in %s; the run waits on, a stop saves step %d",
+            "Verdict step %d/%d %s; stacks of all threads in %s; the run keeps waiting, a stop saves step %d",
             *(step, last, text, path, step),
         )
         fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self._stacks.name}/{path.name}"}
@@ -161,4 +161,4 @@ class Watchdog:
             if self._dump_readers is not None:
                 self._dump_readers(path)
         except OSError as error:
-            log.warning("the stacks of a run that hangs must be writable; got %s for %s; free some space", error, path)
+            log.warning("the stacks of a hung run must be writable; got %s for %s; free some space", error, path)

@@ -198,7 +198,7 @@ def _figures_text(killer: MemoryLimit) -> str:
 
 def _growth_text(trend: Trend | None, exhaustion: Exhaustion | None, growing: Mapping[int, Trend]) -> str:
     if trend is None or exhaustion is None:
-        return "no growth beyond doubt"
+        return "no significant growth"
     latest = "never" if exhaustion.latest_s is None else format_duration(exhaustion.latest_s)
     text = (
         f"growing {trend.bytes_per_s / 1e6:.1f} MB/s: full in {format_duration(exhaustion.likely_s)} "

@@ -110,9 +110,9 @@ def _table(death: Death) -> list[str]:
     """The memory of the last minute, a line for every ten seconds."""
     shown = _every(death.moments, _EVERY_S)
     if not shown:
-        return ["  no look at its memory was kept"]
+        return ["  no sample of its memory was kept"]
     end = death.moments[-1].time
-    head = f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit that kills"
+    head = f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"
     return [head, *[_row(moment, moment.time - end) for moment in shown]]
 
 

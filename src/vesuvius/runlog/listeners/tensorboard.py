@@ -72,7 +72,7 @@ class TensorBoard:
             self.close()
             log.error(
                 "TensorBoard's events must be writable; got %s in %s; free some space: no more are written in this "
-                "session; python tools/tensorboard_from_metrics.py %s makes them again from metrics.jsonl",
+                "session; python tools/tensorboard_from_metrics.py %s rebuilds them from metrics.jsonl",
                 error,
                 self._directory,
                 self._run,
@@ -130,7 +130,7 @@ def _picture(tag: str, path: Path) -> Summary.Value | None:
         with Image.open(path) as image:
             width, height = image.size
     except OSError as error:
-        log.warning("the picture of a preview must be readable; got %s; TensorBoard goes without it", error)
+        log.warning("the picture of a preview must be readable; got %s; TensorBoard does without it", error)
         return None
     return Summary.Value(
         tag=tag, image=Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)

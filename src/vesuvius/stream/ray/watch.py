@@ -49,7 +49,7 @@ class OutageLog:
             _, said = self._said.get(address, (outage, 0.0))
             if now - outage.since >= _SAID_AFTER_S and now - said >= _SAID_EVERY_S:
                 self._said[address] = outage, now
-                log.warning("%s (for %.0f s); the readers try again", outage, now - outage.since)
+                log.warning("%s (for %.0f s); the readers retry", outage, now - outage.since)
         for address in self._said.keys() - oldest.keys():
             outage, _ = self._said.pop(address)
             log.info("%s answers again after %.0f s", address, now - outage.since)
@@ -123,8 +123,8 @@ class ReaderWatch:
         self._poller = Poller(
             self._poll,
             _READERS_S,
-            "Ray does not say which readers live, and is asked again",
-            "Ray says again which readers live",
+            "Ray does not say which readers are alive; retrying",
+            "Ray says again which readers are alive",
         )
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class StoreWatch:
         self._poller = Poller(
             self._poll,
             _STORE_S,
-            "Ray's object store cannot be watched for spills, and is asked again every second",
+            "Ray's object store cannot be watched for spills; retrying every second",
             "Ray's object store is watched for spills again",
         )
 

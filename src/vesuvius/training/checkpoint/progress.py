@@ -81,7 +81,7 @@ class Progress:
         if self.sample_index % ranks:
             before, self.sample_index = self.sample_index, -(-self.sample_index // global_batch) * global_batch
             log.warning(
-                "samples %d to %d are left out: %d ranks begin with a whole batch", before, self.sample_index, ranks
+                "samples %d to %d are skipped: %d ranks begin with a whole batch", before, self.sample_index, ranks
             )
 
     def go_back_to(self, step: int, samples_per_step: int) -> None:

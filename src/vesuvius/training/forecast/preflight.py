@@ -208,13 +208,13 @@ def doubts(config: Config, cores: float) -> list[str]:
     diffusion, training, found = config.diffusion, config.training, []
     if config.cluster.address is None and training.workers > READERS_PER_CORE * cores:
         found.append(
-            f"training.workers {training.workers} readers share {cores:g} processors: each takes memory, and together "
-            f"they read no faster than a few; set training.workers={math.ceil(cores)}, or at most "
-            f"{math.floor(READERS_PER_CORE * cores)} for a store that is far away"
+            f"training.workers {training.workers} readers share {cores:g} processors: each takes memory, and "
+            f"together they read no faster than a few; set training.workers={math.ceil(cores)}, or at "
+            f"most {math.floor(READERS_PER_CORE * cores)} for a remote store"
         )
     if training.keep_every and training.keep_every % training.save_every:
         found.append(
-            f"training.keep_every {training.keep_every} is no multiple of save_every {training.save_every}: only "
+            f"training.keep_every {training.keep_every} is not a multiple of save_every {training.save_every}: only "
             "checkpoints at multiples of both are sure to be kept"
         )
     if diffusion.prediction == "eps" and diffusion.sampler_clip is None:
@@ -238,7 +238,7 @@ def too_few_tasks(config: Config, plan: Plan, step: int) -> list[str]:
     if not 0 < tasks < workers:
         return []
     return [
-        f"training.workers {workers} readers and {tasks} task{'s' * (tasks > 1)}: the others stay without work; set "
+        f"training.workers {workers} readers and {tasks} task{'s' * (tasks > 1)}: the others stay idle; set "
         f"training.workers={tasks}, or lower data.regions_per_task (now {config.data.regions_per_task})"
     ]
 

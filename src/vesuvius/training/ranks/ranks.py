@@ -59,7 +59,7 @@ class Restart:
 
     def __str__(self) -> str:
         if not self.lost:
-            return "all ranks were started again, though none was lost: Ray Train changes their number"
+            return "all ranks were restarted, though none was lost: Ray Train changes their number"
         lost = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.lost.items()))
         return f"restart {self.number} of at most {self.most}, as ranks were lost: {lost}"
 
@@ -221,7 +221,7 @@ class Ranks:
         ended = "process group has not been initialized" in str(error)  # Ray Train has, as it has lost a rank
         if ended or isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
             return RankLostError(
-                f"every rank must live as long as the run; one ended without a word: {one_line(error)}"
+                f"every rank must live as long as the run; one ended without a message: {one_line(error)}"
             )
         return error
 

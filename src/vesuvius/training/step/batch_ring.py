@@ -69,7 +69,7 @@ class BatchRing:
         if place is None:
             raise VesuviusError(
                 f"a batch must lie in one of the {len(self)} buffers that the stream was given; got one elsewhere; "
-                "report this as a defect"
+                "report this as a bug"
             )
         self._held.append(place)
         return self._slots[place]

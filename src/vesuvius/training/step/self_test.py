@@ -115,8 +115,9 @@ def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool, versi
     if version is None or not _CUDNN_WITHOUT_CONV3D[0] <= version < _CUDNN_WITHOUT_CONV3D[1]:
         return ""
     return (
-        f"a 16-bit Conv3d must run on cuDNN; got cuDNN {version // 10000}.{version // 100 % 100}, with which torch "
-        f"does without it (9.8 to 9.14, amp {amp}); set training.channels_last=true or install cuDNN 9.15 or newer"
+        f"a 16-bit Conv3d must run on cuDNN; got cuDNN {version // 10000}.{version // 100 % 100}, for which "
+        f"torch does not use it (9.8 to 9.14, amp {amp}); set training.channels_last=true or install cuDNN 9.15 or "
+        "newer"
     )
 
 

@@ -352,8 +352,8 @@ def check_initial_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> 
     """Raises ConfigError where a network, which may have no memory yet, cannot start from these weights."""
     if problems := weight_problems(dict(network.named_parameters()), weights):
         raise ConfigError(
-            f"training.init_from needs weights of the same network; got {problems}; set model.* as in the run that "
-            "they come from, or leave training.init_from out"
+            f"training.init_from needs weights of the same network; got {problems}; set model.* as in "
+            "their run, or remove training.init_from"
         )
 
 

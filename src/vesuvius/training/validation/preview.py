@@ -82,8 +82,8 @@ def make_preview(
     real_texture = measure_texture(_real(reference, row) for row in range(len(reference)))
     if texture.nonfinite:
         log.warning(
-            "generated patches must be finite; got %d of %d voxels that are not, at step %d; look at loss and "
-            "grad_norm of the steps before",
+            "generated patches must be finite; got %d of %d voxels that are not, at step %d; check "
+            "loss and grad_norm of the steps before",
             texture.nonfinite,
             sum(patch.size for patch in generated),
             step,
