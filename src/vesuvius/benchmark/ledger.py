@@ -33,7 +33,7 @@ class Measurement:
     figures: Mapping[str, float | None] = field(default_factory=dict)  # others, by name; None = not known
 
 
-class Ledger(AbstractContextManager["Ledger"]):
+class BenchLedger(AbstractContextManager["BenchLedger"]):
     """The measurements of a bench, on disk: begun anew, or gone on with.
 
     Args:

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     from vesuvius.benchmark.cells.command import loader_cells  # these import torch
     from vesuvius.benchmark.cells.training import Bounds
     from vesuvius.benchmark.grid import make_cells, parse_axis
-    from vesuvius.benchmark.session import PAGE, Request, bench
+    from vesuvius.benchmark.session import PAGE, BenchRequest, bench
 
     sweeps = [parse_axis(text) for text in args.sweep]
     if args.ranks:
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     if args.loader:
         cells, left_out = loader_cells(cells, args.peer)
     code, folder = bench(
-        Request(
+        BenchRequest(
             source=args.config,
             overrides=tuple(args.overrides),
             environment=take_variables(),

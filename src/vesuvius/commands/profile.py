@@ -45,10 +45,10 @@ def main(argv: list[str]) -> int:
     config = take_config(args.config, args.overrides)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler prints what it begins and ends
-    from vesuvius.profiling.session import Request, profile  # imports torch
+    from vesuvius.profiling.session import ProfileRequest, profile  # imports torch
 
     command = shlex.join(["vesuvius", "profile", *argv])
-    folder = profile(Request(config, args.config, args.steps, args.trace, command, args.at_step))
+    folder = profile(ProfileRequest(config, args.config, args.steps, args.trace, command, args.at_step))
     say((folder / "profile.md").read_text(encoding="utf-8").rstrip())
     say(f"\n{folder / 'profile.html'}")
     return EXIT_OK

@@ -50,7 +50,7 @@ TRACE = "trace.json.gz"
 
 
 @dataclass(frozen=True)
-class Request:
+class ProfileRequest:
     """What is asked for."""
 
     config: Config
@@ -66,7 +66,7 @@ class Request:
         return 0 if self.at_step is None else max(self.at_step - self.steps // 2, 0)
 
 
-def profile(request: Request) -> Path:
+def profile(request: ProfileRequest) -> Path:
     """Train the steps and write profile.html and profile.md; returns their folder.
 
     Raises:

@@ -13,7 +13,7 @@ from vesuvius.monitor.window import Thresholds
 from vesuvius.report.charts import build_charts
 from vesuvius.report.curves import Chart
 from vesuvius.report.records import Column, RunRecords, figure
-from vesuvius.report.share import PARTS_NOTE, Part, Target, split_time, targets_of
+from vesuvius.report.share import PARTS_NOTE, Target, TimePart, split_time, targets_of
 from vesuvius.runlog.metrics import Record
 from vesuvius.runlog.units import format_duration, format_percent, format_time, number, size_text
 
@@ -50,7 +50,7 @@ class RunReport:
     directory: str
     facts: Mapping[str, str]  # what came of it: a label and a value each, the same labels for every run
     verdict: str  # the last one, in words
-    parts: tuple[Part, ...] = ()  # where its time went; the shares add up to 1
+    parts: tuple[TimePart, ...] = ()  # where its time went; the shares add up to 1
     targets: tuple[Target, ...] = ()
     charts: tuple[Chart, ...] = ()
     tables: tuple[Table, ...] = ()  # sessions, events and a course of the run in ten slices

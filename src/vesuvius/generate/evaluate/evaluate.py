@@ -22,7 +22,7 @@ from vesuvius.generate.evaluate.figures import Judgement, judge
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
 from vesuvius.generate.evaluate.page import SHOWN, build_page, figure_table, montage_cells, plain, seam_table, verdict
 from vesuvius.generate.evaluate.patches import (
-    Generated,
+    GeneratedPatches,
     PatchSet,
     RealPatches,
     RealSource,
@@ -214,7 +214,7 @@ class _TiledVolume(AbstractContextManager["_TiledVolume"]):
     def __exit__(self, *_: object) -> None:
         self._volume.close()
 
-    def cut(self, patch_zyx: Triple, count: int, condition: str | None) -> Generated:
+    def cut(self, patch_zyx: Triple, count: int, condition: str | None) -> GeneratedPatches:
         """Patches of it.  Raises ConfigError and DataError.
 
         Args:
@@ -262,7 +262,12 @@ def _notes(generated: PatchSet, real: RealPatches, search: TrainingSearch, condi
 
 
 def _rows(
-    source: RealSource, number: int, found: Generated, generated: PatchSet, held_out: PatchSet, classes: int | None
+    source: RealSource,
+    number: int,
+    found: GeneratedPatches,
+    generated: PatchSet,
+    held_out: PatchSet,
+    classes: int | None,
 ) -> dict[str, NDArray[np.float32]]:
     """Patches for the montage: generated and real ones, of the same places where these are known, and their labels."""
     rows, starts = {"generated": generated.values[:SHOWN]}, (found.starts_zyx or [])[:SHOWN]

@@ -221,7 +221,7 @@ def _half_of(box: Box, patch_zyx: Triple, start_zyx: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Generated:
+class GeneratedPatches:
     """Generated patches in grey values, not read yet."""
 
     stored: Any  # [N, Z, Y, X]
@@ -231,7 +231,7 @@ class Generated:
     groups: NDArray[np.int64]  # as in `PatchSet`
 
 
-def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None) -> Generated:
+def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None) -> GeneratedPatches:
     """Generated patches of a file.
 
     Args:
@@ -262,10 +262,10 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
         # Places in another volume (--condition) say nothing about the held-out voxels.
         if record.get("condition") == condition and "starts_zyx" in record:
             starts = [(int(z), int(y), int(x)) for z, y, x in record["starts_zyx"]][:count]
-    return Generated(array[:count], starts, labels, np.arange(count))
+    return GeneratedPatches(array[:count], starts, labels, np.arange(count))
 
 
-def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Triple | None) -> Generated:
+def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Triple | None) -> GeneratedPatches:
     """Generated patches from random places of a drawn volume.  Reads them.
 
     Args:
@@ -287,7 +287,7 @@ def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Trip
     if first_zyx is not None:
         (fz, fy, fx), places = first_zyx, starts
         starts = [(z + fz, y + fy, x + fx) for z, y, x in places]
-    return Generated(stored, None if first_zyx is None else starts, None, groups)
+    return GeneratedPatches(stored, None if first_zyx is None else starts, None, groups)
 
 
 def _opened(path: Path) -> Any:
@@ -304,7 +304,9 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def generated_set(found: Generated, grey: GreyRange, dtype: np.dtype[Any], halves: Sequence[int] | None) -> PatchSet:
+def generated_set(
+    found: GeneratedPatches, grey: GreyRange, dtype: np.dtype[Any], halves: Sequence[int] | None
+) -> PatchSet:
     """Generated patches as model values; first rounded to the dtype of the volume, as real voxels are.
 
     Raises:

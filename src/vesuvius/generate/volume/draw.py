@@ -29,7 +29,7 @@ from vesuvius.generate.volume.network import NetworkRecipe, OpenNetworkWork
 from vesuvius.generate.volume.output import DRAWING, Greys, output_plan, write_volume
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, forget_unflushed, live_blocks
+from vesuvius.generate.volume.work import VolumeJob, forget_unflushed, live_blocks
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -151,7 +151,7 @@ class _Drawing:
         self.plan = output_plan(shape, dtype.itemsize)
         self.multiscale = multiscale(request.out.stem, self.plan.levels, scale, [unit] * 3, corner)
         self.tiling = Tiling(shape, config.data.patch_size, request.overlap)
-        self.job = Job(
+        self.job = VolumeJob(
             self.tiling,
             request.seed,
             sampling_levels(schedule, config.diffusion),

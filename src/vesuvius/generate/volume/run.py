@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import VesuviusError
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.work import Job, State, Work, state_numbers, used_blocks
+from vesuvius.generate.volume.work import State, VolumeJob, Work, state_numbers, used_blocks
 from vesuvius.generate.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Sampling:
 
     def __init__(
         self,
-        job: Job,
+        job: VolumeJob,
         folder: Path,
         open_work: OpenWork,
         workers: int = 1,
@@ -167,7 +167,9 @@ class _Parts:
         batches_left: batches of tiles that were to be done at the beginning.
     """
 
-    def __init__(self, job: Job, folder: Path, number: int, live: NDArray[np.bool_], used: NDArray[np.bool_]) -> None:
+    def __init__(
+        self, job: VolumeJob, folder: Path, number: int, live: NDArray[np.bool_], used: NDArray[np.bool_]
+    ) -> None:
         self._job, self._number, self._live = job, number, live
         self._predictions = State(folder, job, number).predictions if number >= 0 else None
         self._there: set[int] = self._predictions.tiles() if self._predictions is not None else set()

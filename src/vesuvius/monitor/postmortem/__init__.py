@@ -1,1 +1,1 @@
-"""After a process was killed.  In: the kernel's counts of kills, Ray's account, the last samples.  Out: cause and remedy."""
+"""After a process was killed.  In: kill counts, Ray's account, the last samples.  Out: the cause and a remedy."""

@@ -1,1 +1,1 @@
-"""Whoever wants a run's records as they are written.  In: records.  Out: TensorBoard, Prometheus, a webhook, trackers."""
+"""Who gets the records as they are written.  In: records.  Out: TensorBoard, Prometheus, a webhook, trackers."""
