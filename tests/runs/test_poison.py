@@ -42,7 +42,7 @@ def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     run = tmp_path / "runs" / "tiny"
     (death, *_) = [json.loads(line) for line in (run / "post_mortem.jsonl").read_text().splitlines()]
     assert death["cause"] == "signal"
-    assert f"it crashed by SIGABRT, as its own note says, while it read {sharded}" in death["evidence"]
+    assert f"it crashed with SIGABRT, as its own note says, while it read {sharded}" in death["evidence"]
     quarantined = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {tuple(record["chunk"]) for record in quarantined} == {(1, 1, 1)}
     assert " % of the patches were replaced, as 1 damaged places of the volumes are" in done.stderr

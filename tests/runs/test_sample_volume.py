@@ -91,7 +91,7 @@ def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
 
     before = voxels(out).tobytes()
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
-    assert "is there already: 12x24x24 uint8" in capsys.readouterr().out
+    assert "is already there: 12x24x24 uint8" in capsys.readouterr().out
     assert draws(out, "--shape", "12,24,24", "--guidance", 0, "--seed", 1) == 2
     assert "a drawing continues with the arguments it was started with; got seed 1 (there: 0)" \
         in capsys.readouterr().err  # fmt: skip

@@ -34,7 +34,7 @@ class Measurement:
 
 
 class BenchLedger(AbstractContextManager["BenchLedger"]):
-    """The measurements of a bench, on disk: begun anew, or gone on with.
+    """The measurements of a bench, on disk: new, or continued.
 
     Args:
         asked: what the bench was asked for, as plain data.
@@ -100,7 +100,7 @@ class BenchLedger(AbstractContextManager["BenchLedger"]):
             measure: takes a cell and a round.
 
         Raises:
-            TuneInterrupted, StorageError, OSError: as `measure`; the ledger can be gone on with.
+            TuneInterrupted, StorageError, OSError: as `measure`; the ledger can be continued.
         """
         for round in range(rounds):
             for cell in list(range(cells))[:: -1 if round % 2 else 1]:

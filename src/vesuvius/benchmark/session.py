@@ -48,7 +48,7 @@ class BenchRequest:
     cells: tuple[Cell, ...]
     rounds: int  # how often each cell is measured
     bounds: Bounds
-    resume: bool = False  # go on with the newest bench of this run
+    resume: bool = False  # continue the newest bench of this run
     retry_failed: bool = False  # and measure again what failed in it
     left_out: tuple[str, ...] = ()  # loaders that are not installed
     command: str = "vesuvius bench"  # as typed
@@ -64,7 +64,7 @@ def bench(request: BenchRequest) -> tuple[int, Path]:
         after a signal, without a report.
 
     Raises:
-        ConfigError: a cell's config is wrong, another bench of this run is active, or there is none to go on with.
+        ConfigError: a cell's config is wrong, another bench of this run is active, or there is none to continue.
         StorageError: the folder cannot be written.
     """
 

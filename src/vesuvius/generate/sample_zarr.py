@@ -137,7 +137,7 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
             sync(out.parent)
         except BaseException:
             # zarr writes the files of one call side by side and reports the first that fails: another may still appear,
-            # and make its directory anew.
+            # and make its directory again.
             for _ in range(4):
                 shutil.rmtree(scratch, ignore_errors=True)
                 time.sleep(0.05)

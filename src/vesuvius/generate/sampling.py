@@ -209,7 +209,7 @@ class _Drawing:
         )
 
     def _step_done(self, step: int, x: Tensor) -> None:
-        """After each sampling step: tell, and see whether to go on."""
+        """After each sampling step: report, and see whether to continue."""
         self._steps_done += 1
         self._watch.tell("sampling steps", self._steps_done, self._steps)
         self._watch.check()

@@ -45,7 +45,7 @@ class Watch:
 
     stop: Stop | None = None
     on_progress: OnProgress = lambda what, done, total: None
-    resumable: bool = False  # the same command goes on from what is done
+    resumable: bool = False  # the same command continues from what is done
     _progress: str = "before the first step"
 
     def check(self) -> None:

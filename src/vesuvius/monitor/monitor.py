@@ -187,7 +187,7 @@ class Monitor:
         return list(self._moments)
 
     def carried_out(self) -> None:
-        """The loop has done what was ordered; readers were started anew, and what grew before says nothing."""
+        """The loop has done what was ordered; readers were restarted, and what grew before says nothing."""
         with self._judging:
             self._guard.carried_out(time.monotonic())
             self._watch.restart()
@@ -195,7 +195,7 @@ class Monitor:
             self._obeyed = True
 
     def readers_changed(self) -> None:
-        """Readers were started anew, though the guard had not ordered it; what grew before says nothing."""
+        """Readers were restarted, though the guard had not ordered it; what grew before says nothing."""
         with self._judging:
             self._watch.restart()
 

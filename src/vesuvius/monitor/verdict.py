@@ -50,7 +50,7 @@ class Verdict:
     kind: Kind
     cause: Cause | None
     evidence: str  # the figures that say so
-    overrides: tuple[str, ...]  # what to try next, to be written behind `vesuvius train`; empty where there is nothing
+    overrides: tuple[str, ...]  # what to try next, to be written after `vesuvius train`; empty where there is nothing
     advice: str  # in words
     window: Window  # all figures
 

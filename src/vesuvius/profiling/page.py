@@ -107,13 +107,13 @@ def build_profile(
 
 
 def counted(records: RunRecords, after: int, steps: int) -> Any:
-    """Which of the recorded steps count: so many behind one."""
+    """Which of the recorded steps count: so many after one."""
     number_of = records.columns["step"]
     return (number_of > after) & (number_of <= after + steps)
 
 
 def with_ema(rows: Sequence[Row], ema_s: float, steps: int) -> list[Row]:
-    """The averages' part taken out of the optimizer's, never more than that has, and put behind all others."""
+    """The averages' part taken out of the optimizer's, never more than that has, and put after all others."""
     made = list(rows)
     place = [name for name, *_ in rows].index(_OPTIMIZER)
     _, kind, total, p50, p95 = rows[place]

@@ -32,7 +32,7 @@ class Advice:
     """Something to try."""
 
     what: str
-    overrides: tuple[str, ...]  # to be written behind `vesuvius train`; empty where no setting does it
+    overrides: tuple[str, ...]  # to be written after `vesuvius train`; empty where no setting does it
     gain: str  # the most that it can give; what it will give has to be measured
     risk: str
 

@@ -55,7 +55,7 @@ class ProfileRequest:
 
     config: Config
     source: Path  # the YAML file of the config
-    steps: int  # that count, behind the warm-up
+    steps: int  # that count, after the warm-up
     trace: bool  # also trace some steps, and look at each layer
     command: str  # for the page
     at_step: int | None = None  # profile the steps around this one of the run; None = the first ones of a new run
@@ -112,7 +112,7 @@ def profile(request: ProfileRequest) -> Path:
 
 
 def profile_in_place(steps: int, after: int, command: str) -> MakeTuner:
-    """For `train`: rank 0's own steps behind `after`; their page is written once they are made, or the run ends.
+    """For `train`: rank 0's own steps after `after`; their page is written once they are made, or the run ends.
 
     What goes wrong with the page is logged and does not end the run.
     """
@@ -134,7 +134,7 @@ def profile_in_place(steps: int, after: int, command: str) -> MakeTuner:
 
 
 def checkpoint_before(checkpoints: Path, at_step: int, after: int) -> Path:
-    """The newest one that leaves room to warm up before step `after`; else the oldest that is not behind `at_step`.
+    """The newest one that leaves room to warm up before step `after`; else the oldest that is not after `at_step`.
 
     Raises:
         ConfigError: there is none.

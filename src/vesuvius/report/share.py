@@ -123,7 +123,7 @@ def _row(name: str, kind: str, seconds: Column) -> Row:
 
 
 def targets_of(parts: Sequence[TimePart], thresholds: Thresholds) -> tuple[Target, ...]:
-    """The working time of steps behind the first, held to what is good."""
+    """The working time of the steps after the first, held to what is good."""
     kinds = {kind: math.fsum(part.total_s for part in parts if part.kind == kind) for _, kind, _ in WORK}
     whole = math.fsum(kinds.values())
     if not whole:

@@ -91,7 +91,7 @@ class RunDir:
 
     @contextmanager
     def locked(self, new: bool, wait_s: float = 0.0) -> Iterator[None]:
-        """Make the directory (`new`) or go on in it, and keep other processes out of it while the context lasts.
+        """Make the directory (`new`) or continue in it, and keep other processes out of it while the context lasts.
 
         Args:
             wait_s: how long another process may take to let go of it.

@@ -23,7 +23,7 @@ _EVENTS_KEPT = 10_000
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """Something that the operator must learn of, though the batches go on unchanged."""
+    """Something that the operator must learn of, though the batches continue unchanged."""
 
     kind: EventKind  # what happened
     text: str  # one line for the log

@@ -218,7 +218,7 @@ class TrainingLoop:
             NonFiniteError: one of those steps was not finite; that is then what ends the run.
         """
         nonfinite = error if isinstance(error, NonFiniteError) else None
-        hangs = isinstance(error, RankError) and self.run.device.type == "cuda"  # behind a sum that never completes
+        hangs = isinstance(error, RankError) and self.run.device.type == "cuda"  # after a sum that never completes
         if nonfinite is None and not hangs:
             try:
                 reporter.report(wait=True)

@@ -78,13 +78,13 @@ def train(
     ranks: Ranks = SINGLE,
     stop: StopRequest | None = None,
 ) -> int:
-    """Train, or go on training, until the last step or a request to stop.
+    """Train, or continue training, until the last step or a request to stop.
 
     Args:
         config: the experiment.
         source: the YAML file it came from, kept with the run.
-        resume: go on from the newest whole checkpoint of `runs/<name>`, if there is one.
-        allow_drift: go on though the data or what the weights mean have changed.
+        resume: continue from the newest whole checkpoint of `runs/<name>`, if there is one.
+        allow_drift: continue although the data or what the weights mean have changed.
         on_step: called with the number of each step once it is logged.
         restart_damaged: where `resume` finds checkpoints and none is whole, move them aside and start at step 0.
         make_tuner: makes what acts between two steps; by default `training.autotune`.
@@ -107,7 +107,7 @@ def train(
     storage = open_run_store(config, directory, resume, lock_wait_s)
     existed = directory.exists()
     with stop or StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
-        if resume and existed:  # first of all: another process may be writing the checkpoint to go on from
+        if resume and existed:  # first of all: another process may be writing the checkpoint to continue from
             held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
         try:
             checked = unless_stopped(
@@ -311,7 +311,7 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
                 else _told(cause, run.directory)
             )
             # Also after non-finite steps: they were not applied, and a resume continues after them.
-            # On a GPU not where another rank failed: a step may be queued behind a sum that is not complete.
+            # On a GPU not where another rank failed: a step may be queued after a sum that is not complete.
             # Nor of sharded weights, as not all ranks may come to gather them.
             behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
             intact = not (train_step.updating or behind_sum or train_step.sharded)

@@ -6,7 +6,7 @@
     broken chunks, lines of the log  <---------------
     the task is done                 <---------------
 
-A child that dies is replaced; its note tells the chunk, and its successor goes on behind it.
+A child that dies is replaced; its note tells the chunk, and its successor continues after it.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Child:
         self.pipe.close()
 
     def _replace(self) -> FinishedTask | None:
-        """Start another process behind the chunk that this one died of; the task where that was its last chunk."""
+        """Start another process after the chunk that this one died of; the task where that was its last chunk."""
         self._process.join()
         code, place = self._process.exitcode, self._note.value
         self.pipe.close()

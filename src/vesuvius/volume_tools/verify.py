@@ -62,7 +62,7 @@ def verify_volume(
     processes: int = 1,
     on_progress: Callable[[VerifyFigures], None] = lambda figures: None,
 ) -> VerifyFigures:
-    """Read every stored chunk once, or go on where an earlier process has ended.
+    """Read every stored chunk once, or continue where an earlier process ended.
 
     A chunk that the sidecar names and that is absent is broken.  Where there is neither a sidecar nor a listing, as on
     a web server, all places are asked for, and what is absent is air.
@@ -144,7 +144,7 @@ def _chunks_of(volume: Volume, counts: tuple[int, ...], numbers: NDArray[np.int6
 
 
 def _identity(volume: Volume, objects: Bools, per_task: int) -> dict[str, Any]:
-    """What must be the same for a verification to go on: else the numbers of its tasks mean something else."""
+    """What must be the same for a verification to continue: else the numbers of its tasks mean something else."""
     return {
         "volume": volume.name,
         "metadata": metadata_hash(volume.array),

@@ -63,7 +63,7 @@ def find_axes(
 ) -> tuple[Axes, Names]:
     """The axes of an array, from their names.
 
-    Without names of space the last three are z, y and x; but a last axis of up to 4 behind longer ones holds channels,
+    Without names of space the last three are z, y and x; but a last axis of up to 4 after longer ones holds channels,
     as of a colour picture, and z, y and x are the three before it.
 
     Args:

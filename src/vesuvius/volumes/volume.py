@@ -227,7 +227,7 @@ class Volume:
         out: NDArray[Any],
         around: Callable[[Triple], AbstractContextManager[None]] = lambda chunk: nullcontext(),
     ) -> None:
-        """The careful way: each chunk is fetched anew, past all caches, and decoded by itself."""
+        """The careful way: each chunk is fetched again, past all caches, and decoded by itself."""
         for chunk in self.grid.chunks_of(box):
             part = intersection(self.grid.box_of(chunk), box)
             for tries_left in reversed(range(max(self.source.config.retries, 1))):

@@ -201,7 +201,7 @@ def _patch_box(start_zyx: Triple, patch_zyx: Triple) -> Box:
 
 
 def _apart(found: FixedPatches, patch_zyx: Triple, count: int) -> list[int]:
-    """Rows behind the first `count` that share no voxel with those; up to `count`."""
+    """Rows after the first `count` that share no voxel with those; up to `count`."""
 
     def box(row: int) -> Box:
         return _patch_box(found.starts_zyx[row], patch_zyx)

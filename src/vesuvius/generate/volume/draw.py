@@ -85,7 +85,7 @@ class VolumeSummary:
 
 
 def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> VolumeSummary:
-    """Draw a volume, or go on with it; one that is there, made with the same arguments, is left as it is.
+    """Draw a volume, or continue it; one that is there, made with the same arguments, is left as it is.
 
     Raises:
         ConfigError: arguments do not fit the checkpoint or each other, or something else is at `out`.
@@ -169,7 +169,7 @@ class _Drawing:
 
     @property
     def record(self) -> dict[str, Any]:
-        """All that the voxels follow from, as plain JSON: a drawing goes on with the same, or not at all."""
+        """All that the voxels follow from, as plain JSON: a drawing continues with the same, or not at all."""
         request, info = self._request, self._info
         return {
             "shape_zyx": list(self.shape_zyx),

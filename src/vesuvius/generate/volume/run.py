@@ -94,7 +94,7 @@ class Sampling:
         return State(self._folder, job, last).x
 
     def _resumed(self) -> int:
-        """The pass to go on with, -1 = the noise is to be drawn; older states are deleted."""
+        """The pass to continue with, -1 = the noise is to be drawn; older states are deleted."""
         states = [State(self._folder, self._job, number) for number in state_numbers(self._folder)]
         blocks = np.flatnonzero(self.used).tolist()
         whole = [state for state in states if state.x.whole(blocks)]

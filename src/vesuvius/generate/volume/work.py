@@ -242,7 +242,7 @@ def forget_unflushed(job: VolumeJob, folder: Path, used: NDArray[np.bool_]) -> N
     """After a crash of the machine, delete what may not be on the disk as it was written.
 
     A state is flushed before the one before it is deleted; so the oldest whole one is sound, but for the first, which
-    has none before it.  Later ones, predictions and what was read of given volumes are made anew.
+    has none before it.  Later ones, predictions and what was read of given volumes are made again.
     """
     now = f"{boot_id()}\n".encode()
     note = folder / "boot"

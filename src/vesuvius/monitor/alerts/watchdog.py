@@ -32,7 +32,7 @@ class _Expected:
 
 
 class Watchdog:
-    """Logs one ERROR when nothing has come for so long, with the stacks of all threads, and one INFO when it goes on.
+    """Logs one ERROR when nothing has come for so long, with the stacks of all threads, and one INFO when it continues.
 
     A context manager.  The loop calls `expects` and `alive`, which cost next to nothing.
 
@@ -76,7 +76,7 @@ class Watchdog:
             self._thread.join(_JOIN_S)
 
     def expects(self, what: str, waiting_for: str | Callable[[], str]) -> None:
-        """The loop goes on: from now on `what` is to come, e.g. "batch".  For the loop's thread.
+        """The loop continues: from now on `what` is to come, e.g. "batch".  For the loop's thread.
 
         Args:
             waiting_for: what that needs, for people; a function is called in the watchdog's thread.

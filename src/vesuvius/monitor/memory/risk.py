@@ -109,7 +109,7 @@ class RiskWatch:
         return Risk(level, reason, killers, trend, exhaustion, growing)
 
     def restart(self) -> None:
-        """Forget the past: readers were started anew, so what grew before says nothing.
+        """Forget the past: readers were restarted, so what grew before says nothing.
 
         From the next sample on; so it may be called in another thread than `add`.
         """

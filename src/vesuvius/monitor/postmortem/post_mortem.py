@@ -1,6 +1,6 @@
 """Who died, what killed it, the last minute of its memory, and what to change: `post_mortem.jsonl` of a run.
 
-A reader is examined while its run goes on; a run that was killed, by the next session or from outside.
+A reader is examined while its run continues; a run that was killed, by the next session or from outside.
 """
 
 from __future__ import annotations

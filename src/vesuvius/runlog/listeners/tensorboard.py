@@ -85,7 +85,7 @@ class TensorBoard:
                 os.close(file)
 
     def _begin(self, time: float) -> int:
-        """Open the file of this session.  Its name sorts behind those of earlier ones: readers go by that."""
+        """Open the file of this session.  Its name sorts after those of earlier ones: readers go by that."""
         self._directory.mkdir(parents=True, exist_ok=True)
         others = (re.fullmatch(rf"{_EVENTS}(\d+)", path.name) for path in self._directory.iterdir())
         number = 1 + max((int(found[1]) for found in others if found), default=-1)

@@ -56,7 +56,7 @@ class OutageLog:
 
 
 class Poller:
-    """Calls a function every so often on a thread of its own, and goes on where it raises.
+    """Calls a function every so often on a thread of its own, and continues where it raises.
 
     Args:
         poll: what is called.
@@ -224,7 +224,7 @@ class StoreWatch:
         self._poller.close()
 
     def _poll(self) -> None:
-        state, self._state = self._state or private.cluster_state(), None  # connects anew after an error
+        state, self._state = self._state or private.cluster_state(), None  # reconnects after an error
         stats = private.store_stats(state, timeout_s=5)
         self._state = state
         self.peak_bytes = max(self.peak_bytes, stats.used_bytes)

@@ -137,7 +137,7 @@ def _inode(path: Path) -> int | None:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was saved behind, from its name."""
+    """The step after which a checkpoint was saved, from its name."""
     return int(path.name.rpartition("step_")[2])
 
 

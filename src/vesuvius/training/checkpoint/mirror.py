@@ -266,7 +266,7 @@ class Mirror:
 
 
 def open_run_store(config: Config, directory: RunDir, resume: bool, wait_s: float = 0.0) -> RunStore | None:
-    """Where a run is copied to, None = nowhere.  What is to go on from there is brought down.
+    """Where a run is copied to, None = nowhere.  What is to continue from there is downloaded.
 
     Args:
         wait_s: for another process that is at work on the run.

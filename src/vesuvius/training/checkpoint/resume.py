@@ -35,10 +35,10 @@ _FIXED_BUT_FOR = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 @dataclass
 class ResumePoint:
-    """A checkpoint that a run goes on from."""
+    """A checkpoint that a run continues from."""
 
     checkpoint: Path  # its directory
-    step: int  # optimizer steps it has behind it
+    step: int  # optimizer steps it has done
     state: dict[str, Any]  # what it holds; empty once `restore` has taken it over
     drift: list[str]  # config keys that have changed since and may, a line each
     accepted: list[str]  # differences that make it another experiment, let through by --allow-drift
@@ -56,7 +56,7 @@ class ResumePoint:
 
     @property
     def comparable(self) -> bool:
-        """Whether validation losses from before and behind the resume compare."""
+        """Whether validation losses from before and after the resume compare."""
         return not self.accepted and not any(line.startswith("training.validate_patches") for line in self.drift)
 
 

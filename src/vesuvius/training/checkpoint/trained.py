@@ -89,7 +89,7 @@ class Denoiser:
 
 
 def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> CheckpointInfo:
-    """What a checkpoint was trained on, and the config to go on with.
+    """What a checkpoint was trained on, and the config to continue with.
 
     Args:
         overrides: `key.path=value`, put on top of the config that the checkpoint holds.

@@ -26,7 +26,7 @@ _WARN_EVERY_S = 60.0
 class CheckpointWriter:
     """Writes one checkpoint at a time on a thread of its own.  A context manager that waits for the last one.
 
-    A checkpoint that cannot be copied or written is logged and noted in `failures`; the run may go on.  What is a
+    A checkpoint that cannot be copied or written is logged and noted in `failures`; the run may continue.  What is a
     defect of ours is raised by the next call.
 
     Args:
@@ -75,7 +75,7 @@ class CheckpointWriter:
     def prepare(self, state: dict[str, Any]) -> None:
         """Make room for copies of a state of this shape, beside the training: without it the first save is slower.
 
-        Only reads shapes, and those at once.  To be called when the optimizer has its state, behind the first step.
+        Only reads shapes, and those at once.  To be called when the optimizer has its state, after the first step.
         """
         self._join()
         layouts = layouts_of(state)

@@ -50,7 +50,7 @@ class RankLostError(RankError):
 
 @dataclass(frozen=True)
 class Restart:
-    """That the ranks of a run were started anew."""
+    """That the ranks of a run were restarted."""
 
     # number, most: which one, counted from 1, and how many there may be
     number: int
@@ -84,7 +84,7 @@ class Ranks:
     group: Any = None  # torch's process group of the ranks at work; None = all
     processes: int | None = None  # that have joined, idle ones too; None = world
     idle: bool = False  # this one has no part in the steps, as the effective batch does not divide by so many
-    restart: Restart | None = None  # that they were started anew; None = they were not
+    restart: Restart | None = None  # that they were restarted; None = they were not
     # exit code and reason with which a rank wants all to stop before the next step
     stopping: tuple[int, str] | None = None
     _store: Any = None

@@ -49,7 +49,7 @@ def check_convolution(device: torch.device, amp: AmpMode, convolve: Convolve | N
 
 
 def norm_errors(device: torch.device, amp: AmpMode, channels_last: bool, lean: bool = True) -> dict[str, float]:
-    """Compare norm, SiLU and a 1x1x1 convolution behind them, as the network has them, with float64 on the CPU.
+    """Compare norm, SiLU and a 1x1x1 convolution after them, as the network has them, with float64 on the CPU.
 
     With the first call on a GPU its kernels are compiled, which takes seconds; touches no global generator.  Returns
     as `convolution_errors`, of the output and the gradients of input, scale and shift.

@@ -222,7 +222,7 @@ class DiskCache:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Hold the lock; gives the open state file.  Excludes threads too: each call opens the file anew."""
+        """Hold the lock; gives the open state file.  Excludes threads too: each call opens the file again."""
         with open(self._state, "r+b", buffering=0) as state:
             fcntl.flock(state, fcntl.LOCK_EX)
             try:
