@@ -176,7 +176,7 @@ def test_an_interruption_that_does_not_say_of_what_is_that_of_what_began_last(tm
 
 def test_a_bench_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
     measured(tmp_path / "ledger.jsonl", [], None, Killed())
-    with pytest.raises(ConfigError, match="another seconds"):
+    with pytest.raises(ConfigError, match="a different seconds"):
         BenchLedger(tmp_path / "ledger.jsonl", {"seconds": 2.0})
 
 

@@ -190,7 +190,7 @@ def test_only_as_many_readers_are_added_as_memory_is_left_for() -> None:
     run = Session(2, 4, replace(PLENTY, left_bytes=400 * MIB))
     decision = only(run.hears(FEW_WORKERS))
     assert decision.refused == (
-        "one more reader would take 0.49 GiB more, and 0.39 GiB are left below monitor.prefetch_at"
+        "one more reader would take 0.49 GiB more, but only 0.39 GiB are left below monitor.prefetch_at"
     )
     assert decision.override == "training.workers=3"
     assert run.now.workers == 2
@@ -199,7 +199,7 @@ def test_only_as_many_readers_are_added_as_memory_is_left_for() -> None:
 def test_batches_that_memory_is_not_left_for_are_not_put_together() -> None:
     run = Session(2, 4, replace(PLENTY, left_bytes=255 * MIB))
     decision = only(run.hears(TOO_SMALL))
-    assert decision.refused.startswith("8 batches ahead would take 0.25 GiB more, and 0.25 GiB are left")
+    assert decision.refused.startswith("8 batches ahead would take 0.25 GiB more, but only 0.25 GiB are left")
     assert run.now.ahead == 4
     enough = Session(2, 4, replace(PLENTY, left_bytes=256 * MIB))
     enough.hears(TOO_SMALL)

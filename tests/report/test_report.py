@@ -160,7 +160,7 @@ def test_curves_lie_where_their_values_are() -> None:
 
 def test_what_is_not_known_is_neither_zero_nor_drawn(tmp_path: Path) -> None:
     report = reported(write_run(tmp_path / "tiny", [run_start(), step(1, loss=None), step(2, loss=0.5)]))
-    assert report.facts["VRAM at its peak"] == NOT_KNOWN
+    assert report.facts["peak VRAM"] == NOT_KNOWN
     assert report.facts["best validation (error over that of the best linear filter)"] == NOT_KNOWN
     charts = {chart.key: chart for chart in report.charts}
     assert charts["loss"].series[0].x.tolist() == [2.0]

@@ -123,7 +123,8 @@ class DataConfig(Section):
     volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
     patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
     patches_per_region: PositiveInt | None = Field(
-        None, description="K, patches cut from each region read; null = 4 to 64, as keeps read amplification at 0.95"
+        None,
+        description="K, patches cut from each region read; null = 4 to 64, chosen to keep read amplification at 0.95",
     )
     regions_in_flight: PositiveInt | None = Field(
         None, description="M, regions that samples are mixed from, in the object store; null = 64, fewer beyond 1.5 GiB"

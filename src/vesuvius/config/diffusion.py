@@ -33,8 +33,8 @@ class DiffusionConfig(Section):
     )
     prediction: Prediction = Field(
         "v",
-        description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; flow = eps - x_0; eps wants a "
-        "sampler_clip",
+        description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; flow = eps - x_0; eps needs "
+        "a sampler_clip",
     )
     loss: Literal["l2", "huber"] = Field("l2", description="error of the prediction, per voxel")
     huber_delta: float = Field(1.0, gt=0, description="error above which the Huber loss is linear, model values")

@@ -96,7 +96,7 @@ class MonitorConfig(Section):
         ladder = (self.warn_at, self.prefetch_at, self.worker_at, self.exit_at)
         if sorted(ladder) != list(ladder):
             yield (
-                "monitor.warn_at, prefetch_at, worker_at and exit_at must not fall; got "
+                "monitor.warn_at, prefetch_at, worker_at and exit_at must not decrease; got "
                 f"{', '.join(f'{share:g}' for share in ladder)}; put them in order"
             )
 

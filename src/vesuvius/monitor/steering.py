@@ -194,6 +194,6 @@ def _prefetch_override(workers: int, ahead: int) -> str:
 
 def _too_much(what: str, need_bytes: int, headroom: Headroom) -> str:
     return (
-        f"{what} needs {size_text(need_bytes)} more, and only {size_text(max(headroom.left_bytes, 0))} are left "
+        f"{what} would take {size_text(need_bytes)} more, but only {size_text(max(headroom.left_bytes, 0))} are left "
         "below monitor.prefetch_at"
     )

@@ -128,7 +128,7 @@ def _judge(window: Window, knobs: Knobs, thresholds: Thresholds) -> Verdict:
                 f"waited for copies to the device {_percent(window.h2d_share)} of the time {good}, "
                 f"{window.delivered_bytes / window.steps / 1e6:.3g} MB a step"
             )
-            advice = "nothing to try: voxels travel in their stored dtype; look at the GPU's link (nvidia-smi -q)"
+            advice = "nothing to try: voxels travel in their stored dtype; check the GPU's link (nvidia-smi -q)"
             return Verdict("transfer-bound", None, evidence, (), advice, window)
         case "host-bound":
             evidence = f"the device waited for the host {_percent(window.host_share)} of the time {good}"

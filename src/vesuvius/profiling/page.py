@@ -198,7 +198,7 @@ def _memory(observed: Observed) -> list[Chart]:
     series = [banded("allocated", memory.ms, [size / unit for size in memory.allocated_bytes])]
     if any(memory.reserved_bytes):
         series.append(banded("reserved", memory.ms, [size / unit for size in memory.reserved_bytes]))
-    note = "" if any(memory.reserved_bytes) else "beyond what was there when the trace began"
+    note = "" if any(memory.reserved_bytes) else "above what was allocated when the trace began"
     title = "Memory of tensors in the traced steps"
     return chart("tensors", title, name, series, x_label="ms", note=note)
 

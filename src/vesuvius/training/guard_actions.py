@@ -91,7 +91,7 @@ class GuardActions:
         prefetch: StreamChanges = {"prefetch_factor": less.prefetch_factor}
         changed: StreamChanges = prefetch if order.rung == "prefetch" else {"workers": less.workers}
         text = ", ".join(f"training.{key}={value}" for key, value in changed.items())
-        log.warning("memory guard: before the run is out of memory: %s: %s", text, order.reason)
+        log.warning("memory guard: before memory runs out: %s: %s", text, order.reason)
         self._record(order.rung, order.reason, changed)
         began = time.monotonic()
         stream.reconfigure(**changed)

@@ -140,13 +140,13 @@ class MissingChunks:
             if not self._is_absent((z, y, x)):
                 stored[tuple(place)] = True
                 continue
-            known = "was read before" if seen[tuple(place)] else "it is listed as stored"
+            known = "read before" if seen[tuple(place)] else "listed as stored"
             gone = seen[tuple(place)] or (self.stored is not None and (z, y, x) in self.stored)
             self._metadata.check(at_once=bool(gone))
             if gone:
                 whole_shard = not self._source.exists(self._grid.key_of((z, y, x)))
                 damaged = self._grid.object_box((z, y, x)) if whole_shard else self._grid.box_of((z, y, x))
-                raise UnreadableChunkError(self._name, box, (z, y, x), damaged, f"{known}, but it is gone")
+                raise UnreadableChunkError(self._name, box, (z, y, x), damaged, f"{known}, but missing")
             if out.dtype.kind == "f":
                 out[slices(intersection(self._grid.box_of((z, y, x)), box), box[0])] = self._air
         seen |= stored

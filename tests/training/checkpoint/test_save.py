@@ -251,7 +251,7 @@ def test_older_ones_that_cannot_be_listed_cost_a_warning_and_no_save(
 
         monkeypatch.setattr(checkpoint_save, "list_checkpoints", refuse)
         assert find_damage(save(tmp_path, 1)) is None
-        assert f"older checkpoints in {tmp_path} stay: {error}" in caplog.text
+        assert f"older checkpoints in {tmp_path} are kept: {error}" in caplog.text
 
 
 def test_a_save_flushes_the_names_on_the_way_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,14 +143,14 @@ def test_a_plan_that_fails_is_said_and_the_next_smaller_batch_is_proposed(monkey
 
     monkeypatch.setattr("vesuvius.training.forecast.gpu_memory.plan_memory", fail)
     text = str(gpu_memory_error(small(*batches(4, 1)), CPU, torch.OutOfMemoryError(CUDA_TEXT), 7, ToldVram(USE)))
-    assert "not known (the memory plan has no answer: no way)" in text
+    assert "unknown (the memory plan has no answer: no way)" in text
     assert "--resume training.train_batch_size=2 training.accumulate_steps=2" in text
 
 
 def test_where_not_even_one_patch_fits_the_network_must_shrink() -> None:
     config = small(*batches(2, 1), "training.lean_norm=false")
     text = remedy(config, CPU, gpu_of(GIB // 2))
-    assert "of 0.50 GiB, and not even one patch fits: set training.lean_norm=true, name more" in text
+    assert "of 0.50 GiB, and not even one patch fits: set training.lean_norm=true, add training" in text
     assert "train_batch_size=" not in text
 
 
@@ -178,7 +178,7 @@ def test_the_text_has_the_rule_the_value_the_remedy_and_the_table() -> None:
 def test_what_was_not_saved_is_said() -> None:
     text = str(gpu_memory_error(small(), CPU, torch.OutOfMemoryError(CUDA_TEXT), None))
     assert "none could be saved now; --resume continues from the last one" in text
-    assert "not known (the GPU's memory cannot be read)" in text
+    assert "unknown (the GPU's memory cannot be read)" in text
 
 
 def test_every_librarys_way_of_saying_it_is_known() -> None:

@@ -28,7 +28,7 @@ _EVERY_S = 10.0
 # Each kill has one of the words that operators search logs for: killed, oom, out of memory.
 _HEADLINES: Mapping[Cause, str] = {
     "cgroup": "was killed: out of memory: its cgroup was at its limit, and the kernel chose this process",
-    "machine": "was killed: out of memory: the machine had no more, and the kernel chose this process",
+    "machine": "was killed: out of memory: the machine had none left, and the kernel chose this process",
     "ray": "was killed: out of memory: Ray's memory monitor chose this process",
     "gpu": "ended: out of memory on the GPU",
     "guard": "was ended by the memory guard before it was out of memory",

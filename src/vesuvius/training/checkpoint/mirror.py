@@ -126,7 +126,7 @@ class Mirror:
         self._ended.set()
         self._thread.join(_SAY_AFTER_S)
         if self._thread.is_alive():
-            log.info("the last files are copied to %s; this may take up to %g s", self._store.address, _END_S)
+            log.info("copying the last files to %s; this may take up to %g s", self._store.address, _END_S)
             self._thread.join(_END_S)
         if not self._thread.is_alive() and not self._waiting:
             return

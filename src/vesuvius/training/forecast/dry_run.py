@@ -116,7 +116,7 @@ def _resume_lines(config: Config, preflight: Preflight, resume: bool) -> list[st
     if preflight.initial is not None:
         return [f"weights    from {preflight.initial.source}"]
     if preflight.resumed is None:
-        return ["resume     no whole checkpoint yet: starts at step 0"] if resume else []
+        return ["resume     no complete checkpoint yet: starts at step 0"] if resume else []
     finished = ", which is the end: nothing to do" if preflight.resumed.step >= config.stop_step else ""
     lines = [f"resume     from {preflight.resumed.checkpoint}, step {preflight.resumed.step}{finished}"]
     lines += [f"changed    {line}" for line in preflight.resumed.drift]

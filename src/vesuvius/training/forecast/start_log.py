@@ -31,7 +31,7 @@ def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
     if preflight.resumed is not None:
         log.info("continuing from %s", preflight.resumed.checkpoint)
     elif lost:
-        log.warning("no whole checkpoint in %s: starting at step 0", preflight.directory.checkpoints)
+        log.warning("no complete checkpoint in %s: starting at step 0", preflight.directory.checkpoints)
     if preflight.initial is not None:
         log.info("starting from the weights of %s", preflight.initial.source)
     step = preflight.resumed.step if preflight.resumed else 0
