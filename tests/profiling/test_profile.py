@@ -314,8 +314,8 @@ def test_a_run_that_ends_before_its_profile_says_so_and_judges_all_steps_that_it
     assert train_command.main([*arguments, "training.max_steps=22", "--resume", "--profile", "13"]) == EXIT_OK
     (page,) = (run / "profiles").glob("*/profile.md")
     assert "The next 9 count: 14 to 22." in page.read_text()
-    assert "The run ended before the other 11 steps" in page.read_text()
-    assert "the verdict rests on" not in page.read_text()
+    assert "The run ended before the remaining 11 steps" in page.read_text()
+    assert "the verdict is based on" not in page.read_text()
     verdicts = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "verdict" and r["step"] > 13]
     assert [(verdict["step"], verdict["steps"]) for verdict in verdicts] == [(22, 9)]  # none at 16 and 20
 

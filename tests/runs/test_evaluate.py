@@ -164,7 +164,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line_and_nothing_is_written(
         ("shown", "--generated", tmp_path / "text.npy"): (2, "must be a .npy file or a zarr array"),
         ("shown", "--generated", tmp_path / "none.npy"): (2, "which is not there"),
         ("shown", *good, "--volume", tmp_path / "plain.zarr"): (2, "--volume must be drawn by `vesuvius sample"),
-        ("shown", *good, "--training-volume", 1): (2, "--training-volume counts the 1 volumes"),
+        ("shown", *good, "--training-volume", 1): (2, "--training-volume numbers the 1 training volumes"),
         ("shown", "--weights", "ema_0.7"): (2, "--weights must be one of"),
         (tmp_path / "bare",): (6, "manifest.json does not name model.safetensors"),
         ("nowhere",): (2, "RUN must be a run directory"),

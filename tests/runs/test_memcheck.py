@@ -75,7 +75,7 @@ def test_any_process_can_be_looked_at_and_one_that_is_not_there_is_13(tmp_path: 
     assert HELD < found["pss_bytes"] < HELD + 60 * MIB
     gone = run_memcheck("--pid", process.pid, cwd=tmp_path)
     assert gone.returncode == 13
-    assert f"got {process.pid}, and there is none" in gone.stderr
+    assert f"got {process.pid}, which does not exist" in gone.stderr
 
 
 def test_a_run_that_is_not_there_is_13_and_the_message_names_those_that_are(tmp_path: Path) -> None:

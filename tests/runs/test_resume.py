@@ -105,7 +105,7 @@ def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
 ) -> None:
     Path("runs/tiny/logs").mkdir(parents=True)  # as a run that was killed before its first save leaves it
     assert vesuvius_train(tiny_config(), "training.max_steps=1", "--resume") == 0
-    assert "WARNING no whole checkpoint" in capsys.readouterr().err
+    assert "WARNING no complete checkpoint" in capsys.readouterr().err
     assert [s["step"] for s in steps_of()] == [1]
 
 

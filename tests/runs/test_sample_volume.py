@@ -242,7 +242,7 @@ def test_another_network_or_another_mask_is_not_taken_for_the_same(
     out = tmp_path / "out.zarr"
     assert draws(out, *arguments) == 0
     assert draws(out, *arguments) == 0
-    assert "is there already" in capsys.readouterr().out
+    assert "is already there" in capsys.readouterr().out
     zarr.open_array(str(gaps), mode="r+")[...] = np.roll(mask, 1, axis=0)
     assert draws(out, *arguments) == 2
     assert "got given {" in capsys.readouterr().err
@@ -344,8 +344,8 @@ REFUSED = {
     "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "--weights must be one of"),
     "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds applies to --inpaint"),
     "a lonely mask": (("--shape", "12,24,24", "--mask", "small.zarr"), 2, "got no --inpaint"),
-    "another training": (("--shape", "12,24,24", "--volume", 3), 2, "--volume counts the 1 volumes"),
-    "options of patches": (("--shape", "12,24,24", "--npy"), 2, "--npy is of samples of the size of a patch only"),
+    "another training": (("--shape", "12,24,24", "--volume", 3), 2, "--volume numbers the 1 training volumes"),
+    "options of patches": (("--shape", "12,24,24", "--npy"), 2, "--npy applies to samples of the size of a patch only"),
 }
 
 

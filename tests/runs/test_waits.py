@@ -75,7 +75,7 @@ def test_a_stop_while_a_batch_is_waited_for_saves_and_a_resume_is_bit_identical(
         code, seconds = seconds_to_end(session, number)
         assert code == {signal.SIGTERM: 75, signal.SIGINT: 130}[number], session.text()
         print(f"{number.name}: exit after {seconds:.2f} s")
-        assert "was waiting for data and is given up" in session.text()
+        assert "was waiting for data and is abandoned" in session.text()
         assert "Traceback" not in session.text()
     (checkpoint,) = list_checkpoints(tmp_path / "runs/stopped/checkpoints")
     assert find_damage(checkpoint) is None

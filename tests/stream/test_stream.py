@@ -437,7 +437,7 @@ def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Pa
 
 
 def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) -> None:
-    with pytest.raises(ConfigError, match=r"must fit into /dev/shm.*--shm-size"):
+    with pytest.raises(ConfigError, match=r"must fit in /dev/shm.*--shm-size"):
         check_store(job, StreamOptions(4, workers=1, cluster=ClusterConfig(object_store_gib=1e6)))
     check_store(job, StreamOptions(4, workers=0, cluster=ClusterConfig(object_store_gib=1e6)))
     check_store(job, StreamOptions(4, workers=1), ranks=2)

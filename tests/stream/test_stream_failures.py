@@ -246,9 +246,9 @@ def test_a_state_that_no_stream_can_go_on_from_is_refused(volume: Path) -> None:
 def test_a_closed_stream_is_not_opened_again(volume: Path) -> None:
     with open_stream(make_job(volume)) as stream:
         state = stream.state_dict()
-    with pytest.raises(ConfigError, match="one that is closed"):
+    with pytest.raises(ConfigError, match="a closed one"):
         stream.reconfigure(prefetch_factor=3)
-    with pytest.raises(ConfigError, match="one that is closed"):
+    with pytest.raises(ConfigError, match="a closed one"):
         stream.load_state_dict(state)
     with pytest.raises(StopIteration):
         next(stream)

@@ -368,7 +368,7 @@ def test_another_box_into_the_same_place_is_refused(tmp_path: Path, other: dict[
     else:
         with pytest.raises(Interrupted):
             copy_box(CopyRequest(**request), QUICK, interrupt_after(9))
-    with pytest.raises(ConfigError, match=rf"begun with; got {next(iter(other))} .* \(there: .*choose another name"):
+    with pytest.raises(ConfigError, match=rf"started with; got {next(iter(other))} .* \(there: .*choose another name"):
         copy_box(CopyRequest(**request | other), QUICK)
     copy_box(CopyRequest(**request), QUICK)  # which is not hindered by the refused one
 

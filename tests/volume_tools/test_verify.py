@@ -86,7 +86,7 @@ def test_a_folder_a_dangling_link_and_a_listed_chunk_that_is_gone_are_broken(tmp
     (path / "1/1/1").symlink_to("elsewhere")
     found = causes(verified(path))
     assert "a folder in place of the file" in found[0, 1, 1]
-    assert "a link to what is not there" in found[1, 1, 1]
+    assert "a broken link" in found[1, 1, 1]
     assert found[2, 1, 1] == "listed as stored, but missing"
     assert len(found) == 3
     (path / ".chunk_occupancy.npz").unlink()
