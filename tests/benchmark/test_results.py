@@ -174,7 +174,7 @@ def test_the_baseline_may_fail_and_the_report_says_so() -> None:
     found = [each for each in ranked() if each.cell] + [Measurement(0, 0, "timeout", "no result within 9 s")]
     results = results_of(RANKED, found)
     assert [each.speed for each in results] == [None, None, None]
-    assert "training.ranks=1 was not measured, so that nothing" in verdict(results)
+    assert "training.ranks=1 was not measured, so nothing" in verdict(results)
     page = build_page("n", "d", {}, results, {}, "")
     assert ("training.ranks=1", "timeout: no result within 9 s") in page.tables[1].rows
     for picture in (draw_comparison("n", results, {}), draw_table("n", results)):

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from vesuvius.benchmark.grid import Cell
-from vesuvius.benchmark.ledger import Ledger, Measurement
+from vesuvius.benchmark.ledger import BenchLedger, Measurement
 from vesuvius.benchmark.results import Result, results_of
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.tuning.measurement import TuneInterrupted
 
 Measure = Callable[[int, int], Measurement]
 CELLS = (Cell("a"), Cell("b"), Cell("c"))
-Bench = Callable[[Ledger, int, int, Measure, Callable[[Measurement], None]], None]
+Bench = Callable[[BenchLedger, int, int, Measure, Callable[[Measurement], None]], None]
 
 
 class Machine:
@@ -42,7 +42,7 @@ class Machine:
 
 
 def one_after_the_other(
-    ledger: Ledger, cells: int, rounds: int, measure: Measure, on_done: Callable[[Measurement], None]
+    ledger: BenchLedger, cells: int, rounds: int, measure: Measure, on_done: Callable[[Measurement], None]
 ) -> None:
     """The wrong program: all repeats of a cell, then all of the next one."""
     for cell in range(cells):
@@ -52,7 +52,7 @@ def one_after_the_other(
 
 def results(path: Path, seed: int, gains: list[float], drift: float, rounds: int, bench: Bench) -> list[Result]:
     machine = Machine(seed, gains, drift, rounds * len(gains))
-    with Ledger(path / f"{seed}.jsonl", {}) as ledger:
+    with BenchLedger(path / f"{seed}.jsonl", {}) as ledger:
         bench(ledger, len(gains), rounds, machine.measure, lambda done: None)
     return results_of(CELLS[: len(gains)], ledger.measurements)
 
@@ -75,7 +75,7 @@ def covered(tmp_path: Path, bench: Bench, gain: float = 0.05, drift: float = 0.1
 
 @pytest.mark.parametrize("faster", [1 / 1.1, 1.1, 1.3])
 def test_two_settings_that_differ_by_a_tenth_are_ordered_rightly_in_ten_of_ten(tmp_path: Path, faster: float) -> None:
-    assert rightly_ordered(tmp_path, Ledger.measure_rounds, faster) == 10
+    assert rightly_ordered(tmp_path, BenchLedger.measure_rounds, faster) == 10
 
 
 def test_one_setting_after_the_other_would_not_do(tmp_path: Path) -> None:
@@ -86,14 +86,14 @@ def test_one_setting_after_the_other_would_not_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drift", [0.1, -0.1, 0.0])
 def test_intervals_hold_the_truth_about_as_often_as_they_say(tmp_path: Path, drift: float) -> None:
-    held, level = covered(tmp_path, Ledger.measure_rounds, drift=drift)
+    held, level = covered(tmp_path, BenchLedger.measure_rounds, drift=drift)
     assert level == pytest.approx(1 - 2 / 2**6)
     assert held >= level - 0.045  # 200 benches: three standard errors are 0.037; noise that goes on is not independent
 
 
 def test_every_other_round_is_reversed(tmp_path: Path) -> None:
     order = []
-    with Ledger(tmp_path / "l.jsonl", {}) as ledger:
+    with BenchLedger(tmp_path / "l.jsonl", {}) as ledger:
         ledger.measure_rounds(3, 3, lambda c, r: Measurement(c, r, "ok", samples_s=1.0), lambda m: order.append(m))
     assert [(m.round, m.cell) for m in order] == [
         *((0, 0), (0, 1), (0, 2)),
@@ -102,7 +102,9 @@ def test_every_other_round_is_reversed(tmp_path: Path) -> None:
     ]
 
 
-def measured(path: Path, seen: list[tuple[int, int]], end_at: tuple[int, int] | None, how: BaseException) -> Ledger:
+def measured(
+    path: Path, seen: list[tuple[int, int]], end_at: tuple[int, int] | None, how: BaseException
+) -> BenchLedger:
     """Run a bench of 2 cells and 3 rounds; `how` happens within one of its measurements."""
 
     def measure(cell: int, round: int) -> Measurement:
@@ -111,7 +113,7 @@ def measured(path: Path, seen: list[tuple[int, int]], end_at: tuple[int, int] | 
         seen.append((cell, round))
         return Measurement(cell, round, "ok", samples_s=10.0 + cell)
 
-    with Ledger(path, {"seconds": 1.0}) as ledger:
+    with BenchLedger(path, {"seconds": 1.0}) as ledger:
         ledger.measure_rounds(2, 3, measure, lambda done: None)
     return ledger
 
@@ -174,8 +176,8 @@ def test_an_interruption_that_does_not_say_of_what_is_that_of_what_began_last(tm
 
 def test_a_bench_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
     measured(tmp_path / "ledger.jsonl", [], None, Killed())
-    with pytest.raises(ConfigError, match="another seconds"):
-        Ledger(tmp_path / "ledger.jsonl", {"seconds": 2.0})
+    with pytest.raises(ConfigError, match="a different seconds"):
+        BenchLedger(tmp_path / "ledger.jsonl", {"seconds": 2.0})
 
 
 def test_what_failed_is_measured_again_where_that_is_asked_for_alone(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_what_failed_is_measured_again_where_that_is_asked_for_alone(tmp_path: P
 
     ends = []
     for retry in (False, False, True, False):
-        with Ledger(path, {}, retry_failed=retry) as ledger:
+        with BenchLedger(path, {}, retry_failed=retry) as ledger:
             ledger.measure_rounds(2, 2, measure, lambda done: None)
         ends.append(len(seen))
     assert ends == [3, 3, 5, 5]
@@ -203,7 +205,7 @@ def test_a_cell_that_failed_is_left_out_and_keeps_its_cause(tmp_path: Path) -> N
             return Measurement(cell, round, "gpu_memory", "needs 90 GiB")
         return Measurement(cell, round, "ok", samples_s=10.0)
 
-    with Ledger(tmp_path / "ledger.jsonl", {}) as ledger:
+    with BenchLedger(tmp_path / "ledger.jsonl", {}) as ledger:
         ledger.measure_rounds(3, 4, measure, lambda done: None)
     a, b, c = results_of(CELLS, ledger.measurements)
     assert (len(a.rates), len(b.rates), len(c.rates)) == (4, 1, 4)

@@ -156,7 +156,11 @@ def test_nothing_is_overwritten(tmp_path: Path, volume: Path, capsys: pytest.Cap
     assert init.main([str(volume), "--name", "old"]) == EXIT_CONFIG
     assert init.main([str(volume), "--name", "a/b"]) == EXIT_CONFIG
     message = capsys.readouterr().err
-    for words in ("init replaces no file; got mine.yaml", "got old, whose run exists", "because it names the run"):
+    for words in (
+        "init does not replace files; got mine.yaml",
+        "got old, whose run exists",
+        "because it names the run",
+    ):
         assert words in message
     assert not Path("configs").exists()
 

@@ -24,7 +24,7 @@ def test_without_a_run_the_machine_is_shown_and_the_runs_at_work(tmp_path: Path)
     assert found["parts"] == []
     assert found["machine"]["total_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert found["machine"]["cores"] >= 1
-    assert found["remarks"] == ["at work below runs/: tiny; `vesuvius memcheck tiny` looks at it"]
+    assert found["remarks"] == ["running below runs/: tiny; try `vesuvius memcheck tiny`"]
 
 
 def test_a_terminal_is_watched_until_ctrl_c_which_is_no_error(tmp_path: Path) -> None:

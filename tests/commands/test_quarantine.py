@@ -129,7 +129,7 @@ def test_a_retry_tells_what_is_found_now_and_what_it_cannot_look_at(
     capsys.readouterr()
     assert quarantine.main(["tiny", "--retry"]) == 6
     (*_, line) = capsys.readouterr().out.splitlines()
-    assert line.endswith("the listing says that it is stored, and it is gone")
+    assert line.endswith("listed as stored, but missing")
     assert kept[0]["cause"] not in line
 
     config = tmp_path / "runs/tiny/config.resolved.yaml"

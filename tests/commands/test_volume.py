@@ -253,7 +253,7 @@ def test_copy_says_how_far_it_is_and_then_what_it_did(tmp_path, capsys, monkeypa
     assert re.fullmatch(r"  time    \d+\.\d s, \d+\.\d MB/s of voxels, \d+\.\d MB/s fetched", seconds)
     assert re.search(r" INFO copying: 3 of 9 chunks, .* MB/s fetched\n", captured.err)
     assert captured.err.count("\n") == 10, "one a chunk, and the end"
-    assert "is there already, whole: nothing was done" in capsys.readouterr().out
+    assert "is already there and complete: nothing was done" in capsys.readouterr().out
 
 
 def test_a_copy_with_an_unreadable_chunk_exits_6_and_says_what_was_copied(tmp_path, capsys):

@@ -58,7 +58,7 @@ def test_a_check_whose_time_another_one_took_is_a_warning_and_not_a_failure() ->
     driver = Check("driver", lambda: waits(end), 0.15, "restart the machine", beside=True)
     late, cut = (found for _, found in examine([mount, driver], 0.2))
     assert (late.level, late.remedy) == ("fail", "see the mount")
-    assert (cut.level, "not tried to its end" in cut.value, cut.remedy) == (
+    assert (cut.level, "not completed" in cut.value, cut.remedy) == (
         "warn", True, "see the lines above, then try again"
     )  # fmt: skip
     end.set()

@@ -475,7 +475,7 @@ def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(
         assert len((disk / "monitor.log").read_text().splitlines()) == watcher.samples - 1
     failing, working = caplog.records[:2], caplog.records[2:]
     assert all(" must be writable; got [Errno 28]" in record.getMessage() for record in failing)
-    assert all(" is written again; 0 lines were lost" in record.getMessage() for record in working)
+    assert all(" is writable again; 0 lines were lost" in record.getMessage() for record in working)
     assert len(working) == 2
     assert not any(record.exc_info for record in caplog.records)
 

@@ -248,7 +248,7 @@ SITUATIONS = [
     Situation(
         "two readers were stopped for 50 s of 100, and are at work again",
         lambda p: judged(hungry(decode_s=90.0, reader_cores=0.9, stopped_share=0.5)),
-        *("data-bound (readers stopped)", NOTHING, "were held by a signal (SIGSTOP) or a debugger for 50 s"),
+        *("data-bound (readers stopped)", NOTHING, "were stopped by a signal (SIGSTOP) or a debugger for 50 s"),
     ),
     Situation(
         "a reader is stopped for 10 s",
@@ -278,7 +278,7 @@ SITUATIONS = [
     Situation(
         "a store that refuses one request in seven",
         lambda p: judged(far(retries=3000)),
-        *("data-bound (store latency)", "data.store.requests=8", "15.0 % of the requests again"),
+        *("data-bound (store latency)", "data.store.requests=8", "15.0 % of the requests retried"),
     ),
     Situation(
         "a link of 1 Gbit/s that is full",

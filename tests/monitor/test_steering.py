@@ -190,7 +190,7 @@ def test_only_as_many_readers_are_added_as_memory_is_left_for() -> None:
     run = Session(2, 4, replace(PLENTY, left_bytes=400 * MIB))
     decision = only(run.hears(FEW_WORKERS))
     assert decision.refused == (
-        "one more reader would take 0.49 GiB more, and 0.39 GiB are left below monitor.prefetch_at"
+        "one more reader would take 0.49 GiB more, but only 0.39 GiB are left below monitor.prefetch_at"
     )
     assert decision.override == "training.workers=3"
     assert run.now.workers == 2
@@ -199,7 +199,7 @@ def test_only_as_many_readers_are_added_as_memory_is_left_for() -> None:
 def test_batches_that_memory_is_not_left_for_are_not_put_together() -> None:
     run = Session(2, 4, replace(PLENTY, left_bytes=255 * MIB))
     decision = only(run.hears(TOO_SMALL))
-    assert decision.refused.startswith("8 batches ahead would take 0.25 GiB more, and 0.25 GiB are left")
+    assert decision.refused.startswith("8 batches ahead would take 0.25 GiB more, but only 0.25 GiB are left")
     assert run.now.ahead == 4
     enough = Session(2, 4, replace(PLENTY, left_bytes=256 * MIB))
     enough.hears(TOO_SMALL)
@@ -230,7 +230,7 @@ def test_ray_is_not_started_for_a_run_that_began_without() -> None:
 
 def test_readers_of_unknown_size_are_not_added() -> None:
     run = Session(2, 4, replace(PLENTY, reader_bytes=None))
-    assert only(run.hears(FEW_WORKERS)).refused == "what a reader takes is not known"
+    assert only(run.hears(FEW_WORKERS)).refused == "what a reader takes is unknown"
 
 
 def test_what_is_only_advised_teaches_nothing() -> None:

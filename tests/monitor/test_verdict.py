@@ -208,7 +208,7 @@ def test_readers_that_a_signal_holds_are_said_and_blamed() -> None:
     calm = judge(window(stopped_share=0.3, stopped_readers=2), replace(GPU, compile=False))
     assert (calm.kind, calm.overrides) == ("compute-bound", ("training.compile=true",))
     assert "SIGSTOP) or a debugger for 30 s (30.0 % of the time)" in calm.evidence
-    assert "`kill -CONT` lets the 2 that are stopped now go on" in calm.advice
+    assert "`kill -CONT` resumes the 2 stopped now" in calm.advice
     idle = hungry(decode_s=20.0, reader_cores=0.3)
     assert judge(idle, GPU).cause == "handing over"
     held = judge(replace(idle, stopped_share=0.6, stopped_readers=1), GPU)
@@ -260,7 +260,7 @@ def test_a_link_that_is_used_up_is_reading() -> None:
 def test_a_store_that_refuses_is_asked_less() -> None:
     found = judge(far(retries=3000), GPU)
     assert (found.cause, found.overrides) == ("store latency", ("data.store.requests=8",))
-    assert "15.0 % of the requests again" in found.evidence
+    assert "15.0 % of the requests retried" in found.evidence
 
 
 def test_remote_chunks_that_decode_slowly_are_no_matter_of_the_store() -> None:

@@ -163,7 +163,7 @@ def test_a_listing_that_cannot_be_kept_is_made_all_the_same(
     path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()))
     (cache_home / "vesuvius").write_bytes(b"a file where the folder should be")
     np.testing.assert_array_equal(chunk_occupancy(opened(path)), some_chunks())
-    assert "could not be kept" in caplog.text
+    assert "could not be cached" in caplog.text
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -234,7 +234,7 @@ def test_a_sidecar_that_is_not_of_the_volume_is_refused(tmp_path: Path, bad: str
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     write, words = BAD_SIDECARS[bad]
     write(path)
-    with pytest.raises(DataError, match=rf"{words}.*v\.zarr; make it anew with `vesuvius volume occupancy`"):
+    with pytest.raises(DataError, match=rf"{words}.*v\.zarr; rebuild it with `vesuvius volume occupancy`"):
         chunk_occupancy(opened(path))
 
 
@@ -242,9 +242,7 @@ def test_a_sidecar_that_was_made_here_for_another_array_is_refused(tmp_path: Pat
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     other = write_array(tmp_path / "other.zarr", textured(SHAPE), compressors=None)
     write_sidecar(path / SIDECAR, some_chunks(), sidecar_signature(opened(other)))
-    with pytest.raises(
-        DataError, match=r"must belong to its array; got the signature vesuvius:.*v\.zarr; make it anew"
-    ):
+    with pytest.raises(DataError, match=r"must belong to its array; got the signature vesuvius:.*v\.zarr; rebuild it"):
         chunk_occupancy(opened(path))
 
 

@@ -54,7 +54,7 @@ def test_what_to_try_on_a_gpu_that_computes_is_each_switch_once_in_turn() -> Non
         ("training.channels_last=true",),
         ("training.cudnn_benchmark=true",),
     ]
-    assert {each.gain for each in found} == {"not known from one setting: vesuvius tune measures it"}
+    assert {each.gain for each in found} == {"unknown from one setting: vesuvius tune measures it"}
     assert all(each.risk not in ("", "not known") for each in found)
 
 
@@ -241,7 +241,7 @@ def test_a_real_profile_beside_an_existing_run(
     warm = int(text.partition(" steps warm up")[0].rpartition("| ")[2])
     assert len(steps) == warm + 6 + 3  # two traced, one for the layers
     log = (folder / "logs" / "train_full.log").read_text()
-    assert f"ended behind step {len(steps)}: the profile has its steps" in log
+    assert f"ended after step {len(steps)}: the profile has its steps" in log
     assert "--resume" not in log
     assert "Memory of tensors in the traced steps" in (folder / "profile.html").read_text()
     assert_parts_are_all_of_the_time(folder, text, warm + 1, warm + 6)
@@ -292,7 +292,7 @@ def test_steps_around_one_of_a_run_are_those_of_the_run_which_stays_as_it_is(
     assert {name: text for name, text in files_of(run).items() if folder not in name.parents} == before
     text = (folder / "profile.md").read_text()
     assert "The next 6 count: 18 to 23." in text
-    assert "It went on from the run's checkpoint of step 6." in text
+    assert "It continued from the run's checkpoint of step 6." in text
     losses = [
         {r["step"]: r["loss"] for r in read_records(place / "metrics.jsonl") if r["kind"] == "step"}
         for place in (run, folder)
@@ -314,8 +314,8 @@ def test_a_run_that_ends_before_its_profile_says_so_and_judges_all_steps_that_it
     assert train_command.main([*arguments, "training.max_steps=22", "--resume", "--profile", "13"]) == EXIT_OK
     (page,) = (run / "profiles").glob("*/profile.md")
     assert "The next 9 count: 14 to 22." in page.read_text()
-    assert "The run ended before the other 11 steps" in page.read_text()
-    assert "the verdict rests on" not in page.read_text()
+    assert "The run ended before the remaining 11 steps" in page.read_text()
+    assert "the verdict is based on" not in page.read_text()
     verdicts = [r for r in read_records(run / "metrics.jsonl") if r["kind"] == "verdict" and r["step"] > 13]
     assert [(verdict["step"], verdict["steps"]) for verdict in verdicts] == [(22, 9)]  # none at 16 and 20
 

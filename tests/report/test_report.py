@@ -84,7 +84,7 @@ def test_parts_of_the_time_add_up_and_the_first_step_is_its_own(tmp_path: Path) 
     report = reported(write_run(tmp_path / "tiny", [run_start(), start, step(2), paused, step(4)]))
     seconds = {part.name: part.total_s for part in report.parts}
     work = {"data wait": 0.3, "transfer to the device": 0.03, "forward": 0.3, "backward": 0.6}
-    work |= {"optimizer, clipping, EMA": 0.15, "host: what is left": 0.12}
+    work |= {"optimizer, clipping, EMA": 0.15, "host: the rest": 0.12}
     assert seconds == pytest.approx(work | {"first step of each session": 31.0, "pauses": 10.0})
     assert sum(part.share for part in report.parts) == pytest.approx(1.0)
     text = page_of(report).text
@@ -160,7 +160,7 @@ def test_curves_lie_where_their_values_are() -> None:
 
 def test_what_is_not_known_is_neither_zero_nor_drawn(tmp_path: Path) -> None:
     report = reported(write_run(tmp_path / "tiny", [run_start(), step(1, loss=None), step(2, loss=0.5)]))
-    assert report.facts["VRAM at its peak"] == NOT_KNOWN
+    assert report.facts["peak VRAM"] == NOT_KNOWN
     assert report.facts["best validation (error over that of the best linear filter)"] == NOT_KNOWN
     charts = {chart.key: chart for chart in report.charts}
     assert charts["loss"].series[0].x.tolist() == [2.0]

@@ -52,7 +52,7 @@ def test_a_line_of_which_half_was_written_is_completed_before_the_next(
     (failing, working) = said(caplog)
     assert failing[0] == "ERROR"
     assert "File too large; free some space: its next 10000 lines are kept in memory" in failing[1]
-    assert working == ("INFO", f"{path} is written again; 0 lines were lost")
+    assert working == ("INFO", f"{path} is writable again; 0 lines were lost")
 
 
 def test_on_a_disk_that_fills_up_lines_wait_until_there_is_room(
@@ -89,7 +89,7 @@ def test_lines_beyond_what_is_kept_are_counted(tmp_path: Path, caplog: pytest.Lo
     file.write_line("line 8")
     file.close()
     assert (tmp_path / "lines").read_text().splitlines() == ["line 0", "line 1", "line 2", "line 8"]
-    assert said(caplog)[-1] == ("ERROR", f"{tmp_path / 'lines'} is written again; 5 lines were lost")
+    assert said(caplog)[-1] == ("ERROR", f"{tmp_path / 'lines'} is writable again; 5 lines were lost")
 
 
 def test_what_still_waits_is_written_when_the_file_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -117,7 +117,7 @@ def test_a_log_file_has_all_lines_when_the_disk_has_room_again(
         *[["INFO", "line"]] * 100,
         ["INFO", "after"],
     ]
-    assert lines[-1].endswith("log is written again; 0 lines were lost"), "said in the log itself"
+    assert lines[-1].endswith("log is writable again; 0 lines were lost"), "said in the log itself"
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 

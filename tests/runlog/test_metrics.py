@@ -141,7 +141,7 @@ def test_a_run_that_begins_again_at_0_has_nothing_from_before() -> None:
 
 
 def test_a_validation_that_the_checkpoint_of_its_step_does_not_know_of_was_done_again() -> None:
-    """The process was killed between the validation behind step 2, made up for after a resume, and the next save."""
+    """The process was killed between the validation after step 2, made up for after a resume, and the next save."""
     begin = {"kind": "run_start", "step": 2, "validated_step": 0, "previewed_step": 2}
     validation, preview = ({"kind": kind, "step": 2} for kind in ("validation", "preview"))
     kept = [start(0), did(2, "a"), preview, begin]

@@ -135,7 +135,7 @@ def test_another_version_of_the_plan_is_refused_in_one_line_and_allowed_drift_ke
     capsys.readouterr()
     assert vesuvius_train(config, "--resume", "training.max_steps=2") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(r"another version of it in .*step_00000001 \(was \d, is \d\); go on with --allow-drift", line)
+    assert re.search(r"another version of it in .*step_00000001 \(was \d, is \d\); continue with --allow-drift", line)
     monkeypatch.setattr("vesuvius.stream.start.prepare.estimate_grey_range", None)  # nobody may ask for it
     assert vesuvius_train(config, "--resume", "--allow-drift", "training.max_steps=2") == 0
     assert [s["step"] for s in steps_of()] == [1, 2]

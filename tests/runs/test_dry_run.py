@@ -47,7 +47,7 @@ def test_the_dry_run_plans_the_memory_of_a_gpu(tiny_config: WriteConfig, capsys:
     text = capsys.readouterr().out
     assert "planned for 24.0 GiB of VRAM (--vram-gib), amp bf16" in text
     for fact in (
-        r"time +[\d.]+ GFLOP a step; how long it takes on a GPU that is not here is not known",
+        r"time +[\d.]+ GFLOP a step; its time on a GPU that is not here is unknown",
         r"fixed +[\d.]+ MiB: weights [\d.]+ MiB, gradients [\d.]+ MiB, optimizer [\d.]+ MiB, EMA [\d.]+ MiB",
         r"kept +[\d.]+ MiB of activations per patch",
         r"peak +[\d.]+ MiB with train_batch_size 2, 0\.6\d GiB with the reserve",
@@ -147,7 +147,7 @@ def test_the_dry_run_says_where_not_even_one_patch_fits(
     assert vesuvius_train(tiny_config(), *too_small) == EXIT_CONFIG
     shown = capsys.readouterr()
     assert "largest  train_batch_size 0" in shown.out
-    assert "GiB; name more training.checkpoint_levels" in shown.err, "lean_norm is on already"
+    assert "GiB; add training.checkpoint_levels" in shown.err, "lean_norm is on already"
     assert vesuvius_train(tiny_config(), *too_small, "training.lean_norm=false") == EXIT_CONFIG
     assert "GiB; set training.lean_norm=true, name more" in capsys.readouterr().err
 

@@ -157,14 +157,14 @@ def test_what_cannot_be_judged_is_refused_in_one_line_and_nothing_is_written(
     write_array(tmp_path / "plain.zarr", np.ones((8, 8, 8), np.uint8))
     good = ("--generated", tmp_path / "good.npy")
     refused = {
-        ("all", *good): (2, "an evaluation compares with patches that training has not seen"),
+        ("all", *good): (2, "an evaluation compares with held-out patches"),
         ("shown", "--generated", tmp_path / "other.npy"): (2, "[N, 8, 16, 16]; got shape [20, 8, 16, 15]"),
         ("shown", "--generated", tmp_path / "few.npy"): (2, "needs 16 generated patches or more; got 3"),
         ("shown", "--generated", tmp_path / "nan.npy"): (2, "must be finite numbers"),
         ("shown", "--generated", tmp_path / "text.npy"): (2, "must be a .npy file or a zarr array"),
         ("shown", "--generated", tmp_path / "none.npy"): (2, "which is not there"),
-        ("shown", *good, "--volume", tmp_path / "plain.zarr"): (2, "--volume must be one that `vesuvius sample"),
-        ("shown", *good, "--training-volume", 1): (2, "--training-volume counts the 1 volumes"),
+        ("shown", *good, "--volume", tmp_path / "plain.zarr"): (2, "--volume must be drawn by `vesuvius sample"),
+        ("shown", *good, "--training-volume", 1): (2, "--training-volume numbers the 1 training volumes"),
         ("shown", "--weights", "ema_0.7"): (2, "--weights must be one of"),
         (tmp_path / "bare",): (6, "manifest.json does not name model.safetensors"),
         ("nowhere",): (2, "RUN must be a run directory"),
@@ -177,7 +177,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line_and_nothing_is_written(
         assert "Traceback" not in said
         assert "unsafe" not in said
     assert evaluates("shown", *good, "--out", tmp_path / "there") == 2
-    assert "does not replace what exists" in capsys.readouterr().err
+    assert "does not replace files" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     with pytest.raises(SystemExit):
         evaluates("shown", "--count", 3)

@@ -55,7 +55,7 @@ def test_a_disk_that_fills_up_costs_saves_but_no_step_no_record_and_no_older_che
         assert session.end() == 75, session.text()
         assert "Traceback" not in session.text()
         assert session.text().count("metrics.jsonl must be writable") == 1
-        assert session.text().count("metrics.jsonl is written again; 0 lines were lost") == 1
+        assert session.text().count("metrics.jsonl is writable again; 0 lines were lost") == 1
     last = step_of(newest_of(run))
     every_step = list(range(1, last + 1))
     records = read_records(run / "metrics.jsonl")

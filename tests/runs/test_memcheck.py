@@ -75,7 +75,7 @@ def test_any_process_can_be_looked_at_and_one_that_is_not_there_is_13(tmp_path: 
     assert HELD < found["pss_bytes"] < HELD + 60 * MIB
     gone = run_memcheck("--pid", process.pid, cwd=tmp_path)
     assert gone.returncode == 13
-    assert f"got {process.pid}, and there is none" in gone.stderr
+    assert f"got {process.pid}, which does not exist" in gone.stderr
 
 
 def test_a_run_that_is_not_there_is_13_and_the_message_names_those_that_are(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_run_that_has_ended_as_it_should_is_no_kill(tmp_path: Path) -> None:
     assert (found["state"], found["exit_code"], found["kills"]) == ("ended", 0, [])
     assert "with exit code 75" in found["state_text"]
     done = run_memcheck("tiny", "--post-mortem", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "run tiny: no death is known of\n")
+    assert (done.returncode, done.stdout) == (0, "run tiny: no deaths recorded\n")
 
 
 def test_a_reader_that_died_in_this_session_is_12_and_one_of_an_earlier_session_is_not(tmp_path: Path) -> None:

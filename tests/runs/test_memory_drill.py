@@ -1,4 +1,4 @@
-"""The guard against a real leak in a real run: it acts in time, the checkpoint is whole, the run goes on."""
+"""The guard against a real leak in a real run: it acts in time, the checkpoint is whole, the run continues."""
 
 from __future__ import annotations
 

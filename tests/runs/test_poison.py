@@ -37,15 +37,15 @@ def test_a_run_with_readers_goes_on_and_says_what_killed_them(
     assert done.returncode == 0, done.stderr
     assert "was killed or died (SIGABRT, by its own account; SYSTEM_ERROR: Worker" in done.stderr
     assert f"while it read volume {sharded}, region z " in done.stderr
-    assert "regions that touch them are replaced by others: chunk [1, 1, 1]: bytes " in done.stderr
+    assert "regions that touch them are replaced with others: chunk [1, 1, 1]: bytes " in done.stderr
     assert "RUST_BACKTRACE" not in done.stderr
     run = tmp_path / "runs" / "tiny"
     (death, *_) = [json.loads(line) for line in (run / "post_mortem.jsonl").read_text().splitlines()]
     assert death["cause"] == "signal"
-    assert f"it crashed by SIGABRT, as its own note says, while it read {sharded}" in death["evidence"]
+    assert f"it crashed with SIGABRT, as its own note says, while it read {sharded}" in death["evidence"]
     quarantined = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {tuple(record["chunk"]) for record in quarantined} == {(1, 1, 1)}
-    assert " % of the patches were replaced by others, as 1 damaged places of the volumes are" in done.stderr
+    assert " % of the patches were replaced, as 1 damaged places of the volumes are" in done.stderr
 
 
 @pytest.mark.long
@@ -78,7 +78,7 @@ def test_without_readers_the_next_start_names_the_region_and_goes_on(
     assert ended[0].returncode == -signal.SIGABRT
     assert list((tmp_path / "runs" / "tiny" / "reading").glob("trainer-*.note"))
     again = run_vesuvius("train", "--config", config, "--resume", "training.max_steps=2", cwd=tmp_path)
-    said = [line for line in again.stderr.splitlines() if "the process before this one" in line]
+    said = [line for line in again.stderr.splitlines() if "the previous process" in line]
     assert len(said) == 1, again.stderr
     assert f"was ended by SIGABRT while it read volume {sharded}, region z " in said[0]
 

@@ -305,7 +305,7 @@ def test_ranks_that_have_lost_one_end_go_on_from_the_last_checkpoint_and_stop_wh
         assert ends_of(ranks) == [75, 75], output_of(tmp_path, 2)
     log = (run / "logs/train_full.log").read_text()
     assert log.count("restart 1 of at most 10, as ranks were lost: rank 1: its process is gone") == 1
-    assert f"going on from runs/killed/checkpoints/step_{saved:08d}" in log
+    assert f"continuing from runs/killed/checkpoints/step_{saved:08d}" in log
     assert "was killed" in (run / "ranks/1/logs/train_full.log").read_text()
     assert step_of(list_checkpoints(run / "checkpoints")[-1]) == max(steps_of(run))
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=1000)

@@ -105,7 +105,7 @@ def test_resume_without_a_checkpoint_starts_at_0_and_says_so(
 ) -> None:
     Path("runs/tiny/logs").mkdir(parents=True)  # as a run that was killed before its first save leaves it
     assert vesuvius_train(tiny_config(), "training.max_steps=1", "--resume") == 0
-    assert "WARNING no whole checkpoint" in capsys.readouterr().err
+    assert "WARNING no complete checkpoint" in capsys.readouterr().err
     assert [s["step"] for s in steps_of()] == [1]
 
 
@@ -182,7 +182,7 @@ def test_restart_damaged_begins_anew_and_keeps_the_damaged_checkpoints(
 def test_restart_damaged_goes_with_resume(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         vesuvius_train(tiny_config(), "--restart-damaged")
-    assert "it goes with --resume" in capsys.readouterr().err
+    assert "use it with --resume" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -294,7 +294,7 @@ def test_a_time_limit_stops_saves_and_exits_75(tiny_config: WriteConfig, monkeyp
     monkeypatch.setattr(TrainStep, "accumulate", half_an_hour)
     monkeypatch.setattr(stop_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     assert vesuvius_train(config) == 75
-    assert "training.max_hours=1 are over" in Path("runs/tiny/logs/train_full.log").read_text()
+    assert "training.max_hours=1 is reached" in Path("runs/tiny/logs/train_full.log").read_text()
     (saved,) = list_checkpoints(Path("runs/tiny/checkpoints"))
     assert load_checkpoint(saved)["step"] == steps_of()[-1]["step"] >= 1
 
@@ -303,7 +303,7 @@ def test_a_time_limit_that_ends_before_the_run_begins_leaves_nothing(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(tiny_config(training={"epochs": 1000, "max_hours": 1e-6})) == 75
-    assert "training.max_hours=1e-06 are over" in capsys.readouterr().out
+    assert "training.max_hours=1e-06 is reached" in capsys.readouterr().out
     assert not Path("runs/tiny").exists()
 
 

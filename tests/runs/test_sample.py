@@ -334,7 +334,7 @@ def test_existing_output_is_refused_and_replaced_where_it_is_samples(
     out = tmp_path / "out"
     first = drawn(out, "--count", 1).voxels()
     assert refused("--out", out, "--count", 2) == 2
-    assert "samples do not replace what exists; got" in capsys.readouterr().err
+    assert "samples do not replace files; got" in capsys.readouterr().err
     np.testing.assert_array_equal(Samples(out).voxels(), first)
     assert len(drawn(out, "--count", 2, "--overwrite").voxels()) == 2
     (out / "notes.txt").write_text("mine")
@@ -351,8 +351,8 @@ REFUSALS = [
     (("--sampler", "heun", "--eta", "1"), "sampler_eta belongs to ddim; got 1.0 with heun"),
     (("--quantile", "0.9"), "sampler_quantile needs sampler_clip"),
     (("--guidance", "2"), "needs a model trained both with and without a condition"),
-    (("--volume", "2"), "--volume counts the 2 volumes of the training from 0; got 2"),
-    (("--batch-size", "4000000", "--count", "4000000"), "here --batch-size takes the place of training"),
+    (("--volume", "2"), "--volume numbers the 2 training volumes from 0; got 2"),
+    (("--batch-size", "4000000", "--count", "4000000"), "here --batch-size replaces training"),
 ]
 
 
@@ -383,7 +383,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.Capture
         assert f"--checkpoint must be a run directory, the name of one in runs/, a checkpoint directory, or the " \
             f"model.safetensors or state.pt in one; got {wrong}" in capsys.readouterr().err  # fmt: skip
     assert refused(checkpoint=tmp_path / "young") == 2
-    assert "a run must have a checkpoint by now; got" in capsys.readouterr().err
+    assert "a run must have a checkpoint; got" in capsys.readouterr().err
 
 
 def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
@@ -398,10 +398,10 @@ def test_a_damaged_file_is_refused_and_a_whole_one_beside_it_is_used(
         capsys.readouterr()
     assert refused(checkpoint="run") == 6
     errors = capsys.readouterr().err
-    assert errors.count("is damaged (model.safetensors has another checksum) and is passed over") == 2
-    assert "one checkpoint of a run must be whole; got step_00000005, step_00000010 in run/checkpoints" in errors
+    assert errors.count("is damaged (model.safetensors has another checksum) and is skipped") == 2
+    assert "one checkpoint of a run must be intact; got step_00000005, step_00000010 in run/checkpoints" in errors
     assert refused(checkpoint=newest) == 6
-    assert "a checkpoint must be as it was written; got model.safetensors has another checksum for " \
+    assert "a checkpoint must be unchanged since it was written; got model.safetensors has another checksum for " \
         in capsys.readouterr().err  # fmt: skip
     assert drawn(tmp_path / "model", "--count", 1, "--weights", "model", checkpoint=newest).record["step"] == 10
     state, manifest = newest / "state.pt", newest / "manifest.json"
@@ -459,7 +459,7 @@ def test_a_gpu_without_room_names_the_remedy(
 def test_a_place_that_cannot_be_written_ends_with_exit_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert refused("--out", tmp_path / "file/out") == 6
-    assert "samples need a writable place with enough room; got" in capsys.readouterr().err
+    assert "samples need a writable place with enough space; got" in capsys.readouterr().err
 
 
 # No file of this process may reach 100 bytes: its writes fail as on a full disk.
@@ -481,7 +481,7 @@ def test_a_full_disk_ends_with_exit_6_and_leaves_nothing(tmp_path: Path) -> None
     command = [sys.executable, "-c", SAMPLE_WITH_SMALL_FILES, "--checkpoint", "plain", "--out", str(tmp_path / "out")]
     result = fork_server.run(command, text=True, capture_output=True)
     assert result.returncode == 6, result.stderr
-    assert "samples need a writable place with enough room; got" in result.stderr
+    assert "samples need a writable place with enough space; got" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -91,9 +91,9 @@ def test_a_volume_is_a_pyramid_in_the_greys_of_the_training(
 
     before = voxels(out).tobytes()
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 0
-    assert "is there already: 12x24x24 uint8" in capsys.readouterr().out
+    assert "is already there: 12x24x24 uint8" in capsys.readouterr().out
     assert draws(out, "--shape", "12,24,24", "--guidance", 0, "--seed", 1) == 2
-    assert "a drawing goes on with the arguments that it was begun with; got seed 1 (there: 0)" \
+    assert "a drawing continues with the arguments it was started with; got seed 1 (there: 0)" \
         in capsys.readouterr().err  # fmt: skip
     assert voxels(out).tobytes() == before
 
@@ -164,7 +164,7 @@ def test_a_signal_ends_each_phase_at_once_and_the_next_call_goes_on(
               "chunks compared with --inpaint", "chunks of level 1 written")  # fmt: skip
     for phase in phases:
         told.clear()
-        with pytest.raises(SamplingStoppedError, match=rf"got SIGTERM after \d+ of \d+ {phase}; what is done stays"):
+        with pytest.raises(SamplingStoppedError, match=rf"got SIGTERM after \d+ of \d+ {phase}; what is done is kept"):
             draw_volume(request, told_of(phase))
         assert told[-1] == phase
         assert told.count(phase) <= 2, "no more is done after the signal than two batches that were handed out"
@@ -242,7 +242,7 @@ def test_another_network_or_another_mask_is_not_taken_for_the_same(
     out = tmp_path / "out.zarr"
     assert draws(out, *arguments) == 0
     assert draws(out, *arguments) == 0
-    assert "is there already" in capsys.readouterr().out
+    assert "is already there" in capsys.readouterr().out
     zarr.open_array(str(gaps), mode="r+")[...] = np.roll(mask, 1, axis=0)
     assert draws(out, *arguments) == 2
     assert "got given {" in capsys.readouterr().err
@@ -313,7 +313,7 @@ def test_a_dry_run_says_time_disk_and_memory_and_writes_nothing(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2**20))
     assert draws(tmp_path / "big.zarr", *arguments) == 6
     assert draws(tmp_path / "big.zarr", *arguments[:-1]) == 6
-    assert capsys.readouterr().err.count("the disk must have room for the state and the volume; got ") == 2
+    assert capsys.readouterr().err.count("the disk must hold the state and the volume; got ") == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -342,10 +342,10 @@ REFUSED = {
     "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "must have one shape; got 64,64,64"),
     "no volume": (("--inpaint", "no.zarr"), 6, "a volume must exist; got no.zarr"),
     "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "--weights must be one of"),
-    "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds is of --inpaint"),
+    "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds applies to --inpaint"),
     "a lonely mask": (("--shape", "12,24,24", "--mask", "small.zarr"), 2, "got no --inpaint"),
-    "another training": (("--shape", "12,24,24", "--volume", 3), 2, "--volume counts the 1 volumes"),
-    "options of patches": (("--shape", "12,24,24", "--npy"), 2, "--npy is of samples of the size of a patch only"),
+    "another training": (("--shape", "12,24,24", "--volume", 3), 2, "--volume numbers the 1 training volumes"),
+    "options of patches": (("--shape", "12,24,24", "--npy"), 2, "--npy applies to samples of the size of a patch only"),
 }
 
 
@@ -373,7 +373,7 @@ def test_something_else_at_the_place_is_left_alone(tmp_path: Path, capsys: pytes
     out.mkdir()
     (out / "mine").touch()
     assert draws(out, "--shape", "12,24,24", "--guidance", 0) == 2
-    assert "a drawing does not replace what exists" in capsys.readouterr().err
+    assert "a drawing does not replace files" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["out.zarr", "mine"]
 
 

@@ -72,7 +72,7 @@ def test_a_sigterm_in_the_last_step_stops_nothing_and_in_the_one_before_it_the_r
         assert "--resume" not in output
     else:
         assert done.returncode == 75, output
-        assert "stopped at step 3 of 4; go on with --resume" in output
+        assert "stopped at step 3 of 4; continue with --resume" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])

@@ -112,7 +112,7 @@ def test_a_printed_config_stays_yaml_beside_a_warning(tiny_config: WriteConfig, 
     (namesake / "METADATA").write_text("Metadata-Version: 2.1\nName: vesuvius\nVersion: 0.9\n")
     environment = os.environ | {"PYTHONPATH": str(namesake.parent)}
     done = run_vesuvius("train", "--config", tiny_config(), "--print-config", cwd=tmp_path, env=environment)
-    assert "WARNING the distribution 'vesuvius' 0.9 is installed beside ours" in done.stderr
+    assert "WARNING the distribution 'vesuvius' 0.9 is installed alongside ours" in done.stderr
     assert yaml.safe_load(done.stdout)["name"] == "tiny"
 
 

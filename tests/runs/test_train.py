@@ -356,7 +356,7 @@ def test_the_namesake_on_the_package_index_is_warned_of(
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vesuvius\nVersion: 0.9\n")
     monkeypatch.syspath_prepend(str(installed.parent))
     assert vesuvius_train(tiny_config(), "--dry-run") == 0
-    assert "'vesuvius' 0.9 is installed beside ours" in capsys.readouterr().err
+    assert "'vesuvius' 0.9 is installed alongside ours" in capsys.readouterr().err
 
 
 @pytest.mark.long

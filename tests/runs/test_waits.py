@@ -75,7 +75,7 @@ def test_a_stop_while_a_batch_is_waited_for_saves_and_a_resume_is_bit_identical(
         code, seconds = seconds_to_end(session, number)
         assert code == {signal.SIGTERM: 75, signal.SIGINT: 130}[number], session.text()
         print(f"{number.name}: exit after {seconds:.2f} s")
-        assert "was waiting for data and is given up" in session.text()
+        assert "was waiting for data and is abandoned" in session.text()
         assert "Traceback" not in session.text()
     (checkpoint,) = list_checkpoints(tmp_path / "runs/stopped/checkpoints")
     assert find_damage(checkpoint) is None
@@ -148,7 +148,7 @@ def test_the_time_limit_is_kept_while_a_batch_is_waited_for(
         session.wait_for("INFO noise ")
         server.set_faults(HANGS)
         assert session.process.wait(timeout=NEVER_S / 5) == 75, session.text()
-        assert "training.max_hours=0.00111111 are over" in session.text()
+        assert "training.max_hours=0.00111111 is reached" in session.text()
 
 
 def test_the_memory_guard_ends_a_run_that_waits_for_a_batch(

@@ -35,7 +35,7 @@ def cut(volume: Path, change: Change) -> list[Patch]:
 )
 def test_blocks_out_of_order_are_refused(volume: Path, change: Change) -> None:
     assert len(cut(volume, lambda blocks: blocks)) == 96
-    with pytest.raises(StreamOrderError, match="report this as a defect"):
+    with pytest.raises(StreamOrderError, match="report this as a bug"):
         cut(volume, change)
 
 

@@ -332,7 +332,7 @@ def test_a_state_goes_on_with_other_readers_and_reads_what_is_in_flight_only(
         read = stream.reader_totals.blocks
     assert read == len({job.plan.mixing.slot_of(index) for index in range(4 * batches, stop)}), "and no other region"
     other = make_job(volume, patches_per_region=8)
-    with open_stream(other) as stream, pytest.raises(ConfigError, match="goes on with the plan it began with"):
+    with open_stream(other) as stream, pytest.raises(ConfigError, match="continues with the plan it began with"):
         stream.load_state_dict(state)
 
 
@@ -437,7 +437,7 @@ def test_an_unreadable_chunk_ends_the_stream_with_volume_and_region(tmp_path: Pa
 
 
 def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) -> None:
-    with pytest.raises(ConfigError, match=r"must fit into /dev/shm.*--shm-size"):
+    with pytest.raises(ConfigError, match=r"must fit in /dev/shm.*--shm-size"):
         check_store(job, StreamOptions(4, workers=1, cluster=ClusterConfig(object_store_gib=1e6)))
     check_store(job, StreamOptions(4, workers=0, cluster=ClusterConfig(object_store_gib=1e6)))
     check_store(job, StreamOptions(4, workers=1), ranks=2)

@@ -237,7 +237,7 @@ def test_the_limit_of_the_config_on_batches_ahead_is_kept(loop: Callable[..., Lo
 
 def test_a_change_that_cannot_be_had_is_said_and_not_tried_again(loop: Callable[..., Loop]) -> None:
     run = loop()
-    run.stream.refuses = "the object store must fit into /dev/shm"
+    run.stream.refuses = "the object store must fit in /dev/shm"
     run.hears(FEW_WORKERS, FEW_WORKERS)
     assert len(run.feed.changes) == 1
     (event,) = run.events

@@ -104,7 +104,7 @@ def test_the_ladder_goes_down_to_one_batch_and_one_reader(loop: Callable[..., Lo
     assert run.monitor.obeyed == 4
     assert [(event["rung"], event["step"]) for event in run.events()][::3] == [("prefetch", 3), ("worker", 3)]
     assert not run.stop.wanted()
-    assert run.acts.remedy("the machine") == "go on with --resume training.workers=0 training.prefetch_factor=1"
+    assert run.acts.remedy("the machine") == "continue with --resume training.workers=0 training.prefetch_factor=1"
     assert "raise monitor.ram_limit_gib" in run.acts.remedy("monitor.ram_limit_gib")
 
 

@@ -278,7 +278,7 @@ def test_a_copy_that_was_ended_goes_on_and_equals_an_uninterrupted_one(
             process.send_signal(number)
             _, err = process.communicate(timeout=30)
         assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
-        assert number == signal.SIGKILL or "the same command goes on" in err
+        assert number == signal.SIGKILL or "the same command continues" in err
         assert not (tmp_path / "c.zarr").exists()
         for unfinished in ("volume.zarr", "volume.zarr/0", ""):
             with pytest.raises(DataError):
@@ -368,7 +368,7 @@ def test_another_box_into_the_same_place_is_refused(tmp_path: Path, other: dict[
     else:
         with pytest.raises(Interrupted):
             copy_box(CopyRequest(**request), QUICK, interrupt_after(9))
-    with pytest.raises(ConfigError, match=rf"begun with; got {next(iter(other))} .* \(there: .*choose another name"):
+    with pytest.raises(ConfigError, match=rf"started with; got {next(iter(other))} .* \(there: .*choose another name"):
         copy_box(CopyRequest(**request | other), QUICK)
     copy_box(CopyRequest(**request), QUICK)  # which is not hindered by the refused one
 
@@ -388,7 +388,7 @@ def test_what_is_no_copy_is_never_replaced(tmp_path: Path) -> None:
     source = write_array(tmp_path / "v.zarr", textured((16, 16, 16)), chunk=16)
     other = write_array(tmp_path / "c.zarr", textured((16, 16, 16), seed=1), chunk=16)
     before = chunk_files(other)
-    with pytest.raises(ConfigError, match=r"does not replace what exists; got .*choose another name, or remove it"):
+    with pytest.raises(ConfigError, match=r"does not replace files; got .*choose another name, or remove it"):
         copy_box(CopyRequest(ArrayConfig(path=str(source)), other), QUICK)
     assert chunk_files(other) == before
     (tmp_path / "d.zarr.partial").mkdir()
@@ -490,7 +490,7 @@ def test_a_disk_that_is_too_small_is_refused_unless_a_sidecar_says_that_most_is_
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     request = {"source": ArrayConfig(path=str(source))}
     for _ in range(2):
-        with pytest.raises(StorageError, match=r"must have room .*; got 0.00 GiB needed .*--no-space-check"):
+        with pytest.raises(StorageError, match=r"must hold .*; got 0.00 GiB needed .*--no-space-check"):
             copy_box(CopyRequest(**request, out=tmp_path / "new" / "a.zarr"), QUICK)
         assert not (tmp_path / "new").exists()
     copy_box(CopyRequest(**request, out=tmp_path / "b.zarr", check_space=False), QUICK)
@@ -511,7 +511,7 @@ def test_a_full_disk_ends_the_copy_with_6_and_nothing_is_torn(tmp_path: Path) ->
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),
     )
     assert limited.returncode == 6, limited.stderr
-    assert "a copy needs a writable disk with enough room; got [Errno 27] File too large" in limited.stderr
+    assert "a copy needs a writable disk with enough space; got [Errno 27] File too large" in limited.stderr
     assert "Traceback" not in limited.stderr
     assert not list((tmp_path / "c.zarr.partial").glob("volume.zarr/0/*/*/*"))
     assert subprocess.run(command, capture_output=True).returncode == 0

@@ -167,13 +167,13 @@ def test_a_listing_that_would_take_long_waits_to_be_asked_for(tmp_path: Path, mo
     monkeypatch.setattr(describe, "_LISTED_UNASKED", 26)
     occupancy = look(path).occupancy
     assert occupancy.present is None
-    assert occupancy.unknown == "a listing of 27 files can take long; --list asks for it"
+    assert occupancy.unknown == "listing 27 files can take long; request it with --list"
     assert look(path, listing=True).occupancy.present == 27
 
 
 def test_sidecars_go_where_they_belong(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((2, 32, 32, 32)), chunk=16)
-    with pytest.raises(ConfigError, match=r"all that `select` can choose; got .*\[2, 32, 32, 32\]; add --out"):
+    with pytest.raises(ConfigError, match=r"every `select`; got .*\[2, 32, 32, 32\]; add --out"):
         make_sidecar(ArrayConfig(path=str(path), select=(1,)), None)
     made = make_sidecar(ArrayConfig(path=str(path), select=(1,)), tmp_path / "new" / "o.npz")
     with np.load(made.path) as written:

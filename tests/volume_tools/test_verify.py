@@ -86,8 +86,8 @@ def test_a_folder_a_dangling_link_and_a_listed_chunk_that_is_gone_are_broken(tmp
     (path / "1/1/1").symlink_to("elsewhere")
     found = causes(verified(path))
     assert "a folder in place of the file" in found[0, 1, 1]
-    assert "a link to what is not there" in found[1, 1, 1]
-    assert found[2, 1, 1] == "the listing says that it is stored, and it is gone"
+    assert "a broken link" in found[1, 1, 1]
+    assert found[2, 1, 1] == "listed as stored, but missing"
     assert len(found) == 3
     (path / ".chunk_occupancy.npz").unlink()
     assert set(causes(verified(path))) == {(0, 1, 1), (1, 1, 1)}, "without a listing the third is air"
@@ -99,7 +99,7 @@ def test_a_volume_with_a_slab_whose_disk_is_not_mounted_is_not_whole(tmp_path: P
     (path / "1").symlink_to(tmp_path / "slab")
     assert verified(path).chunks == CHUNKS
     (tmp_path / "slab").rename(tmp_path / "unmounted")
-    with pytest.raises(DataError, match=f"got a link to what is not there, {path / '1'}; mount the disk"):
+    with pytest.raises(DataError, match=f"got a broken link, {path / '1'}; mount the disk"):
         verified(path)
 
 
@@ -188,7 +188,7 @@ def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
         process.send_signal(number)
         _, error = process.communicate(timeout=30)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), error
-    assert number == signal.SIGKILL or "the same command goes on" in error
+    assert number == signal.SIGKILL or "the same command continues" in error
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     (journal,) = cache_home.glob("vesuvius/verify/*")
@@ -273,7 +273,7 @@ def test_the_command_prints_what_is_broken_and_exits_with_6(tmp_path: Path, caps
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     assert volume.main(["verify", str(path), "--processes=1"]) == 0
     assert "48 chunks read" in (out := capsys.readouterr().out)
-    assert "all are whole" in out
+    assert "all are intact" in out
     (path / "1/1/1").write_bytes(b"torn")
     assert volume.main(["verify", str(path), "--processes=1"]) == 6
     out = capsys.readouterr().out

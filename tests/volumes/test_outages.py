@@ -167,7 +167,7 @@ def test_a_refusal_is_not_asked_for_again_and_damages_nothing(server: ChunkServe
 
 def test_what_is_forbidden_is_absent_where_the_config_says_so(server: ChunkServer, address: str) -> None:
     server.set_faults([{"path": "data", "kind": "status", "status": 403}])
-    with pytest.raises(RefusedError, match=r"have expired .*or it is absent in a bucket.*forbidden_is_absent=true"):
+    with pytest.raises(RefusedError, match=r"have expired .*or it is missing in a bucket.*forbidden_is_absent=true"):
         source_at(address).get("data")
     assert source_at(address, FAST.model_copy(update={"forbidden_is_absent": True})).get("data") is None
 

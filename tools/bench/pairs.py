@@ -18,7 +18,7 @@ from pathlib import Path
 from vesuvius.benchmark.cells.command import measure_command
 from vesuvius.benchmark.cells.training import Bounds
 from vesuvius.benchmark.grid import Cell
-from vesuvius.benchmark.ledger import Ledger, Measurement
+from vesuvius.benchmark.ledger import BenchLedger, Measurement
 from vesuvius.benchmark.results import Result, results_of
 from vesuvius.config.load import parse_stored
 
@@ -48,7 +48,7 @@ def bench_pair(slower: float, rounds: int, seconds: float, folder: Path) -> Resu
         blank = Measurement(cell, round, "ok")
         return measure_command(cells[cell].command, config, folder, bounds, None, lambda: False, blank)
 
-    with Ledger(folder / "ledger.jsonl", {}) as ledger:
+    with BenchLedger(folder / "ledger.jsonl", {}) as ledger:
         ledger.measure_rounds(2, rounds, measure, lambda done: None)
     return results_of(cells, ledger.measurements)[1]
 

@@ -31,7 +31,7 @@ from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
 from vesuvius.training.validation.montage import GAP as GAP_PX
-from vesuvius.training.validation.montage import PAPER, Cell, draw_grid
+from vesuvius.training.validation.montage import PAPER, MontageCell, draw_grid
 from vesuvius.volumes.box import Box, shape_of, slices
 
 BOX: Box = ((0, 0, 0), (64, 256, 256))
@@ -88,7 +88,7 @@ def main() -> None:
         "real, with a gap": holed,
         "the gap filled": drawn["filled"],
     }
-    cells = [Cell(caption, two_slices(voxels)) for caption, voxels in pictures.items()]
+    cells = [MontageCell(caption, two_slices(voxels)) for caption, voxels in pictures.items()]
     title = f"64x256x256 voxels; above: slice z={SHOWN_Z}, below: slice x={SHOWN_X} (z down)"
     draw_grid(cells, title, columns=3).save(arguments.picture, optimize=True)
 

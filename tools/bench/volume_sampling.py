@@ -27,11 +27,11 @@ from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, Work
+from vesuvius.generate.volume.work import VolumeJob, Work
 from vesuvius.training.step.network import build_network
 
 
-def network_job(config_path: Path, times: int, overlap: float) -> tuple[Job, Estimate]:
+def network_job(config_path: Path, times: int, overlap: float) -> tuple[VolumeJob, Estimate]:
     """Two passes over a volume of `times` patches along each axis."""
     config = read_config(config_path)
     config = config.model_copy(update={"diffusion": config.diffusion.model_copy(update={"sampler_steps": 2})})
@@ -46,7 +46,7 @@ def network_job(config_path: Path, times: int, overlap: float) -> tuple[Job, Est
         return predict(network, schedule, x_t, t, shown)
 
     z, y, x = (size * times for size in patch)
-    job = Job(Tiling((z, y, x), patch, overlap), 0, sampling_levels(schedule, config.diffusion), "dpmpp2m")
+    job = VolumeJob(Tiling((z, y, x), patch, overlap), 0, sampling_levels(schedule, config.diffusion), "dpmpp2m")
     return job, NetworkEstimate(denoise, config.diffusion, condition)
 
 
@@ -55,7 +55,7 @@ def network_inputs(schedule: Schedule) -> int:
     return 1 if schedule.spectrum is None else 2
 
 
-def drawn(job: Job, estimate: Estimate) -> None:
+def drawn(job: VolumeJob, estimate: Estimate) -> None:
     """Draw it in a folder that is deleted then."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -98,7 +98,7 @@ def memory(times: int) -> None:
 
     schedule = Schedule.from_config(read_config(Path("configs/demo.yaml")).diffusion)
     config = read_config(Path("configs/demo.yaml")).diffusion.model_copy(update={"sampler_steps": 2})
-    job = Job(Tiling((32, 32, 32), patch, 0.25), 0, sampling_levels(schedule, config), "dpmpp2m")
+    job = VolumeJob(Tiling((32, 32, 32), patch, 0.25), 0, sampling_levels(schedule, config), "dpmpp2m")
     drawn(job, estimate)  # what the first call allocates for good
     before = high_water()
     drawn(replace(job, tiling=Tiling((32 * times,) * 3, patch, 0.25)), estimate)

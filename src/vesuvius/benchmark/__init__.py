@@ -1,1 +1,3 @@
-"""`vesuvius bench`: settings side by side.  grid.py says what, ledger.py in which order, results.py what it came to."""
+"""`vesuvius bench`: settings side by side.  In: a config and the axes to vary.  Out: a ledger, a page with pictures.
+
+grid.py lists the cells, ledger.py keeps what was measured, results.py compares."""

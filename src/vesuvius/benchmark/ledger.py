@@ -33,8 +33,8 @@ class Measurement:
     figures: Mapping[str, float | None] = field(default_factory=dict)  # others, by name; None = not known
 
 
-class Ledger(AbstractContextManager["Ledger"]):
-    """The measurements of a bench, on disk: begun anew, or gone on with.
+class BenchLedger(AbstractContextManager["BenchLedger"]):
+    """The measurements of a bench, on disk: new, or continued.
 
     Args:
         asked: what the bench was asked for, as plain data.
@@ -66,7 +66,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             case "bench":
                 if differ := [key for key, value in record["asked"].items() if value != asked.get(key)]:
                     raise ConfigError(
-                        f"a resumed bench must keep what it was asked for; got another {', '.join(differ)} than "
+                        f"a resumed bench must repeat the earlier request; got a different {', '.join(differ)} than in "
                         f"{folder}; drop --resume to start over"
                     )
                 self._begin_session(record.get("retry_failed", False))
@@ -100,7 +100,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             measure: takes a cell and a round.
 
         Raises:
-            TuneInterrupted, StorageError, OSError: as `measure`; the ledger can be gone on with.
+            TuneInterrupted, StorageError, OSError: as `measure`; the ledger can be continued.
         """
         for round in range(rounds):
             for cell in list(range(cells))[:: -1 if round % 2 else 1]:

@@ -22,14 +22,16 @@ METHOD = (
     "with the probability in the column level."
 )
 _TRAINING = (
-    "Samples/s are those of the steady pace: steps count once kernels are chosen, batches that were ready are used up, "
-    "and each region in flight was read.  Start is what comes before, beyond the usual time of its steps: imports, "
-    "opening, readers, compilation.  The break-even step is where a cell has made up for a longer start."
+    "Samples/s are measured at the steady pace: steps count once kernels have been chosen, the first prefetched "
+    "batches used up, and each region in flight read.  Start is the time before that, beyond the usual time of its "
+    "steps: imports, opening, readers, compilation.  The break-even step is where a cell has made up for a longer "
+    "start."
 )
 _LOADER = (
-    "A loader is read as fast as it delivers, without a step, once its buffers were used up twice.  vesuvius reads as "
-    "the config says; the others read random patches of its first volume, with spawned workers, prefetch_factor 2 "
-    "and one decoding thread each.  Data wait: of a consumer that takes two thirds of what is delivered."
+    "A loader is read as fast as it delivers, without a training step, after its buffers have been used up "
+    "twice.  vesuvius reads as the config says; the others read random patches of its first volume, with spawned "
+    "workers, prefetch_factor 2 and one decoding thread each.  Data wait: of a consumer that takes two "
+    "thirds of what is delivered."
 )
 _RANKS = (
     "Each rank has the batch of the config, so that the work of a rank stays the same.  Efficiency is the speed per "

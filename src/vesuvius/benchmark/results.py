@@ -114,7 +114,7 @@ def _sentences(results: Sequence[Result]) -> Iterator[str]:
     base = results[0]
     reference = base.label if "=" in base.label else f"the {base.label}"
     if base.samples_s is None:
-        yield f"{reference} was not measured, so that nothing is compared with it"
+        yield f"{reference} was not measured, so nothing is compared with it"
     for each in sorted(results, key=lambda result: -result.speed.mid if result.speed else 0.0):
         if each.speed is not None:
             yield f"{each.label} is {speed_words(each.speed)} {reference}" + (

@@ -16,7 +16,7 @@ import torch
 from vesuvius.benchmark.cells.command import measure_command
 from vesuvius.benchmark.cells.training import Bounds, TrainingLab
 from vesuvius.benchmark.grid import Cell
-from vesuvius.benchmark.ledger import Ledger, Measurement
+from vesuvius.benchmark.ledger import BenchLedger, Measurement
 from vesuvius.benchmark.page import Memory, build_page
 from vesuvius.benchmark.pictures import draw_comparison, draw_table
 from vesuvius.benchmark.results import Result, results_of
@@ -40,7 +40,7 @@ PAGE = "bench"
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """What is asked for."""
 
     source: Path  # the YAML file; with `environment` and `overrides` applied it is what cells change
@@ -48,7 +48,7 @@ class Request:
     cells: tuple[Cell, ...]
     rounds: int  # how often each cell is measured
     bounds: Bounds
-    resume: bool = False  # go on with the newest bench of this run
+    resume: bool = False  # continue the newest bench of this run
     retry_failed: bool = False  # and measure again what failed in it
     left_out: tuple[str, ...] = ()  # loaders that are not installed
     command: str = "vesuvius bench"  # as typed
@@ -56,7 +56,7 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def bench(request: Request) -> tuple[int, Path]:
+def bench(request: BenchRequest) -> tuple[int, Path]:
     """Measure what is missing and write the report.
 
     Returns:
@@ -64,7 +64,7 @@ def bench(request: Request) -> tuple[int, Path]:
         after a signal, without a report.
 
     Raises:
-        ConfigError: a cell's config is wrong, another bench of this run is active, or there is none to go on with.
+        ConfigError: a cell's config is wrong, another bench of this run is active, or there is none to continue.
         StorageError: the folder cannot be written.
     """
 
@@ -75,7 +75,7 @@ def bench(request: Request) -> tuple[int, Path]:
     parent = run_dir(config).path / BENCHES
     with locked(parent, "bench") as lock_fd, run_storage_errors(parent):
         folder = _newest(parent) if request.resume else new_folder(parent)
-        ledger = Ledger(folder / "ledger.jsonl", _asked(request, config), request.retry_failed)
+        ledger = BenchLedger(folder / "ledger.jsonl", _asked(request, config), request.retry_failed)
         with ledger, signals_to(lambda: None) as came:
             code = _measure(request, configs, folder, ledger, lock_fd, came)
         if code == EXIT_OK:
@@ -84,10 +84,10 @@ def bench(request: Request) -> tuple[int, Path]:
 
 
 def _measure(
-    request: Request,
+    request: BenchRequest,
     configs: Sequence[Config],
     folder: Path,
-    ledger: Ledger,
+    ledger: BenchLedger,
     lock_fd: int,
     came: Sequence[signal.Signals],
 ) -> int:
@@ -126,7 +126,7 @@ def _ranks_of(config: Config) -> int:
     return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
 
 
-def _asked(request: Request, config: Config) -> dict[str, Any]:
+def _asked(request: BenchRequest, config: Config) -> dict[str, Any]:
     """What a resumed bench must have in common with this one; there may be more rounds."""
     machine = {key: value for key, value in asdict(describe_machine()).items() if key != "host"}
     bounds = {"seconds": request.bounds.seconds}
@@ -142,7 +142,7 @@ def _newest(parent: Path) -> Path:
     return ledgers[-1].parent
 
 
-def _write(request: Request, config: Config, folder: Path, ledger: Ledger) -> int:
+def _write(request: BenchRequest, config: Config, folder: Path, ledger: BenchLedger) -> int:
     """Write JSON, pictures and pages."""
     results, environment = results_of(request.cells, ledger.measurements), describe_environment()
     memory = _memory(results, folder / "cells")

@@ -22,14 +22,14 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     args = parser.parse_intermixed_args(argv)
     if args.ranks and (args.sweep or args.compare or args.loader):
-        parser.error("--ranks goes alone: a number of ranks is compared with the first one, all else equal")
+        parser.error("--ranks excludes other axes: each number of ranks is compared with the first, all else equal")
     if args.peer and not args.loader:
-        parser.error("--peer is about loaders; it goes with --loader")
+        parser.error("--peer is about loaders; use it with --loader")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
     from vesuvius.benchmark.cells.command import loader_cells  # these import torch
     from vesuvius.benchmark.cells.training import Bounds
     from vesuvius.benchmark.grid import make_cells, parse_axis
-    from vesuvius.benchmark.session import PAGE, Request, bench
+    from vesuvius.benchmark.session import PAGE, BenchRequest, bench
 
     sweeps = [parse_axis(text) for text in args.sweep]
     if args.ranks:
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     if args.loader:
         cells, left_out = loader_cells(cells, args.peer)
     code, folder = bench(
-        Request(
+        BenchRequest(
             source=args.config,
             overrides=tuple(args.overrides),
             environment=take_variables(),
@@ -68,35 +68,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", required=True, help="YAML file of the experiment")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     parser.add_argument(
-        "--sweep", action="append", default=[], metavar="KEY=A,B,...", help="values that are crossed with other sweeps"
+        "--sweep", action="append", default=[], metavar="KEY=A,B,...", help="values, crossed with those of other sweeps"
     )
     parser.add_argument(
         "--compare",
         action="append",
         default=[],
         metavar="KEY=A,B,...",
-        help="values that change alone, all other keys as in the baseline",
+        help="values to change alone, all other keys as in the baseline",
     )
     parser.add_argument("--ranks", metavar="1,2,4,8", help="numbers of ranks: speed-up, efficiency, memory of each")
     parser.add_argument(
-        "--loader", action="store_true", help="the data path alone, beside other loaders that are installed"
+        "--loader", action="store_true", help="measure the data path alone, next to other installed loaders"
     )
     parser.add_argument(
         "--peer",
         action="append",
         default=[],
         metavar="NAME=COMMAND",
-        help="another loader; tools/bench/peers.py says what it is given and prints",
+        help="another loader; tools/bench/peers.py says what it receives and prints",
     )
     parser.add_argument("--rounds", type=positive, default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}")
     parser.add_argument(
         "--seconds", type=positive_number, default=10.0, metavar="S", help="of the steady pace in each; 10"
     )
     parser.add_argument(
-        "--limit", type=duration, default=1200.0, metavar="TIME", help="longest a measurement may take; 20m"
+        "--limit", type=duration, default=1200.0, metavar="TIME", help="longest time of one measurement; 20m"
     )
     parser.add_argument("--resume", action="store_true", help="measure only what the newest bench of this run lacks")
     parser.add_argument(
-        "--retry-failed", action="store_true", help="--resume, and measure again what failed or took too long"
+        "--retry-failed", action="store_true", help="as --resume, and measure again what failed or took too long"
     )
     return parser

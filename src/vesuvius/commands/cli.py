@@ -16,11 +16,11 @@ COMMANDS = {
     "evaluate": "compare samples of a trained model with real patches",
     "volume": "describe, copy, list, verify or make volumes",
     "quarantine": "list what a run could not read, retry it, or clear it",
-    "doctor": "say whether this machine is fit for a run, and what to do where not",
-    "profile": "train some steps and say where their time goes, and what to try",
+    "doctor": "check whether this machine is fit for a run, and say how to fix it",
+    "profile": "train some steps; say where their time goes and what to try",
     "bench": "measure settings, loaders or numbers of ranks side by side",
     "report": "write what runs recorded as a page with curves, and as Markdown",
-    "memcheck": "show a run's memory, its limits and how close it is to being killed; dead runs too",
+    "memcheck": "show a run's memory, its limits and how close it is to being killed; also of dead runs",
 }
 
 

@@ -78,7 +78,7 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str], check_instal
         return EXIT_INTERRUPTED
     except Exception as error:
         log.error(
-            "a defect of vesuvius, please report it: %s: %s\n%s", type(error).__name__, error, traceback.format_exc()
+            "a bug in vesuvius, please report it: %s: %s\n%s", type(error).__name__, error, traceback.format_exc()
         )
         return EXIT_ERROR
     finally:

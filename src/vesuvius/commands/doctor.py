@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
     args = parser.parse_intermixed_args(argv)
     if args.overrides and args.config is None:
-        parser.error("key.path=value changes a config; it goes with --config")
+        parser.error("key.path=value changes a config; use it with --config")
     failed = False
     config: Config | None = None
     if args.config is not None:

@@ -25,19 +25,20 @@ def main(argv: list[str]) -> int:
         "air, spectrum, correlation, planarity, a classifier, diversity, memorised training voxels, seams of a tiled "
         "volume.  Writes evaluation.json, .html and .md, montage.png and curves.png; the run's volumes must be there.",
     )
-    parser.add_argument(
-        "run", type=Path, metavar="RUN", help="run directory or name of a run, or one of its checkpoints"
-    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")
     parser.add_argument("--count", type=whole(LEAST, "64"), default=64, help="patches of each kind (default: 64)")
     parser.add_argument(
         "--generated",
         type=Path,
         metavar="PATH",
-        help="samples to judge instead of drawing some: .npy or zarr [N, Z, Y, X] of any program, in grey values of "
-        "the training volume, or a folder of `vesuvius sample`",
+        help="samples to judge instead of drawing new ones: .npy or zarr [N, Z, Y, X] of any program, in grey values "
+        "of the training volume, or a folder of `vesuvius sample`",
     )
     parser.add_argument(
-        "--volume", type=Path, metavar="VOLUME", help="also the seams of a volume drawn by `vesuvius sample --shape`"
+        "--volume",
+        type=Path,
+        metavar="VOLUME",
+        help="also judge the seams of a volume drawn by `vesuvius sample --shape`",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder to write (default: a new one in the run's reports/)"

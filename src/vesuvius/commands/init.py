@@ -70,7 +70,7 @@ def _check_new(name: str, out: Path) -> None:
     """Raises ConfigError where a config or a run of this name is there."""
     parse_config(f"name: {name!r}\ndata: {{volumes: [{{path: volume}}]}}", source="--name")
     if os.path.lexists(out):
-        raise ConfigError(f"init replaces no file; got {out}, which exists; choose another --out or --name")
+        raise ConfigError(f"init does not replace files; got {out}, which exists; choose another --out or --name")
     if (runs_root() / name).exists():
         raise ConfigError(f"a new run needs a name of its own; got {name}, whose run exists; choose another --name")
 

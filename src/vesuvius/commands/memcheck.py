@@ -65,23 +65,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vesuvius memcheck",
         usage="vesuvius memcheck [RUN | --pid PID | --config FILE [KEY=VALUE ...]] [options]",
-        description="Show a run's memory, what limits it and how near a kill is.  Reads only; the run may be dead.",
+        description="Show a run's memory, its limits and how near a kill is.  Only reads; the run may be dead.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="*", metavar="RUN", help="a run directory, or the name of one below runs/")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--pid", type=int, metavar="PID", help="any process and those below it")
+    what.add_argument("--pid", type=int, metavar="PID", help="any process and its descendants")
     what.add_argument("--config", type=Path, metavar="FILE", help="what a config needs; key.path=value may follow")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="look once; the default where the output is no terminal")
-    how.add_argument("--watch", type=positive_number, metavar="S", help="look every S seconds; 2 on a terminal")
-    parser.add_argument("--json", action="store_true", help="one JSON object; with --watch one a line")
+    how.add_argument("--once", action="store_true", help="sample once; the default where the output is not a terminal")
+    how.add_argument("--watch", type=positive_number, metavar="S", help="sample every S seconds; 2 on a terminal")
+    parser.add_argument("--json", action="store_true", help="one JSON object; with --watch one per line")
     parser.add_argument(
-        "--wait-until", choices=("warn", "critical"), help="look on until the risk is that great, or the run has ended"
+        "--wait-until",
+        choices=("warn", "critical"),
+        help="keep sampling until the risk is this high or the run has ended",
     )
-    parser.add_argument("--post-mortem", action="store_true", help="show what has died in this run, and why")
-    parser.add_argument("--pss", action="store_true", help="also the proportional set size; takes seconds")
+    parser.add_argument("--post-mortem", action="store_true", help="show what died in this run, and why")
+    parser.add_argument("--pss", action="store_true", help="also show the proportional set size (PSS); takes seconds")
     return parser
 
 
@@ -90,13 +92,13 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.config is None and len(args.words) > 1:
         parser.error(f"one run at a time; got {' '.join(args.words)}")
     if args.words and args.config is None and args.pid is not None:
-        parser.error("RUN, --pid and --config exclude one another; give one of them")
+        parser.error("RUN, --pid and --config exclude each other; give one of them")
     if args.config is not None and (bad := [word for word in args.words if "=" not in word]):
-        parser.error(f"after --config come overrides key.path=value; got {bad[0]!r}")
+        parser.error(f"after --config only overrides key.path=value may follow; got {bad[0]!r}")
     if args.config is not None and (args.watch is not None or args.wait_until is not None):
-        parser.error("--config plans once; it goes neither with --watch nor with --wait-until")
+        parser.error("--config plans once; drop --watch or --wait-until")
     if args.once and args.wait_until is not None:
-        parser.error("--once looks once; --wait-until looks on; give one of them")
+        parser.error("--once and --wait-until exclude each other; give one of them")
     if args.post_mortem and (not args.words or args.config is not None):
         parser.error("--post-mortem is about a run; give its directory or its name")
 
@@ -117,7 +119,7 @@ def runs_at_work(viewpoint: Viewpoint) -> tuple[str, ...]:
         for name, session in sessions
         if session and session.end_time is None and is_alive(session, viewpoint.roots)
     ]
-    return (f"at work below runs/: {', '.join(names)}; `vesuvius memcheck {names[0]}` looks at it",) if names else ()
+    return (f"running below runs/: {', '.join(names)}; try `vesuvius memcheck {names[0]}`",) if names else ()
 
 
 def watch(inspector: Inspector, args: argparse.Namespace) -> int:
@@ -190,7 +192,7 @@ def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
     if as_lines_of_json:
         say(json.dumps([asdict(death) for death in deaths]))
     elif not deaths:
-        say(f"run {run.name}: no death is known of")
+        say(f"run {run.name}: no deaths recorded")
     else:
         say("\n\n".join("\n".join(death_lines(death)) for death in deaths))
     recent = [death for death in deaths if session is None or is_of_session(death, session)]

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         type=whole(5, "20"),
         default=20,
         metavar="N",
-        help="steps that count, behind the warm-up; 20",
+        help="steps measured after the warm-up; 20",
     )
     parser.add_argument(
         "--trace",
@@ -39,16 +39,16 @@ def main(argv: list[str]) -> int:
         "--at-step",
         type=positive,
         metavar="N",
-        help="go on from a checkpoint of the run, which stays as it is, and profile the steps around step N",
+        help="continue from a checkpoint of the run, which is left unchanged, and profile the steps around step N",
     )
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler prints what it begins and ends
-    from vesuvius.profiling.session import Request, profile  # imports torch
+    from vesuvius.profiling.session import ProfileRequest, profile  # imports torch
 
     command = shlex.join(["vesuvius", "profile", *argv])
-    folder = profile(Request(config, args.config, args.steps, args.trace, command, args.at_step))
+    folder = profile(ProfileRequest(config, args.config, args.steps, args.trace, command, args.at_step))
     say((folder / "profile.md").read_text(encoding="utf-8").rstrip())
     say(f"\n{folder / 'profile.html'}")
     return EXIT_OK

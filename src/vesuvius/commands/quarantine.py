@@ -58,13 +58,13 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vesuvius quarantine",
-        description="List what a run could not read and replaced by other patches.  The next --resume reads cleared "
-        "places again.  Exit code 6: --retry found some still broken.",
+        description="List what a run could not read and replaced by other patches.  The next --resume reads "
+        "cleared places again.  Exit code 6: --retry found some still broken.",
     )
     parser.add_argument("run", metavar="RUN", help="a run directory, or the name of one below runs/")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--retry", action="store_true", help="read each place again and clear those that can be read")
-    what.add_argument("--clear", action="store_true", help="clear all, readable or not")
+    what.add_argument("--clear", action="store_true", help="clear all, whether readable or not")
     what.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -106,7 +106,7 @@ def _still_broken(run: Path, records: Sequence[Record]) -> dict[int, str]:
         if not is_remote(spec.path) and not Path(spec.path).exists():
             raise DataError(
                 f"the volumes of a run must be where its config says; got {spec.path}, which is not there, in the "
-                f"folder {Path.cwd()}; bring it back, or call this from the folder where the run was started"
+                f"folder {Path.cwd()}; restore it, or run this in the folder where the run was started"
             )
         with closing(open_volume(spec, config.data.store)) as volume:
             if spec is config.data.volumes[number].condition:  # records count in voxels of the volume

@@ -77,7 +77,7 @@ def _volume(arguments: argparse.Namespace, common: dict[str, Any]) -> int:
 def _volume_text(report: VolumeSummary) -> str:
     shape = format_sizes(report.shape_zyx)
     if report.already:
-        return f"{report.out} is there already: {shape} {report.dtype}, drawn with the same arguments"
+        return f"{report.out} is already there: {shape} {report.dtype}, drawn with the same arguments"
     known = "" if report.known is None else f"; {report.known} known voxels kept, compared bit by bit"
     coarse = ""
     if report.differences is not None:

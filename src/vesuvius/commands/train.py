@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
         "--replay", type=Path, metavar="FILE", help="compute a step of runs/NAME/nonfinite again and say what is wrong"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set, with YAML values")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of this run, if any")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of this run, if any")
     parser.add_argument(
-        "--allow-drift", action="store_true", help="with --resume: go on though the data or the model have changed"
+        "--allow-drift", action="store_true", help="with --resume: continue although the data or the model have changed"
     )
     parser.add_argument(
         "--restart-damaged",
@@ -58,17 +58,17 @@ def main(argv: list[str]) -> int:
         type=_step,
         const=0,
         metavar="N",
-        help="write a profile of 20 steps of this run behind step N, or behind its first ones, while it trains",
+        help="write a profile of 20 steps of this run after step N, or after its first ones, while it trains",
     )
     # Of the trainer that `vesuvius tune` starts: it takes commands on standard input, and ends with that.
     parser.add_argument("--tune-worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     if args.vram_gib is not None and not args.dry_run:
-        parser.error("--vram-gib only plans; it goes with --dry-run")
+        parser.error("--vram-gib only plans; use it with --dry-run")
     if args.replay is not None:
         others = (args.resume, args.allow_drift, args.restart_damaged, args.dry_run, args.print_config)
         if any(others) or args.profile is not None:
-            parser.error("--replay trains nothing; it goes with overrides alone")
+            parser.error("--replay trains nothing; it takes overrides only")
         return _replay(args.replay, args.overrides)
     if args.print_config:
         say(explain_config(args.config, args.overrides, os.environ).rstrip("\n"))
@@ -76,9 +76,9 @@ def main(argv: list[str]) -> int:
     config = take_config(args.config, args.overrides)
     resume = args.resume or config.training.resume == "auto"
     if args.allow_drift and not resume:
-        parser.error("--allow-drift is about going on; it goes with --resume")
+        parser.error("--allow-drift is about resuming; use it with --resume")
     if args.restart_damaged and not resume:
-        parser.error("--restart-damaged is about checkpoints that there are; it goes with --resume")
+        parser.error("--restart-damaged is about existing checkpoints; use it with --resume")
     # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
     # docs/performance.md has the figures.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -122,7 +122,7 @@ def _let_segments_grow() -> None:
     present = os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", wanted)
     if wanted not in present:
         log.warning(
-            "training.cuda_allocator=expandable must not be set otherwise by the environment; got "
+            "training.cuda_allocator=expandable must not be overridden by the environment; got "
             "PYTORCH_CUDA_ALLOC_CONF=%s, which is kept; add %s to it or unset it",
             present,
             wanted,

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         help="samples_s = the cheapest setting within 3 %% of the fastest (default); cost = within 10 %%",
     )
     parser.add_argument(
-        "--scale-batch", action="store_true", help="let the effective batch grow, which changes the training"
+        "--scale-batch", action="store_true", help="allow a larger effective batch, which changes the training"
     )
     parser.add_argument(
         "--keep",
@@ -84,7 +84,7 @@ def knobs(text: str) -> tuple[Knob, ...]:
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if not any(name in (knob, key_of(knob)) for knob in KEEPABLE)]
     if unknown:
-        raise argparse.ArgumentTypeError(f"must be knobs of {', '.join(KEEPABLE)}; got {unknown[0]!r}")
+        raise argparse.ArgumentTypeError(f"must be among {', '.join(KEEPABLE)}; got {unknown[0]!r}")
     return tuple(knob for knob in KEEPABLE if knob in names or key_of(knob) in names)
 
 

@@ -127,7 +127,7 @@ def _copy(arguments: argparse.Namespace) -> str:
         raise
     except KeyboardInterrupt:
         if partial_path(arguments.out).exists():
-            log.warning("what is done stays in %s; the same command goes on", partial_path(arguments.out))
+            log.warning("what is done is kept in %s; the same command continues", partial_path(arguments.out))
         raise
     return copy_text(figures, arguments.out, source)
 
@@ -138,7 +138,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         with contextlib.redirect_stdout(sys.stderr), progress as on_progress:
             figures = verify_volume(_source(arguments), _store(arguments), arguments.processes, on_progress)
     except KeyboardInterrupt:
-        log.warning("what was read is kept; the same command goes on")
+        log.warning("what was read is kept; the same command continues")
         raise
     say(verify_json(figures) if arguments.json else verify_text(figures))
     return EXIT_DATA if figures.broken else EXIT_OK

@@ -123,7 +123,8 @@ class DataConfig(Section):
     volumes: tuple[VolumeConfig, ...] = Field(min_length=1, description="the zarr volumes to draw from")
     patch_size: SizeZYX = Field((72, 136, 136), description="voxels (z, y, x) of one training example")
     patches_per_region: PositiveInt | None = Field(
-        None, description="K, patches cut from each region read; null = 4 to 64, as keeps read amplification at 0.95"
+        None,
+        description="K, patches cut from each region read; null = 4 to 64, chosen to keep read amplification at 0.95",
     )
     regions_in_flight: PositiveInt | None = Field(
         None, description="M, regions that samples are mixed from, in the object store; null = 64, fewer beyond 1.5 GiB"
@@ -145,10 +146,10 @@ class DataConfig(Section):
         "air", description="missing chunks are treated as air (the fill value), or end the run with exit 6"
     )
     max_quarantined: NonNegativeInt = Field(
-        32, description="unreadable regions to replace by others; with one more the run ends with exit 6"
+        32, description="unreadable regions to replace with others; one more ends the run with exit 6"
     )
     max_reader_deaths: NonNegativeInt = Field(
-        32, description="reader deaths to tolerate in one session; with one more the run ends with exit 6"
+        32, description="reader deaths to tolerate in one session; one more ends the run with exit 6"
     )
     store: StoreConfig = Field(StoreConfig(), description="how chunks are fetched")
     augment: AugmentConfig = Field(AugmentConfig(), description="random symmetries")

@@ -83,7 +83,7 @@ def describe_type(schema: JsonSchema) -> str:
 
 
 def to_yaml(value: object) -> str:
-    """A value on one line, as one would write it behind a key.  Pure."""
+    """A value on one line, as one would write it after a key.  Pure."""
     # Inside a list because flow style quotes whatever could end the value early; the brackets are cut off again.
     options: dict[str, Any] = {"default_flow_style": True, "width": float("inf"), "allow_unicode": True}
     dumped: str = yaml.dump([value], Dumper=_PortableDumper, sort_keys=False, **options)

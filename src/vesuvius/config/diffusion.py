@@ -23,25 +23,25 @@ class DiffusionConfig(Section):
         "others = how alpha_bar falls with t",
     )
     sigma_min: float = Field(
-        0.02, gt=0, description="least noise of edm, in standard deviations of the data; others have their own"
+        0.02, gt=0, description="smallest noise of edm, in standard deviations of the data; others have their own"
     )
     sigma_max: float | None = Field(
-        None, gt=0, description="most noise of edm; null = four times the largest amplitude of the measured spectrum"
+        None, gt=0, description="largest noise of edm; null = four times the largest amplitude of the measured spectrum"
     )
     zero_terminal_snr: bool = Field(
         False, description="rescale the schedule so that the last t is pure noise; not with prediction eps"
     )
     prediction: Prediction = Field(
         "v",
-        description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; flow = eps - x_0; eps wants a "
-        "sampler_clip",
+        description="what the network predicts; v = sqrt(ab) eps - sqrt(1-ab) x_0; flow = eps - x_0; eps needs "
+        "a sampler_clip",
     )
     loss: Literal["l2", "huber"] = Field("l2", description="error of the prediction, per voxel")
     huber_delta: float = Field(1.0, gt=0, description="error above which the Huber loss is linear, model values")
     min_snr_gamma: float | None = Field(
         None,
         gt=0,
-        description="cap on the loss weight by signal-to-noise ratio; null = none, and with edm as the spectrum says",
+        description="cap on the loss weight by signal-to-noise ratio; null = none, and with edm as the spectrum gives",
     )
     condition_dropout: float = Field(
         0.1, ge=0, lt=1, description="share of samples trained without their condition, for guidance; 0 = none"

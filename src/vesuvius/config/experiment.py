@@ -64,7 +64,9 @@ class MonitorConfig(Section):
         None, ge=1, le=65535, description="port where Prometheus may fetch the figures; null = none"
     )
     prometheus_address: str = Field(
-        "127.0.0.1", min_length=1, description="address that port is opened on; 0.0.0.0 = all: anybody there may read"
+        "127.0.0.1",
+        min_length=1,
+        description="address on which that port is opened; 0.0.0.0 = all interfaces, readable by anyone",
     )
     webhook: Annotated[str, AfterValidator(_check_webhook)] | None = Field(
         None,
@@ -74,7 +76,7 @@ class MonitorConfig(Section):
     verdict_every: NonNegativeInt = Field(
         50, description="optimizer steps between verdicts on the bottleneck; 0 = none"
     )
-    data_share_good: Share = Field(0.15, description="waiting for data, copies or the host is fine below this share")
+    data_share_good: Share = Field(0.15, description="below this share, waiting for data, copies or the host is fine")
     gpu_share_good: Share = Field(0.80, description="above this share of device time a run is compute-bound")
     stall_minutes: float | None = Field(
         5.0, ge=0, description="minutes without a batch or a step after which the run counts as hung; 0 or null = never"
@@ -94,7 +96,7 @@ class MonitorConfig(Section):
         ladder = (self.warn_at, self.prefetch_at, self.worker_at, self.exit_at)
         if sorted(ladder) != list(ladder):
             yield (
-                "monitor.warn_at, prefetch_at, worker_at and exit_at must not fall; got "
+                "monitor.warn_at, prefetch_at, worker_at and exit_at must not decrease; got "
                 f"{', '.join(f'{share:g}' for share in ladder)}; put them in order"
             )
 
@@ -106,7 +108,7 @@ class ClusterConfig(Section):
         None, description="running Ray cluster, HOST:PORT or auto; local or null = a private Ray on this machine"
     )
     min_ranks: PositiveInt | None = Field(
-        None, description="go on with so many ranks where others are lost; null = wait for all of training.ranks"
+        None, description="continue with this many ranks when others are lost; null = wait for all of training.ranks"
     )
     reader_nodes: Literal["auto", "same", "any"] = Field(
         "auto",
@@ -119,7 +121,9 @@ class ClusterConfig(Section):
     )
     max_restarts: NonNegativeInt = Field(10, description="restarts from the last checkpoint after a rank was lost")
     rank_timeout_minutes: float = Field(
-        30.0, gt=0, description="longest wait of a rank for another one or rank 0's validation, and for nodes to run on"
+        30.0,
+        gt=0,
+        description="longest time a rank waits for another one, for rank 0's validation, or for nodes to run on",
     )
     object_store_gib: float | None = Field(
         None, gt=0, description="size of a private Ray's object store; null = computed need"
@@ -131,7 +135,7 @@ class Config(Section):
 
     name: Annotated[str, AfterValidator(_check_name)] = Field(description="the run directory is runs/<name>")
     seed: NonNegativeInt = Field(
-        0, description="everything random follows from it: initial weights, order of samples, noise"
+        0, description="all randomness follows from it: initial weights, order of samples, noise"
     )
     data: DataConfig = Field(description="where patches come from")
     training: TrainingConfig = Field(TrainingConfig(), description="the loop")

@@ -70,7 +70,7 @@ class TrainingConfig(Section):
     )
     warmup_steps: NonNegativeInt = Field(500, description="optimizer steps of linear learning-rate warm-up")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay, on weights of two and more axes")
-    clip_norm: float = Field(1.0, gt=0, description="largest gradient norm; longer gradients are scaled down to it")
+    clip_norm: float = Field(1.0, gt=0, description="largest gradient norm; larger gradients are scaled down to it")
     ema_decay: float = Field(
         0.9999, ge=0, lt=1, description="decay of the weight average per step, warmed up as (1+n)/(10+n)"
     )
@@ -81,7 +81,7 @@ class TrainingConfig(Section):
         None, description="run, checkpoint or .safetensors file whose averaged weights a new run starts from"
     )
     save_every: PositiveInt = Field(500, description="optimizer steps between checkpoints; the last step always saves")
-    keep_last: PositiveInt = Field(3, description="checkpoints kept; older ones are deleted after a new one is whole")
+    keep_last: PositiveInt = Field(3, description="checkpoints kept; older ones are deleted once a new one is complete")
     keep_every: PositiveInt | None = Field(
         None, description="checkpoints at multiples of this step are never deleted; null = none"
     )

@@ -30,7 +30,7 @@ class Check:
     name: str
     look: Callable[[], Finding]  # returns the finding; whatever it raises is a failure with that as its cause
     within_s: float = 5.0  # after so long it counts as hung
-    if_hung: str = "see what it waits for"  # what to do then
+    if_hung: str = "find out what it waits for"  # what to do then
     hung: Level = "fail"  # how bad that is
     beside: bool = False  # whether it may run beside the others; those that measure a speed may not
 
@@ -78,7 +78,7 @@ def _begin(check: Check, left_s: float, load: Callable[[], str]) -> Callable[[],
         if busy := load():
             return Finding("warn", f"{late}, {busy}", "try again when the processors are idle")
         if within_s < check.within_s:
-            late = f"not tried to its end: other checks left it {within_s:.0f} of its {check.within_s:.0f} s"
+            late = f"not completed: other checks left it {within_s:.0f} of its {check.within_s:.0f} s"
             return Finding("warn", late, "see the lines above, then try again")
         return Finding(check.hung, late, check.if_hung)
 

@@ -83,7 +83,7 @@ def look_at_kernels(config: Config | None, convolve: Convolve | None = None) -> 
     name, worst = max(errors.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
     value = f"largest relative error {worst:.1e} ({name}), allowed {TOLERANCES[amp]:g}, amp {amp} on {device}"
     if not worst <= TOLERANCES[amp]:
-        return Finding("fail", value, "set training.amp=off, or install another torch")
+        return Finding("fail", value, "set training.amp=off, or install a different torch")
     if device.type == "cuda" and amp == "fp16":
         return Finding("warn", value, "this GPU has no bf16: fp16 with loss scaling is used")
     return Finding("ok", value)

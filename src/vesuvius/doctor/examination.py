@@ -21,7 +21,7 @@ _CLEAN_UP_S = 0.3
 _TRIAL_S = 23.0
 _IMPORTS_S = 15.0  # of a check that imports torch and asks a driver
 _GPU_HANGS = "the GPU or its driver hangs: see dmesg; restart the machine"
-_DRY_RUN = "`vesuvius train --dry-run` has the time to plan it"
+_DRY_RUN = "`vesuvius train --dry-run` takes the time to plan it"
 
 
 def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
@@ -47,7 +47,7 @@ class _Examination:
         """Those that measure a speed, or that others need, first; those that import torch beside each other."""
         config, directory = self._config, self._directory
         of_config = [
-            Check("volumes", self._volumes, 10.0, "see the network, the mount and the address in data.volumes"),
+            Check("volumes", self._volumes, 10.0, "check the network, the mount and the address in data.volumes"),
             Check("memory plan", self._plan, _TRIAL_S, _DRY_RUN, "warn", beside=True),
             Check("checkpoints", self._checkpoints, _TRIAL_S, beside=True),
         ]
@@ -90,7 +90,7 @@ class _Examination:
     def _shm(self) -> Finding:
         config = self._config
         if config is not None and config.cluster.address is not None:
-            return Finding("ok", f"that of the cluster at {config.cluster.address} is used")
+            return Finding("ok", f"the one of the cluster at {config.cluster.address} is used")
         need = None
         if config is not None and not self._needs_ray():
             need = 0
@@ -156,4 +156,4 @@ def _device(look: str, *arguments: Config | None) -> Finding:
 
 
 def _untried() -> Finding:
-    return Finding("warn", "not tried: the volumes could not be read", "see volumes above")
+    return Finding("warn", "not checked: the volumes could not be read", "see volumes above")

@@ -93,7 +93,7 @@ def look_at_cores(workers: int | None, ranks: int = 1, roots: Roots = Roots(), p
         fit, more = max(math.floor(cores / ranks) - 1, 0), f"(docker run --cpus={ranks * (workers + 1)})"
         return Finding("warn", value, f"set training.workers={fit}, or give more processors {more}")
     if throttled > THROTTLED:
-        return Finding("warn", value, "raise the quota (docker run --cpus), or see what else runs in this cgroup")
+        return Finding("warn", value, "raise the quota (docker run --cpus), or check what else runs in this cgroup")
     return Finding("ok", value)
 
 
@@ -117,7 +117,7 @@ def look_at_memory(roots: Roots = Roots(), pid: int | None = None) -> Finding:
     limit = tightest(sample_system(os.getpid() if pid is None else pid, roots), Limits())
     value = f"{size_text(limit.limit_bytes)} ({limit.name}), {size_text(limit.used_bytes)} in use"
     if limit.left_bytes < _RAM_LEFT_SHARE * limit.limit_bytes:
-        return Finding("warn", value, "end what else runs here, or raise the limit (docker run --memory)")
+        return Finding("warn", value, "stop what else runs here, or raise the limit (docker run --memory)")
     return Finding("ok", value)
 
 
@@ -135,7 +135,7 @@ def look_at_shm(need_bytes: int | None, free_bytes: int | None) -> Finding:
     option = f"--shm-size={shm_gib(need)}g"
     docker = f"start the container with {option}"
     if free_bytes is None:
-        return Finding("warn", "there is no /dev/shm: Ray would keep its object store on a disk", docker)
+        return Finding("warn", "there is no /dev/shm: Ray would keep its object store on disk", docker)
     value = f"{size_text(free_bytes)} free in /dev/shm, {size_text(need)} {what}"
     if need > free_bytes:
         smaller = ", or lower data.regions_in_flight, training.workers or data.reader_mib" if need_bytes else ""
@@ -166,7 +166,7 @@ def look_at_disk(directory: Path, write: Callable[[Path], float] | None = None) 
     try:
         bytes_s = (write or _try_disk)(there)
     except OSError as error:
-        remedy = "give this user the permission (docker run --user, or chown), or set VESUVIUS_RUNS to another folder"
+        remedy = "give this user permission (docker run --user, or chown), or set VESUVIUS_RUNS to another folder"
         return Finding("fail", f"{there} must be writable; got {error.strerror or error}", remedy)
     free = free_disk_bytes(there)
     value = f"{there}: {size_text(free)} free, written at {bytes_s / 1e6:.0f} MB/s"

@@ -47,10 +47,10 @@ def start_ray(address: str | None, within_s: float) -> Finding:
         value, load = f"{where} did not start within {within_s:.0f} s", busy()
         if load:
             return Finding("warn", f"{value}, {load}", "try again when the processors are idle")
-        return Finding("fail", value, "set training.workers=0 to do without")
+        return Finding("fail", value, "set training.workers=0 to run without Ray")
     if code != 0:
         value = f"{where} did not start: {last_line(output)}"
-        return Finding("fail", value, "see the message; training.workers=0 does without")
+        return Finding("fail", value, "see the message; training.workers=0 runs without Ray")
     return Finding("ok", f"{where} started and ended in {time.monotonic() - began:.1f} s")
 
 
@@ -67,10 +67,10 @@ def train_one_step(config: Config, on_gpu: bool, within_s: float) -> Finding:
         if code is None:
             value = f"{what}: not done within {within_s:.0f} s; last line: {last_line(output)}"
             slow = "" if on_gpu else "; a CPU may be too slow for this network"
-            return Finding("warn", value, f"look at it with `vesuvius train --dry-run`{slow}")
+            return Finding("warn", value, f"check it with `vesuvius train --dry-run`{slow}")
         if code != 0:
             value = f"{what}: exit code {code}: {last_line(output)}"
-            return Finding("fail", value, "run `vesuvius train` and see its log")
+            return Finding("fail", value, "run `vesuvius train` and read its log")
         steps = [r for r in read_records(Path(folder) / "doctor" / "metrics.jsonl") if r["kind"] == "step"]
     if not steps or steps[-1]["loss"] is None:
         remedy = "set training.amp=off, and look at the values of the volumes"

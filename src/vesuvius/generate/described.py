@@ -16,7 +16,7 @@ def check_volume(info: CheckpointInfo, volume: int, option: str = "--volume") ->
     """Raises ConfigError where a checkpoint has no training volume of this number."""
     if volume >= len(info.data.volumes):
         raise ConfigError(
-            f"{option} counts the {len(info.data.volumes)} volumes of the training from 0; got {volume}; lower it"
+            f"{option} numbers the {len(info.data.volumes)} training volumes from 0; got {volume}; lower it"
         )
 
 

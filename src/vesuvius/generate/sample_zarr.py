@@ -95,8 +95,8 @@ def check_target(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(
-            f"samples do not replace what exists; got {out}, which is there; choose another place with --out, or add "
-            "--overwrite"
+            f"samples do not replace files; got {out}, which exists; choose another place with --out, "
+            "or add --overwrite"
         )
     if not out.is_dir() or out.is_symlink():
         raise ConfigError(f"--overwrite replaces directories of samples only; got {out}; choose another place")
@@ -121,7 +121,7 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
         StorageError: the disk refuses.
     """
     with storage_errors(
-        f"{what} need a writable place with enough room",
+        f"{what} need a writable place with enough space",
         "free space or choose another place with --out",
         f"while writing {out}",
     ):
@@ -137,7 +137,7 @@ def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
             sync(out.parent)
         except BaseException:
             # zarr writes the files of one call side by side and reports the first that fails: another may still appear,
-            # and make its directory anew.
+            # and make its directory again.
             for _ in range(4):
                 shutil.rmtree(scratch, ignore_errors=True)
                 time.sleep(0.05)

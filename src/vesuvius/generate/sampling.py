@@ -40,7 +40,7 @@ from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import AmpMode
 from vesuvius.training.stop import StopRequest
-from vesuvius.training.validation.montage import Cell, draw_grid, magnification, orthogonal_slices
+from vesuvius.training.validation.montage import MontageCell, draw_grid, magnification, orthogonal_slices
 from vesuvius.volumes.box import Box
 
 MAX_IN_MONTAGE = 64
@@ -111,7 +111,7 @@ def _check_request(request: SampleRequest, info: CheckpointInfo) -> None:
     try:
         lay_out_network(info.config).check_size(request.batch_size, info.config.data.patch_size)
     except ConfigError as error:
-        raise ConfigError(f"{error}; here --batch-size takes the place of training.train_batch_size") from error
+        raise ConfigError(f"{error}; here --batch-size replaces training.train_batch_size") from error
 
 
 class _Drawing:
@@ -137,7 +137,7 @@ class _Drawing:
         """Draw all samples and write what `directory` is to hold; calls of the network per sample."""
         request, info = self._request, self._info
         volume, grey = info.data.volumes[request.volume], info.data.greys.volumes[request.volume]
-        cells: list[Cell] = []
+        cells: list[MontageCell] = []
         evaluations = 0
         shape = (request.count, *info.config.data.patch_size)
         samples = SampleArray(directory / SAMPLES, shape, volume.dtype, volume.voxel_size_um)
@@ -165,7 +165,7 @@ class _Drawing:
                 scale = magnification(x_0.shape[1:])
                 for place, number in enumerate(numbers[: MAX_IN_MONTAGE - len(cells)]):
                     row = np.hstack([orthogonal_slices(values[place], scale) for values in pictures])
-                    cells.append(Cell(caption.format(number), row))
+                    cells.append(MontageCell(caption.format(number), row))
             record = describe(request, info, self._network.denoiser.amp, evaluations)
             samples.finish(record)
             if conditions:
@@ -209,7 +209,7 @@ class _Drawing:
         )
 
     def _step_done(self, step: int, x: Tensor) -> None:
-        """After each sampling step: tell, and see whether to go on."""
+        """After each sampling step: report, and see whether to continue."""
         self._steps_done += 1
         self._watch.tell("sampling steps", self._steps_done, self._steps)
         self._watch.check()

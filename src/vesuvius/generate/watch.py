@@ -31,10 +31,10 @@ class SamplingStoppedError(VesuviusError):
 
     def __init__(self, exit_code: int, progress: str, resumable: bool) -> None:
         name = signal.SIGINT.name if exit_code == EXIT_INTERRUPTED else signal.SIGTERM.name
-        left = "what is done stays" if resumable else "nothing is left of them"
+        left = "what is done is kept" if resumable else "nothing of them is kept"
         super().__init__(
-            f"samples are there when all are drawn and written; got {name} {progress}; {left}: give the same command "
-            "again" + (" to go on" if resumable else "")
+            f"samples are complete when all are drawn and written; got {name} {progress}; {left}: run the same "
+            "command again" + (" to continue" if resumable else "")
         )
         self.exit_code = exit_code
 
@@ -45,7 +45,7 @@ class Watch:
 
     stop: Stop | None = None
     on_progress: OnProgress = lambda what, done, total: None
-    resumable: bool = False  # the same command goes on from what is done
+    resumable: bool = False  # the same command continues from what is done
     _progress: str = "before the first step"
 
     def check(self) -> None:

@@ -164,7 +164,7 @@ class Monitor:
         self._thread.join(_JOIN_S)
         if self._thread.is_alive() or not self._writer.close(_JOIN_S):
             # In a driver, or on a disk, that does not answer; it must not hold up the end.
-            log.warning("the monitor does not end within %.0f s and is left behind with its files open", _JOIN_S)
+            log.warning("the monitor did not end within %.0f s and is abandoned with its files open", _JOIN_S)
             return
         self._records.close()
         self._lines.close()
@@ -195,7 +195,7 @@ class Monitor:
         return list(self._moments)
 
     def carried_out(self) -> None:
-        """The loop has done what was ordered; readers were started anew, and what grew before says nothing."""
+        """The loop has done what was ordered; readers were restarted, and what grew before says nothing."""
         with self._judging:
             self._guard.carried_out(time.monotonic())
             self._watch.restart()
@@ -203,7 +203,7 @@ class Monitor:
             self._obeyed = True
 
     def readers_changed(self) -> None:
-        """Readers were started anew, though the guard had not ordered it; what grew before says nothing."""
+        """Readers were restarted, though the guard had not ordered it; what grew before says nothing."""
         with self._judging:
             self._watch.restart()
 

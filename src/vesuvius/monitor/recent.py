@@ -54,7 +54,7 @@ class MemorySample:
 
 
 class RecentFile:
-    """Writes samples; goes on with what an earlier session left.  Outlives a full disk, as `AppendFile` says.
+    """Writes samples; continues what an earlier session left.  Outlives a full disk, as `AppendFile` says.
 
     One thread writes.  Raises OSError on opening.
     """

@@ -56,7 +56,7 @@ class Tail:
     """A file of JSON Lines from its end on: first the last records, after that each time what was appended.
 
     Args:
-        path: the file; it need not be there yet, and may be moved away and begun anew.
+        path: the file; it need not be there yet, and may be moved away and started over.
         first_bytes: how much of the end is read first.
     """
 

@@ -95,7 +95,7 @@ def is_alive(record: SessionRecord, roots: Roots = Roots()) -> bool | None:
     here = boot_id(roots.proc)
     if not here or not record.boot_id:
         return None
-    if here != record.boot_id:  # the same machine under its name, started anew: nothing has survived that
+    if here != record.boot_id:  # the same machine under its name, restarted: nothing has survived that
         return False if record.host == os.uname().nodename else None
     if find_pid(record, roots) is not None:
         return True

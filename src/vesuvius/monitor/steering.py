@@ -20,7 +20,7 @@ Action = Literal["more_prefetch", "less_prefetch", "more_workers", "fewer_worker
 _KNEE = 0.03
 # Full for this share of the time, and never empty, in so many windows in a row: smaller will do.
 _FULL, _FULL_WINDOWS = 0.5, 3
-# Less than this is not worth the seconds in which readers start anew.
+# Less than this is not worth the seconds in which readers restart.
 _WORTH_BYTES = 16e6
 
 
@@ -145,7 +145,7 @@ def _less_prefetch(now: ReaderSetup, headroom: Headroom, learned: Learned) -> De
     if learned.full_windows < _FULL_WINDOWS or ahead <= learned.ran_empty_ahead or freed_bytes < _WORTH_BYTES:
         return None
     reason = (
-        f"the batches ahead stayed full for {learned.full_windows} verdicts in a row; half as many free "
+        f"the batches ahead stayed full for {learned.full_windows} verdicts in a row; halving them frees "
         f"{size_text(freed_bytes)}"
     )
     return Decision(
@@ -163,11 +163,11 @@ def _more_workers(verdict: Verdict, now: ReaderSetup, headroom: Headroom, learne
     if headroom.memory_is_short:
         refused = "memory is short"
     elif now.workers == 0:
-        refused = "readers of their own begin with a new session, by --resume"
+        refused = "separate readers start with a new session, by --resume"
     elif asked <= now.workers:
         refused = f"this process may use {cores:g} processors"
     elif headroom.reader_bytes is None:
-        refused = "what a reader takes is not known"
+        refused = "what a reader takes is unknown"
     else:
         workers = min(asked, now.workers + max(headroom.left_bytes, 0) // max(headroom.reader_bytes, 1))
         if workers <= now.workers:
@@ -194,6 +194,6 @@ def _prefetch_override(workers: int, ahead: int) -> str:
 
 def _too_much(what: str, need_bytes: int, headroom: Headroom) -> str:
     return (
-        f"{what} would take {size_text(need_bytes)} more, and {size_text(max(headroom.left_bytes, 0))} are left below "
-        "monitor.prefetch_at"
+        f"{what} would take {size_text(need_bytes)} more, but only {size_text(max(headroom.left_bytes, 0))} are left "
+        "below monitor.prefetch_at"
     )

@@ -50,7 +50,7 @@ class Verdict:
     kind: Kind
     cause: Cause | None
     evidence: str  # the figures that say so
-    overrides: tuple[str, ...]  # what to try next, to be written behind `vesuvius train`; empty where there is nothing
+    overrides: tuple[str, ...]  # what to try next, to be written after `vesuvius train`; empty where there is nothing
     advice: str  # in words
     window: Window  # all figures
 
@@ -94,15 +94,15 @@ def judge(window: Window, knobs: Knobs, thresholds: Thresholds = Thresholds()) -
         evidence += f", the quota{quota} was used up in {_percent(window.throttled_share)} of its periods"
     if window.stopped_share:
         evidence += (
-            f", readers were held by a signal (SIGSTOP) or a debugger for {window.stopped_s:.3g} s "
+            f", readers were stopped by a signal (SIGSTOP) or a debugger for {window.stopped_s:.3g} s "
             f"({_percent(window.stopped_share)} of the time)"
         )
     found = replace(found, evidence=evidence)
     if found.kind == "data-bound" and window.stopped_share and window.stopped_s >= window.data_s / 2:
-        advice = "nothing to change: no setting helps while readers are held"
+        advice = "nothing to change: no setting helps while readers are stopped"
         found = replace(found, cause="readers stopped", overrides=(), advice=advice)
     if window.stopped_readers:
-        held = f"`kill -CONT` lets the {window.stopped_readers} that are stopped now go on"
+        held = f"`kill -CONT` resumes the {window.stopped_readers} stopped now"
         found = replace(found, advice=f"{found.advice}; {held}")
     return found
 
@@ -118,8 +118,8 @@ def _judge(window: Window, knobs: Knobs, thresholds: Thresholds) -> Verdict:
     if window.compute_share >= thresholds.gpu_share_good or waits[kind] <= thresholds.data_share_good:
         if knobs.on_gpu and window.gpu_busy is not None and window.gpu_busy < _LAUNCHING * window.compute_share:
             evidence = (
-                f"the GPU was at it {_percent(window.compute_share)} of the time, but kernels ran only "
-                f"{_percent(window.gpu_busy)}: they wait to be launched"
+                f"the GPU had work {_percent(window.compute_share)} of the time, but kernels ran only "
+                f"{_percent(window.gpu_busy)}: launching them is the limit"
             )
             return _host_bound(window, knobs, evidence)
         return _compute_bound(window, knobs, thresholds)
@@ -130,7 +130,7 @@ def _judge(window: Window, knobs: Knobs, thresholds: Thresholds) -> Verdict:
                 f"waited for copies to the device {_percent(window.h2d_share)} of the time {good}, "
                 f"{window.delivered_bytes / window.steps / 1e6:.3g} MB a step"
             )
-            advice = "nothing to try: voxels travel in their stored dtype; look at the GPU's link (nvidia-smi -q)"
+            advice = "nothing to try: voxels travel in their stored dtype; check the GPU's link (nvidia-smi -q)"
             return Verdict("transfer-bound", None, evidence, (), advice, window)
         case "host-bound":
             evidence = f"the device waited for the host {_percent(window.host_share)} of the time {good}"
@@ -138,8 +138,8 @@ def _judge(window: Window, knobs: Knobs, thresholds: Thresholds) -> Verdict:
         case "comm-bound":
             evidence = f"waited for other ranks {_percent(window.comm_share)} of the time {good}"
             advice = (
-                "nothing to change here: see the log, below ranks/, of the rank that the step line calls slowest; "
-                "if all are alike the network is slow, and a larger training.accumulate_steps uses it less"
+                "nothing to change here: see the log, below ranks/, of the rank that the step line calls "
+                "slowest; if all are alike the network is slow, and a larger training.accumulate_steps uses it less"
             )
             return Verdict("comm-bound", None, evidence, (), advice, window)
         case _:
@@ -201,7 +201,7 @@ def _host_bound(w: Window, k: Knobs, evidence: str) -> Verdict:
         overrides = _larger_micro_batch(w, k)
     if overrides:
         return _to_try("host-bound", None, evidence, overrides, w)
-    advice = "nothing to try: no setting makes the trainer's own work less"
+    advice = "nothing to try: no setting reduces the trainer's own work"
     if w.idle_cores is not None and w.idle_cores < 1:
         advice = "nothing to try: no processor is idle; see what else runs on this machine"
     return Verdict("host-bound", None, evidence, (), advice, w)
@@ -223,7 +223,7 @@ def _data_bound(w: Window, k: Knobs, t: Thresholds, good: str) -> Verdict:
 def _prefetch_too_small(w: Window, k: Knobs, waited: str) -> Verdict:
     """The rule of tf.data's autotuner: a buffer that was full and yet ran empty is too small for how data come."""
     evidence = (
-        f"{waited}, though all places ahead were full for {_percent(w.held_up_s / w.working_s)} of it and empty for "
+        f"{waited}, though the prefetch was full for {_percent(w.held_up_s / w.working_s)} of it and empty for "
         f"{w.ran_empty} of {w.batches} batches"
     )
     if k.memory_is_short:
@@ -249,7 +249,7 @@ def _readers_too_slow(w: Window, k: Knobs, t: Thresholds, waited: str) -> Verdic
     on_processor = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
     if k.workers and max(busy, on_processor or 0.0) < _BUSY:
         evidence = f"{waited}, readers busy only {_percent(busy)}"
-        advice = "nothing to try: regions are small for what Ray takes to hand one over; see data.region_size"
+        advice = "nothing to try: regions are small compared with what Ray needs to pass one on; see data.region_size"
         return Verdict("data-bound", "handing over", evidence, (), advice, w)
     if read_s > w.decode_s:
         return _store_too_slow(w, k, t, f"{waited}, readers waited for the store {_percent(read_s / reader_s)}")
@@ -276,10 +276,10 @@ def _too_few_cores_or_workers(w: Window, k: Knobs, evidence: str) -> Verdict:
         return _to_try("data-bound", "decoding", evidence, (f"training.workers={math.ceil(w.cores)}",), w)
     if w.others_cores >= max(w.cores / 4, 1):
         evidence += f", others use {w.others_cores:.1f} of {w.cores:.3g} processors"
-        advice = "nothing to try here: other programs take the processors; end them, or train elsewhere"
+        advice = "nothing to try here: other programs use the processors; stop them, or train elsewhere"
         return Verdict("data-bound", "decoding", evidence, (), advice, w)
     advice = "nothing to try: no processor is left; a new run with a higher data.patches_per_region decodes less"
-    return Verdict("data-bound", "decoding", evidence, (), f"{advice}, a faster codec or more cores do too", w)
+    return Verdict("data-bound", "decoding", evidence, (), f"{advice}, a faster codec or more cores help too", w)
 
 
 def _store_too_slow(w: Window, k: Knobs, t: Thresholds, waited: str) -> Verdict:
@@ -295,7 +295,7 @@ def _store_too_slow(w: Window, k: Knobs, t: Thresholds, waited: str) -> Verdict:
         f"{rate / 1e6:.3g} MB/s in all"
     )
     if w.retries >= _RETRIES_MANY * count and k.requests > 1:
-        evidence += f", {_percent(w.retries / count)} of the requests again"
+        evidence += f", {_percent(w.retries / count)} of the requests retried"
         return _to_try("data-bound", "store latency", evidence, (f"data.store.requests={k.requests // 2}",), w)
     if rate < t.link_bytes_s / 2 and k.requests < _REQUESTS_MOST:
         requests = min(2 * k.requests, _REQUESTS_MOST)

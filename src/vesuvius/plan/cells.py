@@ -37,7 +37,7 @@ class AxisCells:
     phases: tuple[int, ...]  # voxels of the volume, modulo the length, at which a cell may begin
 
     def cell_of(self, start: int, phase: int) -> tuple[int, int]:
-        """The cell that owns a start: (first start, behind the last)."""
+        """The cell that owns a start: (first start, one past the last)."""
         lo = start - (start - phase) % self.length
         return max(lo, self.first), min(lo + self.length, self.first + self.count)
 

@@ -57,7 +57,7 @@ class _Kept:
 class LayerWatch:
     """Watches a network while it is entered; it costs time.  Not for a compiled one.
 
-    Enter it before a step and leave it behind that.  A block that is computed again in the backward pass
+    Enter it before a step and leave it after that.  A block that is computed again in the backward pass
     (`checkpoint_levels`) counts once.
     """
 

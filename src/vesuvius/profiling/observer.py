@@ -1,4 +1,4 @@
-"""What a profile does between the steps of the training loop: it counts them, and then ends the run or lets it go on.
+"""What a profile does between the steps of the training loop: counts them, then ends the run or lets it continue.
 
 It stands where `training.autotune` stands in a run, so that the loop, the clock and the records are those of training.
 """
@@ -28,14 +28,14 @@ MOST_WARM_STEPS = 40
 _TRACED_STEPS = 2
 _EMA_TIMES = 5
 MOST_STEPS_BESIDE = MOST_WARM_STEPS + _TRACED_STEPS + 1
-"""Steps that a profile makes beside those that count, at most."""
+"""Steps that a profile makes besides those that count, at most."""
 
 
 @dataclass
 class Observed:
     """What the records of the run do not say; filled while it runs."""
 
-    begin: int = 0  # the step behind which the run began, or went on from a checkpoint
+    begin: int = 0  # the step after which the run began, or continued from a checkpoint
     # steps before those that count: kernels are chosen, and batches that were ready at the start are used up
     warm_steps: int = 0
     verdict: Verdict | None = None  # on the steps that count; None where too few were made
@@ -49,17 +49,17 @@ class Observed:
     layers: list[Layer] = field(default_factory=list)
     memory: MemoryUse = field(default_factory=lambda: MemoryUse([], [], []))
     left_out: int = 0
-    in_place: bool = False  # it is the run itself, which goes on
+    in_place: bool = False  # it is the run itself, which continues
     ranks: int = 1  # of the run; rank 0 is what is observed, in place beside the others and else alone
 
     @property
     def after(self) -> int:
-        """The step behind which steps count."""
+        """The step after which steps count."""
         return self.begin + self.warm_steps
 
 
 class Observer:
-    """A script that is gone on with between two steps (`act`).
+    """A script that is continued between two steps (`act`).
 
     Args:
         then: called once the steps have been made, and in place also at the end of a run that makes fewer.
@@ -110,7 +110,7 @@ class Observer:
             self._beside.act(stream, feed, monitor)
 
     def _run(self) -> Iterator[None]:
-        """Yields where the loop is to make a step; called first behind the first one."""
+        """Yields where the loop is to make a step; called first after the first one."""
         observed, run = self._observed, self._loop.run
         for _ in range(observed.warm_steps - 1):
             yield

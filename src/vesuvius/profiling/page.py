@@ -39,7 +39,7 @@ _BEHIND = (
     ("readers: decode", "I/O", "readers", "decode_s"),
     ("trainer: cut patches into batches", "I/O", "feeder", "cut_s"),
     ("trainer: waits for readers", "I/O", "feeder", "starved_s"),
-    ("trainer: all places ahead are full", "I/O", "feeder", "full_s"),
+    ("trainer: prefetch is full", "I/O", "feeder", "full_s"),
 )
 
 
@@ -101,19 +101,19 @@ def build_profile(
         config_text=records.config_text,
         parts_note=(
             "Seconds of all steps that count; they add up to the steps' own times. A wait that is hidden behind "
-            "computing counts 0. What readers do beside the steps is in a table of its own."
+            "computing counts 0. What readers do meanwhile is in a separate table."
         ),
     )
 
 
 def counted(records: RunRecords, after: int, steps: int) -> Any:
-    """Which of the recorded steps count: so many behind one."""
+    """Which of the recorded steps count: so many after one."""
     number_of = records.columns["step"]
     return (number_of > after) & (number_of <= after + steps)
 
 
 def with_ema(rows: Sequence[Row], ema_s: float, steps: int) -> list[Row]:
-    """The averages' part taken out of the optimizer's, never more than that has, and put behind all others."""
+    """The averages' part taken out of the optimizer's, never more than that has, and put after all others."""
     made = list(rows)
     place = [name for name, *_ in rows].index(_OPTIMIZER)
     _, kind, total, p50, p95 = rows[place]
@@ -158,7 +158,7 @@ def _recommendations(advice: Sequence[Advice]) -> Table:
         (str(rank), each.what, " ".join(each.overrides) or "no setting", each.gain, each.risk)
         for rank, each in enumerate(advice, 1)
     ]
-    note = "One at a time, each measured again; vesuvius tune does that by itself."
+    note = "One at a time, each measured again; vesuvius tune does that automatically."
     return Table("What to try, in this order", ("#", "what", "override", "gain", "risk"), tuple(rows), note)
 
 
@@ -184,8 +184,9 @@ def _behind(steps: Sequence[Record], workers: int) -> Table:
             )
         )
     note = (
-        f"Milliseconds of a step, of all readers ({workers}) together, and the share of their time. They work beside "
-        "the steps and report a region at a time: single steps may have none. On a disk, decode includes reading."
+        f"Milliseconds of a step, of all readers ({workers}) together, and the share of their time. They work in "
+        "parallel with the steps and report a region at a time: single steps may have none. On a disk, decode includes "
+        "reading."
     )
     columns = ("part", "class", "mean, ms", "share of its time", "p50, ms", "p95, ms")
     return Table("Behind the data wait", columns, tuple(rows), note)
@@ -197,7 +198,7 @@ def _memory(observed: Observed) -> list[Chart]:
     series = [banded("allocated", memory.ms, [size / unit for size in memory.allocated_bytes])]
     if any(memory.reserved_bytes):
         series.append(banded("reserved", memory.ms, [size / unit for size in memory.reserved_bytes]))
-    note = "" if any(memory.reserved_bytes) else "beyond what was there when the trace began"
+    note = "" if any(memory.reserved_bytes) else "above what was allocated when the trace began"
     title = "Memory of tensors in the traced steps"
     return chart("tensors", title, name, series, x_label="ms", note=note)
 
@@ -228,7 +229,7 @@ def _layers(observed: Observed) -> Table:
     ]
     columns = ("layer", "module", "parameters", "forward, ms", "forward, GFLOP", "kept for backward")
     note = (
-        "Of one step. The watch itself costs time: compare layers with each other. Norms have no FLOP here; a "
+        "Of one step. Watching itself costs time: compare layers with each other. Norms have no FLOP here; a "
         "tensor that two layers keep counts for the first."
     )
     return Table("Layers", columns, tuple(rows), note, tuple(layer.forward_s for layer in observed.layers))
@@ -247,20 +248,20 @@ def _method(observed: Observed, steps: int, asked: int) -> Table:
         else "Validation, previews and checkpoints are left out. The weights are thrown away.",
     ]
     if steps < asked:
-        texts.append(f"The run ended before the other {asked - steps} steps that were to count.")
+        texts.append(f"The run ended before the remaining {asked - steps} steps to be measured.")
     judged = steps if observed.verdict is None else observed.verdict.window.steps
     if judged < steps:
-        texts.append(f"Readers were replaced meanwhile: the verdict rests on the last {judged} steps alone.")
+        texts.append(f"Readers were replaced meanwhile: the verdict is based on the last {judged} steps only.")
     if observed.ranks > 1 and observed.in_place:
-        texts.append(f"It is rank 0 of {observed.ranks} that was profiled; the table of ranks has the others.")
+        texts.append(f"Rank 0 of {observed.ranks} was profiled; the table of ranks has the others.")
     elif observed.ranks > 1:
         texts.append(
-            f"It is one rank of {observed.ranks}, without what they exchange; vesuvius train --profile has that too."
+            f"This is one rank of {observed.ranks}, without communication; vesuvius train --profile includes it."
         )
     if observed.begin:
-        texts.append(f"It went on from the run's checkpoint of step {observed.begin}.")
+        texts.append(f"It continued from the run's checkpoint of step {observed.begin}.")
     if observed.operators:
-        texts.append("Trace and layers are of further steps, which do not count.")
+        texts.append("Trace and layers are from further steps, which do not count.")
     if observed.left_out:
         texts.append(f"The trace was too long: its {observed.left_out} shortest events are left out.")
     return Table("Method", ("",), tuple((text,) for text in texts))

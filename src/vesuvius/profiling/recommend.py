@@ -16,7 +16,7 @@ _MOST = 5
 _RISKS = {
     "training.amp": "rounding to 16 bits; losses differ a little",
     "training.compile": "minutes at the start of each session",
-    "training.channels_last": "none known; other kernels round otherwise",
+    "training.channels_last": "none known; other kernels round differently",
     "training.cudnn_benchmark": "the first step takes longer, and tries kernels with large workspaces",
     "training.train_batch_size": "GPU memory; the effective batch stays the same",
     "training.accumulate_steps": "",
@@ -32,7 +32,7 @@ class Advice:
     """Something to try."""
 
     what: str
-    overrides: tuple[str, ...]  # to be written behind `vesuvius train`; empty where no setting does it
+    overrides: tuple[str, ...]  # to be written after `vesuvius train`; empty where no setting does it
     gain: str  # the most that it can give; what it will give has to be measured
     risk: str
 
@@ -88,7 +88,7 @@ def _most_gain(verdict: Verdict) -> str:
     if not verdict.overrides:
         return "none by a setting"
     if wait is None or not 0 < wait < 1:
-        return "not known from one setting: vesuvius tune measures it"
+        return "unknown from one setting: vesuvius tune measures it"
     return f"at most {1 / (1 - wait):.2f} times the speed"
 
 

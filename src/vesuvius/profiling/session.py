@@ -50,12 +50,12 @@ TRACE = "trace.json.gz"
 
 
 @dataclass(frozen=True)
-class Request:
+class ProfileRequest:
     """What is asked for."""
 
     config: Config
     source: Path  # the YAML file of the config
-    steps: int  # that count, behind the warm-up
+    steps: int  # that count, after the warm-up
     trace: bool  # also trace some steps, and look at each layer
     command: str  # for the page
     at_step: int | None = None  # profile the steps around this one of the run; None = the first ones of a new run
@@ -66,7 +66,7 @@ class Request:
         return 0 if self.at_step is None else max(self.at_step - self.steps // 2, 0)
 
 
-def profile(request: Request) -> Path:
+def profile(request: ProfileRequest) -> Path:
     """Train the steps and write profile.html and profile.md; returns their folder.
 
     Raises:
@@ -104,7 +104,7 @@ def profile(request: Request) -> Path:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of weights that are worth nothing
     if not observed.complete:
         error = VesuviusError(
-            f"a profile must have its steps; the run ended before with exit code {code}; see its log in {folder}/logs"
+            f"a profile must have its steps; the run ended earlier with exit code {code}; see its log in {folder}/logs"
         )
         error.exit_code = code or error.exit_code
         raise error
@@ -112,7 +112,7 @@ def profile(request: Request) -> Path:
 
 
 def profile_in_place(steps: int, after: int, command: str) -> MakeTuner:
-    """For `train`: rank 0's own steps behind `after`; their page is written once they are made, or the run ends.
+    """For `train`: rank 0's own steps after `after`; their page is written once they are made, or the run ends.
 
     What goes wrong with the page is logged and does not end the run.
     """
@@ -124,7 +124,7 @@ def profile_in_place(steps: int, after: int, command: str) -> MakeTuner:
             config, run = loop.run.config, loop.run.directory.path
             try:
                 folder = _write(config, steps, command, run, new_folder(run / FOLDER), observed)
-                log.info("profile of steps behind step %d: %s", observed.after, folder / "profile.html")
+                log.info("profile of steps after step %d: %s", observed.after, folder / "profile.html")
             except Exception as error:
                 log.warning("the profile was not written: %s", one_line(error))
 
@@ -134,7 +134,7 @@ def profile_in_place(steps: int, after: int, command: str) -> MakeTuner:
 
 
 def checkpoint_before(checkpoints: Path, at_step: int, after: int) -> Path:
-    """The newest one that leaves room to warm up before step `after`; else the oldest that is not behind `at_step`.
+    """The newest one that leaves room to warm up before step `after`; else the oldest that is not after `at_step`.
 
     Raises:
         ConfigError: there is none.
@@ -145,7 +145,7 @@ def checkpoint_before(checkpoints: Path, at_step: int, after: int) -> Path:
         steps = ", ".join(str(step_of(path)) for path in there) or "none"
         raise ConfigError(
             f"--at-step needs a checkpoint of the run at or before that step; got {at_step}, and in {checkpoints} "
-            f"those of steps {steps}; keep more by training.keep_every, or leave --at-step out"
+            f"those of steps {steps}; keep more with training.keep_every, or omit --at-step"
         )
     early = [path for path in found if step_of(path) <= after - MOST_WARM_STEPS]
     return early[-1] if early else found[0]

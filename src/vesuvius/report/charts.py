@@ -95,7 +95,7 @@ def _readers(system: Sequence[Record], x: Column) -> list[Series | None]:
         return [banded(f"reader {pid}", x, [figure(each.get(pid)) / GIB for each in sizes]) for pid in pids]
     known = [[figure(size) / GIB for size in each.values()] or [np.nan] for each in sizes]
     low, mid, high = ([float(of(each)) for each in known] for of in (np.min, np.mean, np.max))
-    return [banded(f"{len(pids)} readers, one after another too", x, mid, low, high)]
+    return [banded(f"{len(pids)} readers, including replaced ones", x, mid, low, high)]
 
 
 def _machine(records: RunRecords) -> Iterator[Chart]:

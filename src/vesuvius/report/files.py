@@ -54,7 +54,7 @@ def write_pages(
     previews = embed(reports, (_MOST_BYTES - len(page.encode())) * 3 // 4)  # base64 takes a third more
     page = render_html(thin, tables, charts, [*pictures, *previews], made) if previews else page
     text = render_markdown(reports, tables, made, f"{name}.html")
-    with storage_errors("a report must be writable", "choose another folder, or make room"):
+    with storage_errors("a report must be writable", "choose another folder, or free some space"):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / f"{name}.html", page.encode())
         write_whole(folder / f"{name}.md", text.encode())

@@ -87,7 +87,7 @@ def _parts(report: RunReport) -> str:
     rows.append(("<b>total</b>", "", _seconds(total_s), f"{percent:.1f} %", "", ""))
     met = "".join(
         f'<li class="{"met" if target.met else "missed"}"><b>{"met" if target.met else "not met"}</b> '
-        f"{_text(target.name)} {_text(target.found)} of the working time (wanted: {_text(target.wanted)})</li>"
+        f"{_text(target.name)} {_text(target.found)} of the working time (target: {_text(target.wanted)})</li>"
         for target in report.targets
     )
     columns = ("part", "class", "time", "share", "p50, ms", "p95, ms")

@@ -26,7 +26,7 @@ def render_markdown(reports: Sequence[RunReport], tables: Sequence[Table], made:
         lines += [escaped(report.parts_note), ""] if report.parts else []
         lines += [
             f"- **{'met' if target.met else 'not met'}**: {escaped(target.name)} {target.found} of the working time "
-            f"(wanted: {target.wanted})"
+            f"(target: {target.wanted})"
             for target in report.targets
         ]
         lines += [""] if report.targets else []

@@ -13,7 +13,7 @@ from vesuvius.monitor.window import Thresholds
 from vesuvius.report.charts import build_charts
 from vesuvius.report.curves import Chart
 from vesuvius.report.records import Column, RunRecords, figure
-from vesuvius.report.share import PARTS_NOTE, Part, Target, split_time, targets_of
+from vesuvius.report.share import PARTS_NOTE, Target, TimePart, split_time, targets_of
 from vesuvius.runlog.metrics import Record
 from vesuvius.runlog.units import format_duration, format_percent, format_time, number, size_text
 
@@ -50,7 +50,7 @@ class RunReport:
     directory: str
     facts: Mapping[str, str]  # what came of it: a label and a value each, the same labels for every run
     verdict: str  # the last one, in words
-    parts: tuple[Part, ...] = ()  # where its time went; the shares add up to 1
+    parts: tuple[TimePart, ...] = ()  # where its time went; the shares add up to 1
     targets: tuple[Target, ...] = ()
     charts: tuple[Chart, ...] = ()
     tables: tuple[Table, ...] = ()  # sessions, events and a course of the run in ten slices
@@ -99,17 +99,17 @@ def _facts(records: RunRecords) -> dict[str, str]:
         "last checkpoint": _last_checkpoint(records.of_kind("checkpoint")),
         "events": _event_counts(records),
         "sessions": str(sum(record["kind"] == "run_start" for record in records.sessions)),
-        "time at work": _or_unknown(_last(steps["total_s"]), format_duration),
+        "running time": _or_unknown(_last(steps["total_s"]), format_duration),
         "samples/s, without pauses and first steps": _or_unknown(rate, number),
         "step, p50, without pauses and first steps": _quantile(work[later], 0.5),
         "step, p95": _quantile(work[later], 0.95),
         f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), number),
         "best validation (error over that of the best linear filter)": best,
-        "steps that were not finite": str(nonfinite),
+        "non-finite steps": str(nonfinite),
         "processes that died": str(len(records.deaths)),
-        "RAM at its peak": of_limit(ram, limit),
+        "peak RAM": of_limit(ram, limit),
         "largest reader": _or_unknown(largest(steps["worker_max_bytes"]), size_text),
-        "VRAM at its peak": of_limit(vram, vram_limit),
+        "peak VRAM": of_limit(vram, vram_limit),
         "model FLOPs utilisation": _or_unknown(_mean(steps["mfu"]), format_percent),
         "GPU": ", ".join(gpus) if gpus else "none" if "gpus" in env else NOT_KNOWN,
         "processors": str(env.get("cpus") or NOT_KNOWN),
@@ -148,7 +148,7 @@ def _course(records: RunRecords) -> Table:
             )
         )
     columns = ("steps", "loss", "step, s", "longest, s", "waited for data", "samples/s", "RAM")
-    return Table("The course of the run", columns, tuple(rows), "means without pauses; the longest step with its pause")
+    return Table("Course of the run", columns, tuple(rows), "means without pauses; the longest step with its pause")
 
 
 def ranks_table(records: RunRecords) -> Table:

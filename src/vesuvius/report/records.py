@@ -146,7 +146,7 @@ def _state(session: SessionRecord | None, sessions: Sequence[Record]) -> str:
         cause = sessions[-1].get("cause") if sessions else None
         return f"ended with exit code {session.exit_code}" + (f": {cause}" if cause else "")
     alive = is_alive(session)
-    return {True: "running", False: "killed", None: f"at work on {session.host}, or killed there"}[alive]
+    return {True: "running", False: "killed", None: f"running on {session.host}, or killed there"}[alive]
 
 
 def _text(path: Path) -> str:

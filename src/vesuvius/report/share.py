@@ -20,7 +20,7 @@ WORK = (
     ("backward", "compute", "backward_s"),
     ("optimizer, clipping, EMA", "compute", "optimizer_s"),
     ("waits for other ranks", "ranks", "comm_s"),
-    ("host: what is left", "host", "host_s"),
+    ("host: the rest", "host", "host_s"),
 )
 """Name, class and column of each part of a step without its pause."""
 
@@ -34,7 +34,7 @@ Row = tuple[str, str, float, float, float]
 
 
 @dataclass(frozen=True)
-class Part:
+class TimePart:
     """A part of the time."""
 
     name: str
@@ -63,7 +63,7 @@ def work_columns(records: RunRecords) -> dict[str, Column]:
     return {name: columns["other_s"] - columns["pause_s"] if name == "host_s" else columns[name] for _, _, name in WORK}
 
 
-def split_time(records: RunRecords) -> tuple[Part, ...]:
+def split_time(records: RunRecords) -> tuple[TimePart, ...]:
     """All steps' time, whose parts add up to it; empty where no step was recorded.
 
     The first step of a session holds the start of the readers and the choice of kernels: it is a part of its own.
@@ -89,12 +89,12 @@ def work_rows(records: RunRecords, chosen: NDArray[np.bool_]) -> list[Row]:
     return [row for row in rows if row[1] != "ranks" or row[2]]
 
 
-def shared_out(rows: Sequence[Row], whole_s: float) -> tuple[Part, ...]:
+def shared_out(rows: Sequence[Row], whole_s: float) -> tuple[TimePart, ...]:
     """The parts with their shares of the time that was recorded."""
     shares = [total / whole_s if whole_s else 0.0 for _, _, total, _, _ in rows]
     tenths = rounded_together([1000 * share for share in shares])
     return tuple(
-        Part(name, kind, total, share, tenth / 10, p50, p95)
+        TimePart(name, kind, total, share, tenth / 10, p50, p95)
         for (name, kind, total, p50, p95), share, tenth in zip(rows, shares, tenths, strict=True)
     )
 
@@ -107,7 +107,7 @@ def rounded_together(values: Sequence[float]) -> list[int]:
     return [low + (place in up) for place, low in enumerate(down)]
 
 
-def total_of(parts: Sequence[Part]) -> tuple[float, float]:
+def total_of(parts: Sequence[TimePart]) -> tuple[float, float]:
     """Seconds and percent of all parts."""
     return math.fsum(part.total_s for part in parts), math.fsum(part.percent for part in parts)
 
@@ -122,8 +122,8 @@ def _row(name: str, kind: str, seconds: Column) -> Row:
     return name, kind, float(seconds.sum()), float(p50), float(p95)
 
 
-def targets_of(parts: Sequence[Part], thresholds: Thresholds) -> tuple[Target, ...]:
-    """The working time of steps behind the first, held to what is good."""
+def targets_of(parts: Sequence[TimePart], thresholds: Thresholds) -> tuple[Target, ...]:
+    """The working time of the steps after the first, held to what is good."""
     kinds = {kind: math.fsum(part.total_s for part in parts if part.kind == kind) for _, kind, _ in WORK}
     whole = math.fsum(kinds.values())
     if not whole:

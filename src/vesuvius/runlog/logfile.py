@@ -185,7 +185,7 @@ class _TerminalHandler(logging.Handler):
             else:
                 stream.write(line + "\n")
                 stream.flush()
-        except OSError:  # `| head` has read enough, the terminal is gone: the run goes on, with its log file
+        except OSError:  # `| head` has read enough, the terminal is gone: the run continues, with its log file
             silence(stream)
         except RuntimeError:  # "reentrant call": a signal's handler logs while its thread writes to the same stream
             with suppress(OSError, ValueError):

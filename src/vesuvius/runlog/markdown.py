@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a headed table, with an empty one behind it; none where there are no rows."""
+    """The lines of a headed table, with an empty one after it; none where there are no rows."""
     if not rows:
         return []
     body = [columns, ["---"] * len(columns), *([escaped(cell) for cell in row] for row in rows)]

@@ -18,6 +18,6 @@ def namesake_problem(version_of: Callable[[str], str] | None = None) -> str:
     except importlib.metadata.PackageNotFoundError:
         return ""
     return (
-        f"the distribution 'vesuvius' {version} is installed beside ours ('vesuvius-diffusion') and both own the "
-        "import name vesuvius; uninstall it and reinstall ours, or use a fresh virtual environment"
+        f"the distribution 'vesuvius' {version} is installed alongside ours ('vesuvius-diffusion') and both "
+        "use the import name vesuvius; uninstall it and reinstall ours, or use a fresh virtual environment"
     )

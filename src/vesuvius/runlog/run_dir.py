@@ -89,7 +89,7 @@ class RunDir:
 
     @contextmanager
     def locked(self, new: bool, wait_s: float = 0.0) -> Iterator[None]:
-        """Make the directory (`new`) or go on in it, and keep other processes out of it while the context lasts.
+        """Make the directory (`new`) or continue in it, and keep other processes out of it while the context lasts.
 
         Args:
             wait_s: how long another process may take to let go of it.
@@ -108,7 +108,7 @@ class RunDir:
                 if time.monotonic() >= deadline:
                     waited = f" after {wait_s:g} s" if wait_s else ""
                     raise ConfigError(
-                        f"one process may work on a run; got {self.path}, where another one is at work{waited}: "
+                        f"one process may work on a run; got {self.path}, where another one is running{waited}: "
                         f"{self.mark()}; wait for it or stop it"
                     )
                 if not told:
@@ -140,9 +140,9 @@ class RunDir:
         while self.mark() != mark:
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"the run directory must be on a path that all nodes share; got {self.path.absolute()}, which is "
-                    f"another folder on {platform.node()} than for rank 0 ({mark}); put runs/ on a shared file system, "
-                    "or let VESUVIUS_RUNS name one (cluster.storage_path is only a copy)"
+                    f"the run directory must be on a path that all nodes share; got {self.path.absolute()}, which "
+                    f"is a different folder on {platform.node()} than on rank 0 ({mark}); put runs/ on a shared "
+                    "file system, or point VESUVIUS_RUNS at one (cluster.storage_path is only a copy)"
                 )
             time.sleep(_LOOK_AGAIN_S)
 
@@ -170,8 +170,8 @@ def refuse_existing(directory: RunDir) -> None:
     """Raises ConfigError where the run exists: nothing of it may be overwritten by a new one."""
     if directory.exists():
         raise ConfigError(
-            f"a new run needs a directory of its own; got {directory.path}, which exists; go on with it by --resume, "
-            "choose another name, or move it away"
+            f"a new run needs a directory of its own; got {directory.path}, which exists; continue it with "
+            "--resume, choose another name, or move it away"
         )
 
 

@@ -110,14 +110,14 @@ class Cutter:
             block = next(self._blocks, None)
         if block is None:
             raise StreamOrderError(
-                f"readers must deliver every region; got the end where slot {wanted} is needed; report this as a defect"
+                f"readers must deliver every region; got the end, where slot {wanted} is needed; report this as a bug"
             )
         head = head_of(block)
         visit = head.visit
         if not self._last_slot < visit.slot <= wanted:
             raise StreamOrderError(
                 f"regions must come in the order of the plan; got slot {visit.slot} after {self._last_slot}, where "
-                f"{wanted} is needed; report this as a defect"
+                f"{wanted} is needed; report this as a bug"
             )
         self._last_slot = visit.slot
         self._on_report(head.report)

@@ -23,7 +23,7 @@ _EVENTS_KEPT = 10_000
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """Something that the operator must learn of, though the batches go on unchanged."""
+    """Something that the operator must learn of, though the batches continue unchanged."""
 
     kind: EventKind  # what happened
     text: str  # one line for the log
@@ -64,8 +64,8 @@ class EventRecorder:
             return
         self.quarantined.append(record)
         text = (
-            f"voxels {record['box']} of {record['volume']} cannot be read; regions that touch them are replaced by "
-            f"others: chunk {record['chunk']}: {record['cause']}"
+            f"voxels {record['box']} of {record['volume']} cannot be read; regions that touch them are "
+            f"replaced with others: chunk {record['chunk']}: {record['cause']}"
         )
         self.record("quarantine", text, record)
         check_quarantine(len(self.quarantined), self._max_quarantined, record)
@@ -77,7 +77,7 @@ class EventRecorder:
             other_pid: a living reader of the same machine.
         """
         self.reader_deaths += 1
-        self.record("reader_died", f"{death}; another reads its task again", death.fields(other_pid))
+        self.record("reader_died", f"{death}; another reader repeats its task", death.fields(other_pid))
         limit = self._max_reader_deaths
         if self.reader_deaths <= limit:
             return None

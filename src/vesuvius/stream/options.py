@@ -148,7 +148,7 @@ def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
     free = shutil.disk_usage(shared).free
     if size > free:
         raise ConfigError(
-            f"the object store must fit into /dev/shm; got {size / 2**30:.2f} GiB needed"
+            f"the object store must fit in /dev/shm; got {size / 2**30:.2f} GiB needed"
             f"{f' by {ranks} ranks' if ranks > 1 else ''} and {free / 2**30:.2f} GiB free; start the container with a "
             f"larger --shm-size, or lower data.regions_in_flight (now {job.plan.regions_in_flight}), training.workers, "
             "data.reader_mib or cluster.object_store_gib"

@@ -24,7 +24,7 @@ def check_state(state: Any) -> None:
         if not isinstance(got, kind) or isinstance(got, bool) or (isinstance(got, int) and got < 0):
             raise ConfigError(
                 f"a stream's state must be what state_dict() returned; got {one_line(repr(state))}, where {key} is no "
-                f"{kind.__name__}; pass it on as it was"
+                f"{kind.__name__}; pass it on unchanged"
             )
 
 

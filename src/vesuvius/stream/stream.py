@@ -127,7 +127,7 @@ class PatchStream(Iterator[Batch]):
         if not np.array_equal(batch.indices, self._next_sample + self._job.rank + world * np.arange(count)):
             raise StreamOrderError(
                 f"samples must come in the order of the plan; got {batch.indices.tolist()} at {self._next_sample}; "
-                "report this as a defect"
+                "report this as a bug"
             )
         self._next_sample += world * count
         self._delivered += 1
@@ -172,7 +172,7 @@ class PatchStream(Iterator[Batch]):
         check_state(state)
         if state["plan_hash"] != self._job.plan.hash:
             raise ConfigError(
-                f"a stream goes on with the plan it began with; got plan {state['plan_hash']} for "
+                f"a stream continues with the plan it began with; got plan {state['plan_hash']} for "
                 f"{self._job.plan.hash}; use the same seed, data section and volumes"
             )
         check_place(state["sample_index"], None, self._job.world)
@@ -229,7 +229,7 @@ class PatchStream(Iterator[Batch]):
     def waiting_for(self) -> str:
         """What delays the next batch, for people.  Any thread may ask."""
         if (feeder := self._feeder) is None:
-            return "the readers to start or to end"
+            return "the readers to start or stop"
         workers, source = self._options.workers, self._source
         readers = f"{workers} readers" if workers else "no readers: the trainer reads"
         return f"{feeder.waiting_for(source.outages if source else [])} ({readers})"
@@ -304,7 +304,7 @@ class PatchStream(Iterator[Batch]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError("a stream must be open to be changed; got one that is closed; make another PatchStream")
+            raise ConfigError("a stream must be open to be changed; got a closed one; open another PatchStream")
 
     def _open_readers(self) -> None:
         try:

@@ -1,1 +1,3 @@
-"""A training run.  In: a config.  Out: a run directory with logs and checkpoints.  `run.py` is the loop."""
+"""A training run.  In: a config.  Out: a run directory with logs and checkpoints.
+
+run.py prepares and ends a session, loop.py holds its steps."""

@@ -149,7 +149,7 @@ class Autotuner:
             case "advised":
                 return f"autotune advises {decision.override} ({change}): {decision.reason}"
             case "refused":
-                return f"autotune: {change} is not made: {decision.refused}; {decision.reason}"
+                return f"autotune skipped {change}: {decision.refused}; {decision.reason}"
             case "done":
                 return f"autotune: {change}: {decision.reason}"
 

@@ -56,7 +56,7 @@ class Deaths:
         try:
             append_death(self._run.directory.post_mortem, death)
         except OSError as error:
-            log.warning("a post-mortem must be writable; got %s; it stands in the log only", error)
+            log.warning("a post-mortem must be writable; got %s; it is in the log only", error)
         _say(death)
 
 

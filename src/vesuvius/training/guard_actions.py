@@ -75,28 +75,28 @@ class GuardActions:
     def remedy(self, killer: str) -> str:
         """How to continue with less memory, or with a limit that fits the run."""
         if killer == CONFIGURED_NAME:
-            return f"{self._less()}, or raise monitor.ram_limit_gib where the machine has more"
+            return f"{self._less()}, or raise monitor.ram_limit_gib if the machine has more"
         return self._less()
 
     def _less(self) -> str:
         if self.workers == 0 and self._options.prefetch_factor == 1:
             return (
-                "go on with --resume where more memory is free; with training.workers=0 and training.prefetch_factor=1 "
-                "the readers need no less"
+                "continue with --resume once more memory is free; training.workers=0 and training.prefetch_factor=1 "
+                "are already the least"
             )
-        return f"go on with --resume training.workers={max(self.workers - 1, 0)} training.prefetch_factor=1"
+        return f"continue with --resume training.workers={max(self.workers - 1, 0)} training.prefetch_factor=1"
 
     def _make_smaller(self, order: Order, stream: PatchStream) -> None:
         less = self._with_less(order.rung)
         prefetch: StreamChanges = {"prefetch_factor": less.prefetch_factor}
         changed: StreamChanges = prefetch if order.rung == "prefetch" else {"workers": less.workers}
         text = ", ".join(f"training.{key}={value}" for key, value in changed.items())
-        log.warning("memory guard: before the run is out of memory: %s: %s", text, order.reason)
+        log.warning("memory guard: before memory runs out: %s: %s", text, order.reason)
         self._record(order.rung, order.reason, changed)
         began = time.monotonic()
         stream.reconfigure(**changed)
         self._options = stream.options
-        log.info("memory guard: readers started anew in %.1f s", time.monotonic() - began)
+        log.info("memory guard: readers restarted in %.1f s", time.monotonic() - began)
 
     def _with_less(self, rung: Rung) -> StreamOptions:
         if rung == "prefetch":

@@ -65,7 +65,7 @@ class TrainingLoop:
     job: ReaderJob  # of the stream
     feed: DeviceFeed  # delivers its batches to the device
     train_step: TrainStep
-    replays: ReplayWriter  # keeps the batches of steps that were not finite
+    replays: ReplayWriter  # keeps the batches of non-finite steps
     milestones: Milestones | NoMilestones
     monitor: Monitor
     guard_actions: GuardActions
@@ -148,7 +148,7 @@ class TrainingLoop:
             return None
 
     def _given_up(self) -> str:
-        return f"step {self.run.progress.step + 1} was waiting for data and is given up; --resume does it"
+        return f"step {self.run.progress.step + 1} was waiting for data and is abandoned; --resume does it"
 
     def _next_batch(self, clock: StepClock) -> DeviceBatch:
         self.run.watchdog.expects("batch", self.feed.stream.waiting_for)
@@ -218,7 +218,7 @@ class TrainingLoop:
             NonFiniteError: one of those steps was not finite; that is then what ends the run.
         """
         nonfinite = error if isinstance(error, NonFiniteError) else None
-        hangs = isinstance(error, RankError) and self.run.device.type == "cuda"  # behind a sum that never completes
+        hangs = isinstance(error, RankError) and self.run.device.type == "cuda"  # after a sum that never completes
         if nonfinite is None and not hangs:
             try:
                 reporter.report(wait=True)

@@ -154,7 +154,7 @@ class Milestones:
         try:
             return None if self.save_last() else self._progress.step
         except Exception:
-            log.exception("no checkpoint could be saved behind step %d", self._progress.step)
+            log.exception("no checkpoint could be saved after step %d", self._progress.step)
             return None
 
     def record_saves(self) -> None:
@@ -233,7 +233,9 @@ class Milestones:
             )
         except OSError as error:  # a full disk: no reason to end a run
             log.error(
-                "a preview must be writable; got %s; free some space: the run goes on without that of %d", error, step
+                "a preview must be writable; got %s; free some space: the run continues without that of step %d",
+                error,
+                step,
             )
             self._metrics.write("event", event="preview_failed", step=step, text=str(error))
             self._progress.previewed_step = step

@@ -68,7 +68,9 @@ def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iter
             end_session(directory.session, session.record, session.exit_code)
         except OSError as error:
             log.warning(
-                "%s must be writable; got %s; the next start takes this session for killed", directory.session, error
+                "%s must be writable; got %s; the next start will take this session for killed",
+                directory.session,
+                error,
             )
 
 

@@ -66,8 +66,8 @@ def log_replaced(plan: Plan, records: Sequence[Record], samples: int, run: str) 
     """Log which share of the first `samples` patches was replaced; nothing where all could be read."""
     if records:
         log.warning(
-            "%.1f %% of the patches were replaced by others, as %d damaged places of the volumes are in quarantine; "
-            "list them with `vesuvius quarantine %s`",
+            "%.1f %% of the patches were replaced, as %d damaged places of the volumes are in "
+            "quarantine; list them with `vesuvius quarantine %s`",
             100 * replaced_share(plan, records, samples),
             len(records),
             run,

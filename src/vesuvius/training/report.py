@@ -57,7 +57,7 @@ class StepReporter:
 
     Args:
         stream: that feeds the steps.
-        replays: keeps the batches of steps that were not finite.
+        replays: keeps the batches of non-finite steps.
         on_verdict: called with each verdict on what limits the run.
         news: is told the times of each step.
 
@@ -173,8 +173,8 @@ class StepReporter:
             raise NonFiniteError(
                 f"loss and gradient must be finite; {text} ({outcome.nonfinite_in_a_row} in a row); "
                 + (f"see `vesuvius train --replay {replay}`, " if replay else "")
-                + "lower training.lr or training.clip_norm, look at these samples, or allow more by "
-                "training.max_nonfinite",
+                + "lower training.lr or training.clip_norm, look at these samples, or allow more "
+                "with training.max_nonfinite",
                 launched.step,
             )
 

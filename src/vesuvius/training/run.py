@@ -78,13 +78,13 @@ def train(
     ranks: Ranks = SINGLE,
     stop: StopRequest | None = None,
 ) -> int:
-    """Train, or go on training, until the last step or a request to stop.
+    """Train, or continue training, until the last step or a request to stop.
 
     Args:
         config: the experiment.
         source: the YAML file it came from, kept with the run.
-        resume: go on from the newest whole checkpoint of `runs/<name>`, if there is one.
-        allow_drift: go on though the data or what the weights mean have changed.
+        resume: continue from the newest whole checkpoint of `runs/<name>`, if there is one.
+        allow_drift: continue although the data or what the weights mean have changed.
         on_step: called with the number of each step once it is logged.
         restart_damaged: where `resume` finds checkpoints and none is whole, move them aside and start at step 0.
         make_tuner: makes what acts between two steps; by default `training.autotune`.
@@ -107,7 +107,7 @@ def train(
     storage = open_run_store(config, directory, resume, lock_wait_s)
     existed = directory.exists()
     with stop or StopRequest(config.training.max_hours) as stop, contextlib.ExitStack() as held:
-        if resume and existed:  # first of all: another process may be writing the checkpoint to go on from
+        if resume and existed:  # first of all: another process may be writing the checkpoint to continue from
             held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
         try:
             checked = unless_stopped(
@@ -162,7 +162,7 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
 def _before_the_run(
     config: Config, directory: RunDir, resume: bool, allow_drift: bool, restart_damaged: bool, ranks_here: int
 ) -> Preflight | None:
-    """What the run goes on from and needs; None where it is finished.  Raises as `train`."""
+    """What the run continues from and needs; None where it is finished.  Raises as `train`."""
     checkpoint = checkpoint_to_resume(directory.checkpoints, restart_damaged) if resume else None
     if checkpoint is not None and is_finished(checkpoint, config):
         log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
@@ -247,7 +247,8 @@ def _told(error: Exception, directory: RunDir) -> Exception:
     if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):  # of the network
         return error
     return StorageError(
-        f"the run directory must be writable; got {error} in {directory.path}; free some space and go on with --resume"
+        f"the run directory must be writable; got {error} in {directory.path}; free some space and continue with "
+        "--resume"
     )
 
 
@@ -309,8 +310,8 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
                 if is_gpu_memory_error(error)
                 else _told(cause, run.directory)
             )
-            # Also after steps that were not finite: they were not applied, and a resume continues after them.
-            # On a GPU not where another rank failed: a step may be queued behind a sum that is not complete.
+            # Also after non-finite steps: they were not applied, and a resume continues after them.
+            # On a GPU not where another rank failed: a step may be queued after a sum that is not complete.
             # Nor of sharded weights, as not all ranks may come to gather them.
             behind_sum = isinstance(cause, RankError) and run.device.type == "cuda"
             intact = not (train_step.updating or behind_sum or train_step.sharded)
@@ -335,9 +336,9 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
         log_replaced(preflight.data.job.plan, progress.quarantined, progress.sample_index, config.name)
         return EXIT_OK
     if stop.exit_code == EXIT_OK:  # a profile, which is over
-        log.info("ended behind step %d: %s", progress.step, stop.reason)
+        log.info("ended after step %d: %s", progress.step, stop.reason)
     else:
-        log.info("stopped at step %d of %d; go on with --resume", progress.step, config.stop_step)
+        log.info("stopped at step %d of %d; continue with --resume", progress.step, config.stop_step)
     return stop.exit_code
 
 

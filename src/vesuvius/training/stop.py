@@ -63,7 +63,7 @@ class StopRequest:
         """Whether the run should save and end now; `exit_code` then says how."""
         if self.exit_code is None and self._deadline is not None and time.monotonic() >= self._deadline:
             self.exit_code = EXIT_STOPPED
-            self.reason = f"training.max_hours={self._max_hours:g} are over"
+            self.reason = f"training.max_hours={self._max_hours:g} is reached"
             log.info("%s", self.reason)
         return self.exit_code is not None
 

@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 # Fewer steps are too noisy for a verdict.
 _STEPS_LEAST = 5
-# Steps left out: the first holds the start of the readers, and kernels are chosen in it.  Where readers die or start
-# anew, the steps reported next may be from before: a GPU's come late.
+# Steps left out: the first holds the start of the readers, and kernels are chosen in it.  Where readers die or
+# restart, the steps reported next may be from before: a GPU's come late.
 _AT_START, _AFTER_RECONFIGURE = 1, 3
 _RATES_EVERY_S = 5.0
 
@@ -66,7 +66,7 @@ class Verdicts:
         self._begin(0)
 
     def _begin(self, step: int) -> None:
-        """A new window, behind this step."""
+        """A new window, after this step."""
         self._step = step
         self._times: list[StepTimes] = []
         self._working: list[int] = []
@@ -104,7 +104,7 @@ class Verdicts:
             self._judge()
 
     def restart(self, step: int) -> None:
-        """Judge the steps behind this one together, when `finish` is called."""
+        """Judge the steps after this one together, when `finish` is called."""
         self._held = True
         self._options, self._reader_deaths, self._left_out = self._stream.options, self._stream.reader_deaths, 0
         self._begin(step)

@@ -1,1 +1,3 @@
-"""What the `vesuvius volume` commands do: info, copy, occupancy, the synthetic scroll."""
+"""The `vesuvius volume` commands: info, copy, occupancy, verify, the synthetic scroll.
+
+In: an address.  Out: facts, a list of broken chunks, or a volume on disk."""

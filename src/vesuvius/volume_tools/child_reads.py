@@ -6,7 +6,7 @@
     broken chunks, lines of the log  <---------------
     the task is done                 <---------------
 
-A child that dies is replaced; its note tells the chunk, and its successor goes on behind it.
+A child that dies is replaced; its note tells the chunk, and its successor continues after it.
 """
 
 from __future__ import annotations
@@ -160,15 +160,15 @@ class _Child:
         self.pipe.close()
 
     def _replace(self) -> FinishedTask | None:
-        """Start another process behind the chunk that this one died of; the task where that was its last chunk."""
+        """Start another process after the chunk that this one died of; the task where that was its last chunk."""
         self._process.join()
         code, place = self._process.exitcode, self._note.value
         self.pipe.close()
         how = f"signal {-code} ({signal.strsignal(-code)})" if code is not None and code < 0 else f"exit code {code}"
         if place < 0:
             raise DataError(
-                f"a process that reads chunks must live; got one that ended with {how} before its first chunk of "
-                f"{self._volume.name}; look at the memory of the machine (`vesuvius memcheck`)"
+                f"a process that reads chunks must survive; got one that ended with {how} before its "
+                f"first chunk of {self._volume.name}; check the machine's memory (`vesuvius memcheck`)"
             )
         chunk = self._chunks[place]
         again = code == -signal.SIGKILL and chunk not in self._killed  # a kill may be for want of memory, once

@@ -195,7 +195,7 @@ class _Copier:
                 for chunk in chunks:
                     self._copy(self.plan.box_of(0, chunk), [chunk])
                 return
-            log.warning("chunk %s cannot be read and is left out for now: %s", list(error.chunk), error.cause)
+            log.warning("chunk %s cannot be read and is skipped for now: %s", list(error.chunk), error.cause)
             self.figures.failures.append(error)
             self.figures.failed += 1
             self._report()
@@ -222,8 +222,8 @@ class _Copier:
         first = self.figures.failures[0]
         return UnfinishedCopyError(
             f"every chunk of the box must be readable; got {self.figures.failed} that cannot be read, the first chunk "
-            f"{list(first.chunk)} of {first.volume}: {first.cause}; restore the chunk, then give the same command "
-            f"again: {self._so_far(out)}",
+            f"{list(first.chunk)} of {first.volume}: {first.cause}; restore the chunk, then run the same "
+            f"command again: {self._so_far(out)}",
             self.figures,
         )
 
@@ -251,7 +251,7 @@ def _checked_box(request: CopyRequest, volume: Volume) -> Box:
     most = (max(size) - 1).bit_length() + 1
     if not 1 <= request.levels <= most:
         raise ConfigError(
-            f"a copy has at least 1 level, and at most {most} where the last one is to be a single voxel; got "
+            f"a copy has at least 1 level, and at most {most}, where the last one is a single voxel; got "
             f"{request.levels} for a box of {_commas(size)}; change --levels"
         )
     return start, (z, y, x)
@@ -277,9 +277,9 @@ def _check_space(out: Path, volume: Volume, plan: CopyPlan, cache_bytes: int) ->
     free = free_disk_bytes(out.parent)
     if need > free:
         raise StorageError(
-            f"the disk must have room for the voxels of the box without compression; got {need / 2**30:.2f} GiB needed "
-            f"and {free / 2**30:.2f} GiB free for {out}; free space, copy less, or begin with --no-space-check where "
-            "much of it is air"
+            f"the disk must hold the voxels of the box without compression; got {need / 2**30:.2f} GiB needed "
+            f"and {free / 2**30:.2f} GiB free for {out}; free space, copy less, or start with --no-space-check "
+            "if much of it is air"
         )
 
 

@@ -107,11 +107,11 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
                 found.append((z, y, x))
         except FetchError as error:
             raise DataError(
-                f"a volume's store must say whether a chunk is there; got {one_line(error)} for chunk {[z, y, x]} of "
+                f"a volume's store must tell whether a chunk exists; got {one_line(error)} for chunk {[z, y, x]} of "
                 f"{volume.name}; check the address, the network and the credentials"
             ) from error
         except ValueError as error:
-            log.warning("chunk %s of %s is passed over: %s; restore the shard", [z, y, x], volume.name, error)
+            log.warning("chunk %s of %s is skipped: %s; restore the shard", [z, y, x], volume.name, error)
         if len(found) == count:
             break
     return found, tried

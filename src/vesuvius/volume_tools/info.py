@@ -177,7 +177,7 @@ def make_sidecar(spec: ArrayConfig, out: Path | None, store: StoreConfig = Store
         occupancy = list_chunks(volume)
     finally:
         volume.close()
-    with storage_errors("a sidecar needs a folder that can be written", "choose another with --out", f"for {path}"):
+    with storage_errors("a sidecar needs a writable folder", "choose another with --out", f"for {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sidecar(path, occupancy, sidecar_signature(volume))
     return SidecarFacts(path, occupancy.shape, _counted(volume, occupancy, "listing"))
@@ -293,9 +293,9 @@ def _why_not_listed(volume: Volume, listing: bool) -> str | None:
     if listing:
         return None
     if source.remote:
-        return "a listing of a remote store can take long; --list asks for it"
+        return "listing a remote store can take long; request it with --list"
     objects = math.prod(grid.object_counts_zyx)
-    return f"a listing of {objects} files can take long; --list asks for it" if objects > _LISTED_UNASKED else None
+    return f"listing {objects} files can take long; request it with --list" if objects > _LISTED_UNASKED else None
 
 
 def _counted(volume: Volume, occupancy: Bools, source: Literal["sidecar", "listing"]) -> Occupancy:
@@ -336,11 +336,11 @@ def _beside(volume: Volume) -> Path:
     """Where readers look for the sidecar of a volume."""
     if volume.source.remote:
         raise ConfigError(
-            f"a sidecar is written to a disk; got the address {volume.source.address} and no place; add --out FILE"
+            f"a sidecar is written to a disk; got the address {volume.source.address} and no file; add --out FILE"
         )
     if math.prod(volume.axes.others_of(volume.array.shape)) > 1:
         raise ConfigError(
-            "a sidecar beside an array holds for all that `select` can choose; got an array of shape "
+            "a sidecar next to an array would apply to every `select`; got an array of shape "
             f"{list(volume.array.shape)}; add --out FILE"
         )
     return Path(volume.source.address) / volume.array.path / SIDECAR

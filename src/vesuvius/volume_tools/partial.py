@@ -178,7 +178,7 @@ def open_partial(
             lock = held.enter_context((path / "lock").open("w"))
             if not take_lock(lock.fileno(), path / "lock"):
                 raise ConfigError(
-                    f"one process may write a volume; got another one that writes {path}; wait for it or end it"
+                    f"one process may write a volume; got another one writing {path}; wait for it or stop it"
                 )
             recorded = path / kind.file
             if recorded.exists():
@@ -214,14 +214,14 @@ def check_record(path: Path, there: Any, wanted: dict[str, Any], kind: Kind = CO
     """Raises ConfigError where the volume at `path` was made with other arguments, or is none of this kind."""
     if not isinstance(there, dict):
         raise ConfigError(
-            f"a {kind.name} does not replace what exists; got {path}, which is no {kind.name} made by "
-            f"`{kind.command}`; choose another name, or remove it"
+            f"a {kind.name} does not replace files; got {path}, which is not a {kind.name} "
+            f"made by `{kind.command}`; choose another name, or remove it"
         )
     differing = [key for key in wanted if there.get(key) != wanted[key]]
     if differing:
         got = ", ".join(f"{key} {json.dumps(wanted[key])} (there: {json.dumps(there.get(key))})" for key in differing)
         raise ConfigError(
-            f"a {kind.name} goes on with the arguments that it was begun with; got {got} for {path}; give the "
+            f"a {kind.name} continues with the arguments it was started with; got {got} for {path}; use the "
             "same ones, choose another name, or remove it"
         )
 
@@ -237,6 +237,6 @@ def _check_ours(path: Path, kind: Kind) -> None:
 
 
 def _disk_errors(out: Path, kind: Kind) -> AbstractContextManager[None]:
-    rule = f"a {kind.name} needs a writable disk with enough room"
-    remedy = "free space or choose another place: what is done stays, and the same command goes on"
+    rule = f"a {kind.name} needs a writable disk with enough space"
+    remedy = "free space or choose another place: what is done is kept, and the same command continues"
     return storage_errors(rule, remedy, f"while writing {out}")

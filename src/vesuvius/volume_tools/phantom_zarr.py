@@ -86,7 +86,7 @@ def write_phantom(
             move_into_place(staged, targets, Path(scratch))
     except OSError as error:
         raise DataError(
-            f"a phantom needs a writable place with enough room; got {error} while writing {path}; free space or "
+            f"a phantom needs a writable place with enough space; got {error} while writing {path}; free space or "
             "choose another path"
         ) from error
     return PhantomReport(*targets, shape_zyx, levels, *sizes, time.monotonic() - started)
@@ -111,8 +111,7 @@ def _check_targets(targets: tuple[Path, Path], overwrite: bool) -> None:
     for target in filter(os.path.lexists, targets):
         if not overwrite:
             raise ConfigError(
-                f"a phantom does not replace what exists; got {target}, which is there; choose another path or add "
-                "--overwrite"
+                f"a phantom does not replace files; got {target}, which exists; choose another path or add --overwrite"
             )
         if not any((target / name).is_file() for name in (".zgroup", ".zarray", "zarr.json")):
             raise ConfigError(f"--overwrite replaces zarr groups and arrays only; got {target}; choose another path")

@@ -1,6 +1,6 @@
 """Read every stored chunk of a level once, and list those that are broken.
 
-What was read is written down task by task, so that a verification that was ended goes on where it was:
+What was read is written down task by task, so that an interrupted verification continues where it stopped:
 
     ~/.cache/vesuvius/verify/ID.jsonl   first line: which volume, a digest of the objects to read, and when it began
                                         then a line per task: its number, its chunks, and the broken ones
@@ -62,7 +62,7 @@ def verify_volume(
     processes: int = 1,
     on_progress: Callable[[VerifyFigures], None] = lambda figures: None,
 ) -> VerifyFigures:
-    """Read every stored chunk once, or go on where an earlier process has ended.
+    """Read every stored chunk once, or continue where an earlier process ended.
 
     A chunk that the sidecar names and that is absent is broken.  Where there is neither a sidecar nor a listing, as on
     a web server, all places are asked for, and what is absent is air.
@@ -144,7 +144,7 @@ def _chunks_of(volume: Volume, counts: tuple[int, ...], numbers: NDArray[np.int6
 
 
 def _identity(volume: Volume, objects: Bools, per_task: int) -> dict[str, Any]:
-    """What must be the same for a verification to go on: else the numbers of its tasks mean something else."""
+    """What must be the same for a verification to continue: else the numbers of its tasks mean something else."""
     return {
         "volume": volume.name,
         "metadata": metadata_hash(volume.array),
@@ -174,7 +174,7 @@ class _Journal:
             file.write(b"\n")
             return
         if first:
-            log.info("the chunks to read are not those of the last time: all are read from the start")
+            log.info("the chunks to read have changed since last time: all are read from the start")
         file.truncate(0)
         file.seek(0)
         self.began = time.time()
@@ -193,7 +193,7 @@ class _Journal:
                 if not take_lock(file.fileno(), path):
                     raise ConfigError(
                         f"one process verifies a level at a time; got another one that holds {path}; wait for it or "
-                        "end it"
+                        "stop it"
                     )
                 journal = cls(path, identity, file)
             yield journal
@@ -213,6 +213,6 @@ class _Journal:
 
 
 def _storage_errors(path: Path) -> AbstractContextManager[None]:
-    rule = "what was verified must be kept somewhere"
-    remedy = "free some space, or set XDG_CACHE_HOME to a folder that can be written"
+    rule = "the record of what was verified needs a writable place"
+    remedy = "free some space, or set XDG_CACHE_HOME to a writable folder"
     return storage_errors(rule, remedy, f"for {path}")

@@ -63,7 +63,7 @@ def find_axes(
 ) -> tuple[Axes, Names]:
     """The axes of an array, from their names.
 
-    Without names of space the last three are z, y and x; but a last axis of up to 4 behind longer ones holds channels,
+    Without names of space the last three are z, y and x; but a last axis of up to 4 after longer ones holds channels,
     as of a colour picture, and z, y and x are the three before it.
 
     Args:
@@ -89,7 +89,7 @@ def find_axes(
     if ome_names and own_names and not _agree(ome_names, own_names):
         raise DataError(
             f"the axes of an OME-Zarr and the dimension_names of its arrays must agree; got {_listed(ome_names)} and "
-            f"{_listed(own_names)} in {name}; correct the one that is wrong"
+            f"{_listed(own_names)} in {name}; correct the wrong one"
         )
     axes = Axes(zyx, select)
     _check_select(name, array, names, axes)

@@ -159,7 +159,7 @@ class ChunkGrid:
                 raise ValueError(f"a chunk of {len(data)} bytes that says it has {promised}")
 
     def forget(self, box: Box) -> None:
-        """Have the chunks of a box, and the indices that lead to them, fetched anew next time: some are damaged."""
+        """Have the chunks of a box, and the indices that lead to them, fetched again next time: some are damaged."""
         for key, chunks in self._by_shard(box).items():
             self.source.forget(key)
             with self._lock:

@@ -52,9 +52,9 @@ def refusal(error: BaseException, key: str, address: str, remote: bool) -> Fetch
         return FetchError(what)
     if isinstance(error, PermissionDeniedError):
         return RefusedError(
-            f"a chunk must not be forbidden; got {what}, whose metadata could be read; either the credentials have "
-            "expired or do not hold for it (AWS_* in the environment, data.store.anonymous), or it is absent in a "
-            "bucket that says so only to those who may list it: allow s3:ListBucket, or set "
+            f"a chunk must not be forbidden; got {what}, whose metadata could be read; either the credentials "
+            "have expired or do not cover it (AWS_* in the environment, data.store.anonymous), or it is missing "
+            "in a bucket that says so only to those who may list it: allow s3:ListBucket, or set "
             "data.store.forbidden_is_absent=true"
         )
     if "status code: 416" in str(error):

@@ -51,15 +51,15 @@ def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
             if kept[1] == signature:
                 return kept[0]
         except (OSError, ValueError) as error:
-            log.warning("a kept listing is damaged and made anew: %s (%s)", path, one_line(error))
+            log.warning("a cached listing is damaged and is rebuilt: %s (%s)", path, one_line(error))
     occupancy, damaged = _listed(volume)
     if damaged:
         if len(damaged) > max_damaged:
             raise _damaged_shards(volume, damaged)
         log.warning(
             "%s: the index of %d of its shards cannot be read, the first: %s; no patch comes from there; restore them "
-            "(`vesuvius volume verify` lists what is broken) and start anew: behind that the plan is another one, and "
-            "--resume needs --allow-drift",
+            "(`vesuvius volume verify` lists what is broken) and start a new run: the plan then differs, "
+            "and --resume needs --allow-drift",
             *(volume.name, len(damaged), damaged[0]),
         )
         return occupancy
@@ -67,7 +67,7 @@ def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_sidecar(path, occupancy, signature)
     except OSError as error:
-        log.warning("the listing of chunks could not be kept and is made again next time: %s", error)
+        log.warning("the listing of chunks could not be cached and will be made again next time: %s", error)
     return occupancy
 
 
@@ -81,7 +81,7 @@ def read_sidecar(volume: Volume) -> Bools | None:
     try:
         data = volume.source.get(key, cached=False)
     except (FetchError, RefusedError) as error:
-        log.warning("the sidecar %s of %s cannot be read and is left out: %s", key, volume.name, one_line(error))
+        log.warning("the sidecar %s of %s cannot be read and is ignored: %s", key, volume.name, one_line(error))
         return None
     if data is None:
         return None
@@ -90,18 +90,18 @@ def read_sidecar(volume: Volume) -> Bools | None:
     except ValueError as error:
         raise DataError(
             f"a sidecar must be an npz with `occupancy` and `signature`; got {one_line(error)} in {key} of "
-            f"{volume.name}; make it anew with `vesuvius volume occupancy`, or remove it"
+            f"{volume.name}; rebuild it with `vesuvius volume occupancy`, or remove it"
         ) from error
     if signature.startswith("vesuvius:") and not signature.startswith(sidecar_signature(volume)):
         raise DataError(
             f"a sidecar must belong to its array; got the signature {signature} for {sidecar_signature(volume)} in "
-            f"{key} of {volume.name}; make it anew with `vesuvius volume occupancy`, or remove it"
+            f"{key} of {volume.name}; rebuild it with `vesuvius volume occupancy`, or remove it"
         )
     wanted = [volume.grid.counts_zyx, volume.grid.object_counts_zyx]
     if occupancy.shape not in wanted:
         raise DataError(
             f"a sidecar's occupancy must have the shape of the chunk grid; got {occupancy.shape} for {wanted[0]} in "
-            f"{key} of {volume.name}; make it anew with `vesuvius volume occupancy`, or remove it"
+            f"{key} of {volume.name}; rebuild it with `vesuvius volume occupancy`, or remove it"
         )
     return occupancy
 

@@ -72,13 +72,12 @@ class MetadataCheck:
         self._due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
         if found is None:
             raise DataError(
-                f"a volume must stay where it is while it is read; got no {key} any more in "
-                f"{self._source.address}: the volume is gone (deleted, or its file system is no longer mounted); bring "
-                "it back and go on: a run with --resume"
+                f"a volume must not move while it is read; got no {key} in {self._source.address} any more: the volume "
+                "is gone (deleted, or its file system is no longer mounted); restore it, then continue with --resume"
             )
         if found != self._known and _essential(found) != _essential(self._known):
             raise DataError(
-                f"a volume must stay as it is while it is read; got other metadata in {key} of "
+                f"a volume must not change while it is read; got different metadata in {key} of "
                 f"{self._source.address} than at the start: it has been replaced; start a new run for another volume"
             )
         self._known = found
@@ -141,13 +140,13 @@ class MissingChunks:
             if not self._is_absent((z, y, x)):
                 stored[tuple(place)] = True
                 continue
-            known = "was read before" if seen[tuple(place)] else "the listing says that it is stored"
+            known = "read before" if seen[tuple(place)] else "listed as stored"
             gone = seen[tuple(place)] or (self.stored is not None and (z, y, x) in self.stored)
             self._metadata.check(at_once=bool(gone))
             if gone:
                 whole_shard = not self._source.exists(self._grid.key_of((z, y, x)))
                 damaged = self._grid.object_box((z, y, x)) if whole_shard else self._grid.box_of((z, y, x))
-                raise UnreadableChunkError(self._name, box, (z, y, x), damaged, f"{known}, and it is gone")
+                raise UnreadableChunkError(self._name, box, (z, y, x), damaged, f"{known}, but missing")
             if out.dtype.kind == "f":
                 out[slices(intersection(self._grid.box_of((z, y, x)), box), box[0])] = self._air
         seen |= stored

@@ -117,7 +117,7 @@ class StagedStore(Store):
     supports_writes = supports_deletes = supports_listing = False
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise io.UnsupportedOperation("a prefetching store only reads, and only keys that it is asked for by name")
+        raise io.UnsupportedOperation("a prefetching store only reads, and only keys asked for by name")
 
     set = delete = list = list_prefix = list_dir = _refuse
 

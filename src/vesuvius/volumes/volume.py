@@ -227,7 +227,7 @@ class Volume:
         out: NDArray[Any],
         around: Callable[[Triple], AbstractContextManager[None]] = lambda chunk: nullcontext(),
     ) -> None:
-        """The careful way: each chunk is fetched anew, past all caches, and decoded by itself."""
+        """The careful way: each chunk is fetched again, past all caches, and decoded by itself."""
         for chunk in self.grid.chunks_of(box):
             part = intersection(self.grid.box_of(chunk), box)
             for tries_left in reversed(range(max(self.source.config.retries, 1))):
@@ -299,7 +299,7 @@ def open_volume(
 
 def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal["air", "error"], known: bool) -> Volume:
     if not is_remote(spec.path) and not Path(spec.path).exists():
-        raise DataError(f"a volume must exist; got {spec.path}, which is not there; {_how_to_get_data(spec.path)}")
+        raise DataError(f"a volume must exist; got {spec.path}, which does not exist; {_how_to_get_data(spec.path)}")
     source = Source(spec.path, config, known=known)
     node = _open_node(source)
     level: Level | None = None
@@ -310,8 +310,8 @@ def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal[
         array, name = node, spec.path
         if spec.level:
             raise DataError(
-                f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point path "
-                "at the OME-Zarr group"
+                f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point "
+                "path at the OME-Zarr group"
             )
     _check_dtype(name, array)
     space = space_of(level.entry, level.dataset, array.ndim, name) if level else None

@@ -21,7 +21,7 @@ from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.passes import Pass, advanced, corrected
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, Work, live_blocks
+from vesuvius.generate.volume.work import VolumeJob, Work, live_blocks
 from vesuvius.generate.watch import Watch
 from vesuvius.volumes.box import Box, slices
 
@@ -111,11 +111,11 @@ def filled(
     return x
 
 
-def work_of(job: Job, folder: Path, estimate: Estimate) -> Work:
+def work_of(job: VolumeJob, folder: Path, estimate: Estimate) -> Work:
     return Work(job, folder, lambda condition: estimate, torch.device("cpu"))
 
 
-def drawn(job: Job, folder: Path, estimate: Estimate, workers: int = 1, watch: Watch | None = None) -> np.ndarray:
+def drawn(job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, watch: Watch | None = None) -> np.ndarray:
     """The last state of a volume that is begun, or gone on with, in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     live, whole = None, ((0, 0, 0), job.tiling.shape_zyx)

@@ -39,7 +39,7 @@ from vesuvius.errors import NonFiniteError
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.passes import START, STEP, block_noise, box_noise, passes_of
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, State, forget_unflushed, live_blocks
+from vesuvius.generate.volume.work import State, VolumeJob, forget_unflushed, live_blocks
 from vesuvius.generate.watch import SamplingStoppedError, Watch
 from vesuvius.volumes.box import slices
 
@@ -51,8 +51,8 @@ LEVELS = field_levels(FIELD, PATCH, 4)
 ESTIMATE = exact_estimate(FIELD, PATCH)
 
 
-def job(method: str = "dpmpp2m", **options: object) -> Job:
-    return Job(TILING, 7, LEVELS, method, **options)  # type: ignore[arg-type]
+def job(method: str = "dpmpp2m", **options: object) -> VolumeJob:
+    return VolumeJob(TILING, 7, LEVELS, method, **options)  # type: ignore[arg-type]
 
 
 def first_noise() -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_workers_that_die_again_and_again_end_the_drawing(tmp_path: Path) -> Non
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    with pytest.raises(Exception, match="workers must live; got 4 deaths without work done"):
+    with pytest.raises(Exception, match="workers must survive; got 4 deaths without any work done"):
         drawn(job(), tmp_path, dying, workers=2)
 
 
@@ -298,7 +298,7 @@ def test_tiles_without_a_gap_are_not_computed(tmp_path: Path) -> None:
     tiling, tiles = Tiling((4, 6, 48), PATCH, 0.5), []
     known = np.zeros(tiling.shape_zyx, np.float32)
     known[0, 0, 20] = np.nan  # in block 3, voxels 18 to 24, and near block 2: tiles from 9, 12, 15, 18 and 21
-    work = Job(tiling, 1, LEVELS, "dpmpp2m", inpaint=True)
+    work = VolumeJob(tiling, 1, LEVELS, "dpmpp2m", inpaint=True)
     field = Field(tmp_path / "known", tiling)
     field.create()
     for block in range(tiling.blocks):

@@ -71,4 +71,4 @@ def test_errors_of_another_gpu_of_the_machine_do_not_ask_to_stop_this_run() -> N
         (logging.WARNING, 1),
     ]
     assert "stop, have the GPU checked" in found[0].text
-    assert all(notice.text.endswith("it is not the GPU of this run") for notice in found[1:])
+    assert all(notice.text.endswith("this run does not use that GPU") for notice in found[1:])

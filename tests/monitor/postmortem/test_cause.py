@@ -24,7 +24,7 @@ ROOMY = moments(0.0, count=1, killer="the machine", killer_used_bytes=GIB)[0]
         (KillCounts(machine=0), FULL, "signal", "no kill for memory in this machine"),
         (KillCounts(machine=2), FULL, "machine", "nearly full"),
         (KillCounts(machine=2), FULL_CGROUP, "cgroup", "nearly full"),
-        (KillCounts(machine=2), ROOMY, "unknown", "which ones is not known"),
+        (KillCounts(machine=2), ROOMY, "unknown", "which ones is unknown"),
         (KillCounts(), None, "unknown", "cannot be read"),
     ],
 )

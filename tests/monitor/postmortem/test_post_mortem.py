@@ -161,7 +161,7 @@ def test_remedies_name_overrides_that_exist_and_who_grew() -> None:
     assert "training.workers" not in remedy_of("cgroup", "run", 0, [])
     assert "--resume" in remedy_of("signal", "run", 2, [ROOMY])
     assert "training.workers=1" in remedy_of("signal", "run", 2, [FULL]), "something else watches memory"
-    assert "goes on" in remedy_of("signal", "reader", 2, [])
+    assert "continues" in remedy_of("signal", "reader", 2, [])
 
 
 class TestReader:

@@ -244,7 +244,7 @@ def test_on_a_full_disk_it_says_once_how_to_make_them_again_and_stops(
         (record,) = caplog.records
         assert record.levelname == "ERROR"
         assert "No space left on device" in record.getMessage()
-        assert f"python tools/tensorboard_from_metrics.py {disk} makes them again" in record.getMessage()
+        assert f"python tools/tensorboard_from_metrics.py {disk} rebuilds them" in record.getMessage()
         ballast.unlink()
         board.write(step_record(40))
         board.close()

@@ -102,7 +102,7 @@ def test_a_tracker_that_fails_is_one_warning(
     close_s = 1.0 if "sleep" in fault else 30.0
     tracked(tmp_path, *(STEP | {"step": step} for step in range(40)), END, close_s=close_s)
     (warning,) = warnings(caplog)
-    assert "monitor.trackers wandb does not take the figures" in warning
+    assert "monitor.trackers wandb does not accept this run's figures" in warning
     assert str(tmp_path / "printed.log") in warning
     assert printed in (tmp_path / "printed.log").read_text()
 
@@ -115,7 +115,7 @@ def test_a_tracker_that_hangs_holds_up_nobody_and_what_waits_is_bounded(
     with Tracker("wandb", "exp", tmp_path / "run", tmp_path / "printed.log", {}, close_s=0.2) as tracker:
         for _ in range(1100):  # 1000 wait at a time, some more fit into the pipe
             tracker.take(large)
-        assert len(warnings(caplog)) == 1, "while the run goes on"
+        assert len(warnings(caplog)) == 1, "while the run continues"
     assert len(warnings(caplog)) == 2
     assert re.search(r"at most 1000 writes may wait .*; \d+ more are lost", warnings(caplog)[-1])
 

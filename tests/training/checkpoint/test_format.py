@@ -161,7 +161,7 @@ def test_where_none_is_whole_there_is_none(tmp_path: Path, caplog: pytest.LogCap
     for step in (1, 2):
         (save(tmp_path, step) / "state.pt").write_bytes(b"")
     assert newest_checkpoint(tmp_path) is None
-    assert caplog.text.count("is damaged (state.pt has another checksum) and is passed over") == 2
+    assert caplog.text.count("is damaged (state.pt has another checksum) and is skipped") == 2
 
 
 def test_one_that_is_deleted_while_it_is_read_is_not_called_damaged(
@@ -259,7 +259,7 @@ def test_the_search_ends_where_checkpoints_change_faster_than_they_are_read(
         return "another"
 
     monkeypatch.setattr("vesuvius.training.checkpoint.format.digest", replace_meanwhile)
-    with pytest.raises(StorageError, match=r"must stay while it is read; got 10 in .*keep_last"):
+    with pytest.raises(StorageError, match=r"must not change while it is read; got 10 in .*keep_last"):
         newest_checkpoint(tmp_path)
     assert caplog.text == ""
 
@@ -269,5 +269,5 @@ def test_damaged_ones_that_were_about_to_be_replaced_are_named_too(tmp_path: Pat
     replaced = save(checkpoints, 2).rename(checkpoints / ".replaced-step_00000002")
     assert find_checkpoint(tmp_path / "run") == replaced
     (replaced / "state.pt").unlink()
-    with pytest.raises(StorageError, match=r"must be whole; got .replaced-step_00000002 in .*all damaged"):
+    with pytest.raises(StorageError, match=r"must be intact; got .replaced-step_00000002 in .*all damaged"):
         find_checkpoint(tmp_path / "run")

@@ -104,7 +104,7 @@ def test_a_store_with_parts_of_checkpoints_alone_does_not_let_a_resume_begin_at_
 ) -> None:
     path = save(run, 10)
     store.put(f"checkpoints/{path.name}/state.pt", path / "state.pt")
-    with pytest.raises(StorageError, match="got parts of some alone in s3://private/"):
+    with pytest.raises(StorageError, match="got only parts in s3://private/"):
         fetch_run(store, elsewhere(tmp_path))
     fetch_run(store, run)  # the machine that wrote them goes on
 
@@ -289,7 +289,7 @@ def test_a_store_that_is_away_is_told_once_and_what_waits_at_the_end_is_named(
         with caplog.at_level(logging.WARNING), Mirror(run, away, TWO) as copying:
             while len(copying._waiting) == 0:
                 time.sleep(0.01)
-        assert caplog.text.count("the run goes on") == 1
+        assert caplog.text.count("the run continues") == 1
         assert "not uploaded" in caplog.text
         assert "checkpoints/step_00000010" in caplog.text
         with pytest.raises(StorageError, match="storage_path must be readable at the start"):

@@ -134,4 +134,4 @@ def test_a_resume_begins_at_a_sample_that_the_ranks_share_or_at_the_next_whole_b
     progress = Progress(sample_index=index)
     progress.begin_at_multiple(ranks=2, global_batch=12)
     assert progress.sample_index == begins_at
-    assert ("samples 25 to 36 are left out" in caplog.text) is (index != begins_at)
+    assert ("samples 25 to 36 are skipped" in caplog.text) is (index != begins_at)

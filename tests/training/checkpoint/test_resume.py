@@ -19,6 +19,6 @@ def test_a_rank_with_another_config_is_refused_with_the_keys_that_differ(tmp_pat
     check_same_config(config, of_rank_0, 1)
     other = config.model_copy(update={"seed": 5, "training": config.training.model_copy(update={"lr": 0.5})})
     with pytest.raises(
-        ConfigError, match=r"another one on rank 1 than on rank 0: .*seed.*training\.lr: was 0\.001, is 0\.5"
+        ConfigError, match=r"a different one on rank 1 than on rank 0: .*seed.*training\.lr: was 0\.001, is 0\.5"
     ):
         check_same_config(other, of_rank_0, 1)

@@ -115,7 +115,7 @@ def test_what_best_points_to_stays_until_a_better_one_is_there(tmp_path: Path) -
 
 def test_best_does_not_move_to_a_damaged_one(tmp_path: Path) -> None:
     save(tmp_path, 4, best_step=4)
-    (save(tmp_path, 8) / "state.pt").unlink()  # the run goes on from 4 and cannot save the 8 it comes to
+    (save(tmp_path, 8) / "state.pt").unlink()  # the run continues from 4 and cannot save the 8 it comes to
     save(tmp_path, 10, best_step=8)
     assert load_checkpoint(tmp_path / "best")["step"] == 4
 
@@ -251,7 +251,7 @@ def test_older_ones_that_cannot_be_listed_cost_a_warning_and_no_save(
 
         monkeypatch.setattr(checkpoint_save, "list_checkpoints", refuse)
         assert find_damage(save(tmp_path, 1)) is None
-        assert f"older checkpoints in {tmp_path} stay: {error}" in caplog.text
+        assert f"older checkpoints in {tmp_path} are kept: {error}" in caplog.text
 
 
 def test_a_save_flushes_the_names_on_the_way_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_the_next_save_waits_for_the_last_and_says_for_how_long(
         assert find_damage(tmp_path / "step_00000001") is None
     found = [load_checkpoint(tmp_path / f"step_0000000{step}")["model"]["conv.weight"][0] for step in (1, 2)]
     assert found == [1, 2]
-    assert "s for the writer of checkpoints" in caplog.text
+    assert "s for the checkpoint writer" in caplog.text
     assert f"saved {tmp_path / 'step_00000002'}" in caplog.text
 
 
@@ -82,7 +82,7 @@ def test_a_long_wait_says_what_it_waits_for(
         raise KeyError("mine")
     said = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) >= 2
-    assert f" s: it is writing the checkpoint of step 7 in {tmp_path}; look whether the disk answers" in said[0]
+    assert f" s: it is writing the checkpoint of step 7 in {tmp_path}; check whether the disk answers" in said[0]
     assert find_damage(tmp_path / "step_00000007") is None
 
 
@@ -139,7 +139,7 @@ def test_a_defect_of_the_last_save_surfaces_at_the_end_and_hides_no_other_error(
         writer.save(1, unpicklable())
         raise KeyError("mine")
     (record,) = caplog.records
-    assert record.message == "the writer of checkpoints has failed as well"
+    assert record.message == "the checkpoint writer has failed as well"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], TypeError)
 

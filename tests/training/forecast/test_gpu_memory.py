@@ -122,7 +122,7 @@ def test_the_plan_finds_the_largest_batch_that_fits_beside_other_processes() -> 
     alone, others = gpu_of(enough), gpu_of(enough + 5 * GIB, 5 * GIB + CONTEXT_BYTES)
     for use in (alone, others):  # memory of other processes is not ours
         text = remedy(config, CPU, use)
-        assert ", and 3 fit: go on with --resume training.train_batch_size=2 training.accumulate_steps=4" in text
+        assert ", and 3 fit: continue with --resume training.train_batch_size=2 training.accumulate_steps=4" in text
 
 
 def test_a_batch_that_should_have_fitted_is_said_to_and_fragments_and_neighbours_are_named() -> None:
@@ -143,14 +143,14 @@ def test_a_plan_that_fails_is_said_and_the_next_smaller_batch_is_proposed(monkey
 
     monkeypatch.setattr("vesuvius.training.forecast.gpu_memory.plan_memory", fail)
     text = str(gpu_memory_error(small(*batches(4, 1)), CPU, torch.OutOfMemoryError(CUDA_TEXT), 7, ToldVram(USE)))
-    assert "not known (the memory plan has no answer: no way)" in text
+    assert "unknown (the memory plan has no answer: no way)" in text
     assert "--resume training.train_batch_size=2 training.accumulate_steps=2" in text
 
 
 def test_where_not_even_one_patch_fits_the_network_must_shrink() -> None:
     config = small(*batches(2, 1), "training.lean_norm=false")
     text = remedy(config, CPU, gpu_of(GIB // 2))
-    assert "of 0.50 GiB, and not even one patch fits: set training.lean_norm=true, name more" in text
+    assert "of 0.50 GiB, and not even one patch fits: set training.lean_norm=true, add training" in text
     assert "train_batch_size=" not in text
 
 
@@ -170,15 +170,15 @@ def test_the_text_has_the_rule_the_value_the_remedy_and_the_table() -> None:
         "peak       74.00 GiB",
         "others     4.00 GiB",
         "free       1.00 GiB of 80.00 GiB",
-        "retries    12 allocations had to wait for memory to be given back, 1 failed",
+        "retries    12 allocations had to wait for memory to be freed, 1 failed",
     ):
         assert any(row in line for line in table), row
 
 
 def test_what_was_not_saved_is_said() -> None:
     text = str(gpu_memory_error(small(), CPU, torch.OutOfMemoryError(CUDA_TEXT), None))
-    assert "none could be saved now; --resume goes on from the last one" in text
-    assert "not known (the GPU's memory cannot be read)" in text
+    assert "none could be saved now; --resume continues from the last one" in text
+    assert "unknown (the GPU's memory cannot be read)" in text
 
 
 def test_every_librarys_way_of_saying_it_is_known() -> None:

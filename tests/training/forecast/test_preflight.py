@@ -26,7 +26,7 @@ def test_more_readers_than_processors_can_serve_are_doubted(workers: int, addres
     config = Config.model_validate_json(json.dumps(sections))
     found = [line for line in doubts(config, cores=2.0) if "readers share 2 processors" in line]
     assert len(found) == doubted
-    assert not doubted or "set training.workers=2, or at most 8 for a store" in found[0]
+    assert not doubted or "set training.workers=2, or at most 8 for a remote store" in found[0]
 
 
 @pytest.mark.parametrize(("tasks", "warned"), [(range(2), True), (range(8), False), (itertools.count(), False)])
@@ -45,4 +45,4 @@ def test_fewer_tasks_than_readers_are_doubted(tasks: Iterable[int], warned: bool
     found = too_few_tasks(config, plan, step=3)
     assert asked == [(3 * config.global_batch, config.stop_step * config.global_batch, 0, 1)]
     assert len(found) == warned
-    assert not warned or "8 readers and 2 tasks: the others stay without work; set training.workers=2" in found[0]
+    assert not warned or "8 readers and 2 tasks: the others stay idle; set training.workers=2" in found[0]

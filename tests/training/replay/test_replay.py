@@ -283,7 +283,7 @@ def test_a_run_keeps_three_steps_and_says_when_it_keeps_no_more(
     kept = [f"nonfinite/step_{step:08d}.pt" for step in (1, 2, 3)]
     assert [event["replay"] for event in session.events()] == [*kept, None, None]
     assert sorted(map(str, Path("nonfinite").iterdir())) == kept
-    assert "nonfinite holds 3 steps already: step 4 is not kept for replay" in caplog.text
+    assert "nonfinite already holds 3 steps: step 4 is not kept for replay" in caplog.text
 
 
 @pytest.mark.parametrize("missing", [False, True], ids=["half written", "too small"])

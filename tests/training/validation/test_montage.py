@@ -7,7 +7,15 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from vesuvius.training.validation.montage import GAP, HEADING, PAPER, Cell, draw_grid, magnification, orthogonal_slices
+from vesuvius.training.validation.montage import (
+    GAP,
+    HEADING,
+    PAPER,
+    MontageCell,
+    draw_grid,
+    magnification,
+    orthogonal_slices,
+)
 
 
 def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
@@ -27,7 +35,7 @@ def test_the_middle_slices_lie_as_the_faces_of_a_box() -> None:
 
 
 def test_a_patch_of_air_is_seen_on_its_paper() -> None:
-    picture = np.asarray(draw_grid([Cell("1", orthogonal_slices(np.full((4, 8, 8), -1.0), 12))], "t"))
+    picture = np.asarray(draw_grid([MontageCell("1", orthogonal_slices(np.full((4, 8, 8), -1.0), 12))], "t"))
     assert (picture == 0).sum() == 12 * 12 * (8 * 8 + 2 * 4 * 8)
     assert (picture == PAPER).sum() > GAP * 12 * 8
 
@@ -48,7 +56,7 @@ def test_small_patches_are_enlarged(shape: tuple[int, int, int], factor: int) ->
 
 @pytest.mark.parametrize("count", [1, 7, 64])
 def test_a_grid_shows_every_cell_once_and_is_no_ribbon(count: int) -> None:
-    cells = [Cell(str(number), np.full((100, 120), 100 + number, np.uint8)) for number in range(count)]
+    cells = [MontageCell(str(number), np.full((100, 120), 100 + number, np.uint8)) for number in range(count)]
     picture = np.asarray(draw_grid(cells, "t"))
     found = [int((picture == 100 + number).sum()) for number in range(count)]
     # a few pixels of the letters may be as grey as a cell
@@ -58,7 +66,7 @@ def test_a_grid_shows_every_cell_once_and_is_no_ribbon(count: int) -> None:
 
 
 def test_a_grid_leaves_no_place_empty_where_another_number_of_columns_near_fills_it() -> None:
-    cells = [Cell(str(number), np.full((100, 120), 100, np.uint8)) for number in range(64)]
+    cells = [MontageCell(str(number), np.full((100, 120), 100, np.uint8)) for number in range(64)]
     height, width = np.asarray(draw_grid(cells, "t")).shape
     assert (height - HEADING) // (100 + HEADING) * (width // (120 + 3 * GAP)) == 64
 
@@ -68,7 +76,7 @@ def test_a_grid_leaves_no_place_empty_where_another_number_of_columns_near_fills
 def test_no_text_is_cut_or_runs_into_the_next_at_any_width(columns: int, letter: str) -> None:
     """`W` is the widest letter: room by the count of letters would cut it off."""
     title, caption = 60 * letter, 20 * letter
-    cells = [Cell(caption, np.zeros((20, 30), np.uint8))] * columns
+    cells = [MontageCell(caption, np.zeros((20, 30), np.uint8))] * columns
     picture = np.asarray(draw_grid(cells, title, columns))
     lit = [int((whole_text(text) > PAPER).sum()) for text in (title, caption)]
     heading, captions = picture[:HEADING], picture[HEADING : 2 * HEADING]

@@ -227,7 +227,7 @@ def test_a_slab_whose_disk_is_not_mounted_is_neither_listed_nor_read_as_air(
     slab.rename(tmp_path / "unmounted")
     if kind == "dangling link":
         slab.symlink_to(tmp_path / "disk2/slab")
-        words = f"a link to what is not there, {slab}"
+        words = f"a broken link, {slab}"
     else:
         slab.write_bytes(b"")
         words = f"a file in place of the folder {slab}"

@@ -1,1 +1,3 @@
-"""One cell of a bench, measured once: a training, a loader, a peer or any command."""
+"""One cell of a bench, measured once: a training, a loader, a peer or any command.
+
+In: a cell and the seconds to measure.  Out: a `Measurement`."""

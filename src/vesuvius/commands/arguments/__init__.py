@@ -1,1 +1,3 @@
-"""What several commands take: the config with its overrides, volumes, the options of sampling."""
+"""Options that several commands share: config and overrides, volumes, sampling.
+
+In: an argument parser, or parsed arguments.  Out: the options, or the checked values."""

@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
         prog="vesuvius sample",
         description="Draw from a trained model: samples of the size of a patch, or with --shape, --inpaint or an --out "
         "that ends in .zarr a volume of any size.  Samples: samples.zarr (OME-Zarr, one chunk a sample, in the grey "
-        "values of the training volume), montage.png and, for a conditional model, conditions.zarr.  Sample n follows "
-        "from the seed and n, bit by bit at equal batch size.",
+        "values of the training volume), montage.png and, for a conditional model, conditions.zarr.  Sample n depends "
+        "on the seed and n only, bit for bit at equal batch size.",
     )
     parser.add_argument(
         "--checkpoint",
@@ -55,16 +55,16 @@ def parser() -> argparse.ArgumentParser:
         "runs/NAME/checkpoints/best is the one with the lowest validation loss",
     )
     parser.add_argument("--count", type=positive, help="samples to draw (default: 16)")
-    parser.add_argument("--seed", type=natural, default=0, help="another seed, other samples (default: 0)")
+    parser.add_argument("--seed", type=natural, default=0, help="another seed gives other samples (default: 0)")
     parser.add_argument(
         "--batch-size",
         type=positive,
         default=4,
-        help="samples or tiles computed at once, at most --count; the last batch is computed in full, too (default: 4)",
+        help="samples or tiles computed at once, at most --count; the last batch is computed in full too (default: 4)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: below the run's samples/)")
-    parser.add_argument("--overwrite", action="store_true", help="replace samples that are already there")
-    parser.add_argument("--npy", action="store_true", help="write the samples as samples.npy, too: [count, Z, Y, X]")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing samples")
+    parser.add_argument("--npy", action="store_true", help="also write the samples as samples.npy: [count, Z, Y, X]")
     parser.add_argument(
         "--weights",
         default="ema",
@@ -83,8 +83,8 @@ def parser() -> argparse.ArgumentParser:
         "--condition",
         type=_array,
         metavar="VOLUME",
-        help="zarr volume that the network is shown, PATH or PATH@LEVEL; samples are shown --box of it (default: "
-        "places of the training's condition that training has not seen)",
+        help="zarr volume that conditions the network, PATH or PATH@LEVEL; samples use its "
+        "--box (default: held-out places of the training condition)",
     )
     parser.add_argument(
         "--box",
@@ -99,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
     """Add the options that set keys of the config."""
-    keys = parser.add_argument_group("keys of the config", "as in the checkpoint's config where they are not given")
+    keys = parser.add_argument_group("keys of the config", "default: as in the checkpoint's config")
     for option, meaning in _MEANINGS.items():
         keys.add_argument(f"--{option}", metavar="VALUE", help=f"{KEYS[option]}: {meaning}")
 
@@ -118,7 +118,10 @@ def _add_volume(group: argparse._ArgumentGroup) -> None:
         help="voxels (default: of the given volumes, or of --box)",
     )
     group.add_argument(
-        "--inpaint", type=_array, metavar="VOLUME", help="zarr volume to fill, PATH or PATH@LEVEL; known voxels stay"
+        "--inpaint",
+        type=_array,
+        metavar="VOLUME",
+        help="zarr volume to fill, PATH or PATH@LEVEL; known voxels are kept",
     )
     group.add_argument(
         "--mask",
@@ -129,10 +132,10 @@ def _add_volume(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--rounds",
         type=positive,
-        help="network calls per step of --inpaint: more, better borders (default: 4)",
+        help="network calls per step of --inpaint; more give better borders (default: 4)",
     )
     group.add_argument(
-        "--overlap", type=float, metavar="SHARE", help="of neighbouring tiles, at least, 0 to 0.75 (default: 0.5)"
+        "--overlap", type=float, metavar="SHARE", help="least overlap of neighbouring tiles, 0 to 0.75 (default: 0.5)"
     )
     group.add_argument(
         "--blend",
@@ -141,7 +144,7 @@ def _add_volume(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--workers", type=positive, help="processes (default: as many as GPUs, or as cores)")
     group.add_argument(
-        "--dry-run", action="store_true", help="say what it takes in time, disk and memory, and write nothing"
+        "--dry-run", action="store_true", help="print the time, disk and memory that it takes; write nothing"
     )
 
 
@@ -159,9 +162,9 @@ def check_options(arguments: argparse.Namespace) -> str | None:
     if given:
         option = given[0].replace("_", "-")
         remedy = "remove it" if volume else "remove it, or give --shape, or an --out that ends in .zarr"
-        return f"--{option} is of {name} only; {remedy}"
+        return f"--{option} applies to {name} only; {remedy}"
     if volume and arguments.out is None:
-        return "a volume needs a place; add --out NAME.zarr"
+        return "a volume needs an output; add --out NAME.zarr"
     return None
 
 

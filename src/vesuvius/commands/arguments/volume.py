@@ -50,7 +50,7 @@ def _add_synth(commands: Commands) -> None:
     )
     synth.add_argument("--seed", type=natural, default=0, help="which scroll (default: 0)")
     synth.add_argument("--chunk", type=natural, default=128, help="edge of a chunk in voxels, even (default: 128)")
-    synth.add_argument("--overwrite", action="store_true", help="replace zarr volumes that are already there")
+    synth.add_argument("--overwrite", action="store_true", help="replace existing zarr volumes")
 
 
 def _add_info(commands: Commands) -> None:
@@ -65,17 +65,17 @@ def _add_info(commands: Commands) -> None:
         "--patch", type=_SIZE, default=_PATCH, metavar="Z,Y,X", help=f"voxels of a patch (default: {_PATCH_TEXT})"
     )
     info.add_argument("--places", type=natural, default=16, help="boxes to sample grey values from (default: 16)")
-    info.add_argument("--list", action="store_true", help="count the stored chunks by a listing, however long it takes")
+    info.add_argument("--list", action="store_true", help="list the store to count its chunks, however long that takes")
     info.add_argument("--json", action="store_true", help="print JSON; null = unknown")
 
 
 def _add_copy(commands: Commands) -> None:
     copy = commands.add_parser(
         "copy",
-        help="copy a box of a volume, remote or not, to a disk; goes on where it was",
+        help="copy a box of a volume, remote or not, to a disk; continues where it stopped",
         description="Copy a box of one level to an OME-Zarr 0.4 on a disk (blosc-zstd, the chunks of the source).  "
-        "Absent chunks stay absent.  However it ends, the same command goes on where it was; until it is whole, the "
-        "copy lies in OUT.zarr.partial.  Exit code 6: chunks could not be read.",
+        "Missing chunks stay missing.  However it ends, the same command continues where it stopped; until it is "
+        "complete, the copy lies in OUT.zarr.partial.  Exit code 6: chunks could not be read.",
     )
     _add_source(copy, "SOURCE", "what to copy from: a folder, or an address https://, s3:// or gs://")
     copy.add_argument("out", type=Path, metavar="OUT.zarr", help="where to write; the name ends in .zarr")
@@ -91,7 +91,7 @@ def _add_copy(commands: Commands) -> None:
         "--levels", type=natural, default=1, help="levels of the copy, each the mean of 2x2x2 voxels (default: 1)"
     )
     _add_store(copy)
-    copy.add_argument("--no-space-check", action="store_true", help="begin even where the disk may be too small")
+    copy.add_argument("--no-space-check", action="store_true", help="start even if the disk may be too small")
 
 
 def _add_occupancy(commands: Commands) -> None:
@@ -120,11 +120,11 @@ def _add_source(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> 
 def _add_verify(commands: Commands) -> None:
     verify = commands.add_parser(
         "verify",
-        help="read every stored chunk once and list those that are broken; goes on where it was",
+        help="read every stored chunk once and list those that are broken; continues where it stopped",
         description="Read every stored chunk of a level once and list those that are broken.  However it ends, the "
-        "same command goes on where it was.  Where the list of stored chunks is kept beside the level "
-        "(.chunk_occupancy.npz, of `vesuvius volume occupancy`), a chunk that it names and that is gone is broken.  "
-        "Exit code 6: some are broken.",
+        "same command continues where it stopped.  Where the list of stored chunks is kept beside the level "
+        "(.chunk_occupancy.npz, of `vesuvius volume occupancy`), a chunk that it lists but that is missing "
+        "counts as broken.  Exit code 6: some are broken.",
     )
     _add_source(verify, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
     verify.add_argument(
@@ -150,10 +150,10 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
         type=number_from_0,
         default=_STORE.outage_minutes,
         metavar="M",
-        help=f"how long to wait for a network or server that is away (default: {_STORE.outage_minutes:g})",
+        help=f"how long to wait for a network or server that does not answer (default: {_STORE.outage_minutes:g})",
     )
     parser.add_argument(
         "--forbidden-is-absent",
         action="store_true",
-        help="a chunk that answers 403 is absent, as in S3 buckets that one may read and not list",
+        help="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing",
     )

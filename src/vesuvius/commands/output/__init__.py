@@ -1,1 +1,1 @@
-"""What commands print: progress bars, tables of volumes."""
+"""What commands print.  In: results and progress.  Out: lines, tables and progress bars."""

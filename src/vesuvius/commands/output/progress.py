@@ -55,7 +55,7 @@ def progress(name: str) -> Iterator[Callable[[str, int, int], None]]:
 def terminal_bar(
     name: str, *columns: ProgressColumn, at_once: bool = False, stderr: bool = True, **options: Any
 ) -> Iterator[Callable[..., None]]:
-    """A bar with these columns behind its name and the log's lines above it.
+    """A bar with these columns after its name and the log's lines above it.
 
     Args:
         at_once: it is shown before anything is known, else with the first move.

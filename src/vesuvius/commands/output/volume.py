@@ -75,8 +75,8 @@ def copy_text(figures: CopyFigures, out: Path, source: str) -> str:
     """A copy that has ended, whole or not."""
     head = f"{out}: box {format_box(figures.source_box)} of {source}"
     if figures.before == figures.chunks and not figures.seconds:
-        return f"{head}\n  is there already, whole: nothing was done"
-    before = f"; {figures.before} were done before" if figures.before else ""
+        return f"{head}\n  is already there and complete: nothing was done"
+    before = f"; {figures.before} were done earlier" if figures.before else ""
     fetched = "" if figures.fetched_bytes is None else f"{_bytes(figures.fetched_bytes)} fetched, "
     rows = [
         ("chunks", f"{figures.written} written, {figures.air} air, {figures.failed} failed{before}"),
@@ -104,7 +104,7 @@ def verify_text(figures: VerifyFigures) -> str:
     before = f" ({figures.before} of {figures.objects} objects by earlier processes{since})" if figures.before else ""
     head = f"{figures.volume}: {figures.chunks} chunks read{before} in {figures.seconds:.1f} s"
     if not figures.broken:
-        return f"{head}: all are whole"
+        return f"{head}: all are intact"
     rows = [(f"chunk {list(b.chunk)}", f"{b.key}, voxels {format_box(b.box)}: {b.cause}") for b in figures.broken]
     return "\n".join([f"{head}: {len(figures.broken)} are broken; restore them from their source", *_rows(rows)])
 
@@ -160,7 +160,7 @@ def _grey_rows(grey: GreyStatistics) -> Iterator[tuple[str, str]]:
     places = "1 random stored box" if grey.places == 1 else f"{grey.places} random stored boxes"
     where = f"{grey.voxels / 1e6:.1f} M voxels at {places}{unreadable}"
     if grey.mean is None or grey.std is None or grey.percentiles is None or grey.air_share is None:
-        yield "grey values", f"unknown: nothing but air in {where}"
+        yield "grey values", f"unknown: only air in {where}"
         return
     yield (
         "grey values",
@@ -192,13 +192,13 @@ def _patch_rows(facts: VolumeFacts) -> Iterator[tuple[str, str]]:
     )
     yield (
         "memory",
-        f"{_bytes(region.regions_bytes)} for the M decoded regions; readers, and what they have ready, come on top",
+        f"{_bytes(region.regions_bytes)} for the M decoded regions, plus the readers and their prefetched blocks",
     )
     if region.repeats:
-        yield "note", "there are fewer regions than M: batches repeat them"
+        yield "note", "fewer regions than M: batches repeat them"
     divisor = ModelConfig().divisor_zyx
     if any(p % d for p, d in zip(facts.patch_zyx, divisor, strict=True)):
-        yield "note", f"the default network needs a patch that is a multiple of {format_sizes(divisor)}"
+        yield "note", f"the default network needs a patch size that is a multiple of {format_sizes(divisor)}"
 
 
 def _yaml(facts: VolumeFacts) -> Iterator[str]:

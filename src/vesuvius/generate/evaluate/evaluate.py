@@ -22,7 +22,7 @@ from vesuvius.generate.evaluate.figures import Judgement, judge
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
 from vesuvius.generate.evaluate.page import SHOWN, build_page, figure_table, montage_cells, plain, seam_table, verdict
 from vesuvius.generate.evaluate.patches import (
-    Generated,
+    GeneratedPatches,
     PatchSet,
     RealPatches,
     RealSource,
@@ -147,7 +147,7 @@ def _check(request: EvaluationRequest, info: CheckpointInfo) -> None:
     check_volume(info, request.training_volume, "--training-volume")
     if request.out is not None and os.path.lexists(request.out):
         raise ConfigError(
-            f"an evaluation does not replace what exists; got {request.out}, which is there; choose another --out"
+            f"an evaluation does not replace files; got {request.out}, which exists; choose another --out"
         )
 
 
@@ -181,10 +181,10 @@ def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgre
         differing = [k for k in wanted if k not in ("amp", "evaluations_per_sample") and there.get(k) != wanted[k]]
         if differing:
             raise ConfigError(
-                f"samples that are there are taken where they were drawn with the same arguments; got {out} with "
-                f"another {differing[0]}; remove it, or name other samples with --generated"
+                f"existing samples are reused only if they were drawn with the same arguments; got "
+                f"{out} with a different {differing[0]}; remove it, or name other samples with --generated"
             )
-        log.info("samples are there already: %s", out)
+        log.info("using the existing samples: %s", out)
         return out
     draw_samples(SampleRequest(**(vars(asked) | {"out": out})), on_step)
     return out
@@ -198,7 +198,7 @@ class _TiledVolume(AbstractContextManager["_TiledVolume"]):
         record = finished_record(path, DRAWING)
         if not isinstance(record, dict) or not {"shape_zyx", "overlap"} <= record.keys():
             raise ConfigError(
-                f"--volume must be one that `vesuvius sample --shape` has drawn: its record says where tiles lie; got "
+                f"--volume must be drawn by `vesuvius sample --shape`, whose record says where the tiles are; got "
                 f"{path}, which has none; name another"
             )
         z, y, x = record["shape_zyx"]
@@ -214,7 +214,7 @@ class _TiledVolume(AbstractContextManager["_TiledVolume"]):
     def __exit__(self, *_: object) -> None:
         self._volume.close()
 
-    def cut(self, patch_zyx: Triple, count: int, condition: str | None) -> Generated:
+    def cut(self, patch_zyx: Triple, count: int, condition: str | None) -> GeneratedPatches:
         """Patches of it.  Raises ConfigError and DataError.
 
         Args:
@@ -262,7 +262,12 @@ def _notes(generated: PatchSet, real: RealPatches, search: TrainingSearch, condi
 
 
 def _rows(
-    source: RealSource, number: int, found: Generated, generated: PatchSet, held_out: PatchSet, classes: int | None
+    source: RealSource,
+    number: int,
+    found: GeneratedPatches,
+    generated: PatchSet,
+    held_out: PatchSet,
+    classes: int | None,
 ) -> dict[str, NDArray[np.float32]]:
     """Patches for the montage: generated and real ones, of the same places where these are known, and their labels."""
     rows, starts = {"generated": generated.values[:SHOWN]}, (found.starts_zyx or [])[:SHOWN]

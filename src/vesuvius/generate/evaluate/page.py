@@ -14,7 +14,7 @@ from vesuvius.generate.evaluate.figures import Estimate, Figure, Judgement
 from vesuvius.generate.evaluate.seams import Seam
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.model import RunReport, Table
-from vesuvius.training.validation.montage import Cell, middle_slice
+from vesuvius.training.validation.montage import MontageCell, middle_slice
 from vesuvius.training.validation.texture import HISTOGRAM_EDGES, Texture
 
 SHOWN = 24
@@ -133,13 +133,13 @@ def plain(judgement: Judgement, seams: Sequence[tuple[Seam, Seam | None]]) -> di
     return found
 
 
-def montage_cells(rows: Mapping[str, NDArray[np.float32]], scale: int, columns: int = 8) -> list[Cell]:
+def montage_cells(rows: Mapping[str, NDArray[np.float32]], scale: int, columns: int = 8) -> list[MontageCell]:
     """Middle slices of the first patches of each kind, in rows by turns."""
     count, cells = min(SHOWN, *map(len, rows.values())), []
     for first in range(0, count - count % min(columns, count), columns):
         for name, patches in rows.items():
             cells += [
-                Cell(f"{name} {number}", middle_slice(patches[number], scale))
+                MontageCell(f"{name} {number}", middle_slice(patches[number], scale))
                 for number in range(first, min(first + columns, count))
             ]
     return cells

@@ -75,7 +75,7 @@ class RealSource:
         """Reads metadata.  Raises ConfigError without held-out voxels, and DataError."""
         if config.validation.fraction == 0:
             raise ConfigError(
-                "an evaluation compares with patches that training has not seen; got a run with "
+                "an evaluation compares with held-out patches; got a run with "
                 "data.validation.fraction=0, which holds out none; train with 0.05, for example"
             )
         if number is not None:
@@ -98,7 +98,7 @@ class RealSource:
         if min(len(chosen), len(beside)) < LEAST_PATCHES:
             raise DataError(
                 f"an evaluation needs {LEAST_PATCHES} patches of training in either half of the training voxels; got "
-                f"{len(chosen)} and {len(beside)} of {len(found.volumes)} that were drawn; evaluate a run with larger "
+                f"{len(chosen)} and {len(beside)} of {len(found.volumes)} drawn; evaluate a run with larger "
                 "volumes"
             )
         boxes = [split.validation for split in data.splits if split.validation is not None]
@@ -107,8 +107,8 @@ class RealSource:
         )
         if side_by_side < count:
             log.warning(
-                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and count as fewer "
-                "in all intervals; data.validation.fraction says how much is held out",
+                "held-out voxels hold %d patches side by side, and %d are compared: they overlap, and count "
+                "as fewer in all intervals; data.validation.fraction says how much is held out",
                 side_by_side,
                 count,
             )
@@ -201,7 +201,7 @@ def _patch_box(start_zyx: Triple, patch_zyx: Triple) -> Box:
 
 
 def _apart(found: FixedPatches, patch_zyx: Triple, count: int) -> list[int]:
-    """Rows behind the first `count` that share no voxel with those; up to `count`."""
+    """Rows after the first `count` that share no voxel with those; up to `count`."""
 
     def box(row: int) -> Box:
         return _patch_box(found.starts_zyx[row], patch_zyx)
@@ -221,7 +221,7 @@ def _half_of(box: Box, patch_zyx: Triple, start_zyx: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Generated:
+class GeneratedPatches:
     """Generated patches in grey values, not read yet."""
 
     stored: Any  # [N, Z, Y, X]
@@ -231,7 +231,7 @@ class Generated:
     groups: NDArray[np.int64]  # as in `PatchSet`
 
 
-def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None) -> Generated:
+def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | None) -> GeneratedPatches:
     """Generated patches of a file.
 
     Args:
@@ -248,7 +248,7 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
     if len(shape) != 4 or shape[1:] != tuple(patch_zyx):
         raise ConfigError(
             f"--generated must hold patches of the training's size, [N, {', '.join(map(str, patch_zyx))}]; got shape "
-            f"{list(shape)} in {path}; cut them to that size, or name another file"
+            f"{list(shape)} in {path}; cut them to that size, or give another file"
         )
     if shape[0] < LEAST_PATCHES:
         raise ConfigError(
@@ -262,10 +262,10 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
         # Places in another volume (--condition) say nothing about the held-out voxels.
         if record.get("condition") == condition and "starts_zyx" in record:
             starts = [(int(z), int(y), int(x)) for z, y, x in record["starts_zyx"]][:count]
-    return Generated(array[:count], starts, labels, np.arange(count))
+    return GeneratedPatches(array[:count], starts, labels, np.arange(count))
 
 
-def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Triple | None) -> Generated:
+def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Triple | None) -> GeneratedPatches:
     """Generated patches from random places of a drawn volume.  Reads them.
 
     Args:
@@ -278,7 +278,7 @@ def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Trip
     if apart < LEAST_PATCHES:
         raise ConfigError(
             f"an evaluation needs {LEAST_PATCHES} patches side by side in --volume; got {apart} in {volume.name}; draw "
-            "a larger one, or name samples to judge with --generated"
+            "a larger one, or name samples to evaluate with --generated"
         )
     last = [size - patch for size, patch in zip(volume.shape_zyx, patch_zyx, strict=True)]
     starts = [(z, y, x) for z, y, x in np.random.default_rng(0).integers(0, last, (count, 3), endpoint=True).tolist()]
@@ -287,7 +287,7 @@ def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Trip
     if first_zyx is not None:
         (fz, fy, fx), places = first_zyx, starts
         starts = [(z + fz, y + fy, x + fx) for z, y, x in places]
-    return Generated(stored, None if first_zyx is None else starts, None, groups)
+    return GeneratedPatches(stored, None if first_zyx is None else starts, None, groups)
 
 
 def _opened(path: Path) -> Any:
@@ -304,7 +304,9 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def generated_set(found: Generated, grey: GreyRange, dtype: np.dtype[Any], halves: Sequence[int] | None) -> PatchSet:
+def generated_set(
+    found: GeneratedPatches, grey: GreyRange, dtype: np.dtype[Any], halves: Sequence[int] | None
+) -> PatchSet:
     """Generated patches as model values; first rounded to the dtype of the volume, as real voxels are.
 
     Raises:

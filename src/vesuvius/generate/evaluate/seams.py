@@ -36,7 +36,7 @@ class Seam:
 
 
 def face_planes(starts: Sequence[int], patch: int) -> tuple[int, ...]:
-    """The planes in front of which a tile begins, or behind which one ends; the ends of the volume are none.  Pure."""
+    """The planes in front of which a tile begins, or after which one ends; the ends of the volume are none.  Pure."""
     size = max(starts) + patch
     return tuple(sorted({plane for start in starts for plane in (start, start + patch)} - {0, size}))
 

@@ -29,7 +29,7 @@ from vesuvius.generate.volume.network import NetworkRecipe, OpenNetworkWork
 from vesuvius.generate.volume.output import DRAWING, Greys, output_plan, write_volume
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, forget_unflushed, live_blocks
+from vesuvius.generate.volume.work import VolumeJob, forget_unflushed, live_blocks
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.training.checkpoint.format import find_checkpoint
@@ -85,7 +85,7 @@ class VolumeSummary:
 
 
 def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> VolumeSummary:
-    """Draw a volume, or go on with it; one that is there, made with the same arguments, is left as it is.
+    """Draw a volume, or continue it; one that is there, made with the same arguments, is left as it is.
 
     Raises:
         ConfigError: arguments do not fit the checkpoint or each other, or something else is at `out`.
@@ -108,8 +108,8 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             with (
                 open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target,
                 storage_errors(
-                    "a drawing needs a writable disk with enough room",
-                    "free space: what is done stays, and the same command goes on",
+                    "a drawing needs a writable disk with enough space",
+                    "free space: what is done is kept, and the same command continues",
                     f"while writing {target.path}",
                 ),
             ):
@@ -151,7 +151,7 @@ class _Drawing:
         self.plan = output_plan(shape, dtype.itemsize)
         self.multiscale = multiscale(request.out.stem, self.plan.levels, scale, [unit] * 3, corner)
         self.tiling = Tiling(shape, config.data.patch_size, request.overlap)
-        self.job = Job(
+        self.job = VolumeJob(
             self.tiling,
             request.seed,
             sampling_levels(schedule, config.diffusion),
@@ -169,7 +169,7 @@ class _Drawing:
 
     @property
     def record(self) -> dict[str, Any]:
-        """All that the voxels follow from, as plain JSON: a drawing goes on with the same, or not at all."""
+        """All that the voxels follow from, as plain JSON: a drawing continues with the same, or not at all."""
         request, info = self._request, self._info
         return {
             "shape_zyx": list(self.shape_zyx),
@@ -269,9 +269,9 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
     check_volume(info, request.volume)
     check_condition(info, given.condition)
     if request.rounds is not None and (given.inpaint is None or request.blend == "final"):
-        raise ConfigError("--rounds is of --inpaint with --blend step only; got it without; remove it")
+        raise ConfigError("--rounds applies to --inpaint with --blend step only; got it without; remove it")
     if given.mask is not None and given.inpaint is None:
-        raise ConfigError("--mask says what to fill of --inpaint; got no --inpaint; add it, or remove --mask")
+        raise ConfigError("--mask says what to fill in --inpaint; got no --inpaint; add it, or remove --mask")
     if given.condition is None and config.has_condition and config.diffusion.sampler_guidance != 0:
         raise ConfigError(
             "a model that was trained with conditions needs --condition VOLUME; got none; name one, or add --guidance "

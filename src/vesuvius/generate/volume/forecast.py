@@ -17,7 +17,7 @@ from vesuvius.errors import StorageError
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.network import Network, NetworkRecipe
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import Job, used_blocks
+from vesuvius.generate.volume.work import VolumeJob, used_blocks
 from vesuvius.runlog.files.disk_use import free_disk_bytes
 from vesuvius.runlog.units import format_duration, size_text
 
@@ -64,13 +64,13 @@ class VolumeForecast:
         """Raises StorageError where the disk is too small."""
         if not self.fits:
             raise StorageError(
-                f"the disk must have room for the state and the volume; got {size_text(self.state_bytes)} and "
+                f"the disk must hold the state and the volume; got {size_text(self.state_bytes)} and "
                 f"{size_text(self.output_bytes)} needed and {size_text(self.free_bytes)} free for {out}; free space, "
                 "lower --overlap or --shape, or choose another --out"
             )
 
 
-def forecast_of(job: Job, output_bytes: int, workers: int, out: Path, live: NDArray[np.bool_]) -> VolumeForecast:
+def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live: NDArray[np.bool_]) -> VolumeForecast:
     """What follows from numbers alone.  Asks the disk of `out` for its free space.
 
     Args:
@@ -98,7 +98,7 @@ def forecast_of(job: Job, output_bytes: int, workers: int, out: Path, live: NDAr
     )
 
 
-def measured_too(forecast: VolumeForecast, job: Job, recipe: NetworkRecipe) -> VolumeForecast:
+def measured_too(forecast: VolumeForecast, job: VolumeJob, recipe: NetworkRecipe) -> VolumeForecast:
     """The same with time and memory.  Calls the network twice."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -121,7 +121,7 @@ def measured_too(forecast: VolumeForecast, job: Job, recipe: NetworkRecipe) -> V
     )
 
 
-def _evaluations_per_tile(job: Job) -> int:
+def _evaluations_per_tile(job: VolumeJob) -> int:
     if not job.whole_tiles:
         return len(job.passes)
     steps = len(job.levels) - 1

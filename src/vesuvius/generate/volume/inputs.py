@@ -182,7 +182,7 @@ class Inputs(AbstractContextManager["Inputs"]):
 
 
 def _stored_stamp(volume: Volume, box: Box) -> str | None:
-    """What changes when voxels of a box are written anew: of few bytes their content, else sizes and times of files.
+    """What changes when voxels of a box are rewritten: of few bytes their content, else sizes and times of files.
 
     None for a remote volume: of that only the metadata are compared.
     """

@@ -15,7 +15,7 @@ from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.estimate import NetworkEstimate
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
-from vesuvius.generate.volume.work import Job, Work
+from vesuvius.generate.volume.work import VolumeJob, Work
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.self_test import check_convolution, cudnn_problem
@@ -79,7 +79,7 @@ class Network:
 class OpenNetworkWork:
     """Opens the network and makes what does the work with it; picklable."""
 
-    job: Job
+    job: VolumeJob
     folder: Path
     recipe: NetworkRecipe
 

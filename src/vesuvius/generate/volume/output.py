@@ -93,7 +93,7 @@ def _checked_known(box: Box, written: zarr.Array[Any], inputs: Inputs) -> int:
     known = ~inputs.gaps(box)
     if not np.array_equal(np.asarray(written[slices(box)])[known], inputs.read(inputs.inpaint, box)[known]):
         raise StorageError(
-            f"known voxels must be kept; got others in the box {format_box(box)} of what was written: the given "
-            "volume has changed, or the disk fails; remove the unfinished drawing and start again"
+            f"known voxels must be kept; got others in the box {format_box(box)} of what was written: the "
+            "given volume has changed, or the disk fails; remove the unfinished drawing and start again"
         )
     return int(known.sum())

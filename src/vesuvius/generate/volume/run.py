@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from vesuvius.errors import VesuviusError
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.work import Job, State, Work, state_numbers, used_blocks
+from vesuvius.generate.volume.work import State, VolumeJob, Work, state_numbers, used_blocks
 from vesuvius.generate.watch import Watch
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Sampling:
 
     def __init__(
         self,
-        job: Job,
+        job: VolumeJob,
         folder: Path,
         open_work: OpenWork,
         workers: int = 1,
@@ -87,14 +87,14 @@ class Sampling:
                 self._deaths += 1
                 if self._deaths > _DEATHS_WITHOUT_WORK:
                     raise VesuviusError(
-                        f"workers must live; got {self._deaths} deaths without work done between them; see the log "
-                        "above, and for a kill the kernel's (dmesg); try fewer --workers"
+                        f"workers must survive; got {self._deaths} deaths without any work done in between; "
+                        "see the log above and, for a kill, the kernel log (dmesg); try fewer --workers"
                     ) from error
-                log.warning("a worker has died; others are started and go on with its part")
+                log.warning("a worker has died; others are started and take over its part")
         return State(self._folder, job, last).x
 
     def _resumed(self) -> int:
-        """The pass to go on with, -1 = the noise is to be drawn; older states are deleted."""
+        """The pass to continue with, -1 = the noise is to be drawn; older states are deleted."""
         states = [State(self._folder, self._job, number) for number in state_numbers(self._folder)]
         blocks = np.flatnonzero(self.used).tolist()
         whole = [state for state in states if state.x.whole(blocks)]
@@ -167,7 +167,9 @@ class _Parts:
         batches_left: batches of tiles that were to be done at the beginning.
     """
 
-    def __init__(self, job: Job, folder: Path, number: int, live: NDArray[np.bool_], used: NDArray[np.bool_]) -> None:
+    def __init__(
+        self, job: VolumeJob, folder: Path, number: int, live: NDArray[np.bool_], used: NDArray[np.bool_]
+    ) -> None:
         self._job, self._number, self._live = job, number, live
         self._predictions = State(folder, job, number).predictions if number >= 0 else None
         self._there: set[int] = self._predictions.tiles() if self._predictions is not None else set()

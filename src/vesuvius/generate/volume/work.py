@@ -44,7 +44,7 @@ EstimateFor = Callable[[NDArray[Any] | None], Estimate]
 
 
 @dataclass(frozen=True)
-class Job:
+class VolumeJob:
     """What a volume follows from beside the network and the volumes it is given; picklable."""
 
     tiling: Tiling
@@ -80,7 +80,7 @@ class Job:
 class State:
     """The files of the state before one pass."""
 
-    def __init__(self, folder: Path, job: Job, number: int) -> None:
+    def __init__(self, folder: Path, job: VolumeJob, number: int) -> None:
         self.number, self.path, self._blocks = number, folder / f"{number:05d}", job.tiling.blocks
         self.x = Field(self.path / "x", job.tiling)
         self.x_0 = Field(self.path / "x_0", job.tiling)
@@ -122,7 +122,7 @@ class Work:
         device: where estimates are made.
     """
 
-    def __init__(self, job: Job, folder: Path, estimate_for: EstimateFor, device: torch.device) -> None:
+    def __init__(self, job: VolumeJob, folder: Path, estimate_for: EstimateFor, device: torch.device) -> None:
         self._job, self._folder, self._device = job, folder, device
         self._estimate_for = estimate_for
         self.known = Field(folder / "known", job.tiling) if job.inpaint else None
@@ -218,7 +218,7 @@ def live_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], watch:
     return live.ravel()
 
 
-def used_blocks(job: Job, live: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def used_blocks(job: VolumeJob, live: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Whether the network sees voxels of a block: bool [blocks].  The others have no state, as nothing follows from it.
 
     Args:
@@ -238,11 +238,11 @@ def state_numbers(folder: Path) -> list[int]:
     return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdigit())
 
 
-def forget_unflushed(job: Job, folder: Path, used: NDArray[np.bool_]) -> None:
+def forget_unflushed(job: VolumeJob, folder: Path, used: NDArray[np.bool_]) -> None:
     """After a crash of the machine, delete what may not be on the disk as it was written.
 
     A state is flushed before the one before it is deleted; so the oldest whole one is sound, but for the first, which
-    has none before it.  Later ones, predictions and what was read of given volumes are made anew.
+    has none before it.  Later ones, predictions and what was read of given volumes are made again.
     """
     now = f"{boot_id()}\n".encode()
     note = folder / "boot"

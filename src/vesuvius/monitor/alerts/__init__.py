@@ -1,1 +1,3 @@
-"""What an operator is told at once: troubles of the system, a disk that will be full, a run that stands still."""
+"""What an operator has to know at once.  In: system samples, disk use, signs of progress.  Out: log lines, records.
+
+GPU and process troubles, a disk that will be full, a run that hangs."""

@@ -25,16 +25,16 @@ _SLOWED_S = 10.0
 # The common ones of NVIDIA's list; the rest are said by number.
 _XIDS = {
     13: "an exception in a kernel",
-    31: "a kernel has used memory that is not its own",
+    31: "a kernel has accessed memory that is not its own",
     43: "the GPU has stopped a program",
     45: "the GPU has cleaned up after a program",
-    48: "an error of memory that ECC could not correct",
+    48: "a memory error that ECC could not correct",
     63: "a damaged row of memory will be replaced at the next reset",
     64: "a damaged row of memory could not be replaced",
-    74: "an error of NVLink",
+    74: "an NVLink error",
     79: "the GPU has fallen off the bus",
-    94: "an error of memory, contained: its program ends",
-    95: "an error of memory, not contained: the GPU needs a reset",
+    94: "a contained memory error: its program ends",
+    95: "an uncontained memory error: the GPU needs a reset",
     119: "the GPU's own processor does not answer",
 }
 
@@ -75,7 +75,7 @@ class Notices:
             Notice(
                 logging.WARNING,
                 f"process {pid} of this run has been stopped (SIGSTOP, or a debugger) for {_STOPPED_S:.0f} s; "
-                f"kill -CONT {pid} lets it go on",
+                f"kill -CONT {pid} resumes it",
             )
             for pid in late
         ]
@@ -102,7 +102,7 @@ def _slowed_notice(gpu: GpuUse) -> Notice:
     return Notice(
         logging.WARNING,
         f"GPU {gpu.index} ({gpu.name}) has been slowed down for {_SLOWED_S:.0f} s{temperature} by "
-        f"{', '.join(reasons)}; look at its cooling and power supply (nvidia-smi -q -d PERFORMANCE)",
+        f"{', '.join(reasons)}; check its cooling and power supply (nvidia-smi -q -d PERFORMANCE)",
         "gpu_slowed",
         {"gpu": gpu.index, "reasons": reasons, "temperature_c": gpu.temperature_c},
     )
@@ -113,17 +113,18 @@ def _gpu_errors(before: SystemSample, sample: SystemSample, gpu_uuid: str | None
     ecc_before = {gpu.uuid: gpu.ecc_uncorrected for gpu in before.gpus}
     for gpu in sample.gpus:
         ours = gpu_uuid is None or gpu_uuid in gpu.uuid
-        level, foreign = (logging.ERROR, "") if ours else (logging.WARNING, "; it is not the GPU of this run")
+        level, foreign = (logging.ERROR, "") if ours else (logging.WARNING, "; this run does not use that GPU")
         for xid in gpu.xids:
-            text = f"GPU {gpu.index} ({gpu.name}): XID {xid}: {_XIDS.get(xid, 'see the list of XIDs by NVIDIA')}"
+            meaning = _XIDS.get(xid, "see NVIDIA's list of XIDs")
+            text = f"GPU {gpu.index} ({gpu.name}): XID {xid}: {meaning}"
             yield Notice(level, text + foreign, "gpu_xid", {"gpu": gpu.index, "xid": xid})
         counted = ecc_before.get(gpu.uuid)
         if counted is not None and gpu.ecc_uncorrected is not None and gpu.ecc_uncorrected > counted:
             text = (
-                f"GPU {gpu.index} ({gpu.name}): {gpu.ecc_uncorrected - counted} new error(s) of memory that ECC could "
-                "not correct"
+                f"GPU {gpu.index} ({gpu.name}): {gpu.ecc_uncorrected - counted} new memory error(s) that "
+                "ECC could not correct"
             )
-            remedy = "; results since may be wrong: stop, have the GPU checked, go on from an earlier checkpoint"
+            remedy = "; results since may be wrong: stop, have the GPU checked, continue from an earlier checkpoint"
             fields = {"gpu": gpu.index, "errors": gpu.ecc_uncorrected - counted}
             yield Notice(level, text + (remedy if ours else foreign), "gpu_ecc", fields)
 
@@ -152,5 +153,5 @@ def others_text(run_bytes: int, ranks_here: int, others: Sequence[ProcessUse]) -
     held = size_text(run_bytes) if ranks_here == 1 else f"about {size_text(run_bytes)} in {ranks_here} ranks"
     return (
         f"this run holds {held} of the memory in use, so the guard does nothing; the largest processes beside "
-        f"{'it' if ranks_here == 1 else 'this rank'}: {named or 'none that can be seen from here'}"
+        f"{'it' if ranks_here == 1 else 'this rank'}: {named or 'none visible from here'}"
     )

@@ -32,7 +32,7 @@ class _Expected:
 
 
 class Watchdog:
-    """Logs one ERROR when nothing has come for so long, with the stacks of all threads, and one INFO when it goes on.
+    """Logs one ERROR when nothing has come for so long, with the stacks of all threads, and one INFO when it continues.
 
     A context manager.  The loop calls `expects` and `alive`, which cost next to nothing.
 
@@ -76,7 +76,7 @@ class Watchdog:
             self._thread.join(_JOIN_S)
 
     def expects(self, what: str, waiting_for: str | Callable[[], str]) -> None:
-        """The loop goes on: from now on `what` is to come, e.g. "batch".  For the loop's thread.
+        """The loop continues: from now on `what` is to come, e.g. "batch".  For the loop's thread.
 
         Args:
             waiting_for: what that needs, for people; a function is called in the watchdog's thread.
@@ -135,7 +135,7 @@ class Watchdog:
         fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self._stacks.name}/{path.name}"}
         heard = fields | {"what": expected.what, "waiting_for": waiting_for, "seconds": seconds}
         _beside(lambda: self._dump(path, text))
-        _beside(lambda: log.error("%s; the run waits on, a stop saves step %d", line, step))
+        _beside(lambda: log.error("%s; the run keeps waiting, a stop saves step %d", line, step))
         _beside(lambda: self._record("verdict", **fields, bound="hung", cause=None, overrides=[]))
         _beside(lambda: self._record("event", event="hung", **heard))
 
@@ -157,7 +157,7 @@ class Watchdog:
             if self._dump_readers is not None:
                 self._dump_readers(path)
         except OSError as error:
-            log.warning("the stacks of a run that hangs must be writable; got %s for %s; free some space", error, path)
+            log.warning("the stacks of a hung run must be writable; got %s for %s; free some space", error, path)
 
 
 def _beside(write: Callable[[], None]) -> None:

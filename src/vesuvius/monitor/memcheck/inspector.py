@@ -63,7 +63,7 @@ class ProcessInspector:
         except ProcessLookupError:
             if self._history is None:
                 raise NoRunError(
-                    f"--pid must be a living process; got {self._pid}, and there is none; see `ps aux`"
+                    f"--pid must be a live process; got {self._pid}, which does not exist; see `ps aux`"
                 ) from None
             return Inspection(now, "process", self._name, "ended", f"ended before {format_time(now)}")
         if self._history is None:

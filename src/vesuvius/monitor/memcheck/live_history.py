@@ -80,7 +80,7 @@ class LiveHistory:
         cache_bytes = sample.cgroup.file_bytes if sample.cgroup else sample.machine.page_cache_bytes
         self._cache.add(sample.time, cache_bytes)
         stopped = ", ".join(str(process.pid) for process in sample.processes if process.is_stopped)
-        remark = f"stopped by a signal (SIGSTOP) or a debugger: process {stopped}; kill -CONT lets it go on"
+        remark = f"stopped by a signal (SIGSTOP) or a debugger: process {stopped}; kill -CONT resumes it"
         return replace(
             found,
             remarks=(*found.remarks, *([remark] if stopped else [])),

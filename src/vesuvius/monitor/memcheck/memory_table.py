@@ -122,7 +122,10 @@ def _fact_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
     if found.growing:
         yield "growing", Text(_growing_text(found))
     if found.pss_bytes is not None:
-        yield "PSS", Text(f"{gib(found.pss_bytes)} GiB, all processes, each shared page once among those that map it")
+        yield (
+            "PSS",
+            Text(f"{gib(found.pss_bytes)} GiB, all processes, each shared page divided among those that map it"),
+        )
     if found.sample is not None:
         yield from _machine_lines(found, found.sample)
     yield from _gpu_lines(found)
@@ -146,7 +149,10 @@ def _growing_text(found: Inspection) -> str:
 
 def _machine_lines(found: Inspection, sample: SystemSample) -> Iterator[tuple[str, Text]]:
     machine = sample.machine
-    yield "machine", Text(f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by all that runs on it")
+    yield (
+        "machine",
+        Text(f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by everything that runs on it"),
+    )
     swap = (
         "none"
         if machine.swap_total_bytes == 0

@@ -27,8 +27,8 @@ HUNG_AFTER_P95 = 10.0
 _FRESH_S = 30.0
 _MONITOR_LATE_S = 15.0
 _PROCESS_STATES = {
-    psutil.STATUS_STOPPED: "it is stopped (SIGSTOP); kill -CONT lets it go on",
-    psutil.STATUS_TRACING_STOP: "a debugger holds it",
+    psutil.STATUS_STOPPED: "it is stopped (SIGSTOP); kill -CONT resumes it",
+    psutil.STATUS_TRACING_STOP: "a debugger has stopped it",
     psutil.STATUS_DISK_SLEEP: "it waits for a disk",
 }
 
@@ -94,7 +94,7 @@ class RunInspector:
         session = notes.session
         if session is None:
             return "unknown", (
-                "no session.json: it has not begun, or an older version wrote it; --pid watches its process"
+                "no session.json: it has not started, or an older version wrote it; --pid watches its process"
             )
         if session.end_time is not None:
             return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}"
@@ -103,8 +103,8 @@ class RunInspector:
         if is_alive(session, self._viewpoint.roots) is False:
             last = notes.moments[-1].time if notes.moments else None
             seen = f"; last seen {format_time(last)}" if last is not None else ""
-            return "killed", f"killed: process {session.pid} is gone and wrote no end{seen}"
-        return "elsewhere", f"on {session.host}, which cannot be seen from here; its files say"
+            return "killed", f"killed: process {session.pid} is gone and recorded no end{seen}"
+        return "elsewhere", f"on {session.host}, which is not visible from here; its files say"
 
     def _kills(self, notes: RunState, sample: SystemSample | None, state: State) -> tuple[str, ...]:
         """What says that something was killed in this session."""
@@ -117,7 +117,7 @@ class RunInspector:
             deaths += [self._death] if self._death else []
         lines = [f"{headline(death)}, noticed {format_time(death.time)}" for death in deaths]
         if state == "killed" and not lines:
-            lines.append(f"process {session.pid} is gone and wrote no end")
+            lines.append(f"process {session.pid} is gone and recorded no end")
         return (*lines, *([] if state == "killed" else _counted_kills(session, notes, sample)))
 
     def _kept_deaths(self) -> list[Death]:
@@ -141,10 +141,10 @@ def _living_state(notes: RunState, sample: SystemSample, now: float) -> tuple[St
     if root.is_stopped:
         return "hung", f"process {root.pid} does nothing{why}"
     if notes.sign_time is None or notes.step is None or notes.step_s_p95 is None:
-        return "running", f"process {root.pid} is at work" + (", no step yet" if notes.step is None else "")
+        return "running", f"process {root.pid} is running" + (", no step yet" if notes.step is None else "")
     what, silent_s = _silence(notes, now)
     if silent_s <= max(HUNG_AFTER_S, HUNG_AFTER_P95 * notes.step_s_p95):
-        return "running", f"process {root.pid} is at work"
+        return "running", f"process {root.pid} is running"
     usual = f"95 % of the steps take less than {notes.step_s_p95:.2f} s"
     return "hung", f"no {what} for {format_duration(silent_s)}, where {usual}{why}"
 
@@ -181,7 +181,7 @@ def _remarks(notes: RunState, sample: SystemSample | None, now: float) -> tuple[
     if now - last > _MONITOR_LATE_S:
         remarks.append(f"the run's own monitor is silent for {format_duration(now - last)}")
     if notes.moments and notes.session.workers and not _seen_readers(notes.moments[-1], sample):
-        remarks.append("its readers are not below its process (a Ray cluster): what they hold is not in the table")
+        remarks.append("its readers are not children of its process (a Ray cluster): their memory is not in the table")
     return tuple(remarks)
 
 
@@ -223,7 +223,7 @@ def _from_moments(found: Inspection, notes: RunState, now: float) -> Inspection:
         rows=history.rows(labels, notes.peaks),
         level=Level[last.level] if fresh else None,
         reason=reason if last.killer else "",
-        remarks=(*found.remarks, f"figures are of {format_time(last.time)}"),
+        remarks=(*found.remarks, f"figures from {format_time(last.time)}"),
     )
 
 

@@ -123,7 +123,7 @@ class Guard:
     def _seconds_left(self, time_s: float, risk: Risk) -> float:
         """Until a killer strikes; infinity where no growth is known.
 
-        After the readers were reopened the trend begins anew and says nothing for most of a minute.  Until then what
+        After the readers were reopened the trend starts over and says nothing for most of a minute.  Until then what
         grew before is taken to go on at its pace, unless memory is seen to rise at less than half of that.
         """
         first = risk.killers[0]

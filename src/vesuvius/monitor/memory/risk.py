@@ -109,7 +109,7 @@ class RiskWatch:
         return Risk(level, reason, killers, trend, exhaustion, growing)
 
     def restart(self) -> None:
-        """Forget the past: readers were started anew, so what grew before says nothing.
+        """Forget the past: readers were restarted, so what grew before says nothing.
 
         From the next sample on; so it may be called in another thread than `add`.
         """
@@ -198,7 +198,7 @@ def _figures_text(killer: MemoryLimit) -> str:
 
 def _growth_text(trend: Trend | None, exhaustion: Exhaustion | None, growing: Mapping[int, Trend]) -> str:
     if trend is None or exhaustion is None:
-        return "no growth beyond doubt"
+        return "no significant growth"
     latest = "never" if exhaustion.latest_s is None else format_duration(exhaustion.latest_s)
     text = (
         f"growing {trend.bytes_per_s / 1e6:.1f} MB/s: full in {format_duration(exhaustion.likely_s)} "

@@ -1,1 +1,1 @@
-"""After a process was killed.  In: kernel logs, counters, the last samples.  Out: the cause and a remedy."""
+"""After a process was killed.  In: kill counts, Ray's account, the last samples.  Out: the cause and a remedy."""

@@ -60,7 +60,7 @@ def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: fl
         counted = f"the kernel killed {rise.machine} process(es) of this machine for memory since {since}"
         if full:
             return _likely_scope(last), [f"{counted}: memory was nearly full, most likely this one", _NAME_THE_VICTIM]
-        return "unknown", [f"{counted}: which ones is not known", _NAME_THE_VICTIM]
+        return "unknown", [f"{counted}: which ones is unknown", _NAME_THE_VICTIM]
     if rise.cgroup == 0 or rise.machine == 0:
         where = "this cgroup" if rise.cgroup == 0 else "this machine"
         return "signal", [f"the kernel counted no kill for memory in {where} since {since}"]
@@ -131,7 +131,7 @@ def remedy_of(
         moments: the last minute before it.
         ray_share: share of the machine's memory at which Ray kills; None = not known.
     """
-    again = "the run goes on with a new reader" if victim == "reader" else "start again with --resume"
+    again = "the run continues with a new reader" if victim == "reader" else "start again with --resume"
     full = bool(moments) and (share_of(moments[-1]) or 0.0) >= NEARLY_FULL
     match cause:
         case "cgroup" | "machine":
@@ -139,8 +139,8 @@ def remedy_of(
         case "ray":
             at = "" if ray_share is None else f" at {100 * ray_share:.0f} % of it"
             return (
-                f"{_less_memory(victim, workers, moments)} Ray counts the memory of the whole machine, everybody's, "
-                f"and kills{at} (RAY_memory_usage_threshold)."
+                f"{_less_memory(victim, workers, moments)} Ray counts the memory of the whole machine, including "
+                f"other users', and kills{at} (RAY_memory_usage_threshold)."
             )
         case "signal" | "unknown" if full:
             return (
@@ -150,7 +150,7 @@ def remedy_of(
         case "signal" | "restart":
             return f"nothing of the configuration; {again}."
         case _:
-            return f"{again}; should it happen again, watch it: vesuvius memcheck --watch 2."
+            return f"{again}; if it happens again, watch it: vesuvius memcheck --watch 2."
 
 
 def _less_memory(victim: Victim, workers: int, moments: Sequence[MemorySample]) -> str:
@@ -162,7 +162,7 @@ def _less_memory(victim: Victim, workers: int, moments: Sequence[MemorySample]) 
             f"to {size_text(growth.now_bytes)}."
         )
     if victim == "reader":
-        sentences.append("The run goes on with a new reader; if it happens again, stop it first.")
+        sentences.append("The run continues with a new reader; if it happens again, stop it first.")
     if workers:
         sentences.append(
             f"Start it with --resume training.workers={workers - 1} training.prefetch_factor=1 (fewer readers, fewer "

@@ -28,7 +28,7 @@ _EVERY_S = 10.0
 # Each kill has one of the words that operators search logs for: killed, oom, out of memory.
 _HEADLINES: Mapping[Cause, str] = {
     "cgroup": "was killed: out of memory: its cgroup was at its limit, and the kernel chose this process",
-    "machine": "was killed: out of memory: the machine had no more, and the kernel chose this process",
+    "machine": "was killed: out of memory: the machine had none left, and the kernel chose this process",
     "ray": "was killed: out of memory: Ray's memory monitor chose this process",
     "gpu": "ended: out of memory on the GPU",
     "guard": "was ended by the memory guard before it was out of memory",
@@ -110,9 +110,9 @@ def _table(death: Death) -> list[str]:
     """The memory of the last minute, a line for every ten seconds."""
     shown = _every(death.moments, _EVERY_S)
     if not shown:
-        return ["  no look at its memory was kept"]
+        return ["  no sample of its memory was kept"]
     end = death.moments[-1].time
-    head = f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit that kills"
+    head = f"  {'seconds':>9}{'run GiB':>10}{'trainer':>10}{'largest reader':>24}   share of the limit"
     return [head, *[_row(moment, moment.time - end) for moment in shown]]
 
 

@@ -1,6 +1,6 @@
 """Who died, what killed it, the last minute of its memory, and what to change: `post_mortem.jsonl` of a run.
 
-A reader is examined while its run goes on; a run that was killed, by the next session or from outside.
+A reader is examined while its run continues; a run that was killed, by the next session or from outside.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def examine_reader(end: ReaderEnd, step: int, session: SessionRecord, moments: S
     if end.signal is not None:
         cause: Cause = "signal"
         evidence = [
-            f"it crashed by {end.signal}, as its own note says, while it read {end.volume or 'nothing'}",
+            f"it crashed with {end.signal}, as its own note says, while it read {end.volume or 'nothing'}",
             *account,
         ]
     elif end.exit_type == "NODE_OUT_OF_MEMORY":
         cause, evidence = "ray", account
     elif end.node not in ("", os.uname().nodename):
         cause = "unknown"
-        evidence = [*account, f"it ran on {end.node}, whose kernel cannot be asked from here"]
+        evidence = [*account, f"it ran on {end.node}, whose kernel cannot be queried from here"]
     elif end.exit_type not in (None, "SYSTEM_ERROR"):
         cause, evidence = "unknown", account
     else:
@@ -170,12 +170,12 @@ def _examine(run_dir: Path, session: SessionRecord, roots: Roots) -> Death:
     elif is_alive(session, roots) is None:
         cause = "unknown"
         evidence = [
-            "it ran on another machine, whose kernel cannot be asked from here; it wrote no end, and its lock on the "
-            "run is gone"
+            "it ran on another machine, whose kernel cannot be queried from here; it recorded no end, and its "
+            "lock on the run is gone"
         ]
     else:
         cause = "restart"
-        evidence = [f"the machine has been started anew since: its boot id was {session.boot_id} and is {here}"]
+        evidence = [f"the machine has been restarted since: its boot id was {session.boot_id} and is {here}"]
     evidence += [f"last sign of life {format_time(seen)}, after step {step}"]
     workers = session.workers if last is None or last.workers is None else last.workers  # the guard may have cut some
     return Death(

@@ -47,7 +47,7 @@ class Vram:
         the GPU does not answer any more.
 
         Args:
-            new_window: the peak starts afresh behind this read.  One that comes and goes between the two calls to torch
+            new_window: the peak starts over after this read.  One that comes and goes between the two calls to torch
                 is missed.
         """
         if not self._on_gpu:

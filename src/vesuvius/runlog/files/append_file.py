@@ -101,7 +101,7 @@ class AppendFile:
             self._failing = False
             lost, self._lost = self._lost, 0
             level = logging.ERROR if lost else logging.INFO
-            log.log(level, "%s is written again; %d lines were lost", self._path, lost)
+            log.log(level, "%s is writable again; %d lines were lost", self._path, lost)
 
 
 def _is_torn(path: Path) -> bool:

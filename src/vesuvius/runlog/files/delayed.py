@@ -53,8 +53,8 @@ class DelayedWrites:
             lost, self._lost = self._lost, 0
         if lost:
             log.error(
-                "%s: at most %d writes may wait for a disk or server that does not answer; %d more are lost: records, "
-                "or lines of this log",
+                "%s: at most %d writes may wait for a disk or server that does not answer; %d more are "
+                "lost: records, or lines of this log",
                 *(self._name, _WAITING, lost),
             )
 

@@ -30,7 +30,7 @@ def take_lock(descriptor: int, path: Path) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         raise StorageError(
-            f"a folder that one process alone may write needs a file system with flock; got {error} for {path}; "
+            f"a folder that only one process may write needs a file system with flock; got {error} for {path}; "
             "put it on another disk (VESUVIUS_RUNS for runs), or mount this one with locks (Lustre: -o flock; NFS: "
             "start its lock service)"
         ) from error

@@ -1,1 +1,1 @@
-"""Whoever wants the records of a run as they are written: TensorBoard, Prometheus, a webhook, trackers."""
+"""Who gets the records as they are written.  In: records.  Out: TensorBoard, Prometheus, a webhook, trackers."""

@@ -68,7 +68,7 @@ METRICS: dict[str, _Metric] = {
         "steps not applied: loss or gradient not finite", "event.nonfinite", counts=_ONCE
     ),
     "vesuvius_quarantined_boxes_total": _Metric(
-        "damaged boxes of voxels put into quarantine", "event.quarantine", counts=_ONCE
+        "damaged boxes of voxels put in quarantine", "event.quarantine", counts=_ONCE
     ),
     "vesuvius_reader_deaths_total": _Metric("readers that died and were replaced", "event.reader_died", counts=_ONCE),
     "vesuvius_hangs_total": _Metric("times the watchdog reported the run as hung", "event.hung", counts=_ONCE),
@@ -76,28 +76,30 @@ METRICS: dict[str, _Metric] = {
         "actions of the memory guard", "event", "action", ("prefetch", "worker", "exit")
     ),
     "vesuvius_verdicts_total": _Metric(
-        "verdicts by what bounds the run",
+        "verdicts by what limits the run",
         "verdict",
         "bound",
         ("compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound", "hung"),
     ),
     "vesuvius_ram_used_bytes": _Metric(
-        "memory of the run, shared memory once; most in the last window", "system.used_bytes"
+        "memory of the run, shared memory counted once; maximum of the last window", "system.used_bytes"
     ),
-    "vesuvius_ram_anon_bytes": _Metric("private memory of all processes; most in the last window", "system.anon_bytes"),
+    "vesuvius_ram_anon_bytes": _Metric(
+        "private memory of all processes; maximum of the last window", "system.anon_bytes"
+    ),
     "vesuvius_ram_shared_bytes": _Metric(
-        "shared memory, such as Ray's object store; most in the last window", "system.shared_bytes"
+        "shared memory, such as Ray's object store; maximum of the last window", "system.shared_bytes"
     ),
     "vesuvius_ram_trainer_bytes": _Metric(
-        "private memory of the trainer; most in the last window", "system.trainer_bytes"
+        "private memory of the trainer; maximum of the last window", "system.trainer_bytes"
     ),
     "vesuvius_ram_limit_bytes": _Metric("memory that the run may use", "system.limit_bytes"),
     "vesuvius_memory_risk": _Metric("0 low, 1 warn, 2 critical", "system.risk"),
     "vesuvius_reader_bytes": _Metric("private memory of each reader", "system", "pid"),
     "vesuvius_vram_reserved_bytes": _Metric(
-        "GPU memory that torch holds in the trainer; most in the last window", "system.vram.reserved_bytes"
+        "GPU memory that torch holds in the trainer; maximum of the last window", "system.vram.reserved_bytes"
     ),
-    "vesuvius_vram_peak_bytes": _Metric("GPU memory in tensors; most in the last window", "system.vram.peak_bytes"),
+    "vesuvius_vram_peak_bytes": _Metric("GPU memory in tensors; maximum of the last window", "system.vram.peak_bytes"),
     "vesuvius_gpu_memory_used_bytes": _Metric("memory in use, by all processes", "system.used_bytes", "gpu"),
     "vesuvius_gpu_memory_total_bytes": _Metric("memory of the GPU", "system.total_bytes", "gpu"),
     "vesuvius_gpu_busy_ratio": _Metric("share of time in which a kernel ran", "system.busy", "gpu"),
@@ -112,9 +114,7 @@ METRICS: dict[str, _Metric] = {
     "vesuvius_gpu_ecc_uncorrected_errors_total": _Metric(
         "memory errors since the driver was loaded", "system.ecc_uncorrected", "gpu"
     ),
-    "vesuvius_gpu_xids_total": _Metric(
-        "errors that the driver has reported (XID), of all GPUs", "event.gpu_xid", counts=_ONCE
-    ),
+    "vesuvius_gpu_xids_total": _Metric("errors reported by the driver (XID), all GPUs", "event.gpu_xid", counts=_ONCE),
     "vesuvius_disk_free_bytes": _Metric("free on the disk of the run directory", "system.disk.free_bytes"),
     "vesuvius_disk_run_bytes": _Metric("size of the run directory", "system.disk.run_bytes"),
     "vesuvius_cpu_throttled_ratio": _Metric(
@@ -152,7 +152,7 @@ class Exporter:
         except OSError as error:
             log.warning(
                 "monitor.prometheus_port must be free, and monitor.prometheus_address one of this machine; got %s for "
-                "%s:%d; choose others; the run goes on without",
+                "%s:%d; choose others; the run continues without",
                 *(error, address, port),
             )
 

@@ -75,7 +75,7 @@ class TensorBoard:
             self.close()
             log.error(
                 "TensorBoard's events must be writable; got %s in %s; free some space: no more are written in this "
-                "session; python tools/tensorboard_from_metrics.py %s makes them again from metrics.jsonl",
+                "session; python tools/tensorboard_from_metrics.py %s rebuilds them from metrics.jsonl",
                 error,
                 self._directory,
                 self._run,
@@ -88,7 +88,7 @@ class TensorBoard:
                 os.close(file)
 
     def _begin(self, time: float) -> int:
-        """Open the file of this session.  Its name sorts behind those of earlier ones: readers go by that."""
+        """Open the file of this session.  Its name sorts after those of earlier ones: readers go by that."""
         self._directory.mkdir(parents=True, exist_ok=True)
         others = (re.fullmatch(rf"{_EVENTS}(\d+)", path.name) for path in self._directory.iterdir())
         number = 1 + max((int(found[1]) for found in others if found), default=-1)
@@ -150,7 +150,7 @@ def _picture(tag: str, path: Path) -> Summary.Value | None:
         with Image.open(path) as image:
             width, height = image.size
     except OSError as error:
-        log.warning("the picture of a preview must be readable; got %s; TensorBoard goes without it", error)
+        log.warning("the picture of a preview must be readable; got %s; TensorBoard does without it", error)
         return None
     return Summary.Value(
         tag=tag, image=Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)

@@ -119,8 +119,8 @@ class Tracker:
         if not self._failed:
             self._failed = True
             log.warning(
-                "monitor.trackers %s does not take the figures of this run, or not fast enough; what it printed is in "
-                "%s; the run goes on, and metrics.jsonl has them all",
+                "monitor.trackers %s does not accept this run's figures, or not fast enough; what it "
+                "printed is in %s; the run continues, and metrics.jsonl has them all",
                 *(self._name, self._messages),
             )
 

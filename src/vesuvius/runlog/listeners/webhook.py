@@ -60,7 +60,7 @@ class Webhook:
         if is_web_address(self._url):
             self._posts = DelayedWrites("webhook", lambda: log.warning("a webhook could not be posted", exc_info=True))
         else:
-            log.warning("monitor.webhook %s must hold an http or https address; the run goes on without", url)
+            log.warning("monitor.webhook %s must hold an http or https address; the run continues without", url)
 
     def __enter__(self) -> Webhook:
         return self
@@ -101,7 +101,7 @@ class Webhook:
         if not self._failing:
             self._failing = True
             log.warning(
-                "monitor.webhook must take a POST; got %s from %s in %d attempts; the run goes on",
+                "monitor.webhook must take a POST; got %s from %s in %d attempts; the run continues",
                 *(error, urlsplit(self._url).netloc, len(self._pauses_s) + 1),
             )
 

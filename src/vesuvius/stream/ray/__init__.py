@@ -1,4 +1,6 @@
-"""Readers as Ray actors.  Importing it sets Ray's environment, which has to be there before Ray is imported."""
+"""Readers as Ray actors.  In: tasks of regions.  Out: their blocks in order, and what became of the readers.
+
+Importing it sets Ray's environment, which has to be there before Ray is imported."""
 
 import os
 

@@ -101,7 +101,7 @@ class RayBlocks(Iterator[Block]):
             if self._failure is not None:  # which has ended the execution
                 raise self._failure from None
             raise
-        if self._failure is not None:  # and another execution may go on, behind blocks that are lost
+        if self._failure is not None:  # and another execution may continue, after blocks that are lost
             raise self._failure
         return block
 

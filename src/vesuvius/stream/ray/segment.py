@@ -159,7 +159,7 @@ class Segment:
             private.end_execution(self._handle.executor)
 
     def close(self) -> None:
-        """End the execution and wait for its threads: one that called Ray after its shutdown would start it anew, or
+        """End the execution and wait for its threads: one that called Ray after its shutdown would start it again, or
         end the process."""
         self.interrupt()
         self._starter.join()

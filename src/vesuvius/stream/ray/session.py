@@ -53,8 +53,8 @@ class Session:
         self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
         if Session._hangs:
             raise ConfigError(
-                "Ray must have ended before it can start again; got one that did not end in this process; start "
-                "another process, or set training.workers=0 to do without"
+                "Ray must shut down before it can start again; got one that did not in this "
+                "process; start another process, or set training.workers=0 to run without Ray"
             )
         if not ray.is_initialized():
             start_ray(config, self._cpus, store_bytes)
@@ -124,7 +124,7 @@ def _shut_down() -> bool:
         )
         private.kill_daemons()
         if wait([ended], _KILLED_S).not_done:
-            log.warning("Ray did not shut down within another %g s, and is left behind", _KILLED_S)
+            log.warning("Ray did not shut down within another %g s, and is abandoned", _KILLED_S)
             private.leave_to_the_system()
             return False
     ended.result()
@@ -166,7 +166,7 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"Ray must start or answer; got cluster.address={config.address!r}: {one_line(error)}; start one with "
-            "`ray start --head`, set cluster.address=null for a private one, or training.workers=0 to do without"
+            "`ray start --head`, set cluster.address=null for a private one, or training.workers=0 to run without Ray"
         ) from error
 
 

@@ -49,14 +49,14 @@ class OutageLog:
             _, said = self._said.get(address, (outage, 0.0))
             if now - outage.since >= _SAID_AFTER_S and now - said >= _SAID_EVERY_S:
                 self._said[address] = outage, now
-                log.warning("%s (for %.0f s); the readers try again", outage, now - outage.since)
+                log.warning("%s (for %.0f s); the readers retry", outage, now - outage.since)
         for address in self._said.keys() - oldest.keys():
             outage, _ = self._said.pop(address)
             log.info("%s answers again after %.0f s", address, now - outage.since)
 
 
 class Poller:
-    """Calls a function every so often on a thread of its own, and goes on where it raises.
+    """Calls a function every so often on a thread of its own, and continues where it raises.
 
     Args:
         poll: what is called.
@@ -123,8 +123,8 @@ class ReaderWatch:
         self._poller = Poller(
             self._poll,
             _READERS_S,
-            "Ray does not say which readers live, and is asked again",
-            "Ray says again which readers live",
+            "Ray does not say which readers are alive; retrying",
+            "Ray says again which readers are alive",
         )
 
     def close(self) -> None:
@@ -215,7 +215,7 @@ class StoreWatch:
         self._poller = Poller(
             self._poll,
             _STORE_S,
-            "Ray's object store cannot be watched for spills, and is asked again every second",
+            "Ray's object store cannot be watched for spills; retrying every second",
             "Ray's object store is watched for spills again",
         )
 
@@ -224,7 +224,7 @@ class StoreWatch:
         self._poller.close()
 
     def _poll(self) -> None:
-        state, self._state = self._state or private.cluster_state(), None  # connects anew after an error
+        state, self._state = self._state or private.cluster_state(), None  # reconnects after an error
         stats = private.store_stats(state, timeout_s=5)
         self._state = state
         self.peak_bytes = max(self.peak_bytes, stats.used_bytes)

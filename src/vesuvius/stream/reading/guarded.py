@@ -42,7 +42,7 @@ class GuardedReader:
             try:
                 self._notes = NoteWriter(folder, role, actor)
             except OSError as error:
-                log.warning("a reader must be able to leave notes of what it reads; got %s; it goes on without", error)
+                log.warning("a reader must be able to note what it reads; got %s; it continues without", error)
 
     def read(self, volume: Volume, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """As `Volume.read`.
@@ -94,11 +94,11 @@ def log_crashes(crashed: Sequence[Note]) -> None:
     """Log how earlier trainers crashed, and what is read with care because of it."""
     for note in crashed:
         if note.place is None:
-            log.error("the process before this one (%d) was ended by %s, not by what it read", note.pid, note.crash)
+            log.error("the previous process (%d) was ended by %s, not by what it read", note.pid, note.crash)
             continue
         log.error(
-            "the process before this one (%d) was ended by %s while it read %s; that region is now read chunk by "
-            "chunk, and what ends the process again is replaced by others",
+            "the previous process (%d) was ended by %s while it read %s; that region is now read "
+            "chunk by chunk, and what ends the process again is replaced",
             note.pid,
             note.crash,
             note.place,

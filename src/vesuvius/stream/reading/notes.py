@@ -138,7 +138,7 @@ class NoteWriter:
         path = folder / f"{role}-{pid}-{uuid.uuid4().hex}{_SUFFIX}"
         self._note = Note(role, pid, socket.gethostname(), actor, psutil.Process().create_time(), path=path)
         self._file = path.open("wb")
-        self._dump = path.open("ab")  # behind the record: a second file, as `pwrite` to this one would append too
+        self._dump = path.open("ab")  # after the record: a second file, as `pwrite` to this one would append too
         self._lock = threading.Lock()
         self._was_enabled = faulthandler.is_enabled()
         if role == "reader":  # the trainer dumps its own stacks

@@ -59,8 +59,8 @@ def check_records(records: Sequence[Any], volumes: int) -> None:
             sound = False
         if not sound:
             raise ConfigError(
-                f"a quarantine record must be one that a stream of these {volumes} volumes has made; got "
-                f"{one_line(repr(record))}; pass it on as it was"
+                f"a quarantine record must come from a stream of these {volumes} volumes; got "
+                f"{one_line(repr(record))}; pass it on unchanged"
             )
 
 

@@ -159,7 +159,7 @@ class Reader:
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
         self._damaged = set(job.quarantined)
         self._staged: list[_RegionKey] = []
-        self._last_cause = "all of them touch damage that was known before"
+        self._last_cause = "all of them touch known damage"
         self._since = _Tally(self._opened)
         notes_dir = Path(job.notes_dir) if job.notes_dir else None
         self._reads = GuardedReader(notes_dir, "reader" if actor else "trainer", actor)

@@ -38,9 +38,9 @@ def dump_stacks(folder: Path, path: Path) -> None:
             since = "" if note.since is None else f" for {time.time() - note.since:.0f} s"
             out.write(f"---- reader {note.pid} on {note.node}, reading {note.place or 'nothing'}{since}\n")
             written = _stacks(note)[before[note.pid] :].decode(errors="replace")
-            out.write(written or f"no answer in {_ANSWER_S:g} s\n")
+            out.write(written or f"no answer within {_ANSWER_S:g} s\n")
         if not readers:
-            out.write("---- no reader lives on this machine\n")
+            out.write("---- no live reader on this machine\n")
 
 
 def _stacks(note: Note) -> bytes:

@@ -125,8 +125,8 @@ def _fixed_plan(data: PreparedData, config: DataConfig, held_out: bool) -> tuple
     if not planned:
         raise DataError(
             f"the held-out slab of some volume must hold a patch with data.min_foreground={config.min_foreground:g} of "
-            f"foreground; got none in {len(data.volumes)} volumes; raise data.validation.fraction, or do without "
-            "validation and previews: training.validate_every=0 and training.preview_every=0"
+            f"foreground; got none in {len(data.volumes)} volumes; raise data.validation.fraction, or switch "
+            "off validation and previews: training.validate_every=0 and training.preview_every=0"
         )
     return make_plan(_SEED, layout, list(planned.values())), list(planned)
 
@@ -148,7 +148,7 @@ def _plan_slab(data: PreparedData, number: int, layout: DataConfig) -> PlanVolum
             foreground=None if foreground is None else foreground.map,
         )
     except DataError as error:  # a slab is large enough for a patch: what it lacks is foreground
-        log.warning("volume %s has no part in validation, as its held-out end looks like air: %s", volume.name, error)
+        log.warning("volume %s takes no part in validation, as its held-out end looks like air: %s", volume.name, error)
         return None
 
 
@@ -175,7 +175,7 @@ def _read_patch(
                 voxels[...] = data.read_patch(read, kind, number, sample.box)
             return number, start_zyx
         except UnreadableChunkError as error:
-            log.warning("fixed patch %d is passed over at %s, for another of its volume: %s", index, start_zyx, error)
+            log.warning("fixed patch %d is skipped at %s, for another of its volume: %s", index, start_zyx, error)
     raise DataError(
         f"a fixed patch may be replaced data.max_quarantined={replacements} times; got no readable one for patch "
         f"{index} of {data.volumes[number].name}; restore the volume or raise the limit"

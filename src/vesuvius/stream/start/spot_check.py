@@ -48,11 +48,11 @@ class SpotCheck:
             for count, text in (
                 (len(self.broken), f"{len(self.broken)} BROKEN"),
                 (self.absent, f"{self.absent} not stored (air)"),
-                (self.quarantined, f"{self.quarantined} in quarantine left out"),
+                (self.quarantined, f"{self.quarantined} in quarantine skipped"),
             )
             if count
         ]
-        return f"{self.read} of {self.chunks} of {self.name} read: {', '.join(found) or 'all whole'}"
+        return f"{self.read} of {self.chunks} of {self.name} read: {', '.join(found) or 'all intact'}"
 
     def problem(self, max_quarantined: int) -> str | None:
         """A message on the broken ones; None where there are none."""
@@ -114,7 +114,7 @@ def _read(found: SpotCheck, volume: Volume, chunk: Triple, voxels: NDArray[Any])
     if (voxels != volume.fill_value).any() or not volume.grid.absent(box):
         return
     if volume.stored is not None and chunk in volume.stored:
-        cause = "the listing says that it is stored, and it is gone"
+        cause = "listed as stored, but missing"
         raise UnreadableChunkError(volume.name, box, chunk, box, cause)
     found.absent += 1
 

@@ -149,13 +149,13 @@ class StartReads:
         how = crash or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
         said = f": {one_line(printed.splitlines()[0 if crash else -1])}" if printed else ""
         if code >= 0:
-            raise VesuviusError(f"the process that reads for the start must not fail; got {how}{said}; see its message")
+            raise VesuviusError(f"the process that reads at the start must not fail; got {how}{said}; see its message")
         self._deaths += 1
         if self._deaths > self._config.max_reader_deaths:
             raise DataError(
                 f"at most data.max_reader_deaths={self._config.max_reader_deaths} processes that read may die; got "
-                f"{self._deaths} at the start, the last by {how} while it read {place or 'nothing'}{said}; restore the "
-                "volume if they crash, free memory if they are killed, or raise the limit"
+                f"{self._deaths} at the start, the last by {how} while it read {place or 'nothing'}{said}; restore "
+                "the volume if they crash, free memory if they are killed, or raise the limit"
             )
         log.warning(
             "the process that reads for the start was ended by %s while it read %s%s; another one %s",

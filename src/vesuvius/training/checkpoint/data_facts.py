@@ -16,7 +16,7 @@ from vesuvius.volumes.geometry import FloatTriple
 
 
 @dataclass(frozen=True)
-class VolumeFacts:
+class TrainedVolume:
     """A volume that a model is trained on."""
 
     name: str  # path and level
@@ -31,7 +31,7 @@ class VolumeFacts:
 class DataFacts:
     """The data that a model is trained on, one entry per `data.volumes` where plural."""
 
-    volumes: tuple[VolumeFacts, ...]
+    volumes: tuple[TrainedVolume, ...]
     greys: GreyRanges  # their grey ranges
     spectrum: Spectrum | None  # of their voxels; None in checkpoints of versions that knew no edm
     scalars: NDArray[np.float32]  # what the network is told of each volume, float32 [volumes, n]
@@ -41,7 +41,7 @@ class DataFacts:
         """The facts of prepared data."""
         kind: Kind = "condition" if data.conditions else "volume"
         volumes = tuple(
-            VolumeFacts(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, data.array(kind, number)[1].factors)
+            TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, data.array(kind, number)[1].factors)
             for number, v in enumerate(data.volumes)
         )
         return cls(volumes, greys, spectrum, scalars)
@@ -66,7 +66,7 @@ class DataFacts:
         greys, conditions = (tuple(GreyRange(*pair) for pair in state[key]) for key in ("greys", "condition_greys"))
         return cls(
             tuple(
-                VolumeFacts(
+                TrainedVolume(
                     volume["name"],
                     np.dtype(volume["dtype"]),
                     volume["voxel_size_um"],

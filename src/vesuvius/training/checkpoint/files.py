@@ -45,7 +45,7 @@ def read_state(path: Path, mmap: bool = False) -> Any:
 def write_state(path: Path, state: dict[str, Any], on_progress: Callable[[], None] = lambda: None) -> str:
     """Write tensors and plain data for `torch.load`; returns the SHA-256 sum.  Raises OSError.
 
-    `on_progress` is called behind each MiB.
+    `on_progress` is called after each MiB.
     """
     with _HashedFile(path, on_progress) as file:
         torch.save(state, file)

@@ -78,12 +78,12 @@ def newest_checkpoint(directory: Path) -> Path | None:
                 return path
             if looked_at is None or _inode(path) != looked_at:  # a run has deleted or replaced it meanwhile: look again
                 break
-            log.warning("checkpoint %s is damaged (%s) and is passed over", path, damage)
+            log.warning("checkpoint %s is damaged (%s) and is skipped", path, damage)
         else:
             return None
     raise StorageError(
-        f"a checkpoint must stay while it is read; got {_MOST_LOOKS} in {directory} that were deleted or replaced "
-        "meanwhile; raise training.keep_last of the run that writes there, or copy one elsewhere"
+        f"a checkpoint must not change while it is read; got {_MOST_LOOKS} in {directory} that were deleted or "
+        "replaced meanwhile; raise training.keep_last of the run that writes there, or copy one elsewhere"
     )
 
 
@@ -97,7 +97,7 @@ def newest_or_refuse(directory: Path, or_else: str = "") -> Path | None:
     if newest is None and (damaged := list_with_replaced(directory)):
         names = ", ".join(path.name for path in damaged)
         raise StorageError(
-            f"one checkpoint of a run must be whole; got {names} in {directory}, all damaged; restore one from a "
+            f"one checkpoint of a run must be intact; got {names} in {directory}, all damaged; restore one from a "
             f"backup{or_else}"
         )
     return newest
@@ -137,7 +137,7 @@ def _inode(path: Path) -> int | None:
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint was saved behind, from its name."""
+    """The step after which a checkpoint was saved, from its name."""
     return int(path.name.rpartition("step_")[2])
 
 
@@ -200,8 +200,8 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
                 newest = newest_or_refuse(RunDir(path).checkpoints)
                 if newest is None:
                     raise ConfigError(
-                        f"a run must have a checkpoint by now; got {path}, which has none yet; wait for its first "
-                        "(training.save_every)"
+                        f"a run must have a checkpoint; got {path}, which has none yet; wait "
+                        "for its first (training.save_every)"
                     )
                 return newest
         what = "which holds none of these" if given.exists() else "which is not there"
@@ -214,7 +214,9 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
 def unreadable(path: Path, error: Exception | str) -> StorageError:
     """The error for a checkpoint, or a file of one, that cannot be used."""
     got = error if isinstance(error, str) else f"{type(error).__name__}: {one_line(error)}"
-    return StorageError(f"a checkpoint must be as it was written; got {got} for {path}; use another checkpoint")
+    return StorageError(
+        f"a checkpoint must be unchanged since it was written; got {got} for {path}; use another checkpoint"
+    )
 
 
 def _holds_weights(name: str) -> bool:

@@ -69,8 +69,8 @@ class RunStore:
         """Raises BaseError, or StorageError where the file cannot be written."""
         parts = obstore.get(self._store, key).stream(min_chunk_size=_PART_BYTES)
         with storage_errors(
-            "what a run goes on from must fit on this disk",
-            "free some space, or let VESUVIUS_RUNS name a larger disk",
+            "what a run continues from must fit on this disk",
+            "free some space, or point VESUVIUS_RUNS at a larger disk",
             f"while {key} was copied from {self.address} to {file}",
             but=(ConnectionError, TimeoutError),
         ):
@@ -126,14 +126,14 @@ class Mirror:
         self._ended.set()
         self._thread.join(_SAY_AFTER_S)
         if self._thread.is_alive():
-            log.info("the last files are copied to %s; this may take up to %g s", self._store.address, _END_S)
+            log.info("copying the last files to %s; this may take up to %g s", self._store.address, _END_S)
             self._thread.join(_END_S)
         if not self._thread.is_alive() and not self._waiting:
             return
         missing = self._waiting or ["an upload that hangs"]
         log.warning(
-            "all of a run must be in cluster.storage_path when it ends; got %d files not uploaded to %s within %g s: "
-            "%s; copy %s there, or go on with --resume on this machine",
+            "all files of a run must be in cluster.storage_path when it ends; got %d files not uploaded to %s within "
+            "%g s: %s; copy %s there, or continue with --resume on this machine",
             len(missing),
             self._store.address,
             _END_S,
@@ -149,7 +149,7 @@ class Mirror:
             while self._copy(at_once=True) and time.monotonic() < deadline:
                 time.sleep(min(_EVERY_S, 5.0))
         except Exception:
-            log.exception("copies to %s end here: a defect of vesuvius, please report it", self._store.address)
+            log.exception("copies to %s end here: a bug in vesuvius, please report it", self._store.address)
             self._waiting = self._waiting or ["not known"]
 
     def _copy(self, at_once: bool) -> list[str]:
@@ -258,8 +258,7 @@ class Mirror:
         if now - self._warned > _WARN_EVERY_S or not self._warned:
             self._warned = now
             log.warning(
-                "cluster.storage_path must be writable; got %s for %s; the run goes on, and it is tried again every "
-                "%g s",
+                "cluster.storage_path must be writable; got %s for %s; the run continues and retries every %g s",
                 reason(error),
                 self._store.address,
                 _EVERY_S,
@@ -267,7 +266,7 @@ class Mirror:
 
 
 def open_run_store(config: Config, directory: RunDir, resume: bool, wait_s: float = 0.0) -> RunStore | None:
-    """Where a run is copied to, None = nowhere.  What is to go on from there is brought down.
+    """Where a run is copied to, None = nowhere.  What is to continue from there is downloaded.
 
     Args:
         wait_s: for another process that is at work on the run.
@@ -313,9 +312,9 @@ def fetch_run(store: RunStore, directory: RunDir) -> None:
     if not newer:
         if not (local or whole) and any(re.match(f"checkpoints/{_STEP}/", key) for key in keys):
             raise StorageError(
-                f"a run that is resumed needs a whole checkpoint in its store or on this machine; got parts of some "
-                f"alone in {store.address}, as where an upload was cut short; resume on the machine that wrote them, "
-                "or begin under another name"
+                f"a resumed run needs a complete checkpoint in its store or on this machine; got "
+                f"only parts in {store.address}, as after an interrupted upload; resume on the machine that "
+                "wrote them, or start under another name"
             )
         return
     for name in newer:
@@ -330,11 +329,11 @@ def fetch_run(store: RunStore, directory: RunDir) -> None:
             raise
         if (damage := find_damage(partial)) is None:
             break
-        log.warning("checkpoint %s in %s is damaged (%s) and is passed over", name, store.address, damage)
+        log.warning("checkpoint %s in %s is damaged (%s) and is skipped", name, store.address, damage)
         shutil.rmtree(partial)
     else:
         raise StorageError(
-            f"one checkpoint of a run must be whole; got {', '.join(newer)} in {store.address}, all damaged; restore "
+            f"one checkpoint of a run must be intact; got {', '.join(newer)} in {store.address}, all damaged; restore "
             "one from a backup, or set cluster.storage_path=null"
         )
     for key in (key for key in keys if not key.startswith("checkpoints/")):
@@ -360,8 +359,8 @@ def refuse_stored(store: RunStore) -> None:
     """Raises ConfigError where a new run would overwrite another one's objects, StorageError without an answer."""
     if _tried(lambda: store.list_keys("checkpoints"), store.address):
         raise ConfigError(
-            f"a new run needs a place of its own; got {store.address}, where there are checkpoints; go on with them by "
-            "--resume, or choose another name"
+            f"a new run needs a place of its own; got {store.address}, where there are checkpoints; continue from "
+            "them with --resume, or choose another name"
         )
 
 

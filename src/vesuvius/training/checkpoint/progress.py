@@ -1,4 +1,4 @@
-"""How far a run is: what a checkpoint knows beside the tensors, and the times a resumed run goes on counting."""
+"""How far a run is: what a checkpoint knows beside the tensors, and the times that a resumed run continues to count."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Progress:
     sample_index: int = 0
     # a record for each region that could not be read so far
     quarantined: list[dict[str, Any]] = field(default_factory=list)
-    # validated_step, previewed_step: the last step behind which a validation, a preview was finished; 0 = none
+    # validated_step, previewed_step: the last step after which a validation, a preview was finished; 0 = none
     validated_step: int = 0
     previewed_step: int = 0
     best: Best | None = None  # the best validation, whose checkpoint is kept
@@ -81,11 +81,11 @@ class Progress:
         if self.sample_index % ranks:
             before, self.sample_index = self.sample_index, -(-self.sample_index // global_batch) * global_batch
             log.warning(
-                "samples %d to %d are left out: %d ranks begin with a whole batch", before, self.sample_index, ranks
+                "samples %d to %d are skipped: %d ranks begin with a whole batch", before, self.sample_index, ranks
             )
 
     def go_back_to(self, step: int, samples_per_step: int) -> None:
-        """Count as if nothing behind `step` had been launched."""
+        """Count as if nothing after `step` had been launched."""
         self.sample_index -= (self.step - step) * samples_per_step
         self.step = step
 
@@ -109,7 +109,7 @@ class Progress:
         known.append(seconds + (known.pop() if more else 0.0))
 
     def validation_due(self, config: Config) -> bool:
-        """Whether a validation belongs behind the present step and has not been finished."""
+        """Whether a validation is due after the present step and has not been finished."""
         held_out = config.data.validation.fraction > 0
         return held_out and self._due(config.training.validate_every, self.validated_step, config.horizon_steps)
 
@@ -137,32 +137,32 @@ class Progress:
         slowest: they choose kernels and get memory."""
         return [*self._earlier, *self.pace, *[*self._unsettled][len(self._unsettled) // 2 :]]
 
-    def time_left(self, config: Config, behind: int | None = None, limit_s: float | None = None) -> TimeLeft | None:
-        """From step `behind` to the last one or `max_hours`; None without a pace.
+    def time_left(self, config: Config, after: int | None = None, limit_s: float | None = None) -> TimeLeft | None:
+        """From step `after` to the last one or `max_hours`; None without a pace.
 
         Steps at their recent mean pace (a median would miss the waits of a run that is short of data); each validation,
         preview and save to come at the mean of the last few, before the first one by its forward passes; at last the
         write of a checkpoint.
 
         Args:
-            behind: a step that has just been reported; default: the present one, and what is due there is done.
+            after: a step that has just been reported; default: the present one, and what is due there is done.
             limit_s: seconds until `max_hours` are over: the current step is finished then, and its checkpoint saved.
         """
         pace = self._paces
         if not pace:
             return None
         training, stop = config.training, config.stop_step
-        behind, saved = (self.step, self.step) if behind is None else (behind, behind - 1)
+        after, saved = (self.step, self.step) if after is None else (after, after - 1)
         validates, horizon = training.validate_every if config.data.validation.fraction > 0 else 0, config.horizon_steps
         to_come = {
-            "validation": _times_due(validates, max(behind - 1, self.validated_step), stop, horizon),
-            "preview": _times_due(training.preview_every, max(behind - 1, self.previewed_step), stop, horizon),
+            "validation": _times_due(validates, max(after - 1, self.validated_step), stop, horizon),
+            "preview": _times_due(training.preview_every, max(after - 1, self.previewed_step), stop, horizon),
             "save": _times_due(training.save_every, saved, stop, stop),
             "write": 1,
         }
         known = self._expected(config) | {what: statistics.fmean(pauses) for what, pauses in self.pauses.items()}
         step_s, last_s = statistics.fmean(pace), known.get("save", 0.0) + known.get("write", 0.0)
-        seconds = step_s * (stop - behind) + sum(known.get(what, 0.0) * count for what, count in to_come.items())
+        seconds = step_s * (stop - after) + sum(known.get(what, 0.0) * count for what, count in to_come.items())
         if limit_s is not None and limit_s + step_s / 2 + last_s < seconds:
             return TimeLeft(limit_s + step_s / 2 + last_s, at_least=not known.keys() >= {"save", "write"})
         return TimeLeft(seconds, any(count and what not in known for what, count in to_come.items()))
@@ -212,7 +212,7 @@ class Progress:
 
 
 def _times_due(every: int, done: int, stop: int, last: int) -> int:
-    """How often what comes at each multiple, and behind step `last`, comes behind step `done` and until `stop`."""
+    """How often what comes at each multiple, and after step `last`, comes after step `done` and until `stop`."""
     if every <= 0:
         return 0
     at_the_end = stop == last and stop % every > 0 and done < stop

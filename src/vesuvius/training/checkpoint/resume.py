@@ -35,10 +35,10 @@ _FIXED_BUT_FOR = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 @dataclass
 class ResumePoint:
-    """A checkpoint that a run goes on from."""
+    """A checkpoint that a run continues from."""
 
     checkpoint: Path  # its directory
-    step: int  # optimizer steps it has behind it
+    step: int  # optimizer steps it has done
     state: dict[str, Any]  # what it holds; empty once `restore` has taken it over
     drift: list[str]  # config keys that have changed since and may, a line each
     accepted: list[str]  # differences that make it another experiment, let through by --allow-drift
@@ -56,7 +56,7 @@ class ResumePoint:
 
     @property
     def comparable(self) -> bool:
-        """Whether validation losses from before and behind the resume compare."""
+        """Whether validation losses from before and after the resume compare."""
         return not self.accepted and not any(line.startswith("training.validate_patches") for line in self.drift)
 
 
@@ -93,7 +93,7 @@ def checkpoint_to_resume(directory: Path, restart_damaged: bool = False) -> Path
     if restart_damaged:
         return newest_checkpoint(directory)
     return newest_or_refuse(
-        directory, ", or train anew from step 0 with --resume --restart-damaged, which moves them aside"
+        directory, ", or train again from step 0 with --resume --restart-damaged, which moves them aside"
     )
 
 
@@ -140,8 +140,8 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
         raise ConfigError(
             f"a resumed run must keep its data and its model; got differences to {path}:\n  "
             + "\n  ".join(refused)
-            + "\nundo them, start a new run under another name (training.init_from takes the weights along), or go on "
-            "nevertheless with --allow-drift"
+            + "\nundo them, start a new run under another name (training.init_from brings the weights along), or "
+            "continue anyway with --allow-drift"
         )
     if refused and (problems := weight_problems(lay_out_network(config).state_dict(), state["model"])):
         raise ConfigError(
@@ -160,7 +160,7 @@ def check_same_config(config: Config, of_rank_0: dict[str, Any], rank: int) -> N
     """
     if lines := differences(flatten(of_rank_0), flatten(config.model_dump(mode="json"))):
         raise ConfigError(
-            f"all ranks must be started with the same config; got another one on rank {rank} than on rank 0: "
+            f"all ranks must be started with the same config; got a different one on rank {rank} than on rank 0: "
             f"{'; '.join(lines[:5])}; give all of them the same file, VESUVIUS_* variables and overrides"
         )
 
@@ -182,8 +182,8 @@ def _other_version(path: Path, refused: list[str]) -> str:
     more = f", and beside {'; '.join(beside)}" if beside else ""
     return (
         f"a resumed run must keep its plan, which says which voxels sample i is; got another version of it in {path} "
-        f"({versions}){more}; go on with --allow-drift (weights, optimizer and step are kept, the order of samples "
-        "begins anew), or use the version of vesuvius that the run began with"
+        f"({versions}){more}; continue with --allow-drift (weights, optimizer and step are kept, the order of "
+        "samples starts over), or use the version of vesuvius that started the run"
     )
 
 

@@ -39,7 +39,7 @@ from vesuvius.training.checkpoint.format import (
 log = logging.getLogger(__name__)
 
 _REMEDY = (
-    "free some space: a run with steps left saves again, one that has ended goes on with --resume; older checkpoints "
+    "free some space: a run with steps left saves again, one that has ended continues with --resume; older checkpoints "
     "are whole"
 )
 _PARTIAL = ".partial-"  # not whole yet
@@ -155,7 +155,7 @@ def _check_space(directory: Path, state: dict[str, Any], final: Path) -> None:
 
 def _clean_up(directory: Path) -> None:
     """Delete what a killed or failed save has left; what was to be replaced comes back where nothing took its place."""
-    with _only_a_warning(f"what earlier saves left in {directory} stays"):
+    with _only_a_warning(f"what earlier saves left in {directory} is kept"):
         for path in directory.glob(".*step_*"):
             final = path.with_name(path.name.removeprefix(REPLACED))
             if path.name.startswith(REPLACED) and not final.exists():
@@ -207,7 +207,7 @@ def _warn_once(text: str) -> None:
 
 def _prune(directory: Path, step: int, retention: RetentionPolicy) -> None:
     """Delete what is not to be kept.  What `best` points to is: a better one may have failed to be saved."""
-    with _only_a_warning(f"older checkpoints in {directory} stay"):
+    with _only_a_warning(f"older checkpoints in {directory} are kept"):
         # What lies beyond this step was passed over as damaged when the run was resumed: it must not push out whole
         # ones.
         until_now = [path for path in list_checkpoints(directory) if step_of(path) <= step]

@@ -57,7 +57,7 @@ class Snapshot:
         """Copy a state: nested dicts, lists and tuples of tensors and plain data.
 
         What is in the tensors of a GPU at this point of the current stream is copied when the device gets there: the
-        host does not wait, and updates that are queued later come behind the copies.  The previous copy is overwritten.
+        host does not wait, and updates that are queued later come after the copies.  The previous copy is overwritten.
 
         Raises:
             StorageError: the host's memory has no room for it.

@@ -77,8 +77,8 @@ class Denoiser:
         except RuntimeError as error:
             raise StorageError(
                 "a checkpoint's weights must be those of the network in its config; got "
-                f"{one_line(error)} in {info.checkpoint / _file_of(weights)}; use the version of vesuvius that "
-                "has trained it"
+                f"{one_line(error)} in {info.checkpoint / _file_of(weights)}; use the version of "
+                "vesuvius that trained it"
             ) from error
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Denoiser:
 
 
 def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> CheckpointInfo:
-    """What a checkpoint was trained on, and the config to go on with.
+    """What a checkpoint was trained on, and the config to continue with.
 
     Args:
         overrides: `key.path=value`, put on top of the config that the checkpoint holds.
@@ -106,14 +106,14 @@ def read_checkpoint_info(checkpoint: Path, overrides: Sequence[str] = ()) -> Che
     except (KeyError, TypeError, ValueError) as error:
         raise StorageError(
             f"a checkpoint must say what it was trained on; got {type(error).__name__}: {one_line(error)} in {path}; "
-            "it is of an earlier version: train on with `vesuvius train --resume`, and sample from what that saves"
+            "it is from an earlier version: train on with `vesuvius train --resume`, and sample from its new checkpoint"
         ) from error
     try:
         config = parse_stored(stored, overrides, source=str(path))
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\n(of a trained model only keys that an option of `vesuvius sample` sets can change: give it or "
-            "leave it out)"
+            f"{error}\n(for a trained model, only keys that have an option of `vesuvius sample` can change: "
+            "set or drop that option)"
         ) from error
     return CheckpointInfo(checkpoint, step, config, data)
 

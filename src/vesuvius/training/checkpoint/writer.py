@@ -26,7 +26,7 @@ _WARN_EVERY_S = 60.0
 class CheckpointWriter:
     """Writes one checkpoint at a time on a thread of its own.  A context manager that waits for the last one.
 
-    A checkpoint that cannot be copied or written is logged and noted in `failures`; the run may go on.  What is a
+    A checkpoint that cannot be copied or written is logged and noted in `failures`; the run may continue.  What is a
     defect of ours is raised by the next call.
 
     Args:
@@ -70,12 +70,12 @@ class CheckpointWriter:
             return
         self._wait_for_thread()
         if self._defect is not None:  # the error on its way out is the one to raise
-            log.error("the writer of checkpoints has failed as well", exc_info=self._defect)
+            log.error("the checkpoint writer has failed as well", exc_info=self._defect)
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Make room for copies of a state of this shape, beside the training: without it the first save is slower.
 
-        Only reads shapes, and those at once.  To be called when the optimizer has its state, behind the first step.
+        Only reads shapes, and those at once.  To be called when the optimizer has its state, after the first step.
         """
         self._join()
         layouts = layouts_of(state)
@@ -89,7 +89,7 @@ class CheckpointWriter:
         started = time.monotonic()
         self._join()
         if (waited := time.monotonic() - started) > _SAY_WAITS_OVER_S:
-            log.info("waited %.1f s for the writer of checkpoints", waited)
+            log.info("waited %.1f s for the checkpoint writer", waited)
         self._error = None
         try:
             self._snapshot.take(state)
@@ -156,7 +156,7 @@ class CheckpointWriter:
             self._thread.join(_WARN_EVERY_S)
             if self._thread.is_alive():
                 log.warning(
-                    "waiting for the writer of checkpoints for %.0f s: it is %s in %s; look whether the disk answers",
+                    "waiting for the checkpoint writer for %.0f s: it is %s in %s; check whether the disk answers",
                     time.monotonic() - started,
                     self._doing,
                     self._directory,

@@ -90,7 +90,7 @@ def dry_run(
     warned, refused = doubts(config, usable_cores(os.getpid())), list[str]()
     warned += too_few_tasks(config, checked.data.plan, checked.resumed.step if checked.resumed else 0)
     if count * checked.checkpoint_bytes > checked.free_bytes:
-        warned.append("the checkpoints will not fit the disk: lower training.keep_last or raise training.keep_every")
+        warned.append("the checkpoints will not fit on the disk: lower training.keep_last or raise training.keep_every")
     if plan.vram_bytes > vram_bytes:
         (refused if gpu else warned).append(_too_large(config, plan, vram_bytes))
     if ram_problem := ram_warning(config, checked.data, ram, limit):
@@ -103,7 +103,7 @@ def dry_run(
         raise (DataError if broken else ConfigError)("\n".join(refused + broken))
     read, present = sum(check.read for check in chunks), sum(check.chunks for check in chunks)
     passed = f"passed with {len(warned)} warning{'s' * (len(warned) > 1)}" if warned else "all checks passed"
-    unread = f"; of {present} chunks {read} were read, `vesuvius volume verify` reads all" if read < present else ""
+    unread = f"; {read} of {present} chunks were read, `vesuvius volume verify` reads all" if read < present else ""
     yield f"dry run: {passed}, nothing was written{unread}"
 
 
@@ -116,7 +116,7 @@ def _resume_lines(config: Config, preflight: Preflight, resume: bool) -> list[st
     if preflight.initial is not None:
         return [f"weights    from {preflight.initial.source}"]
     if preflight.resumed is None:
-        return ["resume     no whole checkpoint yet: starts at step 0"] if resume else []
+        return ["resume     no complete checkpoint yet: starts at step 0"] if resume else []
     finished = ", which is the end: nothing to do" if preflight.resumed.step >= config.stop_step else ""
     lines = [f"resume     from {preflight.resumed.checkpoint}, step {preflight.resumed.step}{finished}"]
     lines += [f"changed    {line}" for line in preflight.resumed.drift]
@@ -161,7 +161,7 @@ def _time_line(config: Config, plan: MemoryPlan, device: torch.device, done: int
     flops = plan.flops_per_step
     compute = (f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP") + " a step"
     if vram_gib is not None and device.type == "cpu":
-        return f"time       {compute}; how long it takes on a GPU that is not here is not known"
+        return f"time       {compute}; its time on a GPU that is not here is unknown"
     flops_s = reachable_flops_s(device, resolve_amp(config.training.amp, device))
     step_s, steps = flops / flops_s, max(config.stop_step - done, 0)
     step_text = f"{step_s:.2g} s" if step_s < 60 else format_duration(step_s)
@@ -195,11 +195,11 @@ def _sharding_lines(config: Config, plan: MemoryPlan) -> list[str]:
         return []
     ranks = config.training.ranks
     if ranks == "auto" or not plan.gathered_bytes:
-        return [f"  sharding none is planned for: what it spares with training.ranks {ranks} is not known here"]
+        return [f"  sharding not planned for: what it saves with training.ranks {ranks} is unknown here"]
     whole = size_text(ranks * plan.weight_bytes)
     return [
-        f"  sharding one rank of {ranks}; the peak has {size_text(plan.gathered_bytes)} of gathered weights in it; a "
-        f"validation gathers {whole} for each set of weights on rank 0 besides"
+        f"  sharding one rank of {ranks}; the peak includes {size_text(plan.gathered_bytes)} of gathered "
+        f"weights; a validation also gathers {whole} for each set of weights on rank 0"
     ]
 
 

@@ -110,25 +110,25 @@ def _reasons(volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> dict[
         "data.volumes[].level": f"{format_sizes(level.shape)} {level.dtype}, chunks "
         f"{format_sizes(level.chunk_zyx)}; {others} other level{'s' * (others != 1)}",
         "data.patch_size": f"voxels z, y, x: {_patch_reason(volume, chosen)}",
-        "data.min_foreground": "half of each patch at least lies in stored chunks",
+        "data.min_foreground": "at least half of each patch lies in stored chunks",
         "data.foreground": "a coarse level says where material is",
-        "data.validation": "the volume is too small to hold a part out",
+        "data.validation": "the volume is too small to hold out a part",
         "data.store.requests": "in flight per reader",
-        "data.store.cache_dir": "chunks that were fetched stay on this disk",
+        "data.store.cache_dir": "fetched chunks are kept on this disk",
         "data.store.cache_gib": f"hard limit; {gib(machine.disk_bytes)} GiB were free",
         "training.train_batch_size": "what memory holds at once",
         "training.accumulate_steps": f"{config.global_batch} patches a step; only the product of both matters",
         "training.workers": f"reader processes, of {machine.cores:g} cores",
         "training.epochs": f"{config.horizon_steps} steps of about {chosen.step_s:.2g} s: about {chosen.minutes} "
-        "minutes here; to go on, raise epochs and add --resume",
+        "minutes here; to continue, raise epochs and add --resume",
         "training.amp": "bf16 or fp16 on a GPU, float32 on a CPU",
-        "training.lr_schedule": "needs no horizon: a longer run goes on as if it had been planned",
+        "training.lr_schedule": "needs no horizon: a longer run continues as if planned from the start",
         "training.preview_every": f"pictures in runs/{config.name}/samples",
         "model": f"{model} {machine.gpu or 'a CPU'} at {machine.flops_s / 1e12:.2g} TFLOP/s",
         "model.stem_stride": "too few slices to downsample z",
     }
     if training.workers == 0:
-        reasons["training.workers"] = "the trainer reads itself: memory or /dev/shm is too small for Ray"
+        reasons["training.workers"] = "the trainer itself reads: memory or /dev/shm is too small for Ray"
     if chosen.stored_share is not None and chosen.stored_share < SPARSE:
         share = f"{format_percent(chosen.stored_share)} of the chunks are stored"
         reasons["data.min_foreground"] = f"{share}; {reasons['data.min_foreground']}"
@@ -143,5 +143,5 @@ def _patch_reason(volume: VolumeFacts, chosen: Suggestion) -> str:
     if chosen.config.data.patch_size == PATCH:
         return "the size that the defaults are made for"
     if chosen.config.data.patch_size == chosen.largest_patch_zyx:
-        return f"what a volume of {list(shape_zyx(volume))} has room for"
+        return f"the largest that fits a volume of {list(shape_zyx(volume))}"
     return f"what this machine computes in about {chosen.step_s:.2g} s; {list(chosen.largest_patch_zyx)} would fit"

@@ -1,4 +1,4 @@
-"""When the GPU's memory runs out: what held it, and the overrides with which the run goes on.
+"""When the GPU's memory runs out: what held it, and the overrides with which the run continues.
 
 The largest micro-batch that would fit is the memory plan's (`memory_plan.py`); `accumulate_steps` makes up for it, so
 that the effective batch, and with it the training, stays the same.
@@ -64,7 +64,7 @@ def gpu_memory_error(
         f"a step must fit the GPU's memory; got train_batch_size {config.training.train_batch_size}: out of memory "
         f"({_said(error)}); {what_to_do}"
     )
-    saved = "none could be saved now; --resume goes on from the last one"
+    saved = "none could be saved now; --resume continues from the last one"
     if saved_step is not None:
         saved = f"step {saved_step} is saved, and nothing is lost"
     return GpuMemoryError("\n".join([first, *memory_table(use), f"checkpoint: {saved}"]), what_to_do)
@@ -98,13 +98,13 @@ def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
         fitting = largest_batch(config.model_copy(update={"training": training}), usable_bytes, amp)
     except Exception as problem:  # the error on its way out must not be hidden by that of its explanation
         return _unknown(config, f"the memory plan has no answer: {one_line(problem)}")
-    planned = f"by the memory plan it needs {size_text(need_bytes)}"
+    planned = f"the memory plan needs {size_text(need_bytes)}"
     if need_bytes <= usable_bytes:
         return (
             f"{planned} and should fit the {size_text(usable_bytes)} that other processes leave: fragments "
             f"({_unused_text(use)} reserved without tensors), validation, or another process "
-            f"({size_text(use.foreign_bytes)} are not torch's) took the rest; go on with --resume and {_EXPANDABLE} in "
-            f"the environment, or {_go_on(config, fitting)}"
+            f"({size_text(use.foreign_bytes)} are not torch's) took the rest; continue with --resume and {_EXPANDABLE} "
+            f"in the environment, or {_go_on(config, fitting)}"
         )
     fit = f"{fitting} fit" if fitting else "not even one patch fits"
     return f"{planned} of {size_text(usable_bytes)}, and {fit}: {_go_on(config, fitting)}"
@@ -113,14 +113,14 @@ def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
 def memory_table(use: VramUse | None) -> list[str]:
     """Who held the GPU's memory, a line each.  Pure."""
     if use is None:
-        return ["memory: not known, there is no GPU that tells"]
+        return ["memory: unknown, no GPU reports it"]
     rows = {
         "allocated": f"{size_text(use.allocated_bytes)} in tensors",
         "reserved": f"{size_text(use.reserved_bytes)} held by torch, of which {_unused_text(use)} without tensors",
-        "peak": f"{size_text(use.peak_bytes)} allocated at once since the monitor's last look",
+        "peak": f"{size_text(use.peak_bytes)} allocated at the peak since the monitor's last sample",
         "others": f"{size_text(use.foreign_bytes)} held by CUDA itself and by other processes",
         "free": f"{size_text(use.free_bytes)} of {size_text(use.total_bytes)}",
-        "retries": f"{use.retries} allocations had to wait for memory to be given back, {use.failures} failed",
+        "retries": f"{use.retries} allocations had to wait for memory to be freed, {use.failures} failed",
     }
     return [f"  {name:9}  {text}" for name, text in rows.items()]
 
@@ -133,7 +133,7 @@ def _said(error: BaseException) -> str:
 
 
 def _unknown(config: Config, reason: str) -> str:
-    return f"what would fit is not known ({reason}); {_go_on(config, None)}"
+    return f"what would fit is unknown ({reason}); {_go_on(config, None)}"
 
 
 def _go_on(config: Config, fitting: int | None) -> str:
@@ -141,13 +141,13 @@ def _go_on(config: Config, fitting: int | None) -> str:
     if smaller is None:
         return leaner(config)
     overrides = f"training.train_batch_size={smaller[0]} training.accumulate_steps={smaller[1]}"
-    return f"go on with --resume {overrides}, which keeps the effective batch"
+    return f"continue with --resume {overrides}, which keeps the effective batch"
 
 
 def leaner(config: Config) -> str:
     """How one patch takes less memory.  Pure."""
     lean = "" if config.training.lean_norm else "set training.lean_norm=true, "
-    return f"{lean}name more training.checkpoint_levels, or lower model.channels"
+    return f"{lean}add training.checkpoint_levels, or lower model.channels"
 
 
 def _unused_text(use: VramUse) -> str:

@@ -81,7 +81,7 @@ def seconds_at_peak(config: Config, device: torch.device, part: Part) -> float |
     name, amp = torch.cuda.get_device_name(device), resolve_amp(config.training.amp, device)
     peak = peak_flops_s(name, amp, torch.backends.cudnn.allow_tf32)
     if peak is None:
-        log.info("no mfu_pct: the peak of %s in amp %s is not known here", name, amp)
+        log.info("no mfu_pct: the peak of %s in amp %s is unknown", name, amp)
         return None
     try:
         one_rank = config.training.train_batch_size * config.training.accumulate_steps  # samples that the flops are of

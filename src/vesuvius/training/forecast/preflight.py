@@ -1,4 +1,4 @@
-"""What is checked before a run writes anything: `train` goes on from here, `--dry-run` prints it and stops."""
+"""What is checked before a run writes anything: `train` continues from here, `--dry-run` prints it and stops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Preflight:
     directory: RunDir  # where it will write; exists only when it is resumed
     data: PreparedData
     facts: DataFacts  # what the run knows of its data; of a resumed one, what it began with
-    resumed: ResumePoint | None  # the checkpoint it goes on from, or None to start at step 0
+    resumed: ResumePoint | None  # the checkpoint it continues from, or None to start at step 0
     initial: InitialWeights | None  # the weights it starts from, for `training.init_from` at step 0
     fixed: FixedPatches | None  # patches for validation and previews, or None where the config wants neither
     lean_norm: bool  # whether norms are recomputed: as the checkpoint has it, or as `memory_plan.lean_norm` finds
@@ -81,7 +81,7 @@ def for_other_ranks(checked: Preflight) -> Preflight:
 
 
 def of_rank(checked: Preflight, rank: int, world: int) -> Preflight:
-    """Return the same for one rank: its directory, its samples, and the state that it goes on from."""
+    """Return the same for one rank: its directory, its samples, and the state that it continues from."""
     resumed = checked.resumed
     if resumed is not None and not resumed.state:
         resumed = replace(resumed, state=load_checkpoint(resumed.checkpoint, verified=True))
@@ -112,7 +112,7 @@ def preflight(
 
     Args:
         resume: the run may exist.
-        checkpoint: the whole one to go on from, if there is one.
+        checkpoint: the whole one to continue from, if there is one.
         caches: read by way of the disk cache, where one is configured, and leave notes of what is read with the run
             that is resumed; a dry run does neither.
         ranks_here: ranks on this machine, each with its readers.
@@ -208,13 +208,13 @@ def doubts(config: Config, cores: float) -> list[str]:
     diffusion, training, found = config.diffusion, config.training, []
     if config.cluster.address is None and training.workers > READERS_PER_CORE * cores:
         found.append(
-            f"training.workers {training.workers} readers share {cores:g} processors: each takes memory, and together "
-            f"they read no faster than a few; set training.workers={math.ceil(cores)}, or at most "
-            f"{math.floor(READERS_PER_CORE * cores)} for a store that is far away"
+            f"training.workers {training.workers} readers share {cores:g} processors: each takes memory, and "
+            f"together they read no faster than a few; set training.workers={math.ceil(cores)}, or at "
+            f"most {math.floor(READERS_PER_CORE * cores)} for a remote store"
         )
     if training.keep_every and training.keep_every % training.save_every:
         found.append(
-            f"training.keep_every {training.keep_every} is no multiple of save_every {training.save_every}: only "
+            f"training.keep_every {training.keep_every} is not a multiple of save_every {training.save_every}: only "
             "checkpoints at multiples of both are sure to be kept"
         )
     if diffusion.prediction == "eps" and diffusion.sampler_clip is None:
@@ -231,14 +231,14 @@ def doubts(config: Config, cores: float) -> list[str]:
 
 
 def too_few_tasks(config: Config, plan: Plan, step: int) -> list[str]:
-    """A warning where a rank's samples behind `step` are fewer tasks than it has readers.  Pure."""
+    """A warning where a rank's samples after `step` are fewer tasks than it has readers.  Pure."""
     workers, world = config.training.workers, config.training.ranks if isinstance(config.training.ranks, int) else 1
     first, stop = step * config.global_batch, config.stop_step * config.global_batch
     tasks = sum(1 for _ in islice(plan.tasks(first, stop, 0, world), workers))
     if not 0 < tasks < workers:
         return []
     return [
-        f"training.workers {workers} readers and {tasks} task{'s' * (tasks > 1)}: the others stay without work; set "
+        f"training.workers {workers} readers and {tasks} task{'s' * (tasks > 1)}: the others stay idle; set "
         f"training.workers={tasks}, or lower data.regions_per_task (now {config.data.regions_per_task})"
     ]
 

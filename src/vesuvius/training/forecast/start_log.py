@@ -1,4 +1,4 @@
-"""What the log says before the first step: where the run goes on from, on which volumes, and how far it is."""
+"""What the log says before the first step: where the run continues from, on which volumes, and how far it is."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _CHANGES_TRAINING = ("data.", "training.train_batch_size", "training.accumulate_
 def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
     """The checkpoint, what has changed since, and the volumes.  `lost`: the run existed, so there should be one."""
     if preflight.resumed is not None:
-        log.info("going on from %s", preflight.resumed.checkpoint)
+        log.info("continuing from %s", preflight.resumed.checkpoint)
     elif lost:
-        log.warning("no whole checkpoint in %s: starting at step 0", preflight.directory.checkpoints)
+        log.warning("no complete checkpoint in %s: starting at step 0", preflight.directory.checkpoints)
     if preflight.initial is not None:
         log.info("starting from the weights of %s", preflight.initial.source)
     step = preflight.resumed.step if preflight.resumed else 0
@@ -79,7 +79,7 @@ def mixing_text(job: ReaderJob) -> str:
     """What a batch is drawn from.  Pure."""
     plan = job.plan
     if plan.independent:
-        return "every patch is drawn independently and read for itself (data.order=independent)"
+        return "every patch is drawn independently and read by itself (data.order=independent)"
     return (
         f"a batch is drawn from {plan.regions_in_flight} regions in flight "
         f"({size_text(plan.regions_in_flight * job.block_bytes)}), {plan.patches_per_region} patches from each"
@@ -102,7 +102,7 @@ def _log_drift(preflight: Preflight) -> None:
         level = logging.WARNING if line.startswith(_CHANGES_TRAINING) else logging.INFO
         log.log(level, "changed since the checkpoint: %s", line)
     for line in preflight.resumed.accepted:
-        log.warning("accepted by --allow-drift, the run is no longer one experiment: %s", line)
+        log.warning("accepted by --allow-drift, so the run is no longer one experiment: %s", line)
 
 
 def log_network(config: Config, network: nn.Module, device: torch.device, amp: AmpMode) -> None:
@@ -129,7 +129,7 @@ def log_ranks(config: Config, part: Part) -> None:
         )
     if part.world != config.training.ranks:
         log.warning(
-            "training.ranks is %s and %d are at work: the effective batch stays %d, each accumulates %d micro-batches",
+            "training.ranks is %s and %d are running: the effective batch stays %d, each accumulates %d micro-batches",
             config.training.ranks,
             part.world,
             part.global_batch,

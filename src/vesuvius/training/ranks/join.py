@@ -53,8 +53,8 @@ def open_ranks(device_type: str, timeout_s: float, global_batch: int) -> Iterato
     except (RuntimeError, ValueError) as error:
         kind = ConfigError if isinstance(error, ValueError) else RankLostError  # which Ray Train starts again
         raise kind(
-            f"all {world} ranks must come within {_START_S:g} s; got {one_line(error)} on rank {rank}; start them with "
-            "torchrun or training.ranks, and let MASTER_ADDR and MASTER_PORT be reachable"
+            f"all {world} ranks must join within {_START_S:g} s; got {one_line(error)} on rank {rank}; start them with "
+            "torchrun or training.ranks, and make sure that MASTER_ADDR and MASTER_PORT are reachable"
         ) from error
     if at_work < world and rank == 0:
         log.warning("%d of %d ranks stay idle: %d samples a step do not divide", world - at_work, world, global_batch)

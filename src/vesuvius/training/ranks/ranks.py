@@ -50,7 +50,7 @@ class RankLostError(RankError):
 
 @dataclass(frozen=True)
 class Restart:
-    """That the ranks of a run were started anew."""
+    """That the ranks of a run were restarted."""
 
     # number, most: which one, counted from 1, and how many there may be
     number: int
@@ -59,7 +59,7 @@ class Restart:
 
     def __str__(self) -> str:
         if not self.lost:
-            return "all ranks were started again, though none was lost: Ray Train changes their number"
+            return "all ranks were restarted, though none was lost: Ray Train changes their number"
         lost = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.lost.items()))
         return f"restart {self.number} of at most {self.most}, as ranks were lost: {lost}"
 
@@ -84,7 +84,7 @@ class Ranks:
     group: Any = None  # torch's process group of the ranks at work; None = all
     processes: int | None = None  # that have joined, idle ones too; None = world
     idle: bool = False  # this one has no part in the steps, as the effective batch does not divide by so many
-    restart: Restart | None = None  # that they were started anew; None = they were not
+    restart: Restart | None = None  # that they were restarted; None = they were not
     # exit code and reason with which a rank wants all to stop before the next step
     stopping: tuple[int, str] | None = None
     _store: Any = None
@@ -221,7 +221,7 @@ class Ranks:
         ended = "process group has not been initialized" in str(error)  # Ray Train has, as it has lost a rank
         if ended or isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
             return RankLostError(
-                f"every rank must live as long as the run; one ended without a word: {one_line(error)}"
+                f"every rank must live as long as the run; one ended without a message: {one_line(error)}"
             )
         return error
 

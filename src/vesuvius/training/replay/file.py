@@ -97,7 +97,7 @@ class ReplayWriter:
             return None
         others = [other for other in self._directory.glob("step_*.pt") if other != path]
         if len(others) >= MOST_FILES:
-            log.warning("%s holds %d steps already: step %d is not kept for replay", path.parent, len(others), step)
+            log.warning("%s already holds %d steps: step %d is not kept for replay", path.parent, len(others), step)
             return None
         try:
             _write(path, self._gather(step, lr, scale, batches, later_steps))
@@ -144,7 +144,7 @@ def read_nonfinite_step(path: Path) -> NonFiniteStep:
         found: Any = None if damaged else read_state(path)
     except FileNotFoundError:
         raise ConfigError(
-            f"--replay needs a file that a run has kept; got {path}, which is not there; look for "
+            f"--replay needs a file that a run has kept; got {path}, which does not exist; look for "
             "runs/NAME/nonfinite/step_*.pt"
         ) from None
     except (OSError, ValueError, zipfile.BadZipFile) as error:
@@ -176,4 +176,6 @@ def _write(path: Path, stored: NonFiniteStep) -> None:
 
 
 def _unreadable(path: Path, got: str) -> StorageError:
-    return StorageError(f"a file for --replay must be as it was written; got {got} for {path}; use another one")
+    return StorageError(
+        f"a file for --replay must be unchanged since it was written; got {got} for {path}; use another one"
+    )

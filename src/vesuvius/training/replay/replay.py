@@ -60,14 +60,14 @@ class ReplayResult:
         """What is printed.  Pure."""
         stored, outcome = self.stored, self.outcome
         lines = [
-            f"step {stored.step} of {stored.config['name']}: met on {stored.device} with amp {stored.amp}, replayed on "
-            f"{self.device} with amp {self.amp}"
+            f"step {stored.step} of {stored.config['name']}: occurred on {stored.device} with amp {stored.amp}, "
+            f"replayed on {self.device} with amp {self.amp}"
         ]
         if stored.device == "cuda" and self.device == "cpu":
-            lines.append("no GPU here: the CPU computes with the same amp, and rounds differently")
+            lines.append("no GPU here: the CPU uses the same amp, but rounds differently")
         if stored.later_steps:
             lines.append(
-                f"the weights are not exactly those of the step: up to {stored.later_steps} later ones moved them"
+                f"the weights are not exactly those of the step: up to {stored.later_steps} later steps changed them"
             )
         columns = (stored.indices.tolist(), stored.volumes.tolist(), stored.timesteps.tolist(), outcome.losses)
         lines += [
@@ -145,8 +145,8 @@ def _config(stored: NonFiniteStep, overrides: Sequence[str], path: Path) -> Conf
         problems = f"diffusion.timesteps {config.diffusion.timesteps} for timestep {last_t}"
     if problems:
         raise ConfigError(
-            f"a replay must keep the network, the samples and the timesteps of its file; got {problems}; leave these "
-            "overrides out"
+            f"a replay must keep the network, the samples and the timesteps of its file; got {problems}; drop "
+            "these overrides"
         )
     # Hooks must see every module.
     return config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})

@@ -78,4 +78,4 @@ def load_averages(
             log.warning("the checkpoint has no average %s: it starts from the weights of the last step", name)
             average.restart(weights)
     for name in stored.keys() - averages.keys():
-        log.info("the average %s is not in training.extra_ema_decays any more and is dropped", name)
+        log.info("the average %s is no longer in training.extra_ema_decays and is dropped", name)

@@ -69,7 +69,7 @@ class BatchRing:
         if place is None:
             raise VesuviusError(
                 f"a batch must lie in one of the {len(self)} buffers that the stream was given; got one elsewhere; "
-                "report this as a defect"
+                "report this as a bug"
             )
         self._held.append(place)
         return self._slots[place]
@@ -95,7 +95,7 @@ class BatchRing:
 def exchange(stream: PatchStream, ring: BatchRing, count: int, **changes: Unpack[StreamChanges]) -> BatchRing:
     """Change a stream that fills a ring, and the ring with it; return the ring that is filled from now on.
 
-    Raises ConfigError where it cannot be had: then the stream goes on with the ring that it has.
+    Raises ConfigError where it cannot be had: then the stream continues with the ring that it has.
     """
     other = ring.resized(count)
     stream.reconfigure(**changes, buffers=other.buffers, condition_buffers=other.condition_buffers)

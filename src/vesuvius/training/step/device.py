@@ -104,7 +104,7 @@ class DeviceFeed:
         """Change the stream as `PatchStream.reconfigure` does, and the ring with it; between two batches.
 
         Raises:
-            ConfigError: it cannot be done; stream and ring go on as they were.
+            ConfigError: it cannot be done; stream and ring continue as they were.
         """
         if self._ring is None:
             self.stream.reconfigure(**changes)

@@ -18,10 +18,10 @@ class StepOutcome:
         losses: that of each sample, in the order of the global batch.
         grad_norm: length of the gradient before clipping.
         finite: whether loss and gradient were finite.
-        applied: whether the weights moved: finite, and not behind `max_nonfinite` steps that were not.
+        applied: whether the weights moved: finite, and not after `max_nonfinite` steps that were not.
         overflowed: an fp16 gradient too large for its scale: skipped, the scale halved; normal now and then.
         nonfinite_in_a_row: steps so far, this one included, that were not finite, since the last that was applied.
-            An overflow neither counts nor begins anew: it says nothing about the run.
+            An overflow neither counts nor resets the count: it says nothing about the run.
         scale: what the loss was multiplied by for fp16; 1 without it.
     """
 
@@ -38,7 +38,7 @@ class StepOutcome:
 class StepResult:
     """The figures of a step on their way from the device.
 
-    They are copied to pinned memory right behind the step, so that reading them once the device has finished the step
+    They are copied to pinned memory right after the step, so that reading them once the device has finished the step
     waits for nothing that was queued after it.
 
     Args:
@@ -54,7 +54,7 @@ class StepResult:
             self._figures.copy_(figures, non_blocking=True)
 
     def read(self) -> StepOutcome:
-        """The figures.  On a GPU only valid after an event that was recorded behind `TrainStep.apply`."""
+        """The figures.  On a GPU only valid after an event that was recorded after `TrainStep.apply`."""
         loss, grad_norm, finite, applied, overflowed, in_a_row, scale, *losses = self._figures.tolist()
         return StepOutcome(
             loss=loss,

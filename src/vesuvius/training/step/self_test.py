@@ -49,7 +49,7 @@ def check_convolution(device: torch.device, amp: AmpMode, convolve: Convolve | N
 
 
 def norm_errors(device: torch.device, amp: AmpMode, channels_last: bool, lean: bool = True) -> dict[str, float]:
-    """Compare norm, SiLU and a 1x1x1 convolution behind them, as the network has them, with float64 on the CPU.
+    """Compare norm, SiLU and a 1x1x1 convolution after them, as the network has them, with float64 on the CPU.
 
     With the first call on a GPU its kernels are compiled, which takes seconds; touches no global generator.  Returns
     as `convolution_errors`, of the output and the gradients of input, scale and shift.
@@ -115,8 +115,9 @@ def cudnn_problem(device: torch.device, amp: AmpMode, channels_last: bool, versi
     if version is None or not _CUDNN_WITHOUT_CONV3D[0] <= version < _CUDNN_WITHOUT_CONV3D[1]:
         return ""
     return (
-        f"a 16-bit Conv3d must run on cuDNN; got cuDNN {version // 10000}.{version // 100 % 100}, with which torch "
-        f"does without it (9.8 to 9.14, amp {amp}); set training.channels_last=true or install cuDNN 9.15 or newer"
+        f"a 16-bit Conv3d must run on cuDNN; got cuDNN {version // 10000}.{version // 100 % 100}, for which "
+        f"torch does not use it (9.8 to 9.14, amp {amp}); set training.channels_last=true or install cuDNN 9.15 or "
+        "newer"
     )
 
 

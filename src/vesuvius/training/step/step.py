@@ -186,7 +186,7 @@ class TrainStep:
     def _judge(self, grad_norm: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Whether the step is finite, whether it overflowed fp16, and whether to apply it: flags on the device.
 
-        The host reads them a step or more late.  Steps that it has launched by then must not train on behind
+        The host reads them a step or more late.  Steps that it has launched by then must not train on after
         `max_nonfinite` bad ones, where the run ends: so the count of bad steps lives here, and nothing lowers it again
         once it is full.  The weights at the end are those before the last bad step, on a GPU as on a CPU.
         """
@@ -254,7 +254,7 @@ class TrainStep:
             self.scaler.load_state_dict(state["scaler"])
         load_averages(self.averages, state["averages"], state["model"])
         in_a_row = int(state["nonfinite_in_a_row"])
-        # Full, it has ended the session before; this one is to train on behind the bad steps.
+        # Full, it has ended the session before; this one is to train on after the bad steps.
         self._nonfinite_in_a_row.fill_(in_a_row if in_a_row < self._config.training.max_nonfinite else 0)
 
     def _lay_out_moments(self) -> None:
@@ -352,8 +352,8 @@ def check_initial_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> 
     """Raises ConfigError where a network, which may have no memory yet, cannot start from these weights."""
     if problems := weight_problems(dict(network.named_parameters()), weights):
         raise ConfigError(
-            f"training.init_from needs weights of the same network; got {problems}; set model.* as in the run that "
-            "they come from, or leave training.init_from out"
+            f"training.init_from needs weights of the same network; got {problems}; set model.* as in "
+            "their run, or remove training.init_from"
         )
 
 

@@ -47,14 +47,14 @@ def middle_slice(patch: NDArray[Any], scale: int) -> UInt8:
 
 
 @dataclass(frozen=True)
-class Cell:
+class MontageCell:
     """One picture of a grid and the line above it."""
 
     caption: str
     picture: UInt8
 
 
-def draw_grid(cells: Sequence[Cell], title: str, columns: int | None = None) -> Image.Image:
+def draw_grid(cells: Sequence[MontageCell], title: str, columns: int | None = None) -> Image.Image:
     """Cells of one size in rows of so many below a title; None = about as wide as high.  Pure."""
     height, width = cells[0].picture.shape
     height, width = height + HEADING, max(width, *(_text_width(cell.caption) for cell in cells)) + 3 * GAP

@@ -19,7 +19,7 @@ from vesuvius.diffusion.generate import generate
 from vesuvius.diffusion.randomness import Purpose
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.training.validation.charts import draw_charts
-from vesuvius.training.validation.montage import PAPER, Cell, draw_grid, magnification, orthogonal_slices
+from vesuvius.training.validation.montage import PAPER, MontageCell, draw_grid, magnification, orthogonal_slices
 from vesuvius.training.validation.reference import Reference
 from vesuvius.training.validation.texture import (
     HISTOGRAM_EDGES,
@@ -82,14 +82,17 @@ def make_preview(
     real_texture = measure_texture(_real(reference, row) for row in range(len(reference)))
     if texture.nonfinite:
         log.warning(
-            "generated patches must be finite; got %d of %d voxels that are not, at step %d; look at loss and "
-            "grad_norm of the steps before",
+            "generated patches must be finite; got %d of %d voxels that are not, at step %d; check "
+            "loss and grad_norm of the steps before",
             texture.nonfinite,
             sum(patch.size for patch in generated),
             step,
         )
     scale = magnification(config.data.patch_size)
-    cells = [Cell(name, np.vstack([orthogonal_slices(patch, scale) for patch in patches])) for name, patches in columns]
+    cells = [
+        MontageCell(name, np.vstack([orthogonal_slices(patch, scale) for patch in patches]))
+        for name, patches in columns
+    ]
     montage = draw_grid(cells, f"{config.name} step {step}", len(cells))
     picture = Path("samples") / f"step_{step:08d}.png"
     charts = draw_charts(max(montage.width, _LEAST_CHART_WIDTH), texture, real_texture)

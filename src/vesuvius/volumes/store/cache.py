@@ -193,7 +193,7 @@ class DiskCache:
         free = shutil.disk_usage(there).free
         if free < self.limit_bytes - held:
             raise ConfigError(
-                f"the disk of the cache must have room for all of it; got {free / 2**30:.2f} GiB free for "
+                f"the disk of the cache must hold all of it; got {free / 2**30:.2f} GiB free for "
                 f"{(self.limit_bytes - held) / 2**30:.2f} GiB more at {self.directory}; lower data.store.cache_gib, "
                 "free space, or set data.store.cache_dir to another disk"
             )
@@ -222,7 +222,7 @@ class DiskCache:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Hold the lock; gives the open state file.  Excludes threads too: each call opens the file anew."""
+        """Hold the lock; gives the open state file.  Excludes threads too: each call opens the file again."""
         with open(self._state, "r+b", buffering=0) as state:
             fcntl.flock(state, fcntl.LOCK_EX)
             try:
@@ -284,8 +284,8 @@ class DiskCache:
         if self.directory not in _warned:
             _warned.add(self.directory)
             log.warning(
-                "the disk cache must be readable and writable; got %s: %s at %s; the run goes on, fetching again what "
-                "cannot be kept; free space there or change data.store.cache_dir (said once per process)",
+                "the disk cache must be readable and writable; got %s: %s at %s; the run continues, refetching "
+                "what cannot be kept; free space there or change data.store.cache_dir (said once per process)",
                 *(type(error).__name__, error, self.directory),
             )
 

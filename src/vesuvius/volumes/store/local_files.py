@@ -45,7 +45,7 @@ def check_path(root: Path, path: Path) -> None:
         if place.exists():
             raise FetchError(f"a file in place of the folder {place}")
         if place.is_symlink():
-            raise FetchError(f"a link to what is not there, {place}")
+            raise FetchError(f"a broken link, {place}")
 
 
 def list_files(root: Path, prefix: str, folders_too: bool) -> Iterator[str]:

@@ -216,7 +216,7 @@ class Retrier:
         return OutageError(
             f"a store must answer within data.store.outage_minutes={self._config.outage_minutes:g}; got "
             f"{reason(error)} since {_clock(since)} ({_tries(tries)} of {key} in {self._address}); check the network "
-            "and the server, then go on: a run with --resume, another command by giving it again"
+            "and the server, then continue a run with --resume, or run another command again"
         )
 
 
