@@ -29,8 +29,6 @@ from tests.support.tiny import TINY_MODEL as TINY_MODEL
 from tests.support.tiny import tiny_sections
 from vesuvius.runlog.logfile import _TerminalHandler
 from vesuvius.stream.start import start_reads
-from vesuvius.training.forecast import machine
-from vesuvius.training.step import self_test
 from vesuvius.volume_tools import child_reads
 
 # Before a test imports torch.  Tiny networks gain nothing by a second thread and lose much where other work runs
@@ -144,6 +142,9 @@ def forked_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 @pytest.fixture(autouse=True, scope="session")
 def the_machine_is_measured_once() -> Iterator[None]:
     """It stays the same: half a second of CPU for each run, dry run and sampling."""
+    from vesuvius.training.forecast import machine  # with torch, which the process that shares out the tests spares
+    from vesuvius.training.step import self_test
+
     measured = ((self_test, "convolution_errors"), (self_test, "norm_errors"), (machine, "_convolution_flops_s"))
     with pytest.MonkeyPatch.context() as patch:
         for module, name in measured:
