@@ -184,7 +184,7 @@ _ray: list[Any] = []
 
 @pytest.fixture
 def ray_cluster() -> None:
-    """A private Ray, one for tests that follow each other: it takes 6 s of CPU to start and 3 % of a core while idle."""
+    """A private Ray, one for tests that follow each other: it takes 6 s of CPU to start, and 3 % of a core idle."""
     from vesuvius.config import ClusterConfig
     from vesuvius.stream.ray.session import Session
 

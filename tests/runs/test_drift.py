@@ -100,7 +100,8 @@ def test_other_grey_values_are_estimated_anew_only_where_the_data_have_changed(c
     data = f"data.volumes=[{{path: {volume.with_name('new.zarr')}}}]"
     assert vesuvius_train(config, "--resume", "--allow-drift", data, "training.max_steps=2") == 0
     assert newest()["greys"] == greys, "a volume may move: the same array at another place"
-    assert vesuvius_train(config, "--resume", "--allow-drift", data, "data.patches_per_region=8", "training.max_steps=3") == 0
+    other = [data, "data.patches_per_region=8", "training.max_steps=3"]
+    assert vesuvius_train(config, "--resume", "--allow-drift", *other) == 0
     assert newest()["greys"] != greys
 
 

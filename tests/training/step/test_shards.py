@@ -232,9 +232,7 @@ def test_a_run_whose_weights_are_sharded_for_a_while_trains_as_one_that_never_wa
 @pytest.mark.long
 def test_the_same_with_muon(tmp_path: Path) -> None:
     torch.save(alone("muon")[0], tmp_path / "before muon.pt")
-    check_handed_over(
-        run(tmp_path, {"handed_over muon": {"optimizer": "muon"}})["handed_over muon"][0], "muon"
-    )
+    check_handed_over(run(tmp_path, {"handed_over muon": {"optimizer": "muon"}})["handed_over muon"][0], "muon")
 
 
 def test_an_overflow_in_the_part_of_one_rank_is_one_for_all(results: dict[str, list[Any]]) -> None:

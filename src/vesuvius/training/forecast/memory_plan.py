@@ -240,8 +240,6 @@ class _TracedStep:
         self._plans: dict[int, MemoryPlan] = {}
         with self._fake, self._footprint:
             self._step = _step_with_state(self._config)
-        self._update, self._update_bytes = self._step.optimizer.step, list[int]()
-        self._step.optimizer.step = self._update_once  # type: ignore[method-assign, assignment]
 
     def trace(self, batch: int) -> MemoryPlan:
         """Of one micro-batch of so many patches, with the operations of this one alone."""
@@ -249,16 +247,6 @@ class _TracedStep:
             with self._fake, self._footprint:
                 self._plans[batch] = self._traced(batch)
         return self._plans[batch]
-
-    def _update_once(self) -> None:
-        """The same behind a batch of any size: what it allocates is remembered.  Muon's takes as long as a trace."""
-        history, live_bytes = self._footprint.history, self._footprint.live_bytes
-        if self._update_bytes:
-            history.extend(live_bytes + more for more in self._update_bytes)
-            return
-        before = len(history)
-        self._update()
-        self._update_bytes = [live - live_bytes for live in history[before:]]
 
     def _traced(self, batch: int) -> MemoryPlan:
         step, training, footprint = self._step, self._config.training, self._footprint
