@@ -231,7 +231,7 @@ def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     training = {"validate_every": 1, "validate_patches": 1, "preview_every": 1, "preview_count": 1}
-    config = tiny_config(training=training | {"steps_per_epoch": 1})
+    config = tiny_config(training=training | {"steps_per_epoch": 1, "warmup_steps": 1})
     stop_in(kind, 2, monkeypatch)
     assert vesuvius_train(config) == 75
     assert [r["step"] for r in records_of(kind)] == [1]
