@@ -439,6 +439,7 @@ def test_every_patch_holds_enough_foreground_at_the_resolution_of_its_map(
             options["foreground"] = ForegroundConfig(source="level", level=1, threshold=50)
         case "chunks":
             put_sidecar(path / "0", coarse.astype(bool))
+            options["patch_size"] = (16, 48, 48)  # of fewer starts
     prepared = prepare_data(0, data_config(server.url_of(path) if remote else path, min_foreground=0.4, **options))
     shares = shares_of(prepared, textured(shape), mask, 24)
     assert 0.4 <= min(shares) < 0.99

@@ -51,7 +51,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def draws(run: str, out: str, *arguments: object) -> int:
-    command = ["--checkpoint", run, "--out", out, "--steps", 2, "--workers", 1, *arguments]
+    command = ["--checkpoint", run, "--out", out, "--steps", 2, "--overlap", 0.25, "--workers", 1, *arguments]
     return sample.main([str(argument) for argument in command])
 
 

@@ -40,12 +40,23 @@ def test_the_dry_run_says_what_would_happen_and_writes_nothing(
     ):
         assert fact in text
     assert not Path("runs").exists()
+    for memory in (
+        r"host RAM +[\d.]+ GiB at the peak, planned on this CPU",
+        r"readers +[\d.]+ GiB: 2 processes",
+        r"store +[\d.]+ MiB: regions in flight and ahead",
+        r"Ray +[\d.]+ GiB: its own processes",
+        r"trainer +[\d.]+ GiB: process .* training step [\d.]+ MiB, copy of a checkpoint",
+        r"limit +[\d.]+ GiB \(",
+    ):
+        assert re.search(memory, text), memory
+    assert "WARN       memory" not in text
 
 
 def test_the_dry_run_plans_the_memory_of_a_gpu(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "24", "training.amp=bf16") == 0
     text = capsys.readouterr().out
     assert "planned for 24.0 GiB of VRAM (--vram-gib), amp bf16" in text
+    assert re.search(r"host RAM +[\d.]+ GiB at the peak, planned on a GPU", text), "that the memory plan is for"
     for fact in (
         r"time +[\d.]+ GFLOP a step; its time on a GPU that is not here is unknown",
         r"fixed +[\d.]+ MiB: weights [\d.]+ MiB, gradients [\d.]+ MiB, optimizer [\d.]+ MiB, EMA [\d.]+ MiB",
@@ -55,23 +66,6 @@ def test_the_dry_run_plans_the_memory_of_a_gpu(tiny_config: WriteConfig, capsys:
     ):
         assert re.search(fact, text)
     assert "WARN       train_batch_size" not in text
-
-
-def test_the_dry_run_plans_the_memory_of_the_host(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    assert vesuvius_train(tiny_config(), "--dry-run", "training.workers=2") == 0
-    text = capsys.readouterr().out
-    for fact in (
-        r"host RAM +[\d.]+ GiB at the peak, planned on this CPU",
-        r"readers +[\d.]+ GiB: 2 processes",
-        r"store +[\d.]+ MiB: regions in flight and ahead",
-        r"Ray +[\d.]+ GiB: its own processes",
-        r"trainer +[\d.]+ GiB: process .* training step [\d.]+ MiB, copy of a checkpoint",
-        r"limit +[\d.]+ GiB \(",
-    ):
-        assert re.search(fact, text), fact
-    assert "WARN       memory" not in text
-    assert vesuvius_train(tiny_config(), "--dry-run", "--vram-gib", "24") == 0
-    assert "planned on a GPU" in capsys.readouterr().out, "that the memory plan is for"
 
 
 def test_the_dry_run_refuses_more_memory_than_there_is_and_its_workers_fit(

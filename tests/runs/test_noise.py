@@ -21,7 +21,7 @@ from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoin
 
 EDM = {"noise": "edm", "sampler": "dpmpp2m", "sampler_steps": 3}
 # Of four steps, two of them before a resume.
-VALIDATED = {"steps_per_epoch": 2, "save_every": 2, "validate_every": 2, "validate_patches": 4}
+VALIDATED = {"steps_per_epoch": 2, "save_every": 2, "validate_every": 2, "validate_patches": 2}
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ def test_a_step_that_was_not_finite_is_noticed_though_its_figures_come_late(
 ) -> None:
     """And the steps launched behind it are not counted: a resume does them again."""
     monkeypatch.setattr("vesuvius.training.loop.make_clock", lambda device: LateClock())
-    bad_step = 7
+    bad_step = 3
     accumulate = TrainStep.accumulate
 
     def poisoned(self: TrainStep, x_0: torch.Tensor, indices: Any, *rest: Any) -> None:
@@ -65,15 +65,15 @@ def test_bad_steps_in_a_row_are_counted_over_a_resume(
     accumulate = TrainStep.accumulate
 
     def poisoned(self: TrainStep, x_0: torch.Tensor, indices: Any, *rest: Any) -> None:
-        accumulate(self, x_0 * math.inf if 4 <= int(indices[0]) // 4 + 1 <= 6 else x_0, indices, *rest)
+        accumulate(self, x_0 * math.inf if 2 <= int(indices[0]) // 4 + 1 <= 4 else x_0, indices, *rest)
 
     monkeypatch.setattr(TrainStep, "accumulate", poisoned)
     config = tiny_config(training={"max_nonfinite": 3})
-    assert vesuvius_train(config, "training.max_steps=5") == 0
+    assert vesuvius_train(config, "training.max_steps=3") == 0
     assert vesuvius_train(config, "--resume") == 5
-    assert steps_of()[-1]["step"] == 6
-    assert vesuvius_train(config, "--resume") == 0, "behind the bad steps it trains on"
-    assert all(s["finite"] for s in steps_of()[6:])
+    assert steps_of()[-1]["step"] == 4
+    assert vesuvius_train(config, "--resume", "training.max_steps=6") == 0, "behind the bad steps it trains on"
+    assert [s["finite"] for s in steps_of()[4:]] == [True, True]
 
 
 def test_a_nonfinite_loss_stops_the_run_with_exit_5_and_is_never_applied(

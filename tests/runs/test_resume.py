@@ -32,12 +32,12 @@ def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_four_steps_and_four_resumed_are_eight_bit_by_bit(tiny_config: WriteConfig, optimizer: str) -> None:
-    training = {"optimizer": optimizer, "steps_per_epoch": 4}
+def test_two_steps_and_two_resumed_are_four_bit_by_bit(tiny_config: WriteConfig, optimizer: str) -> None:
+    training = {"optimizer": optimizer, "steps_per_epoch": 2}
     assert vesuvius_train(tiny_config("straight", training=training)) == 0
     config = tiny_config("parts", training=training)
-    assert vesuvius_train(config, "training.max_steps=4") == 0
-    assert load_checkpoint(list_checkpoints(Path("runs/parts/checkpoints"))[-1])["step"] == 4
+    assert vesuvius_train(config, "training.max_steps=2") == 0
+    assert load_checkpoint(list_checkpoints(Path("runs/parts/checkpoints"))[-1])["step"] == 2
     assert vesuvius_train(config, "--resume") == 0
     assert_same_weights("straight", "parts")
     assert [s["loss"] for s in steps_of("straight")] == [s["loss"] for s in steps_of("parts")]
@@ -66,8 +66,8 @@ def test_a_resume_is_exact_with_the_threads_that_the_run_began_with(tiny_config:
     """The order in which threads add up is part of a result: another number of them at the resume changes nothing."""
     for name in ("straight", "parts"):
         tiny_config(name)
-    parts = ["parts", "training.max_steps=3"], ["parts", "training.max_steps=6", "--resume"]
-    for (name, *arguments), threads in zip((["straight", "training.max_steps=6"], *parts), "221", strict=True):
+    parts = ["parts", "training.max_steps=1"], ["parts", "training.max_steps=3", "--resume"]
+    for (name, *arguments), threads in zip((["straight", "training.max_steps=3"], *parts), "221", strict=True):
         result = run_vesuvius(
             "train", "--config", f"{name}.yaml", *arguments, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": threads}
         )
@@ -122,14 +122,14 @@ def test_training_resume_auto_is_resume_also_from_the_copy_of_the_config(
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(training={"save_every": 2})
-    assert vesuvius_train(tiny_config("straight", training={"save_every": 2}), "training.max_steps=6") == 0
-    assert vesuvius_train(config, "training.max_steps=4") == 0
-    damaged = Path("runs/tiny/checkpoints/step_00000004/state.pt")
+    config = tiny_config(training={"save_every": 1})
+    assert vesuvius_train(tiny_config("straight"), "training.max_steps=3") == 0
+    assert vesuvius_train(config, "training.max_steps=2") == 0
+    damaged = Path("runs/tiny/checkpoints/step_00000002/state.pt")
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    assert vesuvius_train(config, "--resume", "training.max_steps=6") == 0
-    assert "step_00000004 is damaged (state.pt" in capsys.readouterr().err
-    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 3, 4, 5, 6]
+    assert vesuvius_train(config, "--resume", "training.max_steps=3") == 0
+    assert "step_00000002 is damaged (state.pt" in capsys.readouterr().err
+    assert [s["step"] for s in steps_of()] == [1, 2, 2, 3]
     assert_same_weights("straight")
 
 
@@ -142,15 +142,15 @@ def files_below(path: Path) -> dict[str, bytes]:
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_nothing_overwritten(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(training={"save_every": 2})
-    assert vesuvius_train(config, "training.max_steps=4") == 0
+    config = tiny_config(training={"save_every": 1})
+    assert vesuvius_train(config, "training.max_steps=2") == 0
     for checkpoint in list_checkpoints(Path("runs/tiny/checkpoints")):
         (checkpoint / "manifest.json").unlink()
     before = files_below(Path("runs"))
     for more in ([], ["--dry-run"]):
-        assert vesuvius_train(config, "--resume", "training.max_steps=4", *more) == 6
+        assert vesuvius_train(config, "--resume", "training.max_steps=3", *more) == 6
         (error,) = (line for line in capsys.readouterr().err.splitlines() if "ERROR" in line)
-        assert "got step_00000002, step_00000004 in runs/tiny/checkpoints, all damaged" in error
+        assert "got step_00000001, step_00000002 in runs/tiny/checkpoints, all damaged" in error
         assert "--resume --restart-damaged" in error
         assert files_below(Path("runs")) == before
 
@@ -159,24 +159,24 @@ def test_restart_damaged_begins_anew_and_keeps_the_damaged_checkpoints(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, checkpoints = (
-        tiny_config(training={"save_every": 2, "validate_every": 2, "validate_patches": 2}),
+        tiny_config(training={"save_every": 1, "validate_every": 1, "validate_patches": 1}),
         Path("runs/tiny/checkpoints"),
     )
-    assert vesuvius_train(config, "training.max_steps=4") == 0
-    whole = vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=6")
-    assert (whole, [s["step"] for s in steps_of()]) == (0, [1, 2, 3, 4, 5, 6]), "from a whole checkpoint it goes on"
+    assert vesuvius_train(config, "training.max_steps=2") == 0
+    whole = vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=3")
+    assert (whole, [s["step"] for s in steps_of()]) == (0, [1, 2, 3]), "from a whole checkpoint it goes on"
     for checkpoint in list_checkpoints(checkpoints):
         (checkpoint / "manifest.json").unlink()
     damaged = files_below(checkpoints)
     assert vesuvius_train(config, "--resume", "--restart-damaged", "--dry-run") == 0
     assert files_below(checkpoints) == damaged
-    assert vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=2") == 0
+    assert vesuvius_train(config, "--resume", "--restart-damaged", "training.max_steps=1") == 0
     (aside,) = checkpoints.glob("damaged-*")
     assert f"the damaged checkpoints are kept in {aside}" in capsys.readouterr().err
     assert files_below(aside) == damaged
-    assert [path.name for path in list_checkpoints(checkpoints)] == ["step_00000002"]
-    assert [s["step"] for s in steps_of()] == [1, 2, 3, 4, 5, 6, 1, 2]
-    assert vesuvius_train(config, "--resume", "training.max_steps=3") == 0, "as any other run"
+    assert [path.name for path in list_checkpoints(checkpoints)] == ["step_00000001"]
+    assert [s["step"] for s in steps_of()] == [1, 2, 3, 1]
+    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0, "as any other run"
 
 
 def test_restart_damaged_goes_with_resume(tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +204,7 @@ def test_a_signal_finishes_the_step_saves_and_the_rest_resumes_bit_by_bit(
     assert process.returncode == (130 if number == signal.SIGINT else 75), output
     stopped_at = load_checkpoint(list_checkpoints(Path("runs/stopped/checkpoints"))[-1])["step"]
     assert stopped_at >= 3
-    end = f"training.max_steps={stopped_at + 3}"
+    end = f"training.max_steps={stopped_at + 1}"
     assert vesuvius_train(config, "--resume", end) == 0
     assert vesuvius_train(tiny_config("straight", training=training), end) == 0
     assert_same_weights("straight", "stopped")
@@ -230,15 +230,15 @@ def stop_in(kind: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    training = {"validate_every": 4, "validate_patches": 2, "preview_every": 4, "preview_count": 1}
-    config = tiny_config(training=training | {"steps_per_epoch": 4})
-    stop_in(kind, 8, monkeypatch)
+    training = {"validate_every": 1, "validate_patches": 1, "preview_every": 1, "preview_count": 1}
+    config = tiny_config(training=training | {"steps_per_epoch": 1, "warmup_steps": 1})
+    stop_in(kind, 2, monkeypatch)
     assert vesuvius_train(config) == 75
-    assert [r["step"] for r in records_of(kind)] == [4]
+    assert [r["step"] for r in records_of(kind)] == [1]
     assert vesuvius_train(config, "--resume") == 0
-    assert [r["step"] for r in records_of("validation")] == [4, 8]
-    assert [r["step"] for r in records_of("preview")] == [4, 8]
-    assert len(steps_of()) == 8, "no step is done again"
+    assert [r["step"] for r in records_of("validation")] == [1, 2]
+    assert [r["step"] for r in records_of("preview")] == [1, 2]
+    assert len(steps_of()) == 2, "no step is done again"
     before = Path("runs/tiny/metrics.jsonl").read_bytes()
     assert vesuvius_train(config, "--resume") == 0
     assert "is finished" in capsys.readouterr().out
@@ -248,13 +248,13 @@ def test_what_a_signal_cuts_short_behind_the_last_step_is_made_up_for(
 def test_a_validation_that_was_made_up_for_is_known_to_the_checkpoint_of_its_step(
     tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny_config(training={"validate_every": 4, "validate_patches": 2, "save_every": 100})
-    stop_in("validation", 4, monkeypatch)
+    config = tiny_config(training={"validate_every": 2, "validate_patches": 1, "save_every": 100})
+    stop_in("validation", 2, monkeypatch)
     assert vesuvius_train(config) == 75
     (checkpoint,) = list_checkpoints(Path("runs/tiny/checkpoints"))
     assert load_checkpoint(checkpoint)["validated_step"] == 0
-    assert vesuvius_train(config, "--resume", "training.max_steps=4") == 0
-    assert load_checkpoint(checkpoint)["validated_step"] == 4
+    assert vesuvius_train(config, "--resume", "training.max_steps=2") == 0
+    assert load_checkpoint(checkpoint)["validated_step"] == 2
     assert Path("runs/tiny/checkpoints/best").resolve() == checkpoint.resolve()
 
 
@@ -310,14 +310,14 @@ def test_a_time_limit_that_ends_before_the_run_begins_leaves_nothing(
 def test_a_new_run_starts_from_the_averaged_weights_of_another_of_the_same_network(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert vesuvius_train(tiny_config("first"), "training.max_steps=5") == 0
+    assert vesuvius_train(tiny_config("first"), "training.max_steps=2") == 0
     config = tiny_config("second", training={"lr": 1e-30, "weight_decay": 0.0, "init_from": "runs/first"})
     assert vesuvius_train(config, "model.blocks_per_level=2") == 2
     assert "training.init_from" in capsys.readouterr().err
     assert not Path("runs/second").exists()
     assert vesuvius_train(config, "training.init_from=runs/nowhere") == 2
     assert vesuvius_train(config, "training.max_steps=1") == 0
-    assert "starting from the weights of runs/first/checkpoints/step_00000005" in capsys.readouterr().out
+    assert "starting from the weights of runs/first/checkpoints/step_00000002" in capsys.readouterr().out
     first = load_checkpoint(list_checkpoints(Path("runs/first/checkpoints"))[-1])["averages"]["ema"]["weights"]
     second = load_checkpoint(list_checkpoints(Path("runs/second/checkpoints"))[-1])
     assert second["step"] == 1
@@ -330,14 +330,14 @@ def test_a_new_run_starts_from_the_averaged_weights_of_another_of_the_same_netwo
 def test_a_resumed_run_knows_how_far_it_is_before_its_first_step(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config()
-    assert vesuvius_train(config, "training.max_steps=12") == 0
+    config = tiny_config(training={"steps_per_epoch": 2, "warmup_steps": 1})
+    assert vesuvius_train(config, "training.max_steps=3") == 0
     capsys.readouterr()
-    assert vesuvius_train(config, "--resume", "training.max_steps=14") == 0
-    said = "step 12 of 14, 48 samples, epoch 2 of 2; [0-9smhd]+ of training before session 2, about [0-9]+s left"
-    before, _, _ = capsys.readouterr().out.partition("Train step 13")
+    assert vesuvius_train(config, "--resume", "training.max_steps=4") == 0
+    said = "step 3 of 4, 12 samples, epoch 2 of 2; [0-9smhd]+ of training before session 2, about [0-9]+s left"
+    before, _, _ = capsys.readouterr().out.partition("Train step 4")
     assert re.search(said, before)
-    last, first = steps_of()[11], steps_of()[12]
+    last, first = steps_of()[2], steps_of()[3]
     assert first["total_s"] > last["total_s"]
     assert first["session_s"] < first["total_s"]
-    assert first["samples_total"] == 52
+    assert first["samples_total"] == 16

@@ -120,9 +120,9 @@ def test_a_second_signal_in_the_middle_of_the_save_leaves_the_older_checkpoint_w
     assert checkpoint_steps(run) == before
 
 
-# Each takes half a second or more, and begins as soon as step 2 is logged.
+# Each takes a quarter of a second or more, and begins as soon as step 2 is logged.
 INTERRUPTED: dict[str, dict[str, Any]] = {
-    "validation": {"training": {"validate_every": 2, "validate_patches": 8}},
+    "validation": {"training": {"validate_every": 2, "validate_patches": 4}},
     "preview": {"training": {"preview_every": 2, "preview_count": 1}, "diffusion": {"sampler_steps": 50}},
 }
 

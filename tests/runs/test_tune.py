@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_a_tune_leaves_a_report_and_a_config_that_trains(
 ) -> None:
     monkeypatch.setattr(session, "TrialRunner", SimulatedTrainers)
     config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
-    arguments = ("--budget", "30m", "--keep", "workers,prefetch_factor", "training.lr=2e-3")
+    arguments = ("--budget", "30m", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
     assert vesuvius_tune(config, *arguments) == EXIT_OK
     check_tune(config, arguments, capsys.readouterr().out, "better")
     assert read_config(Path("tiny.tuned.yaml")).training.train_batch_size == 8
@@ -121,7 +122,7 @@ def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
     monkeypatch.setattr(session, "TrialRunner", OneRank)
     training = LONG | {"train_batch_size": 1, "accumulate_steps": 4, "ranks": 4}
     config = tiny_config(training=training, cluster={"min_ranks": 2})
-    assert vesuvius_tune(config, "--keep", "workers,prefetch_factor") == EXIT_OK
+    assert vesuvius_tune(config, "--keep", "compile,channels_last,workers,prefetch_factor") == EXIT_OK
     source, tuned = read_config(config), read_config(Path("tiny.tuned.yaml"))
     assert (tuned.training.ranks, tuned.cluster.min_ranks) == (4, 2)
     assert tuned.global_batch == source.global_batch == 16
@@ -189,6 +190,7 @@ def test_a_second_tune_is_kept_out_while_it_measures(
         session.wait_for("Block 0", at_most_s=120)
         while not (trial.exists() and any(r["kind"] == "step" for r in read_records(trial))):
             assert session.process.poll() is None, session.text()
+            time.sleep(0.05)
         assert vesuvius_tune(config) == EXIT_CONFIG
         orphans = psutil.Process(session.process.pid).children(recursive=True)
         session.process.kill()
@@ -238,7 +240,7 @@ def test_an_interrupted_tune_says_what_is_known_and_leaves_nothing_of_an_earlier
 ) -> None:
     monkeypatch.setattr(session, "TrialRunner", SimulatedTrainers)
     config = tiny_config(training=LONG | {"train_batch_size": 1, "accumulate_steps": 8})
-    keep = ("--keep", "workers,prefetch_factor")
+    keep = ("--keep", "compile,channels_last,workers,prefetch_factor")
     assert vesuvius_tune(config, *keep) == EXIT_OK
     assert read_config(Path("tiny.tuned.yaml")).training.train_batch_size == 8
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from tests.support import fork_server
 from vesuvius.commands import train
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
-from vesuvius.training.step import self_test
 from vesuvius.tuning import process as trial_process
 
 WriteConfig = Callable[..., Path]
@@ -28,14 +26,8 @@ def fork_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial_process, "subprocess", stand_in)
 
 
-# The machine stays the same: 0.2 s of CPU once, not in each run.
-_convolution_errors = functools.cache(self_test.convolution_errors)
-
-
 def vesuvius_train(config: Path, *arguments: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_test, "convolution_errors", _convolution_errors)
-        return train.main(["--config", str(config), *arguments])
+    return train.main(["--config", str(config), *arguments])
 
 
 def final_weights(name: str = "tiny") -> dict[str, torch.Tensor]:

@@ -325,19 +325,19 @@ def test_a_new_run_does_not_overwrite_what_is_stored(run: RunDir, store: RunStor
 def test_a_run_goes_on_from_the_store_on_another_machine(
     tiny_config: WriteConfig, tmp_path: Path, store: RunStore
 ) -> None:
-    training = {"epochs": 2, "save_every": 5}
+    training = {"steps_per_epoch": 2, "save_every": 1}
     environment = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
     config = tiny_config("r", training=training, cluster={"storage_path": store.address.removesuffix("/r")})
-    with Session(config, tmp_path, "training.max_steps=10", environment=environment) as session:
+    with Session(config, tmp_path, "training.max_steps=2", environment=environment) as session:
         assert session.end() == 0, session.text()
     shutil.rmtree(tmp_path / "runs/r")
     with Session(config, tmp_path, "--resume", environment=environment) as session:
         assert session.end() == 0, session.text()
-        assert "step_00000010 and the records of the run come from s3://" in session.text()
+        assert "step_00000002 and the records of the run come from s3://" in session.text()
     with Session(config, tmp_path, environment=environment) as session:
         assert session.end() == 2
     tiny_config("whole", training=training)
     with Session(tmp_path / "whole.yaml", tmp_path) as session:
         assert session.end() == 0, session.text()
     assert final_difference(tmp_path / "runs/r", tmp_path / "runs/whole") is None
-    assert "checkpoints/step_00000020/manifest.json" in store.list_keys()
+    assert "checkpoints/step_00000004/manifest.json" in store.list_keys()

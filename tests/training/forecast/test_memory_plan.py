@@ -291,7 +291,7 @@ def test_tiny_networks_are_not_traced_beyond_any_use() -> None:
     assert largest_batch(make_config(), vram_bytes=80 * GIB) == 1024
 
 
-def test_the_default_network_has_the_documented_cost_and_80_gib_hold_the_batches_that_were_asked_for() -> None:
+def test_the_default_network_has_the_documented_cost_and_80_gib_hold_16_patches() -> None:
     """In one test, whose traces are the same whatever processes share the tests."""
     config = read_config(EXP001, ["training.accumulate_steps=1"])
     assert config.training.checkpoint_levels == ()
@@ -300,9 +300,13 @@ def test_the_default_network_has_the_documented_cost_and_80_gib_hold_the_batches
     # The documented figures, to the digits given there: 5.3 TFLOP forward, twice that backward.
     assert round(plan.weight_bytes / 4e6) == 155
     assert round(plan.flops_per_step / 16 / 3e12, 1) == 5.3
-    # The figures of issue 4: 8 patches of 72x136x136 with the plain form, 16 with the lean one.
-    assert largest_batch(with_training(config, lean_norm=False), 80 * GIB) >= 8
     assert largest_batch(lean, 80 * GIB) >= 16
+
+
+@pytest.mark.long  # that plans of the plain form are right is tested on small networks: 4 s less
+def test_80_gib_hold_8_patches_of_the_default_network_without_lean_norm() -> None:
+    config = read_config(EXP001, ["training.accumulate_steps=1"])
+    assert largest_batch(with_training(config, lean_norm=False), 80 * GIB) >= 8
 
 
 @pytest.mark.gpu

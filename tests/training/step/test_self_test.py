@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -25,7 +27,7 @@ MODES = pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @MODES
 def test_this_machine_convolves_rightly(amp: AmpMode) -> None:
     before = torch.get_rng_state()
-    check_convolution(CPU, amp)
+    check_convolution(CPU, amp, partial(F.conv3d, padding=1))  # the tests' own: what others have found is not taken
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,9 @@ def train(step: TrainStep, config: Any, rank: int, world: int, x_0: torch.Tensor
 
 def handed_over(step: TrainStep, config: Any, ranks: Any) -> Any:
     """Goes on from a state that was not sharded, and leaves one that is not."""
-    step.load_state_dict(torch.load(Path("before.pt"), weights_only=True))
+    step.load_state_dict(torch.load(Path(f"before {config.training.optimizer}.pt"), weights_only=True))
     train(step, config, ranks.rank, WORLD, patches(config.global_batch))
-    state = plain(step.state_dict())
-    if ranks.is_main:
-        torch.save(state, Path("after.pt"))
+    return plain(step.state_dict())
 
 
 def plain(state: Any) -> Any:
@@ -63,22 +61,23 @@ def plain(state: Any) -> Any:
     return shards.whole(state).detach().clone() if isinstance(state, torch.Tensor) else state
 
 
-def flat(state: Any) -> list[list[float]]:
+def flat(state: Any) -> list[torch.Tensor]:
     tensors = [*state["model"].values(), *state["averages"]["ema"]["weights"].values()]
     moments = [value for values in state["optimizer"]["state"].values() for value in values.values()]
-    return [shards.whole(tensor).flatten().tolist() for tensor in [*tensors, *moments]]
+    return [shards.whole(tensor).detach().clone() for tensor in [*tensors, *moments]]
 
 
-def on_one_of_two(task: str, training: dict[str, Any], out: Path) -> None:
-    """What each rank does; `task` is the name of a function here."""
-    config = make_config(**training)
-    with open_ranks("cpu", 60, config.global_batch) as ranks:
+def on_one_of_two(tasks: dict[str, dict[str, Any]]) -> None:
+    """What each rank does, one after the other: functions here by name, each with a step of these settings."""
+    with open_ranks("cpu", 60, make_config(**settings()).global_batch) as ranks:
         torch.set_num_threads(1)
-        step = TrainStep(
-            config, build_network(config, CPU), make_step(make_config()).schedule, CPU,
-            part_of(config, ranks.rank, WORLD), ranks,
-        )  # fmt: skip
-        (out / f"{ranks.rank}.json").write_text(json.dumps(globals()[task](step, config, ranks)))
+        for task, changes in tasks.items():
+            config = make_config(**settings(**changes))
+            step = TrainStep(
+                config, build_network(config, CPU), make_step(make_config()).schedule, CPU,
+                part_of(config, ranks.rank, WORLD), ranks,
+            )  # fmt: skip
+            torch.save(globals()[task.split()[0]](step, config, ranks), f"{task}.{ranks.rank}.pt")
 
 
 def trained(step: TrainStep, config: Any, ranks: Any) -> Any:
@@ -127,11 +126,12 @@ def collectives(step: TrainStep, config: Any, ranks: Any) -> Any:
         begun[-1] += 1
         return plain(*arguments, **named)
 
-    dist.reduce_scatter_single = counted
-    for micro in range(2):
-        begun.append(0)
-        step.accumulate(patches(1), np.array([micro]), np.array([5]), last=micro == 1)
-    step.apply(1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "reduce_scatter_single", counted)
+        for micro in range(2):
+            begun.append(0)
+            step.accumulate(patches(1), np.array([micro]), np.array([5]), last=micro == 1)
+        step.apply(1e-2)
     return begun
 
 
@@ -147,80 +147,116 @@ def denoised(step: TrainStep, config: Any, ranks: Any) -> Any:
     return found
 
 
-def run(task: str, tmp_path: Path, **changes: Any) -> list[Any]:
-    """Both ranks' results."""
-    code = f"from tests.training.step.test_shards import *\non_one_of_two({task!r}, {settings(**changes)!r}, Path('.'))"
+def run(tmp_path: Path, tasks: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
+    """Both ranks' results of each task."""
+    code = f"from tests.training.step.test_shards import *\non_one_of_two({tasks!r})"
     with started_ranks(Path("none"), tmp_path, WORLD, program=("-c", code)) as ranks:
         assert ends_of(ranks, 120) == [0] * WORLD, output_of(tmp_path, WORLD)
-    return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return {
+        task: [torch.load(tmp_path / f"{task}.{rank}.pt", weights_only=True) for rank in range(WORLD)] for task in tasks
+    }
 
 
-def one_rank_config(optimizer: str = "adamw", **changes: Any) -> Any:
-    return make_config(**settings(optimizer=optimizer, **changes) | {"ranks": 1, "accumulate_steps": 4})
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Of all tasks, which share two processes."""
+    folder = tmp_path_factory.mktemp("shards")
+    torch.save(alone("adamw")[0], folder / "before adamw.pt")
+    return run(
+        folder,
+        {
+            "trained adamw": {},
+            "trained muon": {"optimizer": "muon"},
+            "handed_over adamw": {},
+            "overflowed": {"amp": "fp16"},
+            "kept": {},
+            "collectives": {},
+            "denoised": {},  # the last: no rank can be called behind it
+        },
+    )
 
 
-def alone(**changes: Any) -> tuple[TrainStep, Any]:
-    """One rank that has trained on the same samples."""
-    config = one_rank_config(**changes)
+def one_rank_config(optimizer: str) -> Any:
+    return make_config(**settings(optimizer=optimizer) | {"ranks": 1, "accumulate_steps": 4})
+
+
+@functools.cache
+def alone(optimizer: str) -> tuple[Any, list[tuple[float, float, bool]]]:
+    """State and figures of one rank that has trained on the same samples."""
+    config = one_rank_config(optimizer)
     step = make_step(config)
-    return step, train(step, config, 0, 1, patches(config.global_batch))
+    figures = train(step, config, 0, 1, patches(config.global_batch))
+    return plain(step.state_dict()), figures
+
+
+def step_with(state: Any, optimizer: str) -> TrainStep:
+    step = make_step(one_rank_config(optimizer))
+    step.load_state_dict(plain(state))
+    return step
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_two_ranks_with_half_of_the_weights_each_train_as_one_with_all(tmp_path: Path, optimizer: str) -> None:
-    results = run("trained", tmp_path, optimizer=optimizer)
-    step, figures = alone(optimizer=optimizer)
-    count = sum(weight.numel() for weight in step.network.parameters())
-    assert sum(result["held"] for result in results) == count
-    assert max(result["held"] for result in results) < 0.7 * count
-    assert results[0]["state"] == results[1]["state"]
-    for result in results:
-        assert np.array(result["figures"]) == pytest.approx(np.array(figures), rel=1e-5)
-    for sharded, whole in zip(results[0]["state"], flat(step.state_dict()), strict=True):
-        # Adam divides by the root of a second moment, which makes much of the rounding of a gradient near 0.
-        assert np.array(sharded) == pytest.approx(np.array(whole), abs=2e-4)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
-def test_a_run_whose_weights_are_sharded_for_a_while_trains_as_one_that_never_was(
-    tmp_path: Path, optimizer: str
+def test_two_ranks_with_half_of_the_weights_each_train_as_one_with_all(
+    results: dict[str, list[Any]], optimizer: str
 ) -> None:
-    step, _ = alone(optimizer=optimizer)
-    torch.save(plain(step.state_dict()), tmp_path / "before.pt")
-    run("handed_over", tmp_path, optimizer=optimizer)
-    again, config = make_step(one := one_rank_config(optimizer)), one
-    again.load_state_dict(torch.load(tmp_path / "after.pt", weights_only=True))
-    x_0 = patches(config.global_batch)
+    both = results[f"trained {optimizer}"]
+    state, figures = alone(optimizer)
+    count = sum(weight.numel() for weight in state["model"].values())
+    assert sum(result["held"] for result in both) == count
+    assert max(result["held"] for result in both) < 0.7 * count
+    assert all(map(torch.equal, both[0]["state"], both[1]["state"]))
+    for result in both:
+        assert np.array(result["figures"]) == pytest.approx(np.array(figures), rel=1e-5)
+    for sharded, whole in zip(both[0]["state"], flat(state), strict=True):
+        # Adam divides by the root of a second moment, which makes much of the rounding of a gradient near 0.
+        torch.testing.assert_close(sharded, whole, rtol=0, atol=2e-4)
+
+
+def check_handed_over(after: Any, optimizer: str) -> None:
+    """As long again, and one rank alone all the time."""
+    again, undisturbed = step_with(after, optimizer), step_with(alone(optimizer)[0], optimizer)
+    config, x_0 = one_rank_config(optimizer), patches(4)
     figures = train(again, config, 0, 1, x_0)
-    undisturbed = [train(step, config, 0, 1, x_0) for _ in range(2)][-1]
-    assert np.array(figures) == pytest.approx(np.array(undisturbed), rel=1e-5)
-    for one_tensor, other in zip(flat(again.state_dict()), flat(step.state_dict()), strict=True):
-        assert np.array(one_tensor) == pytest.approx(np.array(other), abs=2e-4)
+    train(undisturbed, config, 0, 1, x_0)
+    assert np.array(figures) == pytest.approx(np.array(train(undisturbed, config, 0, 1, x_0)), rel=1e-5)
+    for one, other in zip(flat(again.state_dict()), flat(undisturbed.state_dict()), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-4)
 
 
-def test_an_overflow_in_the_part_of_one_rank_is_one_for_all(tmp_path: Path) -> None:
-    one, other = run("overflowed", tmp_path, amp="fp16")
+def test_a_run_whose_weights_are_sharded_for_a_while_trains_as_one_that_never_was(
+    results: dict[str, list[Any]],
+) -> None:
+    check_handed_over(results["handed_over adamw"][0], "adamw")
+
+
+@pytest.mark.long
+def test_the_same_with_muon(tmp_path: Path) -> None:
+    torch.save(alone("muon")[0], tmp_path / "before muon.pt")
+    check_handed_over(run(tmp_path, {"handed_over muon": {"optimizer": "muon"}})["handed_over muon"][0], "muon")
+
+
+def test_an_overflow_in_the_part_of_one_rank_is_one_for_all(results: dict[str, list[Any]]) -> None:
+    one, other = results["overflowed"]
     assert one == other
     assert not any(applied for _, _, applied in one["figures"][:1])
     assert one["scale"] < 2.0**14
 
 
-def test_lean_norm_keeps_no_gathered_kernel_between_forward_and_backward_pass(tmp_path: Path) -> None:
-    for kept_bytes, kernels in run("kept", tmp_path):
+def test_lean_norm_keeps_no_gathered_kernel_between_forward_and_backward_pass(results: dict[str, list[Any]]) -> None:
+    for kept_bytes, kernels in results["kept"]:
         assert kept_bytes == [0] * kernels
 
 
-def test_gradients_travel_in_the_last_micro_batch_alone(tmp_path: Path) -> None:
-    for first, last in run("collectives", tmp_path):
+def test_gradients_travel_in_the_last_micro_batch_alone(results: dict[str, list[Any]]) -> None:
+    for first, last in results["collectives"]:
         assert first == 0
         assert last > 5  # one a block
 
 
-def test_rank_0_validates_with_the_weights_of_all(tmp_path: Path) -> None:
-    found = run("denoised", tmp_path)[0]
-    step, _ = alone()
+def test_rank_0_validates_with_the_weights_of_all(results: dict[str, list[Any]]) -> None:
+    step = step_with(alone("adamw")[0], "adamw")
     expected = step.denoiser("ema")(patches(1), torch.tensor([300])).flatten().tolist()
-    assert np.array(found) == pytest.approx(np.array(expected), abs=1e-3)
+    assert np.array(results["denoised"][0]) == pytest.approx(np.array(expected), abs=1e-3)
 
 
 def test_what_is_gathered_at_a_time_is_two_blocks_and_what_is_outside_of_them() -> None:
