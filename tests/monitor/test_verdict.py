@@ -222,7 +222,7 @@ def test_a_stop_that_is_over_is_said_and_takes_the_verdict_only_where_it_explain
     assert "-CONT" not in over.text
     short = judge(hungry(data_s=60.0, stopped_share=0.29), GPU)
     assert (short.cause, short.overrides) == ("workers too few", ("training.workers=4",))
-    assert "held by a signal (SIGSTOP) or a debugger for 29 s" in short.evidence
+    assert "stopped by a signal (SIGSTOP) or a debugger for 29 s" in short.evidence
     assert "-CONT" not in short.text
     assert "SIGSTOP" not in judge(hungry(data_s=60.0), GPU).text
 
