@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-from vesuvius.config import ClusterConfig, TrainingConfig
+from vesuvius.config import ClusterConfig, Config, TrainingConfig
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, VesuviusError
 from vesuvius.launch.launch import with_number_of_ranks
 from vesuvius.launch.rank import Request
-from vesuvius.launch.ray import room, trainer, worker
+from vesuvius.launch.ray import command, room, trainer, worker
 from vesuvius.launch.ray.bulletin import Bulletin
 from vesuvius.stream.options import StreamOptions, reads_here
 from vesuvius.stream.ray.session import passed_on
+from vesuvius.training.stop import StopRequest
 
 
 def test_ranks_are_started_again_with_the_losses_that_they_have_not_heard_of() -> None:
@@ -115,6 +118,28 @@ def test_ranks_that_fit_only_in_sum_are_refused_before_ray_train_waits_for_them(
     room.check_room(read_config(tiny_config(training={"ranks": 2, "workers": 3})), NODES)
 
 
+def test_readers_that_may_run_anywhere_are_refused_where_the_nodes_have_no_processors_left_for_them(
+    tiny_config: Callable[..., Path],
+) -> None:
+    """Ray Data would wait for these without a word.  As many ranks start as have a GPU, also where fewer would do."""
+
+    def of(**cluster: Any) -> Config:
+        return read_config(tiny_config(training={"ranks": 4, "workers": 3}, cluster={"reader_nodes": "any", **cluster}))
+
+    two, four = [{"CPU": 2.5, "GPU": 2.0}], [{"CPU": 2.5, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}]
+    for config, nodes, ranks, spare in [
+        (of(), four, 4, 10),
+        (of(min_ranks=2), two, 2, 6),
+        (of(min_ranks=1), four, 4, 10),
+    ]:
+        room.check_room(config, [*nodes, {"CPU": float(spare)}])
+        refused = (
+            rf"need {4 * ranks} processors: .* {ranks} ranks .* {3 * ranks} readers; got {4 * ranks - 1} on .*; add"
+        )
+        with pytest.raises(ConfigError, match=refused):
+            room.check_room(config, [*nodes, {"CPU": spare - 0.5}])
+
+
 def test_a_wait_for_ranks_is_said_each_minute_and_ends(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,6 +179,67 @@ def test_ranks_that_are_at_work_save_before_their_number_changes_and_nobody_wait
     board.resize("3 ranks")
     board.end(6, "the disk is full")  # nor does anybody start again
     assert not board.resizing()
+
+
+class _Called:
+    """An actor whose methods answer at once, here."""
+
+    def __init__(self, board: Bulletin) -> None:
+        self._board = board
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._board, name))
+
+
+def test_a_signal_during_the_save_of_another_stop_is_heard_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the command would end rank 0 a minute later, in the middle of a long save."""
+    board, asked = Bulletin(), iter([None, (75, "SIGTERM")])
+
+    class Board(Bulletin):
+        def stop(self) -> tuple[int, str] | None:
+            try:
+                came = next(asked)
+            except StopIteration:
+                raise ray.exceptions.RayActorError from None  # the command has ended, and with it the bulletin
+            if came is not None:
+                board.ask(*came)
+            return board.stop()
+
+    monkeypatch.setattr(worker, "ray", SimpleNamespace(get=lambda said, timeout: said, exceptions=ray.exceptions))
+    monkeypatch.setattr(worker, "_POLL_S", 0.0)
+    stop = StopRequest(None)
+    stop.ask(4, "memory guard")
+    worker._follow(_Called(Board()), stop)
+    assert board.heard()
+    assert stop.asked() == (4, "memory guard")
+
+
+@pytest.mark.parametrize(
+    ("rank_0_hears", "second", "why"),
+    [(True, False, ""), (False, False, "no rank heard of SIGTERM within 60 s"), (True, True, "a second signal")],
+)
+def test_the_command_waits_for_a_rank_0_that_has_heard_of_its_signal_and_for_no_other(
+    monkeypatch: pytest.MonkeyPatch, rank_0_hears: bool, second: bool, why: str
+) -> None:
+    now, board = [1000.0], Bulletin()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(command, "answer", lambda said: said)
+    board.start(0)
+    signals = command._Signals(_Called(board))
+    assert not signals.abandoned()
+    signals._on_signal(signal.SIGTERM, None)
+    if rank_0_hears:
+        assert board.stop() == (75, "SIGTERM")
+    now[0] += 59
+    assert not signals.abandoned()
+    if second:
+        signals._on_signal(signal.SIGINT, None)
+    for passed in (2, 3600):
+        now[0] += passed
+        assert signals.abandoned() == bool(why)
+    assert (signals.why, signals.exit_code) == (why, 75)
 
 
 def test_a_rank_on_a_node_without_the_folder_of_the_command_says_so_once_and_for_all(tmp_path: Path) -> None:

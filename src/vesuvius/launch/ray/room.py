@@ -54,14 +54,24 @@ def needs_of_rank(config: Config, on_gpu: bool) -> dict[str, float]:
 
 
 def check_room(config: Config, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises ConfigError where the ranks do not fit: Ray would wait for ever, also where they only fit in sum."""
-    least = config.cluster.min_ranks or int(config.training.ranks)
+    """Raises ConfigError where the ranks or their readers do not fit: Ray would wait for ever, also where the ranks
+    only fit in sum."""
+    least, workers = config.cluster.min_ranks or int(config.training.ranks), config.training.workers
     on_gpu = have_gpus(nodes)
     if (have := room_for_ranks(nodes, needs := needs_of_rank(config, on_gpu))) < least:
         raise ConfigError(
             f"each rank needs {needs['CPU']:g} processors of one node for itself and its readers"
             f"{', and a GPU' if on_gpu else ''}; got room for {have} of {least} ranks on {_text(nodes)}; lower "
             "training.ranks, cluster.min_ranks or training.workers, or set cluster.reader_nodes=any"
+        )
+    if reads_here(config.cluster, world=2):
+        return
+    ranks = min(have, int(config.training.ranks))  # Ray Train starts as many as it can, whatever their readers need
+    if (processors := sum(int(node.get("CPU", 0)) for node in nodes)) < ranks * (1 + workers):
+        raise ConfigError(
+            f"with cluster.reader_nodes=any the nodes need {ranks * (1 + workers)} processors: one for each of "
+            f"{ranks} ranks and for each of their {ranks * workers} readers; got {processors} on {_text(nodes)}; add "
+            "nodes, or lower training.workers or training.ranks"
         )
 
 
