@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +141,20 @@ def test_readers_that_may_run_anywhere_are_refused_where_the_nodes_have_no_proce
             room.check_room(config, [*nodes, {"CPU": spare - 0.5}])
 
 
+def test_readers_that_have_lost_their_processors_do_not_wait_without_a_word(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node of readers alone takes no rank with it when it dies: Ray Train does nothing."""
+    config = read_config(tiny_config(training={"ranks": 2, "workers": 3}, cluster={"reader_nodes": "any"}))
+    nodes = [{"CPU": 2.0, "GPU": 2.0}, {"CPU": 6.0}]
+    monkeypatch.setattr(room, "living_nodes", lambda: nodes)
+    room.look_for_ranks(config, True, 0.0)
+    assert caplog.text == ""
+    nodes.pop()
+    room.look_for_ranks(config, True, 0.0)
+    assert "readers wait: with cluster.reader_nodes=any the nodes need 8 processors" in caplog.text
+
+
 def test_a_wait_for_ranks_is_said_each_minute_and_ends(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,6 +255,47 @@ def test_the_command_waits_for_a_rank_0_that_has_heard_of_its_signal_and_for_no_
         now[0] += passed
         assert signals.abandoned() == bool(why)
     assert (signals.why, signals.exit_code) == (why, 75)
+
+
+def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(
+    tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller is a process that the system may kill, as any other."""
+    monkeypatch.chdir(tmp_path)
+    ended: Future[Any] = Future()
+    ended.set_exception(ray.exceptions.RayActorError())
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: _Called(Bulletin())))
+    place = SimpleNamespace(get_node_id=lambda: "a" * 56)
+    up = SimpleNamespace(get_runtime_context=lambda: place, remote=lambda _: actor, exceptions=ray.exceptions)
+    monkeypatch.setattr(command, "ray", up)
+    monkeypatch.setattr(command, "Session", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(command, "living_nodes", lambda: [{"CPU": 2.0}])
+    monkeypatch.setattr(command, "make_trainer", lambda *_: None)
+    monkeypatch.setattr(command, "fit_on_thread", lambda _: ended)
+    path = tiny_config(training={"ranks": 2})
+    with pytest.raises(VesuviusError, match=r"must live as long as the run; got RayActorError.* go on with --resume"):
+        command.train_with_ray(Request(read_config(path), path, False))
+
+
+def test_an_error_of_a_gpu_is_not_called_a_defect_and_is_left_to_ray_train(
+    tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> int:
+        raise error
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(worker, "ray", SimpleNamespace(get=lambda said: said, exceptions=ray.exceptions))
+    monkeypatch.setattr(worker, "train_as_rank", fails)
+    path, board = tiny_config(training={"ranks": 2}), Bulletin()
+    job = worker.Job(Request(read_config(path), path, False), str(tmp_path), 0.0, _Called(board))
+    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    with pytest.raises(RuntimeError, match="ECC"):
+        worker.run_rank({"job": job})
+    assert "a defect" not in caplog.text
+    assert board.ended() is None
+    error = RuntimeError("an index is out of range")
+    assert worker.run_rank({"job": job})[0] == board.ended()[0] == 1  # type: ignore[index]
+    assert "a defect" in caplog.text
 
 
 def test_a_rank_on_a_node_without_the_folder_of_the_command_says_so_once_and_for_all(tmp_path: Path) -> None:

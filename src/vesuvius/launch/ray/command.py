@@ -88,6 +88,12 @@ def train_with_ray(request: Request) -> int:
                     "--resume"
                 ) from error
             exit_code, message = ended
+        except ray.exceptions.RayError as error:
+            raise VesuviusError(
+                f"Ray Train's own process must live as long as the run; got {type(error).__name__}: {one_line(error)}; "
+                "look for its end in Ray's logs (/tmp/ray/session_latest/logs) and the system's, and go on with "
+                "--resume"
+            ) from error
         if message and message not in lines.last:
             log.error("%s", message)  # of before there was a log
         return int(exit_code)
