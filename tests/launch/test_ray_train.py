@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-from vesuvius.config import ClusterConfig, TrainingConfig
+from vesuvius.config import ClusterConfig, Config, TrainingConfig
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.launch import rank
 from vesuvius.launch.launch import with_number_of_ranks
-from vesuvius.launch.ray import room, trainer, worker
+from vesuvius.launch.ray import command, room, trainer, worker
 from vesuvius.launch.ray.bulletin import Bulletin
 from vesuvius.launch.request import Request
 from vesuvius.stream.options import StreamOptions, reads_here
 from vesuvius.stream.ray.session import passed_on
+from vesuvius.training.stop import StopRequest
 
 
 def test_ranks_are_started_again_with_the_losses_that_they_have_not_heard_of() -> None:
@@ -123,6 +128,42 @@ def test_ranks_that_fit_only_in_sum_are_refused_before_ray_train_waits_for_them(
     room.check_room(read_config(tiny_config(training={"ranks": 2, "workers": 3})), NODES)
 
 
+def test_readers_that_may_run_anywhere_are_refused_where_the_nodes_have_no_processors_left_for_them(
+    tiny_config: Callable[..., Path],
+) -> None:
+    """Ray Data would wait for these without a word.  As many ranks start as have a GPU, also where fewer would do."""
+
+    def of(**cluster: Any) -> Config:
+        return read_config(tiny_config(training={"ranks": 4, "workers": 3}, cluster={"reader_nodes": "any", **cluster}))
+
+    two, four = [{"CPU": 2.5, "GPU": 2.0}], [{"CPU": 2.5, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}]
+    for config, nodes, ranks, spare in [
+        (of(), four, 4, 10),
+        (of(min_ranks=2), two, 2, 6),
+        (of(min_ranks=1), four, 4, 10),
+    ]:
+        room.check_room(config, [*nodes, {"CPU": float(spare)}])
+        refused = (
+            rf"need {4 * ranks} processors: .* {ranks} ranks .* {3 * ranks} readers; got {4 * ranks - 1} on .*; add"
+        )
+        with pytest.raises(ConfigError, match=refused):
+            room.check_room(config, [*nodes, {"CPU": spare - 0.5}])
+
+
+def test_readers_that_have_lost_their_processors_do_not_wait_without_a_word(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node of readers alone takes no rank with it when it dies: Ray Train does nothing."""
+    config = read_config(tiny_config(training={"ranks": 2, "workers": 3}, cluster={"reader_nodes": "any"}))
+    nodes = [{"CPU": 2.0, "GPU": 2.0}, {"CPU": 6.0}]
+    monkeypatch.setattr(room, "living_nodes", lambda: nodes)
+    room.look_for_ranks(config, True, 0.0)
+    assert caplog.text == ""
+    nodes.pop()
+    room.look_for_ranks(config, True, 0.0)
+    assert "readers wait: with cluster.reader_nodes=any the nodes need 8 processors" in caplog.text
+
+
 def test_a_wait_for_ranks_is_said_each_minute_and_ends(
     tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +203,109 @@ def test_ranks_that_are_at_work_save_before_their_number_changes_and_nobody_wait
     board.resize("3 ranks")
     board.end(6, "the disk is full")  # nor does anybody start again
     assert not board.resizing()
+
+
+class _Called:
+    """An actor whose methods answer at once, here."""
+
+    def __init__(self, board: Bulletin) -> None:
+        self._board = board
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._board, name))
+
+
+def test_a_signal_during_the_save_of_another_stop_is_heard_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the command would end rank 0 a minute later, in the middle of a long save."""
+    board, asked = Bulletin(), iter([None, (75, "SIGTERM")])
+
+    class Board(Bulletin):
+        def stop(self) -> tuple[int, str] | None:
+            try:
+                came = next(asked)
+            except StopIteration:
+                raise ray.exceptions.RayActorError from None  # the command has ended, and with it the bulletin
+            if came is not None:
+                board.ask(*came)
+            return board.stop()
+
+    monkeypatch.setattr(worker, "ray", SimpleNamespace(get=lambda said, timeout: said, exceptions=ray.exceptions))
+    monkeypatch.setattr(worker, "_POLL_S", 0.0)
+    stop = StopRequest(None)
+    stop.ask(4, "memory guard")
+    worker._follow(_Called(Board()), stop)
+    assert board.heard()
+    assert stop.asked() == (4, "memory guard")
+
+
+@pytest.mark.parametrize(
+    ("rank_0_hears", "second", "why"),
+    [(True, False, ""), (False, False, "no rank heard of SIGTERM within 60 s"), (True, True, "a second signal")],
+)
+def test_the_command_waits_for_a_rank_0_that_has_heard_of_its_signal_and_for_no_other(
+    monkeypatch: pytest.MonkeyPatch, rank_0_hears: bool, second: bool, why: str
+) -> None:
+    now, board = [1000.0], Bulletin()
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(command, "answer", lambda said: said)
+    board.start(0)
+    signals = command._Signals(_Called(board))
+    assert not signals.abandoned()
+    signals._on_signal(signal.SIGTERM, None)
+    if rank_0_hears:
+        assert board.stop() == (75, "SIGTERM")
+    now[0] += 59
+    assert not signals.abandoned()
+    if second:
+        signals._on_signal(signal.SIGINT, None)
+    for passed in (2, 3600):
+        now[0] += passed
+        assert signals.abandoned() == bool(why)
+    assert (signals.why, signals.exit_code) == (why, 75)
+
+
+def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(
+    tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller is a process that the system may kill, as any other."""
+    monkeypatch.chdir(tmp_path)
+    ended: Future[Any] = Future()
+    ended.set_exception(ray.exceptions.RayActorError())
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: _Called(Bulletin())))
+    place = SimpleNamespace(get_node_id=lambda: "a" * 56)
+    up = SimpleNamespace(get_runtime_context=lambda: place, remote=lambda _: actor, exceptions=ray.exceptions)
+    monkeypatch.setattr(command, "ray", up)
+    monkeypatch.setattr(command, "Session", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(command, "living_nodes", lambda: [{"CPU": 2.0}])
+    monkeypatch.setattr(command, "start_autoscaling_coordinator", lambda: None)
+    monkeypatch.setattr(trainer, "make_trainer", lambda *_: None)
+    monkeypatch.setattr(trainer, "fit_on_thread", lambda _: ended)
+    path = tiny_config(training={"ranks": 2})
+    with pytest.raises(VesuviusError, match=r"must live as long as the run; got RayActorError.* continue with --resume"):
+        command.train_with_ray(Request(read_config(path), path, False))
+
+
+def test_an_error_of_a_gpu_is_not_called_a_defect_and_is_left_to_ray_train(
+    tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> int:
+        raise error
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(worker, "ray", SimpleNamespace(get=lambda said: said, exceptions=ray.exceptions))
+    monkeypatch.setattr(rank, "train_as_rank", fails)
+    path, board = tiny_config(training={"ranks": 2}), Bulletin()
+    job = worker.Job(Request(read_config(path), path, False), str(tmp_path), 0.0, _Called(board))
+    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    with pytest.raises(RuntimeError, match="ECC"):
+        worker.run_rank({"job": job})
+    assert "a defect" not in caplog.text
+    assert board.ended() is None
+    error = RuntimeError("an index is out of range")
+    assert worker.run_rank({"job": job})[0] == board.ended()[0] == 1  # type: ignore[index]
+    assert "a defect" in caplog.text
 
 
 def test_a_rank_on_a_node_without_the_folder_of_the_command_says_so_once_and_for_all(tmp_path: Path) -> None:

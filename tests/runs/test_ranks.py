@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import ExitStack, chdir
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,15 @@ import pytest
 from tests.support.kill_harness import Session, processes_with
 from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import vesuvius_train
-from vesuvius.errors import StorageError
+from vesuvius.config.load import read_config
+from vesuvius.errors import ConfigError, StorageError
+from vesuvius.launch.rank import train_as_rank
+from vesuvius.launch.request import Request
+from vesuvius.runlog import run_dir as run_dirs
+from vesuvius.runlog.files import file_lock
 from vesuvius.runlog.metrics import current_records
 from vesuvius.runlog.records import read_records
+from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 
 WriteConfig = Callable[..., Path]
@@ -414,3 +420,28 @@ def test_ray_train_starts_all_ranks_again_when_one_is_stopped_for_longer_than_th
     assert processes_with(marker) == []
     assert len(steps_of(run)) == 40
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_is_left_alone_of_several_waits_for_the_rank_0_of_before_and_a_run_of_one_rank_does_not(
+    tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """With `cluster.min_ranks: 1` it is started again while its predecessor may still hold the run's lock."""
+    monkeypatch.chdir(tmp_path)
+    path = tiny_config(training={"ranks": ranks})
+    assert train_as_rank(Request(read_config(path, ["training.max_steps=1"]), path, resume=False)) == 0
+    request, held = Request(read_config(path, ["training.max_steps=2"]), path, resume=True), ExitStack()
+    held.enter_context(run_dir(request.config).locked(new=False))
+
+    def take(descriptor: int, lock: Path) -> bool:
+        if not (taken := file_lock.take_lock(descriptor, lock)):
+            held.close()  # the other one ends after the first try
+        return taken
+
+    monkeypatch.setattr(run_dirs, "take_lock", take)
+    if ranks == 1:
+        with pytest.raises(ConfigError, match="where another one is at work: process"):
+            train_as_rank(request)
+    else:
+        assert train_as_rank(request) == 0
+    assert max(steps_of(tmp_path / "runs/tiny")) == ranks

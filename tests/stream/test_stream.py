@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -443,6 +444,21 @@ def test_an_object_store_larger_than_shared_memory_is_refused(job: ReaderJob) ->
     check_store(job, StreamOptions(4, workers=1), ranks=2)
     with pytest.raises(ConfigError, match=r"GiB needed by 1000000 ranks and"):
         check_store(job, StreamOptions(4, workers=1), ranks=10**6)
+
+
+def test_a_stream_uses_the_store_of_a_ray_that_is_up_and_a_larger_one_has_to_fit(
+    job: ReaderJob, ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store keeps the memory that it has once used, so /dev/shm may have no room for a second one."""
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+    with open_stream(job) as stream:
+        stream.reconfigure(workers=1)
+        next(stream)
+    with open_stream(job, workers=1) as stream:
+        with pytest.raises(ConfigError, match="the object store must fit into /dev/shm"):
+            stream.reconfigure(workers=1000)
+        next(stream)
 
 
 def test_a_store_below_what_is_in_flight_is_refused_before_it_spills(job: ReaderJob) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+import sys
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
@@ -139,8 +140,17 @@ def check_store_need(job: ReaderJob, options: StreamOptions) -> None:
         )
 
 
+def store_is_there() -> bool:
+    """Whether this process is connected to a Ray, whose store has its place in /dev/shm: it keeps what it once used."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()
+
+
 def check_store(job: ReaderJob, options: StreamOptions, ranks: int = 1) -> None:
-    """Raises ConfigError where /dev/shm cannot hold the stores of all ranks here, which would silently use /tmp."""
+    """Raises ConfigError where /dev/shm cannot hold the stores of all ranks here, which would silently use /tmp.
+
+    Of stores that are yet to be made.
+    """
     shared = Path("/dev/shm")
     if options.workers == 0 or options.cluster.address is not None or not shared.is_dir():
         return

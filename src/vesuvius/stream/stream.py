@@ -31,6 +31,7 @@ from vesuvius.stream.options import (
     check_store,
     reads_here,
     store_bytes,
+    store_is_there,
     store_need_bytes,
 )
 from vesuvius.stream.reading.guarded import log_crashes
@@ -216,7 +217,7 @@ class PatchStream(Iterator[Batch]):
         changes = {key: value for key, value in given.items() if value is not None}
         options = replace(self._options, **changes)  # type: ignore[arg-type]
         need = (options.workers, self._job.world, store_bytes(self._job, options))
-        if self._session is None or not self._session.fits(*need):
+        if not store_is_there() or (self._session is not None and not self._session.fits(*need)):
             check_store(self._job, options)
         self._options = options
         self._close_readers()
@@ -364,7 +365,8 @@ class PatchStream(Iterator[Batch]):
             self._session.close()
             self._session = None
         if self._session is None:
-            check_store(job, options)
+            if not store_is_there():
+                check_store(job, options)
             self._session = session.Session(options.cluster, *need)
         return blocks.RayBlocks(
             job,

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from tests.conftest import tiny_sections
 from vesuvius.config import Config
-from vesuvius.training.forecast.preflight import doubts, too_few_tasks
+from vesuvius.config.load import read_config
+from vesuvius.errors import ConfigError
+from vesuvius.training.forecast.preflight import doubts, preflight, too_few_tasks
 
 
 @pytest.mark.parametrize(
@@ -46,3 +50,18 @@ def test_fewer_tasks_than_readers_are_doubted(tasks: Iterable[int], warned: bool
     assert asked == [(3 * config.global_batch, config.stop_step * config.global_batch, 0, 1)]
     assert len(found) == warned
     assert not warned or "8 readers and 2 tasks: the others stay idle; set training.workers=2" in found[0]
+
+
+def test_a_restart_of_ranks_does_not_ask_again_for_the_object_store_that_they_have(
+    tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the memory that it has once used: /dev/shm may not hold a second one."""
+    monkeypatch.chdir(tmp_path)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0) if "shm" in str(path) else usage)
+    config = read_config(tiny_config(training={"workers": 1}))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match="the object store must fit in /dev/shm"):
+        preflight(config, resume=False, checkpoint=None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    preflight(config, resume=False, checkpoint=None)

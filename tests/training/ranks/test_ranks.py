@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from tests.support.rank_runs import output_of, started_ranks
 from vesuvius.errors import EXIT_ERROR, DataError
 from vesuvius.training.ranks import ranks as module
-from vesuvius.training.ranks.join import launched_ranks
+from vesuvius.training.ranks.join import launched_ranks, open_ranks
 from vesuvius.training.ranks.ranks import RankError, RankLostError, Ranks, restart_may_help
 
 WORLD = 3
@@ -156,6 +157,47 @@ def test_a_rank_that_lives_and_does_not_come_is_waited_for_until_the_timeout(ran
     with pytest.raises(RankLostError, match=r"rank 0 waited for rank 1 to begin the step.*rank_timeout_minutes"):
         ranks[0].agree(None, {})
     ranks[1]._ended.set()
+
+
+class _EndedError(Exception):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize(
+    ("unwinding", "timeout_s", "limit_s"), [(False, 7200, 30), (True, 60, 1800), (True, 7200, 7200)]
+)
+def test_a_rank_is_ended_that_does_not_end_by_itself_when_another_has_failed_and_has_time_to_save(
+    ranks: list[Ranks], monkeypatch: pytest.MonkeyPatch, unwinding: bool, timeout_s: float, limit_s: float
+) -> None:
+    """Also rank 0 in a save that a dead file system never completes: Ray Train waits for all without end."""
+    now = [0.0]
+
+    class Clock(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            now[0] += timeout or 0
+            assert now[0] < 10_000, "it waits without end"
+            return False
+
+    def end(code: int) -> None:
+        raise _EndedError(code)
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "_exit", end)
+    ranks[0]._ended, ranks[0].timeout_s = Clock(), timeout_s
+    if unwinding:
+        ranks[0]._unwinding.set()
+    with pytest.raises(_EndedError, match="6"):
+        ranks[0]._end_after(RankError("rank 1 failed: a chunk must be readable", 6))
+    assert now[0] == pytest.approx(limit_s, abs=1)
+
+
+def test_ranks_that_do_not_all_come_are_told_how_long_they_were_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # where nobody listens
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    said = r"within 1.5 s; got .* on rank 1; .* raise cluster.rank_timeout_minutes"
+    with pytest.raises(RankLostError, match=said), open_ranks("cpu", 1.5, 2):
+        pass
 
 
 def test_only_the_environment_of_a_launcher_makes_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,10 +91,16 @@ def train_with_ray(request: Request) -> int:
             if (ended := answer(bulletin.ended.remote())) is None:
                 raise VesuviusError(
                     f"a lost rank may be replaced cluster.max_restarts={config.cluster.max_restarts} times; got "
-                    f"{one_line(error)}; see the logs of the ranks below {run_dir(config).path}, and go on with "
+                    f"{one_line(error)}; see the logs of the ranks below {run_dir(config).path}, and continue with "
                     "--resume"
                 ) from error
             exit_code, message = ended
+        except ray.exceptions.RayError as error:
+            raise VesuviusError(
+                f"Ray Train's own process must live as long as the run; got {type(error).__name__}: {one_line(error)}; "
+                "look for its end in Ray's logs (/tmp/ray/session_latest/logs) and the system's, and continue with "
+                "--resume"
+            ) from error
         if message and message not in lines.last:
             log.error("%s", message)  # of before there was a log
         return int(exit_code)

@@ -54,7 +54,8 @@ def needs_of_rank(config: Config, on_gpu: bool) -> dict[str, float]:
 
 
 def check_room(config: Config, nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises ConfigError where the ranks do not fit: Ray would wait for ever, also where they only fit in sum."""
+    """Raises ConfigError where the ranks or their readers do not fit: Ray would wait for ever, also where the ranks
+    only fit in sum."""
     least = config.cluster.min_ranks or int(config.training.ranks)
     on_gpu = have_gpus(nodes)
     if (have := room_for_ranks(nodes, needs := needs_of_rank(config, on_gpu))) < least:
@@ -63,20 +64,42 @@ def check_room(config: Config, nodes: Sequence[Mapping[str, float]]) -> None:
             f"{', and a GPU' if on_gpu else ''}; got room for {have} of {least} ranks on {_text(nodes)}; lower "
             "training.ranks, cluster.min_ranks or training.workers, or set cluster.reader_nodes=any"
         )
+    if (lack := _lack_for_readers(config, have, nodes)) is not None:
+        raise ConfigError(lack)
+
+
+def _lack_for_readers(config: Config, have: int, nodes: Sequence[Mapping[str, float]]) -> str | None:
+    """What readers on any node lack, of which Ray Data says nothing; None where they have it.
+
+    Args:
+        have: ranks that the nodes have room for; as many are started, whatever their readers need.
+    """
+    ranks, workers = min(have, int(config.training.ranks)), config.training.workers
+    processors, need = sum(int(node.get("CPU", 0)) for node in nodes), ranks * (1 + workers)
+    if reads_here(config.cluster, world=2) or processors >= need:
+        return None
+    return (
+        f"with cluster.reader_nodes=any the nodes need {need} processors: one for each of {ranks} ranks and for each "
+        f"of their {ranks * workers} readers; got {processors} on {_text(nodes)}; add nodes, or lower "
+        "training.workers or training.ranks"
+    )
 
 
 def look_for_ranks(config: Config, on_gpu: bool, waited_s: float) -> None:
-    """Say that ranks are awaited, as Ray Train does not.  Raises VesuviusError where that has taken too long."""
+    """Say what ranks or readers wait for, as Ray does not.  Raises VesuviusError where ranks have waited too long."""
+    nodes = living_nodes()
+    have = room_for_ranks(nodes, needs_of_rank(config, on_gpu))
     if waited_s < SAY_EVERY_S:
+        if (lack := _lack_for_readers(config, have, nodes)) is not None:
+            log.warning("readers wait: %s", lack)
         return
     least, limit_minutes = config.cluster.min_ranks or int(config.training.ranks), config.cluster.rank_timeout_minutes
-    nodes = living_nodes()
-    offer = f"the nodes have room for {room_for_ranks(nodes, needs_of_rank(config, on_gpu))} ({_text(nodes)})"
+    offer = f"the nodes have room for {have} ({_text(nodes)})"
     if waited_s > 60 * limit_minutes:
         raise VesuviusError(
             f"{least} ranks must start within cluster.rank_timeout_minutes={limit_minutes:g}; got none, and {offer}; "
             "where room is missing, add nodes, see `ray status` for what others use, or lower cluster.min_ranks; where "
-            "ranks start slowly, raise cluster.rank_timeout_minutes; go on with --resume"
+            "ranks start slowly, raise cluster.rank_timeout_minutes; continue with --resume"
         )
     log.warning(
         "waiting for %d ranks for %.0f s; %s; it is tried for %g minutes; `ray status` says what is in use",

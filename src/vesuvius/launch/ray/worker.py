@@ -89,9 +89,10 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
         log.error("%s", error)
         ended = error.exit_code, str(error)
     except Exception as error:
-        log.exception("a defect of vesuvius, please report it")
         if restart_may_help(error):
+            log.exception("a GPU or its network has failed, and all ranks are to be started again")
             raise
+        log.exception("a defect of vesuvius, please report it")
         ended = EXIT_ERROR, f"a defect of vesuvius, please report it: {type(error).__name__}: {one_line(error)}"
     finally:
         close_logs()

@@ -17,7 +17,7 @@ from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
 from vesuvius.runlog.listeners.trackers import check_trackers
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.units import GIB
-from vesuvius.stream.options import StreamOptions, check_cluster, check_store, check_store_need
+from vesuvius.stream.options import StreamOptions, check_cluster, check_store, check_store_need, store_is_there
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.start.start_reads import StartReads
@@ -138,7 +138,8 @@ def preflight(
         data = prepare_data(config.seed, data_config, foreground=reads.foreground_map)
         options = StreamOptions.from_config(config.training, config.cluster)
         check_store_need(data.job, options)
-        check_store(data.job, options, ranks_here)
+        if not store_is_there():
+            check_store(data.job, options, ranks_here)
         check_cache(config.data.store)
         resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
         facts = DataFacts.from_state(resumed.state) if resumed and not resumed.other_data else None

@@ -18,7 +18,6 @@ from vesuvius.training.ranks.ranks import RankLostError, Ranks
 
 log = logging.getLogger(__name__)
 
-_START_S = 600.0  # for all ranks to come
 _tcp_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # which torch does not declare
 
 
@@ -47,14 +46,15 @@ def open_ranks(device_type: str, timeout_s: float, global_batch: int) -> Iterato
     try:
         if not dist.is_initialized():  # Ray Train has done it
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        store = _open_store(rank, world)
+        store = _open_store(rank, world, timedelta(seconds=timeout_s))
         at_work = most_at_work(global_batch, world)
         group = None if at_work == world else dist.new_group(list(range(at_work)))
     except (RuntimeError, ValueError) as error:
         kind = ConfigError if isinstance(error, ValueError) else RankLostError  # which Ray Train starts again
         raise kind(
-            f"all {world} ranks must join within {_START_S:g} s; got {one_line(error)} on rank {rank}; start them with "
-            "torchrun or training.ranks, and make sure that MASTER_ADDR and MASTER_PORT are reachable"
+            f"all {world} ranks must join within {timeout_s:g} s; got {one_line(error)} on rank {rank}; start them "
+            "with torchrun or training.ranks, make sure that MASTER_ADDR and MASTER_PORT are reachable, and raise "
+            "cluster.rank_timeout_minutes if they only start slowly"
         ) from error
     if at_work < world and rank == 0:
         log.warning("%d of %d ranks stay idle: %d samples a step do not divide", world - at_work, world, global_batch)
@@ -67,9 +67,9 @@ def open_ranks(device_type: str, timeout_s: float, global_batch: int) -> Iterato
         ranks.close()
 
 
-def _open_store(rank: int, world: int) -> Any:
+def _open_store(rank: int, world: int, wait: timedelta) -> Any:
     """A store on rank 0, apart from torch's own, whose address travels through that one."""
-    host, wait = os.environ["MASTER_ADDR"], timedelta(seconds=_START_S)
+    host = os.environ["MASTER_ADDR"]
     if rank == 0:
         server = _tcp_store(host, 0, world, is_master=True, timeout=wait, wait_for_workers=False)
         dist.broadcast_object_list([server.port])

@@ -33,7 +33,8 @@ _STORE_GRACE_S = 10.0  # for calls of the store that are answered late
 _PREFLIGHT_S = 6 * 3600.0  # rank 0 may read many chunks of a slow store, and waits for an outage to end
 _CAUSE_S = 5.0
 _LEAVE_S = 5.0  # for the others to let go of the store
-_UNWIND_S = 30.0  # after the failure of another rank, for the main thread to save and end
+_UNWIND_S = 30.0  # after the failure of another rank, for the main thread to notice it
+_SAVE_S = 1800.0  # and then to save and end, or to wait for that; timeout_s where that is more
 
 
 class RankError(VesuviusError):
@@ -375,14 +376,15 @@ class Ranks:
                 self._store.compare_set(_FAILED, "", json.dumps(failed))
 
     def _end_after(self, failure: RankError) -> None:
-        """End this process where its main thread does not: it may be in a collective that never completes."""
-        deadline = time.monotonic() + _UNWIND_S
+        """End this process where its main thread does not: it may be in a collective that never completes, or in a save
+        on a disk that does not answer."""
+        began = time.monotonic()
         while not self._ended.wait(_POLL_S):
             self._beat()
-            if self._unwinding.is_set():  # it saves, or waits for rank 0 to have saved
-                deadline = max(deadline, time.monotonic() + _POLL_S) if self.is_main else math.inf
-            if time.monotonic() > deadline:
-                log.error("%s; rank %d hangs in a collective and is ended", failure, self.rank)
+            unwinding = self._unwinding.is_set()
+            if time.monotonic() - began > (max(_SAVE_S, self.timeout_s) if unwinding else _UNWIND_S):
+                where = "has not ended since" if unwinding else "hangs in a collective"
+                log.error("%s; rank %d %s and is ended", failure, self.rank, where)
                 os._exit(failure.exit_code)
 
     def _watch_store(self) -> None:
