@@ -81,22 +81,19 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
 
 
 def _verdict(search: Search, gain: Comparison | None) -> Verdict:
-    """What is sure: with fewer than three pairs, a large gain alone."""
+    """What the interval of the gain supports; without one, a large gain of a single pair alone."""
+    worth = WITHIN[search.space.goal]
     if search.best == search.base:
         return "undecided" if search.undecided or "confirm" not in search.ended else "unchanged"
     if gain is None:
         return "undecided"
-    if gain.gain > _SURE:
-        return "better"
     if gain.low is None:
-        return "undecided"
-    if _is_cheaper(search) and gain.gain >= -WITHIN[search.space.goal]:
+        return "better" if gain.gain > _SURE else "undecided"
+    if _is_cheaper(search):
+        return "better" if gain.is_above(-worth) or _waits_little(search) else "undecided"
+    if gain.is_above(0.0) and gain.gain >= worth:
         return "better"
-    if gain.is_above(0.0) and gain.gain >= WITHIN[search.space.goal]:
-        return "better"
-    if gain.is_below(WITHIN[search.space.goal]) or gain.gain < SMALLEST_GAIN:
-        return "unchanged"
-    return "undecided"
+    return "unchanged" if gain.is_below(worth) else "undecided"
 
 
 def _is_promising(search: Search) -> bool:
@@ -108,6 +105,12 @@ def _is_promising(search: Search) -> bool:
 def _is_cheaper(search: Search) -> bool:
     costs = [(s.workers, s.requests, s.prefetch_factor * s.train_batch_size) for s in (search.best, search.base)]
     return costs[0] < costs[1] and trainer_knobs(search.best) == trainer_knobs(search.base)
+
+
+def _waits_little(search: Search) -> bool:
+    """Whether the best waits so little for data in each of its runs that more readers could not gain what counts."""
+    shares = [block.data_share for block in search.rates.of("run", search.best)]
+    return all(share is not None and share <= WITHIN[search.space.goal] for share in shares)
 
 
 # The unchanged config, or the nearest smaller setting that fits into memory.
@@ -370,7 +373,7 @@ def compare_with_base(search: Search) -> None:
     lost = -WITHIN[search.space.goal]  # the most that a cheaper setting may lose
 
     def is_settled(found: Comparison) -> bool:
-        return found.is_above(lost) or found.is_below(lost)
+        return found.is_above(lost) or found.is_below(lost) or _waits_little(search)
 
     words = in_words(search.best, search.base)
     settled = is_settled if _is_cheaper(search) else None

@@ -30,6 +30,9 @@ Verdict = Literal["better", "unchanged", "undecided", "none"]
 SMALLEST_GAIN = 0.03
 """Smallest relative gain that is worth a change."""
 
+LARGE_GAIN = 0.10
+"""What is given up surely gains less, or the tune is undecided."""
+
 AT_ONCE = 0.15
 """Two pairs of steps alone that both differ by more need no third."""
 
@@ -263,10 +266,10 @@ class Search:
 
 
 def is_gain_settled(found: Comparison) -> bool:
-    """Whether a costlier setting is surely faster, or shows no gain that is worth a change."""
-    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN) or found.gain < 0:
+    """Whether a costlier setting is surely faster, or shows no gain that is worth a change and surely no large one."""
+    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN):
         return True
-    return found.pairs >= 6 and found.gain < SMALLEST_GAIN
+    return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(LARGE_GAIN)
 
 
 def _need(before: Sequence[Block], setting: Setting, kind: Kind) -> tuple[str, bool]:
