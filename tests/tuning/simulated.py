@@ -73,6 +73,7 @@ class Machine:
         launch_s: that each micro-batch takes it besides.
         trainer_cores_s: processor seconds of the trainer for a sample.
         crowding: loss of the readers' rate for each reader beyond the processors, as a share.
+        beside: share of the trainer's time that readers on the same processors lose in a whole run.
         burst: batches ahead that bursts of the readers use up: the rate lost is burst / (burst + batches ahead).
         faster: by switch, how many times faster it makes the trainer.
         ram: GiB of what always is there, a reader, a sample ahead, a sample of the micro-batch.
@@ -97,6 +98,7 @@ class Machine:
     launch_s: float = 0.0
     trainer_cores_s: float = 0.005
     crowding: float = 0.0
+    beside: float = 0.0
     burst: float = 0.0
     faster: dict[str, float] = field(default_factory=dict)
     ram: tuple[float, float, float, float] = (4.0, 0.6, 0.01, 0.02)
@@ -182,7 +184,7 @@ class Machine:
             return 1 / (1 / readers + 1 / trainer)
         processors = self.cores / (self.decode_s + self.trainer_cores_s)
         smooth = sum(limit**-12 for limit in (readers, trainer, processors)) ** (-1 / 12)
-        return smooth * (1 - self._bursts(setting))
+        return (1 - self._bursts(setting)) / (1 / smooth + self.beside * self.trainer_s(setting))
 
     def _bursts(self, setting: Setting) -> float:
         return self.burst / (self.burst + self.ahead(setting))
@@ -425,4 +427,18 @@ SLOW = Machine(
     vram=(8.0, 50.0),
 )
 """Each step waits for one reader.  A trial is cut after a few steps, and half an hour holds a handful of them."""
+SHARED = Machine(
+    "shared cores",
+    on_gpu=False,
+    remote=True,
+    cores=2,
+    most_workers=8,
+    read_s=0.65,
+    decode_s=0.015,
+    sample_s=0.01,
+    launch_s=0.05,
+    beside=0.5,
+    source=replace(SOURCE, workers=1, accumulate_steps=4),
+)
+"""Readers wait for a store and are slower than the trainer; what that computes on their processors slows them down."""
 BY_NAME = {machine.name: machine for machine in MACHINES}

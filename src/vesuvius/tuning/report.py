@@ -16,7 +16,7 @@ from vesuvius.tuning.measurement import Kind, Planner, Setting, Space, in_words
 from vesuvius.tuning.search.memory import Memory, Risk
 from vesuvius.tuning.search.pairs import Comparison
 from vesuvius.tuning.search.rates import Rates
-from vesuvius.tuning.search.search import SMALLEST_GAIN, Entry, Recommendation, Search, Step, fewer_than
+from vesuvius.tuning.search.search import LARGE_GAIN, SMALLEST_GAIN, Entry, Recommendation, Search, Step, fewer_than
 
 SLOWEST = 0.85
 """A is at least this share of B's samples per second."""
@@ -118,7 +118,7 @@ def _faster(best: Setting, space: Space, rates: Rates, memory: Memory) -> tuple[
     for setting in [*rates.measured_settings(), *beyond]:
         faster = (rates.run(setting) or 0.0) > (1 + _GAIN) * top
         if setting != best and faster and memory.obstacle(setting) is None:
-            how = "was measured, within what is worth a change" if rates.of("run", setting) else "is predicted"
+            how = "was measured, though not surely" if rates.of("run", setting) else "is predicted"
             return setting, f"faster, as {how}: {in_words(setting, best)}"
     return best, "the same as B: no step beyond it fits and promises more"
 
@@ -129,14 +129,17 @@ def headline(found: Recommendation, space: Space) -> str:
         case "none":
             return f"no recommendation: {found.reason}"
         case "unchanged" if found.best != space.source:
-            return "the config does not fit this machine; B is the nearest that does, and no other change is worth it"
+            return "the config does not fit this machine; B is the nearest that does, and no other change showed a gain"
         case "unchanged":
-            return "nothing to change: nothing that was tried is worth a change"
+            return (
+                f"nothing to change: what was tried showed no gain of {SMALLEST_GAIN:.0%}, and gains less than "
+                f"{LARGE_GAIN:.0%} (95 %)"
+            )
         case "undecided":
             return f"undecided: {found.reason}"
     if found.gain is None:
         return "B is recommended"
-    cheaper = "as fast at a lower cost: " if found.gain.gain < SMALLEST_GAIN else ""
+    cheaper = "at a lower cost: " if found.gain.gain < SMALLEST_GAIN else ""
     return f"B: {cheaper}{gain_words(found.gain)}"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,6 +18,7 @@ from tests.tuning.simulated import (
     GIB,
     GUARD_SHARE,
     MACHINES,
+    SHARED,
     SLOW,
     SOURCE,
     BiasedPlanner,
@@ -25,7 +28,7 @@ from tests.tuning.simulated import (
     tune,
 )
 from vesuvius.tuning.measurement import Block, Ended, Kind, Knob, Setting, Space, restored
-from vesuvius.tuning.search.policy import recommend
+from vesuvius.tuning.search.policy import conclude, recommend
 from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
 DIES = BY_NAME["dies above a threshold"]
@@ -205,6 +208,35 @@ def test_a_faster_step_and_more_readers_are_found_though_neither_gains_alone() -
     assert (best.workers, best.train_batch_size) == (8, 4)
 
 
+def at_cap_of_readers(machine: Machine, budget_s: float = 1800.0) -> tuple[list[Entry], Recommendation]:
+    """As `tools/bench/tune.py` does: requests are kept, so readers stay slower than the trainer."""
+    return tune(machine, 0, replace(machine.space(budget_s), kept=("requests",)))
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.05])
+def test_larger_micro_batches_leave_the_cores_to_readers_that_set_the_pace(drift: float) -> None:
+    machine = drifting(SHARED, drift)
+    _, found = at_cap_of_readers(machine)
+    most = max(machine.rate(setting) for setting in machine.settings() if setting.requests == SOURCE.requests)
+    assert machine.rate(replace(found.best, train_batch_size=1, accumulate_steps=4)) < 0.9 * most, "by readers alone"
+    assert machine.rate(found.best) >= 0.95 * most
+    assert found.verdict == "better"
+    assert found.reasons["train_batch_size"].endswith("is left to the readers")
+
+
+def test_a_trainer_on_a_gpu_leaves_its_micro_batches_to_readers_that_set_the_pace() -> None:
+    _, found = at_cap_of_readers(replace(SHARED, name="own cores", on_gpu=True, beside=0.0))
+    assert found.best.train_batch_size == 1
+    assert found.ended["batch"].startswith("not entered: ")
+
+
+def test_a_budget_that_is_nearly_spent_goes_to_the_whole_run_of_the_readers() -> None:
+    entries, found = at_cap_of_readers(SHARED, budget_s=200.0)
+    assert "batch" not in {entry.step.stage for entry in entries}
+    assert found.verdict == "better"
+    assert found.best.workers > 1
+
+
 def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
     tried = {knob for entry in tuned("CPU")[0] for knob in entry.step.setting.changes(BY_NAME["CPU"].source)}
     assert tried.isdisjoint({"amp", "cudnn_benchmark", "checkpoint_levels"})
@@ -272,6 +304,61 @@ def test_nothing_to_change_is_said_where_nothing_helps() -> None:
     _, found = tune(machine, 0)
     assert found.verdict == "unchanged"
     assert found.best == machine.source
+
+
+FEWER, MORE = replace(SOURCE, workers=1), replace(SOURCE, workers=4)
+COMPUTES = Machine("computes", sample_s=0.4)
+TIGHT, WIDE = (-0.01, 0.0, 0.01), (-0.3, 0.0, 0.3)
+
+
+class Waits(SimulatedRunner):
+    """Runs that wait for data so much of the time."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(COMPUTES, 0)
+        self.share = share
+
+    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        return replace(super().measure(setting, kind, seconds, limit_s), data_share=self.share)
+
+
+@pytest.mark.parametrize(
+    ("best", "gain", "spread", "waits", "verdict"),
+    [
+        (FEWER, -0.01, TIGHT, 0.5, "better"),
+        (FEWER, -0.01, WIDE, 0.5, "undecided"),
+        (FEWER, -0.01, WIDE, 0.02, "better"),  # more readers could gain no more than what it waits
+        (FEWER, -0.10, TIGHT, 0.5, "undecided"),
+        (MORE, 0.01, TIGHT, 0.5, "unchanged"),
+        (MORE, 0.01, WIDE, 0.0, "undecided"),
+        (MORE, 0.10, TIGHT, 0.5, "better"),
+        (MORE, 0.10, WIDE, 0.5, "undecided"),
+        (MORE, 0.60, (-0.6, 0.0, 0.6), 0.5, "undecided"),
+    ],
+)
+def test_a_verdict_is_no_surer_than_the_interval(
+    best: Setting, gain: float, spread: tuple[float, ...], waits: float, verdict: str
+) -> None:
+    search = Search(Waits(waits), COMPUTES.space(), BiasedPlanner(COMPUTES))
+    for setting in (SOURCE, best):
+        search.measure(setting, "run", "confirm", "so")
+    search.best, search.ended["confirm"] = best, "so"
+    search.with_base = [((1 + gain) * math.exp(off), 1.0) for off in (*spread, *spread)]
+    found = conclude(search)
+    assert found.verdict == verdict
+    assert found.best == (best if verdict == "better" else SOURCE)
+    assert verdict != "undecided" or re.search(r"was not decided: [-+.\d]+ % \(95 %: ", found.reason)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_to_change_is_said_only_where_all_that_was_given_up_surely_gains_little(seed: int) -> None:
+    """With a drift of 10 % three pairs hold gains of 20 % and more."""
+    machine = drifting(Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1)), 0.10)
+    _, found = tune(machine, seed)
+    highs = re.findall(r"not taken: \S+ % \(95 %: \S+ to (\S+) %", found.ended["batch"] + found.ended["switches"])
+    assert found.verdict in ("unchanged", "undecided")
+    assert highs
+    assert found.verdict == ("unchanged" if max(map(float, highs)) < 10 else "undecided")
 
 
 def test_a_source_that_does_not_fit_the_ram_begins_smaller() -> None:

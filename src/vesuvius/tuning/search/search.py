@@ -36,11 +36,14 @@ LARGE_GAIN = 0.10
 AT_ONCE = 0.15
 """Two pairs of steps alone that both differ by more need no third."""
 
+SURE = 0.5
+"""A larger gain needs no interval where that would cost much."""
+
 ENOUGH: dict[Goal, float] = {"samples_s": 1.25, "cost": 1.05}
 """Readers must be able to deliver this multiple of the trainer's rate, because volumes and load vary."""
 
 _CLEAR = 1.5  # factor beyond ENOUGH, up or down, from which on two blocks that were not in turn decide
-_SOME_PAIRS = 8
+SOME_PAIRS = 8
 _READER_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # that are tried
 # What a block takes besides measuring, until that is known: the first run of a process validates and saves.
 _ASSUMED_S = {"start": 20.0, "readers": 10.0, "same": 0.0}
@@ -75,8 +78,9 @@ class Entry:
 class Recommendation:
     """The result of a tune."""
 
-    # "better": `best` is surely faster than the baseline, or as fast and cheaper.  "unchanged": nothing that was
-    # tried is worth a change.  "undecided": the budget was spent first.  "none": nothing could be measured.
+    # "better": the interval of its gain has `best` faster than the baseline, or as fast and cheaper.  "unchanged":
+    # nothing that was tried showed a gain, and surely none a large one.  "undecided": the intervals or the budget do
+    # not say.  "none": nothing could be measured.
     verdict: Verdict
     best: Setting  # the recommended setting, which never ran out of memory
     base: Setting  # the setting of the baseline: the source, or the nearest smaller one that fits
@@ -218,12 +222,44 @@ class Search:
             # Far within the interval, which is wider than is needed here: a wrong choice costs little.
             return found.high is not None and abs(1 + found.gain - enough) > 0.3 * (found.high - found.gain)
 
-        found = self.in_turn((setting, "readers"), (setting, "step"), "readers", why, is_settled, _SOME_PAIRS, pairs)
+        found = self.in_turn((setting, "readers"), (setting, "step"), "readers", why, is_settled, SOME_PAIRS, pairs)
         return readers / trainer if found is None else 1 + found.gain
 
-    def note(self, before: Setting, after: Setting, why: str) -> None:
-        for knob in after.changes(before):
-            self.because[knob] = why
+    def take(self, setting: Setting, why: str) -> None:
+        """Make a setting the best, for a reason that holds for each knob that it changes."""
+        self.because |= dict.fromkeys(setting.changes(self.best), why)
+        self.best = setting
+
+    def give_up(self, words: str, found: Comparison) -> None:
+        """Drop a change; it stays undecided where it may gain what counts."""
+        if found.pairs > 1 and (found.gain >= SMALLEST_GAIN or not found.is_below(LARGE_GAIN)):
+            self.undecided.append(f"{words} was not decided: {found.text}")
+
+    def gain(
+        self,
+        setting: Setting,
+        kind: Kind,
+        why: tuple[Stage, str],
+        have: float,
+        is_clear: Callable[[float], bool],
+        most_pairs: int = MOST_PAIRS,
+    ) -> Comparison | None:
+        """Gain over the best and its rate of `have`: of one block where that is clear, else in turn.
+
+        None where it failed.
+        """
+        best, (stage, words), last = (self.best, kind), why, self.blocks[-1]
+        beside = last.rate if last in self.rates.of(kind, self.best) else None
+        first = self.rate(setting, kind, stage, words)
+        if first is None:
+            return None
+        if is_clear(first / have - 1):
+            return Comparison(first / have - 1, None, None, 1)
+        changes = in_words(setting, self.best)
+        base = beside or self.rate(*best, stage, f"in turn: {changes}, pair 1")
+        if base is None:
+            return None
+        return self.in_turn((setting, kind), best, stage, changes, most_pairs=most_pairs, pairs=[(first, base)])
 
     def in_turn(
         self,
@@ -289,8 +325,3 @@ def at_least(readers: float) -> int:
 def fewer_than(readers: int) -> list[int]:
     """The numbers of readers to try below this one, ascending."""
     return [count for count in _READER_COUNTS if count < readers]
-
-
-def percent(gain: float) -> str:
-    """`+4.2 %`."""
-    return f"{100 * gain:+.1f} %"
