@@ -17,7 +17,7 @@ from vesuvius.commands import train
 from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.step import self_test
-from vesuvius.tuning import process as trial_process
+from vesuvius.trials import process as trial_process
 
 WriteConfig = Callable[..., Path]
 

@@ -13,7 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from vesuvius.tuning.measurement import Block, Ended, Kind, Setting, Space, trainer_knobs
+from vesuvius.trials.ended import Ended
+from vesuvius.tuning.measurement import Block, BlockKind, SearchSpace, Setting, trainer_knobs
 from vesuvius.tuning.search.policy import recommend
 from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
@@ -114,9 +115,9 @@ class Machine:
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def space(self, budget_s: float = 6 * 3600.0, goal: str = "samples_s") -> Space:
+    def space(self, budget_s: float = 6 * 3600.0, goal: str = "samples_s") -> SearchSpace:
         """What a tune may do here."""
-        return Space(
+        return SearchSpace(
             source=self.source,
             goal="cost" if goal == "cost" else "samples_s",
             scale_batch=self.scale_batch,
@@ -208,7 +209,7 @@ class Machine:
             return "gpu_memory", "CUDA out of memory"
         return None
 
-    def rate_of(self, setting: Setting, kind: Kind) -> float:
+    def rate_of(self, setting: Setting, kind: BlockKind) -> float:
         """Samples a second of the readers alone, the steps alone, or the whole."""
         if kind == "readers":
             return min(self._readers_rate(setting), self.cores / self.decode_s)
@@ -286,7 +287,7 @@ class SimulatedRunner:
         self._noise = 0.0
         self._visited_until_s = -math.inf
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         machine, before = self._machine, self._living
         restart = before is None or trainer_knobs(before) != trainer_knobs(setting)
         other_s = START_S if restart else CHANGE_S if before != setting else 0.0
@@ -326,7 +327,7 @@ class SimulatedRunner:
             total_s += piece_s + d.stall_s * self._rng.poisson(piece_s / d.stalls_s)
         return total_s
 
-    def _block(self, setting: Setting, kind: Kind, steps: int, measured_s: float, seconds: float) -> Block:
+    def _block(self, setting: Setting, kind: BlockKind, steps: int, measured_s: float, seconds: float) -> Block:
         machine, samples = self._machine, steps * setting.global_batch
         reader_s, decode_s = machine.reader_s(setting)
         cpu_s = {"readers": decode_s, "step": machine.trainer_cores_s}.get(kind, decode_s + machine.trainer_cores_s)
@@ -348,7 +349,7 @@ class SimulatedRunner:
         )
 
 
-def tune(machine: Machine, seed: int, space: Space | None = None) -> tuple[list[Entry], Recommendation]:
+def tune(machine: Machine, seed: int, space: SearchSpace | None = None) -> tuple[list[Entry], Recommendation]:
     """Run a whole tune."""
     search = Search(SimulatedRunner(machine, seed), space or machine.space(), BiasedPlanner(machine))
     found = recommend(search)

@@ -14,13 +14,14 @@ from vesuvius.config.load import read_config
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.tuning.measurement import Setting, Space, in_words, restored
-from vesuvius.tuning.survey import ConfigPlanner, describe_machine, ram_left, survey
+from vesuvius.trials.machine import describe_machine, ram_left
+from vesuvius.tuning.measurement import SearchSpace, Setting, in_words, restored
+from vesuvius.tuning.survey import ConfigPlanner, survey
 
 WriteConfig = Callable[..., Path]
 
 
-def surveyed(config: Config, scale_batch: bool = False) -> Space:
+def surveyed(config: Config, scale_batch: bool = False) -> SearchSpace:
     data = prepare_data(config.seed, config.data)
     return survey(config, data, goal="samples_s", scale_batch=scale_batch, budget_s=1800.0)
 
@@ -31,7 +32,7 @@ def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfi
     assert not space.remote
     assert not space.on_gpu
     assert space.vram_limit_bytes is None
-    assert restored(Space, asdict(space)) == space
+    assert restored(SearchSpace, asdict(space)) == space
 
 
 def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:

@@ -29,10 +29,11 @@ from vesuvius.errors import StorageError
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.tuning.measurement import Block, Command, Setting, TuneInterrupted, restored
-from vesuvius.tuning.trainer import trainer_config
+from vesuvius.trials.cycles import is_enough, sustained_s
+from vesuvius.trials.ended import TrialInterrupted
+from vesuvius.trials.trainer import trainer_config
+from vesuvius.tuning.measurement import Block, Command, Setting, restored
 from vesuvius.tuning.trial_runner import TrialRunner
-from vesuvius.tuning.worker import is_enough, sustained_s
 
 _HANG_S = 120
 # Far longer than any test takes: whoever waits for the end of such a block hangs.
@@ -143,7 +144,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         assert pid_of(trials / "001") != pid
         assert not (run / "checkpoints").exists()
     assert no_process_of(trials)
-    assert trainer_config(config, setting, 0).seed != trainer_config(config, setting, 1).seed
+    assert trainer_config(config, 0).seed != trainer_config(config, 1).seed
     assert restored(Block, json.loads(json.dumps(asdict(first)))) == first
 
 
@@ -175,7 +176,7 @@ def test_the_rate_of_readers_is_that_of_their_requests(
         data = {"volumes": [{"path": server.url_of(volume)}], "store": {"requests": 4}, "regions_in_flight": 4}
         config = read_config(tiny_config(data=data, cluster={"object_store_gib": 0.0001}))
         setting = Setting.of(config)
-        plan = prepare_data(trainer_config(config, setting, 0).seed, config.data).plan
+        plan = prepare_data(trainer_config(config, 0).seed, config.data).plan
         boxes = [plan.visit(slot).region for slot in range(40)]
         chunks = fmean(math.prod(-(-hi // 16) - lo // 16 for lo, hi in zip(*box, strict=True)) for box in boxes)
         server.set_faults(slow)
@@ -230,10 +231,10 @@ def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., P
 
 def test_stop_ends_the_block_in_hand_and_leaves_no_process(config: Config, trials: Path) -> None:
     with TrialRunner(config, trials) as lab:
-        with when_it_trains(trials / "000", lambda pid: lab.stop()), pytest.raises(TuneInterrupted):
+        with when_it_trains(trials / "000", lambda pid: lab.stop()), pytest.raises(TrialInterrupted):
             lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
         assert no_process_of(trials)
-        with pytest.raises(TuneInterrupted):
+        with pytest.raises(TrialInterrupted):
             lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
 
 

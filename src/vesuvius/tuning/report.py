@@ -12,11 +12,19 @@ from vesuvius.errors import ConfigError
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.model import RunReport, Table, filled
 from vesuvius.runlog.units import GIB, format_duration, format_percent, number, size_text
-from vesuvius.tuning.measurement import Kind, Planner, Setting, Space, in_words
-from vesuvius.tuning.search.memory import Memory, Risk
+from vesuvius.tuning.measurement import BlockKind, Planner, SearchSpace, Setting, in_words
+from vesuvius.tuning.search.memory import PredictedMemory, Risk
 from vesuvius.tuning.search.pairs import Comparison
-from vesuvius.tuning.search.rates import Rates
-from vesuvius.tuning.search.search import LARGE_GAIN, SMALLEST_GAIN, Entry, Recommendation, Search, Step, fewer_than
+from vesuvius.tuning.search.rates import PredictedRates
+from vesuvius.tuning.search.search import (
+    LARGE_GAIN,
+    SMALLEST_GAIN,
+    Entry,
+    PlannedBlock,
+    Recommendation,
+    Search,
+    fewer_than,
+)
 
 SLOWEST = 0.85
 """A is at least this share of B's samples per second."""
@@ -29,7 +37,7 @@ _BAD = {
     "failed": "failed",
     "timeout": "ran out of time",
 }
-_KINDS: dict[Kind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
+_KINDS: dict[BlockKind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
 _OPTION_COLUMNS = ("option", "samples/s", "step", "whole run", "RAM", "VRAM", "memory risk", "changes", "why")
 _BLOCK_COLUMNS = (
     "#", "stage", "measured", "changes", "samples/s", "predicted", "waited for data", "RAM", "predicted", "took",
@@ -60,7 +68,7 @@ class Option:
 
 
 def build_options(
-    found: Recommendation, space: Space, rates: Rates, memory: Memory, steps: int
+    found: Recommendation, space: SearchSpace, rates: PredictedRates, memory: PredictedMemory, steps: int
 ) -> tuple[Option, Option, Option]:
     """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond.
 
@@ -92,7 +100,7 @@ def build_options(
     )
 
 
-def _leaner(best: Setting, space: Space, rates: Rates, memory: Memory) -> tuple[Setting, str]:
+def _leaner(best: Setting, space: SearchSpace, rates: PredictedRates, memory: PredictedMemory) -> tuple[Setting, str]:
     top = rates.run(best)
     smaller = (
         replace(best, workers=workers, prefetch_factor=prefetch)
@@ -107,7 +115,7 @@ def _leaner(best: Setting, space: Space, rates: Rates, memory: Memory) -> tuple[
     return lean, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(lean, best)}"
 
 
-def _faster(best: Setting, space: Space, rates: Rates, memory: Memory) -> tuple[Setting, str]:
+def _faster(best: Setting, space: SearchSpace, rates: PredictedRates, memory: PredictedMemory) -> tuple[Setting, str]:
     top = rates.run(best)
     if top is None:
         return best, "the same as B: nothing was measured"
@@ -123,7 +131,7 @@ def _faster(best: Setting, space: Space, rates: Rates, memory: Memory) -> tuple[
     return best, "the same as B: no step beyond it fits and promises more"
 
 
-def headline(found: Recommendation, space: Space) -> str:
+def headline(found: Recommendation, space: SearchSpace) -> str:
     """What came of it, in one line."""
     match found.verdict:
         case "none":
@@ -166,19 +174,19 @@ def summary(found: Recommendation, search: Search) -> dict[str, str]:
     }
 
 
-def step_line(step: Step) -> str:
+def planned_line(planned: PlannedBlock) -> str:
     """The line for the begin of a block."""
-    rate = "" if step.rate is None else f"{number(step.rate)} samples/s, "
+    rate = "" if planned.rate is None else f"{number(planned.rate)} samples/s, "
     return (
-        f"Block {step.number} {step.stage}, {_KINDS[step.kind]}: {step.why}; expected {rate}"
-        f"{memory_words(step.ram_bytes, step.vram_bytes)}, {format_duration(step.seconds)}"
+        f"Block {planned.number} {planned.stage}, {_KINDS[planned.kind]}: {planned.why}; expected {rate}"
+        f"{memory_words(planned.ram_bytes, planned.vram_bytes)}, {format_duration(planned.seconds)}"
     )
 
 
 def block_line(entry: Entry) -> str:
     """The line for the end of a block."""
     block = entry.block
-    begin = f"Block {entry.step.number} took {format_duration(block.seconds)}: "
+    begin = f"Block {entry.planned.number} took {format_duration(block.seconds)}: "
     if block.ended != "ok":
         return f"{begin}{_BAD[block.ended]}: {block.cause}"
     waited = "" if block.data_share is None else f", waited for data {format_percent(block.data_share)}"
@@ -186,13 +194,13 @@ def block_line(entry: Entry) -> str:
     return f"{begin}{number(block.rate)} samples/s{waited}{memory}"
 
 
-def plan_lines(space: Space, planner: Planner, machine: str) -> list[str]:
+def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
     """The lines of `--dry-run`: limits, budget, and the planned memory of what may be tried.
 
     Raises:
         ConfigError: not even the smallest setting fits.
     """
-    memory, source = Memory(space, planner, ()), space.source
+    memory, source = PredictedMemory(space, planner, ()), space.source
     total, workers = source.global_batch, sorted({*fewer_than(space.most_workers), space.most_workers})
     smallest = replace(
         source,
@@ -276,15 +284,15 @@ def build_page(
     )
 
 
-def _charts(entries: Sequence[Entry], space: Space) -> Iterator[Chart]:
+def _charts(entries: Sequence[Entry], space: SearchSpace) -> Iterator[Chart]:
     """Over the blocks; one that ended badly is a gap: neither its figures nor what was predicted of them is drawn."""
     ok = [entry for entry in entries if entry.block.ended == "ok"]
     series = []
     for kind, words in _KINDS.items():
-        of_kind = [entry for entry in ok if entry.step.kind == kind]
-        numbers = [entry.step.number for entry in of_kind]
+        of_kind = [entry for entry in ok if entry.planned.kind == kind]
+        numbers = [entry.planned.number for entry in of_kind]
         series.append(banded(words, numbers, [entry.block.rate for entry in of_kind]))
-        predicted = [np.nan if entry.step.rate is None else entry.step.rate for entry in of_kind]
+        predicted = [np.nan if entry.planned.rate is None else entry.planned.rate for entry in of_kind]
         series.append(banded(f"{words}, predicted", numbers, predicted))
     yield from chart("rate", "Speed", "samples/s", series, x_label="block")
     for title, peak, limit_bytes in (
@@ -292,10 +300,10 @@ def _charts(entries: Sequence[Entry], space: Space) -> Iterator[Chart]:
         ("VRAM", "vram_bytes", space.vram_limit_bytes),
     ):
         if limit_bytes is not None:
-            numbers = [entry.step.number for entry in ok]
+            numbers = [entry.planned.number for entry in ok]
             sizes = [
                 [np.nan if (size := getattr(of, peak)) is None else size / GIB for of in each]
-                for each in ([entry.block for entry in ok], [entry.step for entry in ok])
+                for each in ([entry.block for entry in ok], [entry.planned for entry in ok])
             ]
             lines = [banded("measured", numbers, sizes[0]), banded("predicted", numbers, sizes[1])]
             yield from chart(peak, title, "GiB", lines, x_label="block", limits=(("limit", limit_bytes / GIB),))
@@ -322,20 +330,20 @@ def _option_line(row: Sequence[str]) -> str:
 
 
 def _block_row(entry: Entry, source: Setting) -> tuple[str, ...]:
-    step, block = entry.step, entry.block
+    planned, block = entry.planned, entry.block
     return (
-        str(step.number),
-        step.stage,
-        _KINDS[step.kind],
-        " ".join(step.setting.overrides(source)) or "none",
+        str(planned.number),
+        planned.stage,
+        _KINDS[planned.kind],
+        " ".join(planned.setting.overrides(source)) or "none",
         number(block.rate or None),
-        number(step.rate),
+        number(planned.rate),
         "-" if block.data_share is None else format_percent(block.data_share),
         "-" if block.ram_bytes is None else size_text(block.ram_bytes),
-        size_text(step.ram_bytes),
+        size_text(planned.ram_bytes),
         format_duration(block.seconds),
         "ok" if block.ended == "ok" else f"{_BAD[block.ended]}: {block.cause}".removesuffix(": "),
-        step.why,
+        planned.why,
     )
 
 

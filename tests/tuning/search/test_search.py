@@ -27,7 +27,8 @@ from tests.tuning.simulated import (
     best_rate,
     tune,
 )
-from vesuvius.tuning.measurement import Block, Ended, Kind, Knob, Setting, Space, restored
+from vesuvius.trials.ended import Ended
+from vesuvius.tuning.measurement import Block, BlockKind, Knob, SearchSpace, Setting, restored
 from vesuvius.tuning.search.policy import conclude, recommend
 from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
@@ -91,10 +92,10 @@ def test_no_block_is_beyond_the_memory_or_the_budget_though_the_machine_drifts(n
 
 def check_bounds(machine: Machine, entries: tuple[Entry, ...]) -> None:
     for entry in entries:
-        assert machine.ram_bytes(entry.step.setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
-        vram = machine.vram_bytes(entry.step.setting)
+        assert machine.ram_bytes(entry.planned.setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
+        vram = machine.vram_bytes(entry.planned.setting)
         assert vram is None or vram <= GUARD_SHARE * machine.vram_limit_gib * GIB
-        assert machine.scale_batch or entry.step.setting.global_batch == machine.source.global_batch
+        assert machine.scale_batch or entry.planned.setting.global_batch == machine.source.global_batch
     assert sum(entry.block.seconds for entry in entries) <= 1800.0
     assert {entry.block.ended for entry in entries} <= ({"ok", "killed"} if machine is DIES else {"ok"})
 
@@ -104,7 +105,7 @@ def test_the_same_blocks_give_the_same_questions_and_answer(name: str) -> None:
     machine, (entries, found) = BY_NAME[name], tuned(name)
     again = Search(Recorded(entries), machine.space(budget_s=1800.0), BiasedPlanner(machine))
     assert recommend(again) == found
-    assert [entry.step for entry in again.entries] == [entry.step for entry in entries]
+    assert [entry.planned for entry in again.entries] == [entry.planned for entry in entries]
 
 
 class Recorded:
@@ -113,7 +114,7 @@ class Recorded:
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.blocks = [entry.block for entry in entries]
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         block = self.blocks.pop(0)
         assert (block.setting, block.kind) == (setting, kind)
         return block
@@ -134,13 +135,13 @@ def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> Non
     entries, found = tuned("data-bound on cores")
     assert found.best.workers in (5, 6)
     assert found.ended["readers"].startswith("cap: all 5 cores are busy at ")
-    assert {entry.step.stage for entry in entries} <= {"baseline", "readers", "confirm"}
+    assert {entry.planned.stage for entry in entries} <= {"baseline", "readers", "confirm"}
     assert found.ended["switches"].startswith("not entered: readers deliver ")
 
 
 def test_what_kills_unforeseen_bars_all_that_is_no_smaller() -> None:
     entries, found = tuned(DIES.name)
-    died = [entry.step.setting.workers for entry in entries if entry.block.ended == "killed"]
+    died = [entry.planned.setting.workers for entry in entries if entry.block.ended == "killed"]
     assert 1 <= len(died) == len(set(died)) <= 2
     assert died == sorted(died, reverse=True)
     assert found.best.workers == 6
@@ -194,13 +195,13 @@ def test_latency_is_hidden_by_requests_and_readers() -> None:
 
 
 def test_requests_stay_as_they_are_on_a_disk() -> None:
-    assert {entry.step.setting.requests for entry in tuned("data-bound on cores")[0]} == {SOURCE.requests}
+    assert {entry.planned.setting.requests for entry in tuned("data-bound on cores")[0]} == {SOURCE.requests}
 
 
 def test_bursts_are_met_by_prefetch_once_the_run_waits_though_the_readers_could_deliver() -> None:
     entries, found = tuned("bursts")
     assert found.best.prefetch_factor == 16
-    assert {e.step.stage for e in entries if e.step.setting.prefetch_factor > 1} == {"confirm"}
+    assert {e.planned.stage for e in entries if e.planned.setting.prefetch_factor > 1} == {"confirm"}
 
 
 def test_a_faster_step_and_more_readers_are_found_though_neither_gains_alone() -> None:
@@ -232,13 +233,13 @@ def test_a_trainer_on_a_gpu_leaves_its_micro_batches_to_readers_that_set_the_pac
 
 def test_a_budget_that_is_nearly_spent_goes_to_the_whole_run_of_the_readers() -> None:
     entries, found = at_cap_of_readers(SHARED, budget_s=200.0)
-    assert "batch" not in {entry.step.stage for entry in entries}
+    assert "batch" not in {entry.planned.stage for entry in entries}
     assert found.verdict == "better"
     assert found.best.workers > 1
 
 
 def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
-    tried = {knob for entry in tuned("CPU")[0] for knob in entry.step.setting.changes(BY_NAME["CPU"].source)}
+    tried = {knob for entry in tuned("CPU")[0] for knob in entry.planned.setting.changes(BY_NAME["CPU"].source)}
     assert tried.isdisjoint({"amp", "cudnn_benchmark", "checkpoint_levels"})
     assert "compile" in tried
 
@@ -246,7 +247,7 @@ def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
 def test_compiling_is_not_tried_where_it_would_take_much_of_the_budget() -> None:
     machine = BY_NAME["CPU"]
     entries, found = tune(machine, 0, machine.space(budget_s=400.0))
-    assert not any(entry.step.setting.compile for entry in entries)
+    assert not any(entry.planned.setting.compile for entry in entries)
     assert "compile false -> true not tried: compiling would take 15% of the budget" in found.ended["switches"]
 
 
@@ -254,15 +255,15 @@ def test_cudnn_times_no_kernels_where_runs_are_to_repeat() -> None:
     machine = Machine("eager", sample_s=0.4, source=replace(SOURCE, cudnn_benchmark=False))
     free, _ = tune(machine, 0)
     bound, _ = tune(machine, 0, replace(machine.space(), deterministic=True))
-    assert any(entry.step.setting.cudnn_benchmark for entry in free)
-    assert not any(entry.step.setting.cudnn_benchmark for entry in bound)
+    assert any(entry.planned.setting.cudnn_benchmark for entry in free)
+    assert not any(entry.planned.setting.cudnn_benchmark for entry in bound)
 
 
 @pytest.mark.parametrize(("source_amp", "tried"), [("off", True), ("auto", False), ("bf16", False), ("fp16", False)])
 def test_a_number_format_that_the_config_names_stays(source_amp: str, tried: bool) -> None:
     machine = replace(BY_NAME["switches matter"], name=f"amp {source_amp}", source=replace(SOURCE, amp=source_amp))
     entries, _ = tune(machine, 0)
-    assert {entry.step.setting.amp for entry in entries} == ({"off", "auto"} if tried else {source_amp})
+    assert {entry.planned.setting.amp for entry in entries} == ({"off", "auto"} if tried else {source_amp})
 
 
 def test_the_goal_cost_is_met_by_fewer_readers_within_10_percent() -> None:
@@ -279,7 +280,7 @@ def test_the_effective_batch_grows_only_where_it_may() -> None:
     _, bound = tune(machine, 0, replace(machine.space(), scale_batch=False))
     assert free.best.global_batch > machine.source.global_batch
     assert bound.best.global_batch == machine.source.global_batch
-    assert max(entry.step.setting.train_batch_size for entry in entries) <= machine.space().most_batch
+    assert max(entry.planned.setting.train_batch_size for entry in entries) <= machine.space().most_batch
     assert "--scale-batch" in tune(SLOW, 0)[1].ended["batch"]
 
 
@@ -318,7 +319,7 @@ class Waits(SimulatedRunner):
         super().__init__(COMPUTES, 0)
         self.share = share
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         return replace(super().measure(setting, kind, seconds, limit_s), data_share=self.share)
 
 
@@ -365,8 +366,8 @@ def test_a_source_that_does_not_fit_the_ram_begins_smaller() -> None:
     source = replace(SOURCE, workers=12, prefetch_factor=4)
     machine = replace(BY_NAME["RAM-capped"], name="too many readers", source=source)
     entries, found = tune(machine, 0)
-    assert entries[0].step.setting.workers < 12
-    assert "the unchanged config does not fit" in entries[0].step.why
+    assert entries[0].planned.setting.workers < 12
+    assert "the unchanged config does not fit" in entries[0].planned.why
     assert all(entry.block.ended == "ok" for entry in entries)
     assert found.best.global_batch == source.global_batch
 
@@ -374,7 +375,7 @@ def test_a_source_that_does_not_fit_the_ram_begins_smaller() -> None:
 def test_a_source_that_does_not_fit_the_gpu_gets_smaller_pieces() -> None:
     source = replace(SOURCE, workers=4, train_batch_size=32, accumulate_steps=1)
     machine = replace(BY_NAME["VRAM-capped"], name="too large a batch", source=source, bias=(1.0, 0.8, 0.75, 1.2))
-    first = tune(machine, 0)[0][0].step.setting
+    first = tune(machine, 0)[0][0].planned.setting
     assert (first.train_batch_size, first.accumulate_steps) == (4, 8)
     assert (first.workers, first.prefetch_factor) == (source.workers, source.prefetch_factor)
 
@@ -385,7 +386,7 @@ def test_a_baseline_that_dies_is_made_smaller_by_the_knobs_that_may_be_turned(
 ) -> None:
     machine = replace(DIES, name="dies at once", source=replace(SOURCE, workers=12), dies_at_workers=1)
     entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
-    assert (entries[1].step.setting.workers, entries[1].step.setting.prefetch_factor) == next_one
+    assert (entries[1].planned.setting.workers, entries[1].planned.setting.prefetch_factor) == next_one
     assert found.verdict == "none"
     assert found.best == machine.source
     assert "was ended by a kill" in found.reason
@@ -396,7 +397,7 @@ def test_a_baseline_that_dies_is_made_smaller_by_the_knobs_that_may_be_turned(
 def test_knobs_that_are_to_be_kept_are_turned_by_no_block(name: str, kept: tuple[Knob, ...]) -> None:
     machine = BY_NAME[name]
     entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
-    for setting in (found.best, *(entry.step.setting for entry in entries)):
+    for setting in (found.best, *(entry.planned.setting for entry in entries)):
         assert not set(kept) & setting.changes(machine.source).keys()
 
 
@@ -410,7 +411,7 @@ def test_what_is_to_be_kept_is_named_where_nothing_else_fits() -> None:
 
 def test_an_error_of_the_config_ends_it_at_once() -> None:
     class Broken(SimulatedRunner):
-        def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
             return Block(setting, kind, "failed", "data.volumes[0].path must exist; got x.zarr", 4.0)
 
     search = Search(Broken(MACHINES[0], 0), MACHINES[0].space(), BiasedPlanner(MACHINES[0]))
@@ -429,7 +430,7 @@ def test_half_an_hour_feeds_a_run_of_18_s_a_step() -> None:
 def test_a_baseline_too_slow_to_measure_is_tried_with_more_readers_and_then_the_budget_is_named(workers: int) -> None:
     machine = replace(SLOW, name="too slow", decode_s=1e5, source=replace(SLOW.source, workers=workers))
     entries, found = tune(machine, 0, machine.space(budget_s=3600.0))
-    tried = [entry.step.setting.workers for entry in entries]
+    tried = [entry.planned.setting.workers for entry in entries]
     assert tried == sorted(set(tried))
     assert 2 <= len(tried) <= 3
     assert found.verdict == "none"
@@ -443,7 +444,7 @@ class EndsBadly(SimulatedRunner):
         super().__init__(machine, 0)
         self.bad, self.ended, self.runs = bad, ended, 0
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         block = super().measure(setting, kind, seconds, limit_s)
         self.runs += kind == "run"
         return Block(setting, kind, self.ended, "so", 20.0) if kind == "run" and self.bad(setting, self.runs) else block
@@ -480,7 +481,7 @@ def test_a_source_that_died_is_never_recommended() -> None:
     machine = replace(BY_NAME["RAM-capped"], name="half", bias=(0.5,) * 4, source=replace(SOURCE, workers=12))
     for budget_s in (60.0, 100.0, 200.0, 1800.0):
         entries, found = tune(machine, 0, machine.space(budget_s=budget_s))
-        died = {entry.step.setting for entry in entries if entry.block.ended == "guard"}
+        died = {entry.planned.setting for entry in entries if entry.block.ended == "guard"}
         assert machine.source in died
         assert found.verdict == "none" or found.best not in died
 
@@ -507,7 +508,7 @@ def test_a_death_by_a_switch_says_nothing_of_those_without_it() -> None:
     machine = BY_NAME["switches matter"]
 
     class DiesCompiled(SimulatedRunner):
-        def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
             block = super().measure(setting, kind, seconds, limit_s)
             return Block(setting, kind, "killed", "signal 9", 20.0) if setting.compile else block
 
@@ -530,7 +531,7 @@ def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time
     machine = Machine("takes turns", decode_s=0.04, sample_s=sample_s, source=replace(SOURCE, workers=0))
     entries, found = tune(machine, 0)
     assert found.best.workers == workers
-    assert (max(entry.step.setting.workers for entry in entries) == 0) == (workers == 0)
+    assert (max(entry.planned.setting.workers for entry in entries) == 0) == (workers == 0)
 
 
 def test_a_trainer_that_reads_itself_gets_readers() -> None:
@@ -542,7 +543,7 @@ def test_a_trainer_that_reads_itself_gets_readers() -> None:
 
 def test_a_space_survives_its_record() -> None:
     space = replace(SLOW.space(), levels=(1, 2), kept=("workers",))
-    assert restored(Space, json.loads(json.dumps(asdict(space)))) == space
+    assert restored(SearchSpace, json.loads(json.dumps(asdict(space)))) == space
 
 
 def test_a_block_survives_its_record() -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from vesuvius.errors import one_line
 from vesuvius.runlog.units import size_text
-from vesuvius.tuning.measurement import DEADLY, Block, Planner, Setting, Space
+from vesuvius.tuning.measurement import DEADLY, Block, Planner, SearchSpace, Setting
 
 Risk = Literal["low", "medium", "high"]
 
@@ -36,7 +36,7 @@ class Size:
     most_bytes: int
 
 
-class Memory:
+class PredictedMemory:
     """Predicts memory from the planner and the blocks so far.
 
     Args:
@@ -44,7 +44,7 @@ class Memory:
         blocks: may grow after construction.
     """
 
-    def __init__(self, space: Space, planner: Planner, blocks: Sequence[Block]) -> None:
+    def __init__(self, space: SearchSpace, planner: Planner, blocks: Sequence[Block]) -> None:
         self._space, self._planner, self._blocks = space, planner, blocks
 
     def obstacle(self, setting: Setting) -> str | None:

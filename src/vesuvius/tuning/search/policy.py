@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from vesuvius.tuning.measurement import DEADLY, WITHIN, Kind, Setting, in_words, trainer_knobs
+from vesuvius.tuning.measurement import DEADLY, WITHIN, BlockKind, Setting, in_words, trainer_knobs
 from vesuvius.tuning.search.memory import GROWTH
 from vesuvius.tuning.search.pairs import Comparison, compare
 from vesuvius.tuning.search.search import (
@@ -23,10 +23,10 @@ from vesuvius.tuning.search.search import (
     SMALLEST_GAIN,
     SOME_PAIRS,
     SURE,
+    Outcome,
     Recommendation,
     Search,
     SearchEndedError,
-    Verdict,
     at_least,
     fewer_than,
 )
@@ -84,7 +84,7 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
     return Recommendation(verdict, best, search.base, reason, reasons, search.ended, gain)
 
 
-def _verdict(search: Search, gain: Comparison | None) -> Verdict:
+def _verdict(search: Search, gain: Comparison | None) -> Outcome:
     """What the interval of the gain supports; without one, a large gain of a single pair alone."""
     worth = WITHIN[search.space.goal]
     if search.best == search.base:
@@ -286,8 +286,8 @@ def fewer_readers(search: Search) -> None:
             reached, why = search.supply(setting), ""
             is_enough = reached is not None and reached >= need
         else:
-            one, other, words = (setting, "readers"), (best, "readers"), in_words(setting, best)
-            found = search.in_turn(one, other, "readers", words, is_settled, SOME_PAIRS)
+            words = in_words(setting, best)
+            found = search.in_turn((setting, "readers"), (best, "readers"), "readers", words, is_settled, SOME_PAIRS)
             is_enough = found is not None and found.gain >= lost and found.is_above(-LARGE_GAIN)
             why = "" if found is None else f", {found.text}"
         if is_enough:
@@ -355,8 +355,8 @@ def compare_with_base(search: Search) -> None:
     """Measure the gain over the baseline in turn, or once where it is large and more would cost much."""
     if search.best == search.base:
         return
-    best: tuple[Setting, Kind] = (search.best, "run")
-    base: tuple[Setting, Kind] = (search.base, "run")
+    best: tuple[Setting, BlockKind] = (search.best, "run")
+    base: tuple[Setting, BlockKind] = (search.base, "run")
     rates = [search.rates.of("run", setting)[-1].rate for setting in (search.best, search.base)]
     each_s = search.expected_s(*base) + search.expected_s(*best)
     if rates[0] > (1 + SURE) * rates[1] and 3 * each_s > _DEAR * search.space.budget_s:

@@ -10,22 +10,22 @@ from typing import Literal
 from vesuvius.runlog.units import format_duration
 from vesuvius.tuning.measurement import (
     Block,
+    BlockKind,
     Goal,
-    Kind,
     Knob,
     Planner,
     Runner,
+    SearchSpace,
     Setting,
-    Space,
     in_words,
     trainer_knobs,
 )
-from vesuvius.tuning.search.memory import Memory, death_text
+from vesuvius.tuning.search.memory import PredictedMemory, death_text
 from vesuvius.tuning.search.pairs import LOOKS, MOST_PAIRS, Comparison, compare
-from vesuvius.tuning.search.rates import Rates, reader_knobs
+from vesuvius.tuning.search.rates import PredictedRates, reader_knobs
 
 Stage = Literal["baseline", "readers", "batch", "switches", "confirm"]
-Verdict = Literal["better", "unchanged", "undecided", "none"]
+Outcome = Literal["better", "unchanged", "undecided", "none"]
 
 SMALLEST_GAIN = 0.03
 """Smallest relative gain that is worth a change."""
@@ -52,13 +52,13 @@ _LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedBlock:
     """What is measured next, why, and what is expected of it: samples/s (None = unknown), memory, seconds."""
 
     number: int
     stage: Stage
     setting: Setting
-    kind: Kind
+    kind: BlockKind
     why: str
     rate: float | None
     ram_bytes: int
@@ -68,9 +68,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Entry:
-    """A step and its block."""
+    """A block as it was planned, and as it was measured."""
 
-    step: Step
+    planned: PlannedBlock
     block: Block
 
 
@@ -81,7 +81,7 @@ class Recommendation:
     # "better": the interval of its gain has `best` faster than the baseline, or as fast and cheaper.  "unchanged":
     # nothing that was tried showed a gain, and surely none a large one.  "undecided": the intervals or the budget do
     # not say.  "none": nothing could be measured.
-    verdict: Verdict
+    verdict: Outcome
     best: Setting  # the recommended setting, which never ran out of memory
     base: Setting  # the setting of the baseline: the source, or the nearest smaller one that fits
     reason: str  # why the tune ended
@@ -100,7 +100,7 @@ class Search:
 
     Args:
         runner: measures.
-        on_step, on_block: told of each block before and after it is measured.
+        on_planned, on_block: told of each block before and after it is measured.
 
     Attributes:
         entries, blocks: all blocks so far.
@@ -116,24 +116,24 @@ class Search:
     def __init__(
         self,
         runner: Runner,
-        space: Space,
+        space: SearchSpace,
         planner: Planner,
-        on_step: Callable[[Step], None] = lambda step: None,
+        on_planned: Callable[[PlannedBlock], None] = lambda planned: None,
         on_block: Callable[[Entry], None] = lambda entry: None,
     ) -> None:
         self.space = space
         self.planner = planner
         self.entries: list[Entry] = []
         self.blocks: list[Block] = []
-        self.memory = Memory(space, planner, self.blocks)
-        self.rates = Rates(self.blocks, space.cores)
+        self.memory = PredictedMemory(space, planner, self.blocks)
+        self.rates = PredictedRates(self.blocks, space.cores)
         self.base = self.best = space.source
         self.because: dict[Knob, str] = {}
         self.ended: dict[Stage, str] = {}
         self.with_base: list[tuple[float, float]] = []
         self.undecided: list[str] = []
         self.why_failed = ""
-        self._runner, self._on_step, self._on_block = runner, on_step, on_block
+        self._runner, self._on_planned, self._on_block = runner, on_planned, on_block
         self._besides_s: dict[tuple[str, bool], float] = {}  # the longest that a block has taken besides measuring
         self._supplies: dict[object, list[tuple[float, float]]] = {}
 
@@ -142,7 +142,7 @@ class Search:
         """Seconds of the budget that no block has taken."""
         return self.space.budget_s - math.fsum(block.seconds for block in self.blocks)
 
-    def measure(self, setting: Setting, kind: Kind, stage: Stage, why: str) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, stage: Stage, why: str) -> Block:
         """Measure one block.
 
         A setting that may not be tried is not: its block says why, and does not count.
@@ -162,8 +162,8 @@ class Search:
         vram, ram_bytes = self.memory.vram(setting), self.memory.ram(setting).expected_bytes
         vram_bytes = None if vram is None else vram.expected_bytes
         rate = self._expected_rate(setting, kind)
-        step = Step(len(self.entries), stage, setting, kind, why, rate, ram_bytes, vram_bytes, seconds)
-        self._on_step(step)
+        planned = PlannedBlock(len(self.entries), stage, setting, kind, why, rate, ram_bytes, vram_bytes, seconds)
+        self._on_planned(planned)
         share = 2 if not self.blocks else 3 if setting.compile else 6
         limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
         block = self._runner.measure(setting, kind, self.space.block_s, limit_s)
@@ -171,7 +171,7 @@ class Search:
             need = _need(self.blocks, setting, kind)
             self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
         self.blocks.append(block)
-        self.entries.append(Entry(step, block))
+        self.entries.append(Entry(planned, block))
         self._on_block(self.entries[-1])
         if block.ended != "ok":
             self.why_failed = death_text(block)
@@ -179,15 +179,15 @@ class Search:
                 raise SearchEndedError(f"the budget was spent: {self.why_failed}")
         return block
 
-    def rate(self, setting: Setting, kind: Kind, stage: Stage, why: str) -> float | None:
+    def rate(self, setting: Setting, kind: BlockKind, stage: Stage, why: str) -> float | None:
         """Samples/s of a new block; None where it ended badly."""
         block = self.measure(setting, kind, stage, why)
         return block.rate if block.ended == "ok" and block.rate else None
 
-    def _expected_rate(self, setting: Setting, kind: Kind) -> float | None:
+    def _expected_rate(self, setting: Setting, kind: BlockKind) -> float | None:
         return {"run": self.rates.run, "readers": self.rates.readers, "step": self.rates.trainer}[kind](setting)
 
-    def expected_s(self, setting: Setting, kind: Kind) -> float:
+    def expected_s(self, setting: Setting, kind: BlockKind) -> float:
         """Seconds that a block takes: what has to be started or changed for it, and its measuring."""
         need = _need(self.blocks, setting, kind)
         other_s = self._besides_s.get(need, _ASSUMED_S[need[0]] + (20.0 if need == ("start", True) else 0.0))
@@ -238,7 +238,7 @@ class Search:
     def gain(
         self,
         setting: Setting,
-        kind: Kind,
+        kind: BlockKind,
         why: tuple[Stage, str],
         have: float,
         is_clear: Callable[[float], bool],
@@ -263,8 +263,8 @@ class Search:
 
     def in_turn(
         self,
-        one: tuple[Setting, Kind],
-        other: tuple[Setting, Kind],
+        one: tuple[Setting, BlockKind],
+        other: tuple[Setting, BlockKind],
         stage: Stage,
         why: str,
         is_settled: Callable[[Comparison], bool] | None = None,
@@ -308,7 +308,7 @@ def is_gain_settled(found: Comparison) -> bool:
     return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(LARGE_GAIN)
 
 
-def _need(before: Sequence[Block], setting: Setting, kind: Kind) -> tuple[str, bool]:
+def _need(before: Sequence[Block], setting: Setting, kind: BlockKind) -> tuple[str, bool]:
     """What a block needs besides measuring: a new process, other readers or neither; and whether it is a whole run."""
     last = before[-1] if before else None
     if last is None or last.ended != "ok" or trainer_knobs(last.setting) != trainer_knobs(setting):
