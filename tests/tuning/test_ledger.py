@@ -35,8 +35,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tune" / "ledger.jsonl"
 
 
+def new(path: Path, config: Config) -> TuneLedger:
+    ledger = TuneLedger(path, config.model_dump(mode="json"), SPACE, MACHINE)
+    ledger.begin()
+    return ledger
+
+
 def begun(path: Path, config: Config, blocks: list[Block] = BLOCKS) -> TuneLedger:
-    with TuneLedger.new(path, config, SPACE, MACHINE) as ledger:
+    with new(path, config) as ledger:
         for block in blocks:
             ledger.end(block)
     return ledger
@@ -83,7 +89,7 @@ def test_a_block_that_a_full_disk_ended_is_measured_again(path: Path, config: Co
         def measure(self, *_: object) -> Block:
             raise StorageError("full")
 
-    with TuneLedger.new(path, config, SPACE, MACHINE) as ledger, pytest.raises(StorageError):
+    with new(path, config) as ledger, pytest.raises(StorageError):
         RecordingRunner(ledger, FullDisk(SIMULATED, 0)).measure(SPACE.source, "run", 10.0, 600.0)
     with TuneLedger.read(path) as ledger:
         assert RecordingRunner(ledger, SimulatedRunner(SIMULATED, 0)).earlier == []
@@ -91,7 +97,7 @@ def test_a_block_that_a_full_disk_ended_is_measured_again(path: Path, config: Co
 
 def test_a_new_tune_keeps_the_ledger_of_the_one_before(path: Path, config: Config) -> None:
     begun(path, config)
-    with TuneLedger.new(path, config, SPACE, MACHINE) as ledger:
+    with new(path, config) as ledger:
         assert ledger.blocks == []
     assert TuneLedger.read(path.with_name("ledger-1.jsonl")).blocks == BLOCKS
 

@@ -25,14 +25,14 @@ def tuned(name: str) -> tuple[Recommendation, Search]:
 
 def page_of(name: str) -> tuple[RunReport, Search]:
     found, search = tuned(name)
-    options = build_options(found, search.space, search.rates, search.memory, steps=1000)
+    options = build_options(found, search, steps=1000)
     return build_page("exp|001", "runs/x", found, search, options, {"commit": "abc"}, "name: x"), search
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_options_stand_in_order_and_their_figures_agree(name: str) -> None:
     found, search = tuned(name)
-    options = build_options(found, search.space, search.rates, search.memory, steps=1000)
+    options = build_options(found, search, steps=1000)
     lean, best, fast = options
     assert lean.samples_s is not None
     assert best.samples_s is not None

@@ -35,24 +35,17 @@ class TuneLedger:
         self._path = path
         self._file: JsonLines | None = None
 
-    @classmethod
-    def new(cls, path: Path, config: Config, space: SearchSpace, machine: MachineFacts) -> Self:
-        """Start a ledger; an existing one is renamed to a numbered file.
+    def begin(self) -> None:
+        """Write its header; an existing ledger is renamed to a numbered file.
 
         Raises:
-            OSError: the ledger cannot be written.
+            OSError: it cannot be written.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _put_aside(path, path.with_name("trials"))
-        ledger = cls.sketch(path, config, space, machine)
-        ledger._write("tune", version=__version__, config=ledger.config, space=asdict(space), machine=asdict(machine))
-        return ledger
-
-    @classmethod
-    def sketch(cls, path: Path, config: Config, space: SearchSpace, machine: MachineFacts) -> Self:
-        """Return a ledger that is not on disk, for a dry run."""
-        return cls(path, config.model_dump(mode="json"), space, machine)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            _put_aside(self._path, self._path.with_name("trials"))
+        space, machine = asdict(self.space), asdict(self.machine)
+        self._write("tune", version=__version__, config=self.config, space=space, machine=machine)
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -15,7 +15,6 @@ from vesuvius.runlog.units import GIB, format_duration, format_percent, number, 
 from vesuvius.tuning.measurement import BlockKind, Planner, SearchSpace, Setting, in_words
 from vesuvius.tuning.search.memory import PredictedMemory, Risk
 from vesuvius.tuning.search.pairs import Comparison
-from vesuvius.tuning.search.rates import PredictedRates
 from vesuvius.tuning.search.search import (
     LARGE_GAIN,
     SMALLEST_GAIN,
@@ -67,14 +66,13 @@ class Option:
     words: str  # why this one
 
 
-def build_options(
-    found: Recommendation, space: SearchSpace, rates: PredictedRates, memory: PredictedMemory, steps: int
-) -> tuple[Option, Option, Option]:
+def build_options(found: Recommendation, search: Search, steps: int) -> tuple[Option, Option, Option]:
     """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond.
 
     Args:
         steps: optimizer steps of the whole run.
     """
+    rates, memory, source = search.rates, search.memory, search.space.source
 
     def option(name: str, setting: Setting, words: str) -> Option:
         samples_s, vram = rates.run(setting), memory.vram(setting)
@@ -88,44 +86,41 @@ def build_options(
             step_s=step_s,
             total_s=None if step_s is None else step_s * steps,
             risk=memory.risk(setting),
-            overrides=tuple(setting.overrides(space.source)),
+            overrides=tuple(setting.overrides(source)),
             words=words,
         )
 
-    what = "the config as it is" if found.best == space.source else "what to run"
     return (
-        option("A conservative", *_leaner(found.best, space, rates, memory)),
-        option("B balanced", found.best, what),
-        option("C aggressive", *_faster(found.best, space, rates, memory)),
+        option("A conservative", *_leaner(found.best, search)),
+        option("B balanced", found.best, "the config as it is" if found.best == source else "what to run"),
+        option("C aggressive", *_faster(found.best, search)),
     )
 
 
-def _leaner(best: Setting, space: SearchSpace, rates: PredictedRates, memory: PredictedMemory) -> tuple[Setting, str]:
-    top = rates.run(best)
+def _leaner(best: Setting, search: Search) -> tuple[Setting, str]:
+    memory, rate = search.memory, search.rates.run
     smaller = (
         replace(best, workers=workers, prefetch_factor=prefetch)
         for workers in range(1, best.workers + 1)
         for prefetch in {best.prefetch_factor, max(best.prefetch_factor // 2, 1)}
     )
-    allowed = [s for s in smaller if space.kept_by(s) is None and not memory.died(s)]
-    fits = [s for s in allowed if top and (rates.run(s) or 0.0) >= SLOWEST * top]
+    allowed = [s for s in smaller if search.space.kept_by(s) is None and not memory.died(s)]
+    fits = [s for s in allowed if (top := rate(best)) and (rate(s) or 0.0) >= SLOWEST * top]
     lean = min(fits, key=memory.run_ram_bytes, default=best)
     if lean == best or memory.run_ram_bytes(lean) >= memory.run_ram_bytes(best):
         return best, f"the same as B: nothing smaller reaches {SLOWEST:.0%} of it"
     return lean, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(lean, best)}"
 
 
-def _faster(best: Setting, space: SearchSpace, rates: PredictedRates, memory: PredictedMemory) -> tuple[Setting, str]:
-    top = rates.run(best)
-    if top is None:
+def _faster(best: Setting, search: Search) -> tuple[Setting, str]:
+    rates, space = search.rates, search.space
+    if (top := rates.run(best)) is None:
         return best, "the same as B: nothing was measured"
-    beyond = [
-        replace(best, workers=min(2 * max(best.workers, 1), space.most_workers)),
-        replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
-    ]
-    for setting in [*rates.measured_settings(), *beyond]:
+    more_workers = replace(best, workers=min(2 * max(best.workers, 1), space.most_workers))
+    more_prefetch = replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch))
+    for setting in (*rates.measured_settings(), more_workers, more_prefetch):
         faster = (rates.run(setting) or 0.0) > (1 + _GAIN) * top
-        if setting != best and faster and memory.obstacle(setting) is None:
+        if setting != best and faster and search.memory.obstacle(setting) is None:
             how = "was measured, though not surely" if rates.of("run", setting) else "is predicted"
             return setting, f"faster, as {how}: {in_words(setting, best)}"
     return best, "the same as B: no step beyond it fits and promises more"
@@ -202,13 +197,9 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
     """
     memory, source = PredictedMemory(space, planner, ()), space.source
     total, workers = source.global_batch, sorted({*fewer_than(space.most_workers), space.most_workers})
-    smallest = replace(
-        source,
-        workers=source.workers if "workers" in space.kept else min(source.workers, 1),
-        prefetch_factor=source.prefetch_factor if "prefetch_factor" in space.kept else 1,
-    )
-    if "train_batch_size" not in space.kept:
-        smallest = replace(smallest, train_batch_size=1, accumulate_steps=total)
+    least = {"workers": min(source.workers, 1), "prefetch_factor": 1, "train_batch_size": 1}
+    smallest = replace(source, **{knob: value for knob, value in least.items() if knob not in space.kept})  # type: ignore[arg-type]
+    smallest = replace(smallest, accumulate_steps=total // smallest.train_batch_size)
     if obstacle := memory.obstacle(smallest):
         raise ConfigError(f"a tune needs a setting that fits this machine; got none: {obstacle}")
     sizes = [*range(1, total + 1), *((total << n for n in range(1, 20)) if space.scale_batch else ())]

@@ -155,8 +155,9 @@ def _open(request: TuneRequest, data: PreparedData, write: bool = True) -> tuple
             budget_s=request.budget_s or _BUDGET_S,
             keep=request.keep,
         )
-        make = TuneLedger.new if write else TuneLedger.sketch
-        ledger = make(path, config, space, machine)
+        ledger = TuneLedger(path, config.model_dump(mode="json"), space, machine)
+        if write:
+            ledger.begin()
     return ledger, ConfigPlanner(one_rank(config), data, ledger.space.on_gpu)
 
 
@@ -165,7 +166,7 @@ def _finish(request: TuneRequest, ledger: TuneLedger, search: Search, found: Rec
     config, space, environment = request.config, ledger.space, describe_environment()
     tuned = tuned_path(request.source)
     measured = search.rates.measured_settings()
-    options = build_options(found, space, search.rates, search.memory, config.horizon_steps) if measured else ()
+    options = build_options(found, search, config.horizon_steps) if measured else ()
     packages = {name: version for name, version in environment["packages"].items() if version}
     spent = f"{len(search.entries)} blocks in {format_duration(space.budget_s - search.left_s)}"
     facts = {

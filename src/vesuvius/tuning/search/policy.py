@@ -273,7 +273,7 @@ def fewer_readers(search: Search) -> None:
         return
     lost = -WITHIN[goal]
     need = min(ENOUGH[goal], (1 + lost) * supply)
-    each = max(supply / best.workers, (search.rates.per_reader(best) or 0.0) / search.trainer_rate())
+    each = supply / best.workers
 
     def is_settled(found: Comparison) -> bool:
         return found.is_above(-LARGE_GAIN) or found.is_below(lost)
