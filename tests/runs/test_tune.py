@@ -245,7 +245,7 @@ def test_an_interrupted_tune_says_what_is_known_and_leaves_nothing_of_an_earlier
 
     class Interrupted(SimulatedTrainers):
         def measure(self, *arguments: Any) -> Block:
-            if self.now_s > 60:
+            if self.now_s > 50:  # before a change is found
                 os.kill(os.getpid(), signal.SIGINT)
                 raise TrialInterrupted("the tune was interrupted while it measured; continue with --resume")
             return super().measure(*arguments)
