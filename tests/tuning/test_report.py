@@ -81,10 +81,10 @@ def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:
     assert [row[0] for row in rows] == [str(entry.planned.number) for entry in search.entries]
     for entry in search.entries:
         assert planned_line(entry.planned).startswith(f"Block {entry.planned.number} {entry.planned.stage}, ")
-        ended = "killed: a reader was killed by signal 9" if entry.block.ended != "ok" else " samples/s"
+        ended = "ended by a kill: a reader was killed by signal 9" if entry.block.ended != "ok" else " samples/s"
         assert ended in block_line(entry)
     text = render_markdown([page], (), "made", "report.html")
-    assert "killed: a reader was killed" in text
+    assert "ended by a kill: a reader was killed" in text
     assert "exp\\|001" in text, "no name breaks a table"
 
 

@@ -13,7 +13,7 @@ from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.model import RunReport, Table, filled
 from vesuvius.runlog.units import GIB, format_duration, format_percent, number, size_text
 from vesuvius.tuning.measurement import BlockKind, Planner, SearchSpace, Setting, in_words
-from vesuvius.tuning.search.memory import PredictedMemory, Risk
+from vesuvius.tuning.search.memory import ENDED_BY, PredictedMemory, Risk
 from vesuvius.tuning.search.pairs import Comparison
 from vesuvius.tuning.search.search import (
     LARGE_GAIN,
@@ -29,13 +29,6 @@ SLOWEST = 0.85
 """A is at least this share of B's samples per second."""
 
 _GAIN = 0.01  # a step beyond what was measured has to promise more
-_BAD = {
-    "guard": "ended by the memory guard",
-    "gpu_memory": "GPU out of memory",
-    "killed": "killed",
-    "failed": "failed",
-    "timeout": "ran out of time",
-}
 _KINDS: dict[BlockKind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
 _OPTION_COLUMNS = ("option", "samples/s", "step", "whole run", "RAM", "VRAM", "memory risk", "changes", "why")
 _BLOCK_COLUMNS = (
@@ -104,7 +97,7 @@ def _leaner(best: Setting, search: Search) -> tuple[Setting, str]:
         for workers in range(1, best.workers + 1)
         for prefetch in {best.prefetch_factor, max(best.prefetch_factor // 2, 1)}
     )
-    allowed = [s for s in smaller if search.space.kept_by(s) is None and not memory.died(s)]
+    allowed = (s for s in smaller if memory.obstacle(s) is None)
     fits = [s for s in allowed if (top := rate(best)) and (rate(s) or 0.0) >= SLOWEST * top]
     lean = min(fits, key=memory.run_ram_bytes, default=best)
     if lean == best or memory.run_ram_bytes(lean) >= memory.run_ram_bytes(best):
@@ -156,15 +149,14 @@ def gain_words(gain: Comparison) -> str:
 
 def summary(found: Recommendation, search: Search) -> dict[str, str]:
     """What held the baseline up, what to change, what that gives, and why it ended."""
-    base, best = (search.rates.of("run", setting) for setting in (found.base, found.best))
-    gives = {}
-    if base and best and found.best != search.space.source:
-        rates = (number(search.rates.run(setting)) for setting in (found.best, found.base))
-        gives["What it gives"] = " samples/s instead of ".join(rates)
+    rates, source = search.rates, search.space.source
+    base = rates.of("run", found.base)
+    gives = f"{number(rates.run(found.best))} samples/s instead of {number(rates.run(found.base))}"
+    is_known = base and rates.of("run", found.best) and found.best != source
     return {
         "Bottleneck": (base[0].text if base else "") or "not measured",
-        "What to change": in_words(found.best, search.space.source),
-        **gives,
+        "What to change": in_words(found.best, source),
+        **({"What it gives": gives} if is_known else {}),
         "Why it ended": found.reason,
     }
 
@@ -183,7 +175,7 @@ def block_line(entry: Entry) -> str:
     block = entry.block
     begin = f"Block {entry.planned.number} took {format_duration(block.seconds)}: "
     if block.ended != "ok":
-        return f"{begin}{_BAD[block.ended]}: {block.cause}"
+        return f"{begin}ended by {ENDED_BY[block.ended]}: {block.cause}"
     waited = "" if block.data_share is None else f", waited for data {format_percent(block.data_share)}"
     memory = "" if block.ram_bytes is None else f", {memory_words(block.ram_bytes, block.vram_bytes)}"
     return f"{begin}{number(block.rate)} samples/s{waited}{memory}"
@@ -204,17 +196,14 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
         raise ConfigError(f"a tune needs a setting that fits this machine; got none: {obstacle}")
     sizes = [*range(1, total + 1), *((total << n for n in range(1, 20)) if space.scale_batch else ())]
     batches = [size for size in sizes if size <= space.most_batch and (size > total or total % size == 0)]
+    readers = (replace(source, workers=count) for count in workers)
+    pieces = (replace(source, train_batch_size=size, accumulate_steps=max(total // size, 1)) for size in batches)
     lines = list[str]()
-    for setting in (
-        source,
-        *(replace(source, workers=count) for count in workers),
-        *(replace(source, train_batch_size=size, accumulate_steps=max(total // size, 1)) for size in batches),
-    ):
-        if not lines or setting != source:
-            vram, obstacle = memory.vram(setting), memory.obstacle(setting)
-            words = memory_words(memory.run_ram_bytes(setting), None if vram is None else vram.expected_bytes)
-            what = " ".join(setting.overrides(source)) or "the config as it is"
-            lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
+    for setting in dict.fromkeys((source, *readers, *pieces)):
+        vram, obstacle = memory.vram(setting), memory.obstacle(setting)
+        words = memory_words(memory.run_ram_bytes(setting), None if vram is None else vram.expected_bytes)
+        what = " ".join(setting.overrides(source)) or "the config as it is"
+        lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
     return [
         f"machine  {machine}",
         f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, {space.most_workers} workers, "
@@ -333,7 +322,7 @@ def _block_row(entry: Entry, source: Setting) -> tuple[str, ...]:
         "-" if block.ram_bytes is None else size_text(block.ram_bytes),
         size_text(planned.ram_bytes),
         format_duration(block.seconds),
-        "ok" if block.ended == "ok" else f"{_BAD[block.ended]}: {block.cause}".removesuffix(": "),
+        "ok" if block.ended == "ok" else f"ended by {ENDED_BY[block.ended]}: {block.cause}".removesuffix(": "),
         planned.why,
     )
 

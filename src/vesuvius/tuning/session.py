@@ -165,12 +165,12 @@ def _finish(request: TuneRequest, ledger: TuneLedger, search: Search, found: Rec
     """Write the report and the tuned config, and log the result."""
     config, space, environment = request.config, ledger.space, describe_environment()
     tuned = tuned_path(request.source)
-    measured = search.rates.measured_settings()
-    options = build_options(found, search, config.horizon_steps) if measured else ()
+    resume = ["--resume"] if run_dir(config).exists() else []
+    options = build_options(found, search, config.horizon_steps) if search.rates.measured_settings() else ()
     packages = {name: version for name, version in environment["packages"].items() if version}
     spent = f"{len(search.entries)} blocks in {format_duration(space.budget_s - search.left_s)}"
     facts = {
-        "what to run": shlex.join(_train_command(config, tuned)),
+        "what to run": shlex.join(["vesuvius", "train", "--config", str(tuned), *resume]),
         "samples/s": "of one rank" if config.training.ranks != 1 else "of the whole run",
         "blocks": f"{spent} of {format_duration(space.budget_s)}; goal {space.goal}",
         "limits, which no block is predicted to pass": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
@@ -198,11 +198,6 @@ def _finish(request: TuneRequest, ledger: TuneLedger, search: Search, found: Rec
     log.info("report: %s", directory / "report.html")
     if found.verdict != "none":
         log.info("run it: %s", facts["what to run"])
-
-
-def _train_command(config: Config, path: Path) -> list[str]:
-    resume = ["--resume"] if run_dir(config).exists() else []
-    return ["vesuvius", "train", "--config", str(path), *resume]
 
 
 def _write_tuned(request: TuneRequest, found: Recommendation, path: Path, header: Sequence[str]) -> None:

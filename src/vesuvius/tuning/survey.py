@@ -41,6 +41,7 @@ def survey(
     source, on_gpu, ranks = Setting.of(config), choose_device().type == "cuda", local_ranks(config)
     cores = usable_cores(os.getpid()) / ranks
     is_capped = config.training.prefetch_mib is not None  # then the factor hardly matters
+    most_batch = LARGEST_PLANNED_BATCH if scale_batch else source.global_batch
     remote = any(volume.source.remote for volume in (*data.volumes, *data.conditions))
     return SearchSpace(
         source=source,
@@ -54,7 +55,7 @@ def survey(
         most_prefetch=source.prefetch_factor if is_capped else max(_MOST_PREFETCH, source.prefetch_factor),
         remote=remote,
         most_requests=max(_MOST_REQUESTS, source.requests),
-        most_batch=_most_batch(config, scale_batch),
+        most_batch=min(most_batch, max(indexable_batch(config), source.train_batch_size)),
         levels=tuple(range(0 if config.model.full_res_channels else 1, len(config.model.channels) + 1)),
         deterministic=config.training.deterministic,
         ram_limit_bytes=ram_left(config) // ranks,
@@ -76,11 +77,6 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
         except ConfigError:
             most -= 1
     return most
-
-
-def _most_batch(config: Config, scale_batch: bool) -> int:
-    most = LARGEST_PLANNED_BATCH if scale_batch else Setting.of(config).global_batch
-    return min(most, max(indexable_batch(config), config.training.train_batch_size))
 
 
 class ConfigPlanner:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from vesuvius.tuning.measurement import DEADLY, WITHIN, BlockKind, Setting, in_words, trainer_knobs
+from vesuvius.tuning.measurement import DEADLY, WITHIN, Setting, in_words, trainer_knobs
 from vesuvius.tuning.search.memory import GROWTH
 from vesuvius.tuning.search.pairs import Comparison, compare
 from vesuvius.tuning.search.search import (
@@ -337,38 +337,33 @@ def confirm(search: Search) -> None:
     )
 
 
-def _rivals_of(search: Search, best: Setting) -> Iterator[Setting]:
+def _rivals_of(search: Search, best: Setting) -> list[Setting]:
     """Settings that may help where the run waits for data though its readers could deliver."""
     space = search.space
-    yield from (
-        rival
-        for rival in (
-            replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
-            replace(best, workers=min(at_least(2 * best.workers), space.most_workers)),
-            replace(best, requests=min(2 * best.requests, space.most_requests) if space.remote else best.requests),
-        )
-        if search.memory.obstacle(rival) is None
-    )
+    rivals = [
+        replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
+        replace(best, workers=min(at_least(2 * best.workers), space.most_workers)),
+        replace(best, requests=min(2 * best.requests, space.most_requests) if space.remote else best.requests),
+    ]
+    return [rival for rival in rivals if search.memory.obstacle(rival) is None]
 
 
 def compare_with_base(search: Search) -> None:
     """Measure the gain over the baseline in turn, or once where it is large and more would cost much."""
     if search.best == search.base:
         return
-    best: tuple[Setting, BlockKind] = (search.best, "run")
-    base: tuple[Setting, BlockKind] = (search.base, "run")
     rates = [search.rates.of("run", setting)[-1].rate for setting in (search.best, search.base)]
-    each_s = search.expected_s(*base) + search.expected_s(*best)
+    each_s = search.expected_s(search.base, "run") + search.expected_s(search.best, "run")
     if rates[0] > (1 + SURE) * rates[1] and 3 * each_s > _DEAR * search.space.budget_s:
         search.with_base = [(rates[0], rates[1])]
         return
+    worth = WITHIN[search.space.goal]
 
     def is_settled(found: Comparison) -> bool:
-        worth = WITHIN[search.space.goal]
         if _is_cheaper(search):
             return found.is_above(-worth) or found.is_below(-worth) or _waits_little(search)
         return found.is_above(0.0) or found.is_below(worth)
 
-    words = in_words(search.best, search.base)
-    if search.in_turn(best, base, "confirm", words, is_settled, pairs=search.with_base) is None:
+    words, pairs = in_words(search.best, search.base), search.with_base
+    if search.in_turn((search.best, "run"), (search.base, "run"), "confirm", words, is_settled, pairs=pairs) is None:
         search.undecided.append(f"the comparison with the baseline: {search.why_failed}")

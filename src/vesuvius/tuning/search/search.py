@@ -95,6 +95,13 @@ class SearchEndedError(Exception):
     """The search cannot go on: the budget is spent, or the baseline cannot be measured; the message says why."""
 
 
+def is_gain_settled(found: Comparison) -> bool:
+    """Whether a costlier setting is surely faster, or shows no gain that is worth a change and surely no large one."""
+    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN):
+        return True
+    return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(LARGE_GAIN)
+
+
 class Search:
     """A search under way.
 
@@ -267,7 +274,7 @@ class Search:
         other: tuple[Setting, BlockKind],
         stage: Stage,
         why: str,
-        is_settled: Callable[[Comparison], bool] | None = None,
+        is_settled: Callable[[Comparison], bool] = is_gain_settled,
         most_pairs: int = MOST_PAIRS,
         pairs: list[tuple[float, float]] | None = None,
     ) -> Comparison | None:
@@ -281,7 +288,6 @@ class Search:
             None where one of them ended badly before there was a pair.
         """
         pairs = [] if pairs is None else pairs
-        is_settled = is_settled or is_gain_settled
         while True:
             found = compare(pairs) if pairs else None
             if found is not None:
@@ -299,13 +305,6 @@ class Search:
             if a is None or b is None:
                 return found
             pairs.append((a, b))
-
-
-def is_gain_settled(found: Comparison) -> bool:
-    """Whether a costlier setting is surely faster, or shows no gain that is worth a change and surely no large one."""
-    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN):
-        return True
-    return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(LARGE_GAIN)
 
 
 def _need(before: Sequence[Block], setting: Setting, kind: BlockKind) -> tuple[str, bool]:
