@@ -273,7 +273,7 @@ def fewer_readers(search: Search) -> None:
         return
     lost = -WITHIN[goal]
     need = min(ENOUGH[goal], (1 + lost) * supply)
-    each = supply / best.workers
+    each = max(supply / best.workers, search.rates.per_reader(best) / search.trainer_rate())
 
     def is_settled(found: Comparison) -> bool:
         return found.is_above(-LARGE_GAIN) or found.is_below(lost)

@@ -85,6 +85,12 @@ class PredictedRates:
         settings = dict.fromkeys(b.setting for b in self._blocks if b.kind == "run" and b.ended == "ok" and b.rate)
         return sorted(settings, key=lambda s: -(_mean_rate(self.of("run", s)) or 0.0))
 
+    def per_reader(self, setting: Setting) -> float:
+        """Samples/s of one reader that shares its cores with no other: from the blocks with the fewest readers."""
+        blocks = [b for b in self._blocks if b.kind == "readers" and b.rate and b.setting.requests == setting.requests]
+        fewest = min((_count(b.setting) for b in blocks), default=1)
+        return (_mean_rate([b for b in blocks if _count(b.setting) == fewest]) or 0.0) / fewest
+
     def _scaled(self, setting: Setting) -> float | None:
         """By the number of readers, from the nearest block; no more than the fastest where the cores were the limit."""
         blocks = [b for b in self._blocks if b.kind == "readers" and b.ended == "ok" and b.rate]
