@@ -16,7 +16,6 @@ from vesuvius.tuning.measurement import BlockKind, Planner, SearchSpace, Setting
 from vesuvius.tuning.search.memory import ENDED_BY, PredictedMemory, Risk
 from vesuvius.tuning.search.pairs import Comparison
 from vesuvius.tuning.search.search import (
-    LARGE_GAIN,
     SMALLEST_GAIN,
     Entry,
     PlannedBlock,
@@ -127,10 +126,7 @@ def headline(found: Recommendation, space: SearchSpace) -> str:
         case "unchanged" if found.best != space.source:
             return "the config does not fit this machine; B is the nearest that does, and no other change showed a gain"
         case "unchanged":
-            return (
-                f"nothing to change: what was tried showed no gain of {SMALLEST_GAIN:.0%}, and gains less than "
-                f"{LARGE_GAIN:.0%} (95 %)"
-            )
+            return f"nothing to change: {found.reason}"
         case "undecided":
             return f"undecided: {found.reason}"
     if found.gain is None:
