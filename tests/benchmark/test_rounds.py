@@ -13,7 +13,7 @@ from vesuvius.benchmark.grid import Cell
 from vesuvius.benchmark.ledger import BenchLedger, Measurement
 from vesuvius.benchmark.results import Result, results_of
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.tuning.measurement import TuneInterrupted
+from vesuvius.trials.ended import TrialInterrupted
 
 Measure = Callable[[int, int], Measurement]
 CELLS = (Cell("a"), Cell("b"), Cell("c"))
@@ -122,7 +122,7 @@ class Killed(BaseException):
     """Nothing catches it, and nothing is written after it, as with SIGKILL."""
 
 
-@pytest.mark.parametrize("how", [TuneInterrupted("Ctrl-C"), StorageError("full"), Killed()])
+@pytest.mark.parametrize("how", [TrialInterrupted("Ctrl-C"), StorageError("full"), Killed()])
 def test_a_resumed_bench_measures_only_what_is_missing(tmp_path: Path, how: BaseException) -> None:
     path, first, second = tmp_path / "ledger.jsonl", list[tuple[int, int]](), list[tuple[int, int]]()
     with pytest.raises(type(how)):
@@ -162,7 +162,7 @@ def test_a_measurement_that_kills_the_bench_twice_is_given_up(tmp_path: Path) ->
 def test_an_interruption_that_does_not_say_of_what_is_that_of_what_began_last(tmp_path: Path) -> None:
     """As earlier versions wrote it: it counts neither as a kill of that measurement nor of another one."""
     path, seen = tmp_path / "ledger.jsonl", list[tuple[int, int]]()
-    for how in (Killed(), TuneInterrupted("Ctrl-C")):
+    for how in (Killed(), TrialInterrupted("Ctrl-C")):
         with pytest.raises(type(how)):
             measured(path, seen, (1, 0), how)
     with_place = '"cell": 1, "round": 0}'

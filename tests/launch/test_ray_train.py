@@ -283,7 +283,7 @@ def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(
     monkeypatch.setattr(trainer, "make_trainer", lambda *_: None)
     monkeypatch.setattr(trainer, "fit_on_thread", lambda _: ended)
     path = tiny_config(training={"ranks": 2})
-    with pytest.raises(VesuviusError, match=r"must live as long as the run; got RayActorError.* continue with --resume"):
+    with pytest.raises(VesuviusError, match=r"must live as long as the run; got RayActorError.* with --resume"):
         command.train_with_ray(Request(read_config(path), path, False))
 
 

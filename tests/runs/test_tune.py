@@ -22,10 +22,11 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_DATA, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
 from vesuvius.runlog.records import read_records
+from vesuvius.trials.ended import TrialInterrupted
+from vesuvius.trials.trainer import trainer_config
 from vesuvius.tuning import session
-from vesuvius.tuning.ledger import Ledger
-from vesuvius.tuning.measurement import Block, Setting, TuneInterrupted
-from vesuvius.tuning.trainer import trainer_config
+from vesuvius.tuning.ledger import TuneLedger
+from vesuvius.tuning.measurement import Block, Setting
 from vesuvius.tuning.tuned_config import MARK
 
 TUNE = Path("runs/tiny/tune")
@@ -87,7 +88,7 @@ def test_a_tune_of_real_trainers_leaves_a_report_and_a_config_that_trains(
     arguments = ("--budget", "60s", "--keep", "compile,channels_last,workers,prefetch_factor", "training.lr=2e-3")
     assert vesuvius_tune(config, *arguments) == EXIT_OK
     check_tune(config, arguments, capsys.readouterr().out, "better", "undecided")  # a minute is short on a busy machine
-    blocks = Ledger.read(TUNE / "ledger.jsonl").blocks
+    blocks = TuneLedger.read(TUNE / "ledger.jsonl").blocks
     steps = {block.setting.train_batch_size: block.rate for block in blocks if block.kind == "step"}
     assert steps[max(steps)] > 1.2 * steps[1]
     assert sum(block.seconds for block in blocks) < 60 + blocks[-1].seconds
@@ -95,9 +96,9 @@ def test_a_tune_of_real_trainers_leaves_a_report_and_a_config_that_trains(
 
 def check_tune(config: Path, arguments: tuple[str, ...], text: str, *verdicts: str) -> None:
     """What any tune that went to its end leaves behind."""
-    found, blocks = report(), Ledger.read(TUNE / "ledger.jsonl").blocks
+    found, blocks = report(), TuneLedger.read(TUNE / "ledger.jsonl").blocks
     assert found["recommendation"]["verdict"] in verdicts
-    assert [block["step"]["number"] for block in found["blocks"]] == list(range(len(blocks)))
+    assert [block["planned"]["number"] for block in found["blocks"]] == list(range(len(blocks)))
     assert all((TUNE / name).stat().st_size > 1000 for name in ("report.md", "report.html", "report.json", "tune.log"))
     assert not list(TUNE.glob("trials/*/checkpoints"))
     tuned = read_config(Path("tiny.tuned.yaml"))
@@ -116,7 +117,7 @@ def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
 
     class OneRank(SimulatedTrainers):
         def __init__(self, config: Config, directory: Path, lock_fd: int) -> None:
-            assert trainer_config(config, Setting.of(config), 0).training.ranks == 1
+            assert trainer_config(config, 0).training.ranks == 1
             super().__init__(config, directory, lock_fd)
 
     monkeypatch.setattr(session, "TrialRunner", OneRank)
@@ -153,7 +154,7 @@ def test_the_trainers_of_a_tune_get_its_settings_rather_than_the_variables_that_
     config = tiny_config(training=LONG | {"workers": 0})
     keep = "compile,channels_last,workers,prefetch_factor"
     assert vesuvius_tune(config, "--budget", "3m", "--keep", keep) == EXIT_OK
-    blocks = Ledger.read(TUNE / "ledger.jsonl").blocks
+    blocks = TuneLedger.read(TUNE / "ledger.jsonl").blocks
     assert len({block.setting.train_batch_size for block in blocks if block.ended == "ok"}) > 1
     trained = [read_config(path) for path in TUNE.glob("trials/*/config.resolved.yaml")]
     assert {config.global_batch for config in trained} == {8}
@@ -171,10 +172,10 @@ def test_an_interrupted_tune_goes_on_where_it_was(tiny_config: WriteConfig, tmp_
         assert session.process.wait(120) == EXIT_INTERRUPTED
         assert "continue with --resume" in session.text()
     assert processes_with(str(tmp_path / "runs")) == []
-    before = Ledger.read(TUNE / "ledger.jsonl").blocks
+    before = TuneLedger.read(TUNE / "ledger.jsonl").blocks
     assert len(before) >= 1
     assert vesuvius_tune(config, *arguments, "--resume") == EXIT_OK
-    after = Ledger.read(TUNE / "ledger.jsonl").blocks
+    after = TuneLedger.read(TUNE / "ledger.jsonl").blocks
     assert after[: len(before)] == before
     assert len(after) > len(before)
     assert vesuvius_tune(config, "--resume", "--goal", "cost") == EXIT_CONFIG, "another tune"
@@ -246,9 +247,9 @@ def test_an_interrupted_tune_says_what_is_known_and_leaves_nothing_of_an_earlier
 
     class Interrupted(SimulatedTrainers):
         def measure(self, *arguments: Any) -> Block:
-            if self.now_s > 60:
+            if self.now_s > 50:  # before a change is found
                 os.kill(os.getpid(), signal.SIGINT)
-                raise TuneInterrupted("the tune was interrupted while it measured; continue with --resume")
+                raise TrialInterrupted("the tune was interrupted while it measured; continue with --resume")
             return super().measure(*arguments)
 
     monkeypatch.setattr(session, "TrialRunner", Interrupted)

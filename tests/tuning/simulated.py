@@ -13,7 +13,8 @@ from functools import cache
 
 import numpy as np
 
-from vesuvius.tuning.measurement import Block, Ended, Kind, Setting, Space, trainer_knobs
+from vesuvius.trials.ended import Ended
+from vesuvius.tuning.measurement import Block, BlockKind, SearchSpace, Setting, trainer_knobs
 from vesuvius.tuning.search.policy import recommend
 from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
@@ -73,6 +74,7 @@ class Machine:
         launch_s: that each micro-batch takes it besides.
         trainer_cores_s: processor seconds of the trainer for a sample.
         crowding: loss of the readers' rate for each reader beyond the processors, as a share.
+        beside: share of the trainer's time that readers on the same processors lose in a whole run.
         burst: batches ahead that bursts of the readers use up: the rate lost is burst / (burst + batches ahead).
         faster: by switch, how many times faster it makes the trainer.
         ram: GiB of what always is there, a reader, a sample ahead, a sample of the micro-batch.
@@ -97,6 +99,7 @@ class Machine:
     launch_s: float = 0.0
     trainer_cores_s: float = 0.005
     crowding: float = 0.0
+    beside: float = 0.0
     burst: float = 0.0
     faster: dict[str, float] = field(default_factory=dict)
     ram: tuple[float, float, float, float] = (4.0, 0.6, 0.01, 0.02)
@@ -112,9 +115,9 @@ class Machine:
     def __hash__(self) -> int:
         return hash(self.name)
 
-    def space(self, budget_s: float = 6 * 3600.0, goal: str = "samples_s") -> Space:
+    def space(self, budget_s: float = 6 * 3600.0, goal: str = "samples_s") -> SearchSpace:
         """What a tune may do here."""
-        return Space(
+        return SearchSpace(
             source=self.source,
             goal="cost" if goal == "cost" else "samples_s",
             scale_batch=self.scale_batch,
@@ -182,7 +185,7 @@ class Machine:
             return 1 / (1 / readers + 1 / trainer)
         processors = self.cores / (self.decode_s + self.trainer_cores_s)
         smooth = sum(limit**-12 for limit in (readers, trainer, processors)) ** (-1 / 12)
-        return smooth * (1 - self._bursts(setting))
+        return (1 - self._bursts(setting)) / (1 / smooth + self.beside * self.trainer_s(setting))
 
     def _bursts(self, setting: Setting) -> float:
         return self.burst / (self.burst + self.ahead(setting))
@@ -206,7 +209,7 @@ class Machine:
             return "gpu_memory", "CUDA out of memory"
         return None
 
-    def rate_of(self, setting: Setting, kind: Kind) -> float:
+    def rate_of(self, setting: Setting, kind: BlockKind) -> float:
         """Samples a second of the readers alone, the steps alone, or the whole."""
         if kind == "readers":
             return min(self._readers_rate(setting), self.cores / self.decode_s)
@@ -284,7 +287,7 @@ class SimulatedRunner:
         self._noise = 0.0
         self._visited_until_s = -math.inf
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         machine, before = self._machine, self._living
         restart = before is None or trainer_knobs(before) != trainer_knobs(setting)
         other_s = START_S if restart else CHANGE_S if before != setting else 0.0
@@ -324,7 +327,7 @@ class SimulatedRunner:
             total_s += piece_s + d.stall_s * self._rng.poisson(piece_s / d.stalls_s)
         return total_s
 
-    def _block(self, setting: Setting, kind: Kind, steps: int, measured_s: float, seconds: float) -> Block:
+    def _block(self, setting: Setting, kind: BlockKind, steps: int, measured_s: float, seconds: float) -> Block:
         machine, samples = self._machine, steps * setting.global_batch
         reader_s, decode_s = machine.reader_s(setting)
         cpu_s = {"readers": decode_s, "step": machine.trainer_cores_s}.get(kind, decode_s + machine.trainer_cores_s)
@@ -346,7 +349,7 @@ class SimulatedRunner:
         )
 
 
-def tune(machine: Machine, seed: int, space: Space | None = None) -> tuple[list[Entry], Recommendation]:
+def tune(machine: Machine, seed: int, space: SearchSpace | None = None) -> tuple[list[Entry], Recommendation]:
     """Run a whole tune."""
     search = Search(SimulatedRunner(machine, seed), space or machine.space(), BiasedPlanner(machine))
     found = recommend(search)
@@ -425,4 +428,18 @@ SLOW = Machine(
     vram=(8.0, 50.0),
 )
 """Each step waits for one reader.  A trial is cut after a few steps, and half an hour holds a handful of them."""
+SHARED = Machine(
+    "shared cores",
+    on_gpu=False,
+    remote=True,
+    cores=2,
+    most_workers=8,
+    read_s=0.65,
+    decode_s=0.015,
+    sample_s=0.01,
+    launch_s=0.05,
+    beside=0.5,
+    source=replace(SOURCE, workers=1, accumulate_steps=4),
+)
+"""Readers wait for a store and are slower than the trainer; what that computes on their processors slows them down."""
 BY_NAME = {machine.name: machine for machine in MACHINES}

@@ -13,12 +13,13 @@ from tests.tuning.simulated import BY_NAME, BiasedPlanner, SimulatedRunner, tune
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.tuning.ledger import Ledger, Machine, RecordingRunner, check_same
+from vesuvius.trials.machine import MachineFacts
+from vesuvius.tuning.ledger import RecordingRunner, TuneLedger, check_same
 from vesuvius.tuning.measurement import Block
 from vesuvius.tuning.search.policy import recommend
 from vesuvius.tuning.search.search import Search
 
-MACHINE = Machine("box", 12.0, 170.0, "A100", 80.0)
+MACHINE = MachineFacts("box", 12.0, 170.0, "A100", 80.0)
 SIMULATED = BY_NAME["knee"]
 SPACE = SIMULATED.space()
 BLOCKS = [entry.block for entry in tune(SIMULATED, 0)[0]]
@@ -34,8 +35,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tune" / "ledger.jsonl"
 
 
-def begun(path: Path, config: Config, blocks: list[Block] = BLOCKS) -> Ledger:
-    with Ledger.new(path, config, SPACE, MACHINE) as ledger:
+def new(path: Path, config: Config) -> TuneLedger:
+    ledger = TuneLedger(path, config.model_dump(mode="json"), SPACE, MACHINE)
+    ledger.begin()
+    return ledger
+
+
+def begun(path: Path, config: Config, blocks: list[Block] = BLOCKS) -> TuneLedger:
+    with new(path, config) as ledger:
         for block in blocks:
             ledger.end(block)
     return ledger
@@ -43,7 +50,7 @@ def begun(path: Path, config: Config, blocks: list[Block] = BLOCKS) -> Ledger:
 
 def test_a_ledger_reads_back_equal(path: Path, config: Config) -> None:
     written = begun(path, config)
-    read = Ledger.read(path)
+    read = TuneLedger.read(path)
     assert read.blocks == written.blocks == BLOCKS
     assert (read.space, read.machine, read.config) == (SPACE, MACHINE, config.model_dump(mode="json"))
 
@@ -52,7 +59,7 @@ def test_a_torn_line_is_passed_over(path: Path, config: Config) -> None:
     begun(path, config)
     with path.open("a") as file:
         file.write('{"kind": "block", "block": {"ended": "o')
-    assert Ledger.read(path).blocks == BLOCKS
+    assert TuneLedger.read(path).blocks == BLOCKS
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, len(BLOCKS)])
@@ -61,17 +68,17 @@ def test_a_tune_goes_on_from_its_ledger_to_the_same_end(path: Path, config: Conf
     lab = SimulatedRunner(SIMULATED, 0)
     for block in BLOCKS[:count]:  # the machine goes on where it was
         lab.measure(block.setting, block.kind, SPACE.block_s, SPACE.budget_s)
-    with Ledger.read(path) as ledger:
+    with TuneLedger.read(path) as ledger:
         found = recommend(Search(RecordingRunner(ledger, lab), SPACE, BiasedPlanner(SIMULATED)))
     assert found == tune(SIMULATED, 0)[1]
-    assert Ledger.read(path).blocks == BLOCKS
+    assert TuneLedger.read(path).blocks == BLOCKS
 
 
 def test_a_ledger_of_another_tune_is_refused(path: Path, config: Config) -> None:
     begun(path, config)
     other = replace(SPACE, source=replace(SPACE.source, workers=3))
     with (
-        Ledger.read(path) as ledger,
+        TuneLedger.read(path) as ledger,
         pytest.raises(ConfigError, match=r"a run block of workers 3 -> 2 where this tune has a run block"),
     ):
         recommend(Search(RecordingRunner(ledger, SimulatedRunner(SIMULATED, 0)), other, BiasedPlanner(SIMULATED)))
@@ -82,17 +89,17 @@ def test_a_block_that_a_full_disk_ended_is_measured_again(path: Path, config: Co
         def measure(self, *_: object) -> Block:
             raise StorageError("full")
 
-    with Ledger.new(path, config, SPACE, MACHINE) as ledger, pytest.raises(StorageError):
+    with new(path, config) as ledger, pytest.raises(StorageError):
         RecordingRunner(ledger, FullDisk(SIMULATED, 0)).measure(SPACE.source, "run", 10.0, 600.0)
-    with Ledger.read(path) as ledger:
+    with TuneLedger.read(path) as ledger:
         assert RecordingRunner(ledger, SimulatedRunner(SIMULATED, 0)).earlier == []
 
 
 def test_a_new_tune_keeps_the_ledger_of_the_one_before(path: Path, config: Config) -> None:
     begun(path, config)
-    with Ledger.new(path, config, SPACE, MACHINE) as ledger:
+    with new(path, config) as ledger:
         assert ledger.blocks == []
-    assert Ledger.read(path.with_name("ledger-1.jsonl")).blocks == BLOCKS
+    assert TuneLedger.read(path.with_name("ledger-1.jsonl")).blocks == BLOCKS
 
 
 @pytest.mark.parametrize(("text", "said"), [(None, "got none in"), ("{}\n", "lacks"), ("", "lacks")])
@@ -101,7 +108,7 @@ def test_what_is_no_ledger_is_refused(path: Path, text: str | None, said: str) -
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=said):
-        Ledger.read(path)
+        TuneLedger.read(path)
 
 
 @pytest.mark.parametrize(

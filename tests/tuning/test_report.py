@@ -11,7 +11,7 @@ from tests.tuning.simulated import BY_NAME, BiasedPlanner, SimulatedRunner
 from vesuvius.errors import ConfigError
 from vesuvius.report.markdown import render_markdown
 from vesuvius.report.model import RunReport
-from vesuvius.tuning.report import SLOWEST, block_line, build_options, build_page, headline, plan_lines, step_line
+from vesuvius.tuning.report import SLOWEST, block_line, build_options, build_page, headline, plan_lines, planned_line
 from vesuvius.tuning.search.pairs import Comparison
 from vesuvius.tuning.search.policy import recommend
 from vesuvius.tuning.search.search import Recommendation, Search
@@ -25,14 +25,14 @@ def tuned(name: str) -> tuple[Recommendation, Search]:
 
 def page_of(name: str) -> tuple[RunReport, Search]:
     found, search = tuned(name)
-    options = build_options(found, search.space, search.rates, search.memory, steps=1000)
+    options = build_options(found, search, steps=1000)
     return build_page("exp|001", "runs/x", found, search, options, {"commit": "abc"}, "name: x"), search
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_options_stand_in_order_and_their_figures_agree(name: str) -> None:
     found, search = tuned(name)
-    options = build_options(found, search.space, search.rates, search.memory, steps=1000)
+    options = build_options(found, search, steps=1000)
     lean, best, fast = options
     assert lean.samples_s is not None
     assert best.samples_s is not None
@@ -78,26 +78,26 @@ def test_what_is_not_sure_is_not_said_as_if_it_were() -> None:
 def test_every_block_is_a_line_of_the_log_and_a_row_of_the_table() -> None:
     page, search = page_of("dies above a threshold")
     rows = {table.title: table.rows for table in page.tables}["All blocks"]
-    assert [row[0] for row in rows] == [str(entry.step.number) for entry in search.entries]
+    assert [row[0] for row in rows] == [str(entry.planned.number) for entry in search.entries]
     for entry in search.entries:
-        assert step_line(entry.step).startswith(f"Block {entry.step.number} {entry.step.stage}, ")
-        ended = "killed: a reader was killed by signal 9" if entry.block.ended != "ok" else " samples/s"
+        assert planned_line(entry.planned).startswith(f"Block {entry.planned.number} {entry.planned.stage}, ")
+        ended = "ended by a kill: a reader was killed by signal 9" if entry.block.ended != "ok" else " samples/s"
         assert ended in block_line(entry)
     text = render_markdown([page], (), "made", "report.html")
-    assert "killed: a reader was killed" in text
+    assert "ended by a kill: a reader was killed" in text
     assert "exp\\|001" in text, "no name breaks a table"
 
 
 def test_curves_hold_what_was_measured_and_nothing_of_a_block_that_ended_badly() -> None:
     page, search = page_of("dies above a threshold")
     speed, ram, *_ = page.charts
-    ok = {entry.step.number: entry for entry in search.entries if entry.block.ended == "ok"}
+    ok = {entry.planned.number: entry for entry in search.entries if entry.block.ended == "ok"}
     assert len(ok) < len(search.entries)
     drawn = {series.label: dict(zip(series.x, series.mid, strict=True)) for series in speed.series}
     for kind, words in (("run", "whole run"), ("readers", "readers alone"), ("step", "steps alone")):
-        blocks = {number: entry.block.rate for number, entry in ok.items() if entry.step.kind == kind}
+        blocks = {number: entry.block.rate for number, entry in ok.items() if entry.planned.kind == kind}
         assert drawn[words] == pytest.approx(blocks)
-        predicted = {n: ok[n].step.rate for n in blocks if ok[n].step.rate is not None}
+        predicted = {n: ok[n].planned.rate for n in blocks if ok[n].planned.rate is not None}
         assert drawn.get(f"{words}, predicted", {}) == pytest.approx(predicted)
     for series in ram.series:
         assert list(series.x) == list(ok)

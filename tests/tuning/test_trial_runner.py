@@ -29,10 +29,10 @@ from vesuvius.errors import StorageError
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.tuning.measurement import Block, Command, Setting, TuneInterrupted, restored
-from vesuvius.tuning.trainer import trainer_config
+from vesuvius.trials.ended import TrialInterrupted
+from vesuvius.trials.trainer import trainer_config
+from vesuvius.tuning.measurement import Block, Command, Setting, restored
 from vesuvius.tuning.trial_runner import TrialRunner
-from vesuvius.tuning.worker import is_enough, sustained_s
 
 _HANG_S = 120
 # Far longer than any test takes: whoever waits for the end of such a block hangs.
@@ -143,7 +143,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         assert pid_of(trials / "001") != pid
         assert not (run / "checkpoints").exists()
     assert no_process_of(trials)
-    assert trainer_config(config, setting, 0).seed != trainer_config(config, setting, 1).seed
+    assert trainer_config(config, 0).seed != trainer_config(config, 1).seed
     assert restored(Block, json.loads(json.dumps(asdict(first)))) == first
 
 
@@ -175,7 +175,7 @@ def test_the_rate_of_readers_is_that_of_their_requests(
         data = {"volumes": [{"path": server.url_of(volume)}], "store": {"requests": 4}, "regions_in_flight": 4}
         config = read_config(tiny_config(data=data, cluster={"object_store_gib": 0.0001}))
         setting = Setting.of(config)
-        plan = prepare_data(trainer_config(config, setting, 0).seed, config.data).plan
+        plan = prepare_data(trainer_config(config, 0).seed, config.data).plan
         boxes = [plan.visit(slot).region for slot in range(40)]
         chunks = fmean(math.prod(-(-hi // 16) - lo // 16 for lo, hi in zip(*box, strict=True)) for box in boxes)
         server.set_faults(slow)
@@ -230,10 +230,10 @@ def test_the_guard_ends_a_setting_that_does_not_fit(tiny_config: Callable[..., P
 
 def test_stop_ends_the_block_in_hand_and_leaves_no_process(config: Config, trials: Path) -> None:
     with TrialRunner(config, trials) as lab:
-        with when_it_trains(trials / "000", lambda pid: lab.stop()), pytest.raises(TuneInterrupted):
+        with when_it_trains(trials / "000", lambda pid: lab.stop()), pytest.raises(TrialInterrupted):
             lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
         assert no_process_of(trials)
-        with pytest.raises(TuneInterrupted):
+        with pytest.raises(TrialInterrupted):
             lab.measure(Setting.of(config), "run", _LONG_S, _HANG_S)
 
 
@@ -270,35 +270,6 @@ def test_what_no_trainer_can_begin_with_says_why(config: Config, trials: Path) -
         with pytest.raises(StorageError, match="continue with --resume"):
             lab.measure(Setting.of(config), "run", 1.0, _HANG_S)
         assert no_process_of(trials)
-
-
-@pytest.mark.parametrize(
-    ("samples", "elapsed_s", "enough"),
-    [
-        (0, 100.0, False),  # nothing has come
-        (90, 9.0, False),  # 10 s would be one cycle
-        (100, 10.0, True),
-        (100, 7.0, True),  # nearer to 10 s than two cycles
-        (100, 6.0, False),  # two cycles take 12 s
-        (199, 11.9, False),
-        (200, 12.0, True),
-        (108, 12.0, False),  # slower than it seemed at first: to the end of the cycle
-        (108, 20.0, True),  # within bounds
-        (40, 9.9, False),  # no cycle fits
-        (40, 10.0, True),
-    ],
-)
-def test_a_measurement_is_whole_cycles_near_the_time(samples: int, elapsed_s: float, enough: bool) -> None:
-    assert is_enough(samples, 4, elapsed_s, cycle=100, seconds=10.0) is enough
-
-
-def test_samples_read_ahead_count_with_the_time_of_their_readers() -> None:
-    """Two readers of 0.1 s a sample deliver 20 a second."""
-    assert sustained_s(100, 5.0, 0.1, 2) == 5.0
-    assert sustained_s(100, 4.8, 0.1, 2) == 4.8, "within what is tolerated"
-    assert sustained_s(100, 1.0, 0.1, 2) == pytest.approx(5.0)
-    assert sustained_s(100, 1.0, 0.1, 0) == 1.0, "the trainer reads"
-    assert sustained_s(100, 1.0, None, 2) == 1.0
 
 
 def test_a_command_is_a_line() -> None:

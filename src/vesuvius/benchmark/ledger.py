@@ -11,7 +11,7 @@ from typing import Any
 
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.runlog.records import JsonLines, read_records
-from vesuvius.tuning.measurement import Ended, TuneInterrupted
+from vesuvius.trials.ended import Ended, TrialInterrupted
 
 _KILLED_TWICE = "the bench was killed twice during this measurement, so it is not repeated"
 
@@ -100,7 +100,7 @@ class BenchLedger(AbstractContextManager["BenchLedger"]):
             measure: takes a cell and a round.
 
         Raises:
-            TuneInterrupted, StorageError, OSError: as `measure`; the ledger can be continued.
+            TrialInterrupted, StorageError, OSError: as `measure`; the ledger can be continued.
         """
         for round in range(rounds):
             for cell in list(range(cells))[:: -1 if round % 2 else 1]:
@@ -111,7 +111,7 @@ class BenchLedger(AbstractContextManager["BenchLedger"]):
                     self._file.write("begin", cell=cell, round=round)
                     try:
                         done = measure(cell, round)
-                    except (TuneInterrupted, StorageError, OSError):
+                    except (TrialInterrupted, StorageError, OSError):
                         self._file.write("interrupted", cell=cell, round=round)
                         raise
                 done = replace(done, session=self.session)

@@ -10,7 +10,7 @@ from vesuvius.monitor.quantile import quantile
 from vesuvius.runlog.metrics import Record
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.tuning.worker import is_enough, sustained_s
+from vesuvius.trials.cycles import is_enough, sustained_s
 
 _KERNELS_CHOSEN = 3  # steps
 _LEAST_STEPS = 3

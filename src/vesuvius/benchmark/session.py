@@ -30,9 +30,9 @@ from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, number
 from vesuvius.training.step.step import choose_device
-from vesuvius.tuning.alone import locked, run_storage_errors, signals_to
-from vesuvius.tuning.measurement import TuneInterrupted
-from vesuvius.tuning.survey import describe_machine
+from vesuvius.trials.alone import locked, run_storage_errors, signals_to
+from vesuvius.trials.ended import TrialInterrupted
+from vesuvius.trials.machine import describe_machine
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _measure(
         log.info("not installed, so left out: %s", ", ".join(request.left_out))
     try:
         ledger.measure_rounds(len(cells), request.rounds, measure, on_done)
-    except TuneInterrupted as interrupted:
+    except TrialInterrupted as interrupted:
         log.error("%s", interrupted)
         return EXIT_INTERRUPTED if came[0] == signal.SIGINT else EXIT_STOPPED
     return EXIT_OK

@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
     environment = tuple(variables(os.environ))
     written, config = read_config(args.config), take_config(args.config, args.overrides)
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
-    from vesuvius.tuning.session import Request, plan, tune  # imports torch
+    from vesuvius.tuning.session import TuneRequest, plan, tune  # imports torch
 
-    request = Request(
+    request = TuneRequest(
         config=config,
         written=written,
         source=args.config,

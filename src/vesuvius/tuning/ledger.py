@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -13,26 +13,11 @@ from vesuvius.config import Config
 from vesuvius.config.describe import flatten
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.records import JsonLines, read_records
-from vesuvius.tuning.measurement import Block, Kind, Runner, Setting, Space, in_words, restored
+from vesuvius.trials.machine import MachineFacts
+from vesuvius.tuning.measurement import Block, BlockKind, Runner, SearchSpace, Setting, in_words, restored
 
 
-@dataclass(frozen=True)
-class Machine:
-    """The machine of a tune; its figures are valid there only.  A restarted container has another host name."""
-
-    host: str
-    cores: float
-    ram_gib: float
-    gpu: str | None
-    gpu_gib: float | None
-
-    def words(self) -> str:
-        """Describe the machine in one line."""
-        gpu = "no GPU" if self.gpu is None else f"{self.gpu} ({self.gpu_gib:.0f} GiB)"
-        return f"{self.host}: {self.cores:g} cores, {self.ram_gib:.0f} GiB of RAM, {gpu}"
-
-
-class Ledger:
+class TuneLedger:
     """The blocks of a tune, on disk.  A context manager.
 
     Attributes:
@@ -42,7 +27,7 @@ class Ledger:
         blocks: finished ones, in order.
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], space: Space, machine: Machine) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], space: SearchSpace, machine: MachineFacts) -> None:
         self.config = config
         self.space = space
         self.machine = machine
@@ -50,24 +35,17 @@ class Ledger:
         self._path = path
         self._file: JsonLines | None = None
 
-    @classmethod
-    def new(cls, path: Path, config: Config, space: Space, machine: Machine) -> Self:
-        """Start a ledger; an existing one is renamed to a numbered file.
+    def begin(self) -> None:
+        """Write its header; an existing ledger is renamed to a numbered file.
 
         Raises:
-            OSError: the ledger cannot be written.
+            OSError: it cannot be written.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _put_aside(path, path.with_name("trials"))
-        ledger = cls.sketch(path, config, space, machine)
-        ledger._write("tune", version=__version__, config=ledger.config, space=asdict(space), machine=asdict(machine))
-        return ledger
-
-    @classmethod
-    def sketch(cls, path: Path, config: Config, space: Space, machine: Machine) -> Self:
-        """Return a ledger that is not on disk, for a dry run."""
-        return cls(path, config.model_dump(mode="json"), space, machine)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists():
+            _put_aside(self._path, self._path.with_name("trials"))
+        space, machine = asdict(self.space), asdict(self.machine)
+        self._write("tune", version=__version__, config=self.config, space=space, machine=machine)
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -86,7 +64,9 @@ class Ledger:
             raise ConfigError(f"the ledger must be readable; got {error}; drop --resume to start over") from error
         try:
             header = next(record for record in records if record["kind"] == "tune")
-            ledger = cls(path, header["config"], restored(Space, header["space"]), Machine(**header["machine"]))
+            ledger = cls(
+                path, header["config"], restored(SearchSpace, header["space"]), MachineFacts(**header["machine"])
+            )
             ledger.blocks += [restored(Block, record["block"]) for record in records if record["kind"] == "block"]
         except (StopIteration, KeyError, TypeError, IndexError) as error:
             raise ConfigError(
@@ -121,10 +101,10 @@ class RecordingRunner:
         earlier: blocks of an earlier session that are left.
     """
 
-    def __init__(self, ledger: Ledger, runner: Runner) -> None:
+    def __init__(self, ledger: TuneLedger, runner: Runner) -> None:
         self._ledger, self._runner, self.earlier = ledger, runner, list(ledger.blocks)
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         """As `Runner`.  Raises ConfigError where the earlier session measured something else."""
         if not self.earlier:
             block = self._runner.measure(setting, kind, seconds, limit_s)
@@ -139,7 +119,9 @@ class RecordingRunner:
         return block
 
 
-def check_same(ledger: Ledger, config: Config, machine: Machine, asked: Sequence[tuple[str, Any, Any]] = ()) -> None:
+def check_same(
+    ledger: TuneLedger, config: Config, machine: MachineFacts, asked: Sequence[tuple[str, Any, Any]] = ()
+) -> None:
     """Raise ConfigError if a resumed tune has another config, machine or options.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a tune turns (`Setting`), may try (`Space`) and measures (`Block`).  Plain data."""
+"""What a tune turns (`Setting`), may try (`SearchSpace`) and measures (`Block`).  Plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar, get_args
 
 from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
-from vesuvius.errors import EXIT_INTERRUPTED, VesuviusError
+from vesuvius.trials.ended import Ended
 
 Knob = Literal[
     "workers",
@@ -27,7 +27,7 @@ READER_KNOBS = ("workers", "prefetch_factor", "requests")
 """The knobs that change in a living trainer."""
 
 
-_T = TypeVar("_T", "Setting", "Space", "Block")
+_T = TypeVar("_T", "Setting", "SearchSpace", "Block")
 
 
 def restored(cls: type[_T], record: dict[str, Any]) -> _T:
@@ -114,7 +114,7 @@ WITHIN: dict[Goal, float] = {"samples_s": 0.03, "cost": 0.10}
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """Caps of the knobs and limits of the machine; with the blocks, the whole input of the policy."""
 
     source: Setting  # the setting of the config
@@ -158,11 +158,9 @@ class Planner(Protocol):
         ...
 
 
-Kind = Literal["run", "readers", "step"]
+BlockKind = Literal["run", "readers", "step"]
 """What is measured: `run` = the training loop; `readers` = batches taken as soon as they come, without a step: what the
 readers can deliver; `step` = optimizer steps on one batch while the readers are idle: what the trainer can compute."""
-
-Ended = Literal["ok", "guard", "gpu_memory", "killed", "failed", "timeout"]
 
 DEADLY: tuple[Ended, ...] = ("guard", "gpu_memory", "killed")
 """Ends that mean a lack of memory: such a setting is never recommended."""
@@ -173,7 +171,7 @@ class Command:
     """What to measure, for about how many seconds, and the readers that are to be in force."""
 
     number: int
-    kind: Kind
+    kind: BlockKind
     seconds: float
     workers: int
     prefetch_factor: int
@@ -189,7 +187,7 @@ class Block:
     """A setting, what was measured, and how that ended."""
 
     setting: Setting
-    kind: Kind
+    kind: BlockKind
     ended: Ended
     cause: str  # one line; '' where it ended ok
     seconds: float  # all of it: restart, reconfiguration, warm-up and measuring
@@ -212,23 +210,17 @@ class Block:
         return self.samples / self.measured_s if self.measured_s else 0.0
 
 
-class TuneInterrupted(VesuviusError):  # noqa: N818 - not an error
-    """The block in hand was given up together with the tune."""
-
-    exit_code = EXIT_INTERRUPTED
-
-
 class Runner(Protocol):
     """Measures settings, one block at a time: in a living trainer, or in tests on a simulated machine."""
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         """Bring a setting into force and measure it for about `seconds`, longer where these hold too few steps.
 
         Args:
             limit_s: after which the block ends in any case, with what was measured or as a timeout.
 
         Raises:
-            TuneInterrupted: the tune was asked to stop.
+            TrialInterrupted: the tune was asked to stop.
             StorageError: the disk is full, independent of the setting.
         """
         ...

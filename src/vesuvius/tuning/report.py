@@ -12,24 +12,23 @@ from vesuvius.errors import ConfigError
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.model import RunReport, Table, filled
 from vesuvius.runlog.units import GIB, format_duration, format_percent, number, size_text
-from vesuvius.tuning.measurement import Kind, Planner, Setting, Space, in_words
-from vesuvius.tuning.search.memory import Memory, Risk
+from vesuvius.tuning.measurement import BlockKind, Planner, SearchSpace, Setting, in_words
+from vesuvius.tuning.search.memory import ENDED_BY, PredictedMemory, Risk
 from vesuvius.tuning.search.pairs import Comparison
-from vesuvius.tuning.search.rates import Rates
-from vesuvius.tuning.search.search import SMALLEST_GAIN, Entry, Recommendation, Search, Step, fewer_than
+from vesuvius.tuning.search.search import (
+    SMALLEST_GAIN,
+    Entry,
+    PlannedBlock,
+    Recommendation,
+    Search,
+    fewer_than,
+)
 
 SLOWEST = 0.85
 """A is at least this share of B's samples per second."""
 
 _GAIN = 0.01  # a step beyond what was measured has to promise more
-_BAD = {
-    "guard": "ended by the memory guard",
-    "gpu_memory": "GPU out of memory",
-    "killed": "killed",
-    "failed": "failed",
-    "timeout": "ran out of time",
-}
-_KINDS: dict[Kind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
+_KINDS: dict[BlockKind, str] = {"run": "whole run", "readers": "readers alone", "step": "steps alone"}
 _OPTION_COLUMNS = ("option", "samples/s", "step", "whole run", "RAM", "VRAM", "memory risk", "changes", "why")
 _BLOCK_COLUMNS = (
     "#", "stage", "measured", "changes", "samples/s", "predicted", "waited for data", "RAM", "predicted", "took",
@@ -59,14 +58,13 @@ class Option:
     words: str  # why this one
 
 
-def build_options(
-    found: Recommendation, space: Space, rates: Rates, memory: Memory, steps: int
-) -> tuple[Option, Option, Option]:
+def build_options(found: Recommendation, search: Search, steps: int) -> tuple[Option, Option, Option]:
     """A: the least memory at 85 % of B's samples/s.  B: the recommendation.  C: the fastest, or a step beyond.
 
     Args:
         steps: optimizer steps of the whole run.
     """
+    rates, memory, source = search.rates, search.memory, search.space.source
 
     def option(name: str, setting: Setting, words: str) -> Option:
         samples_s, vram = rates.run(setting), memory.vram(setting)
@@ -80,63 +78,60 @@ def build_options(
             step_s=step_s,
             total_s=None if step_s is None else step_s * steps,
             risk=memory.risk(setting),
-            overrides=tuple(setting.overrides(space.source)),
+            overrides=tuple(setting.overrides(source)),
             words=words,
         )
 
-    what = "the config as it is" if found.best == space.source else "what to run"
     return (
-        option("A conservative", *_leaner(found.best, space, rates, memory)),
-        option("B balanced", found.best, what),
-        option("C aggressive", *_faster(found.best, space, rates, memory)),
+        option("A conservative", *_leaner(found.best, search)),
+        option("B balanced", found.best, "the config as it is" if found.best == source else "what to run"),
+        option("C aggressive", *_faster(found.best, search)),
     )
 
 
-def _leaner(best: Setting, space: Space, rates: Rates, memory: Memory) -> tuple[Setting, str]:
-    top = rates.run(best)
+def _leaner(best: Setting, search: Search) -> tuple[Setting, str]:
+    memory, rate = search.memory, search.rates.run
     smaller = (
         replace(best, workers=workers, prefetch_factor=prefetch)
         for workers in range(1, best.workers + 1)
         for prefetch in {best.prefetch_factor, max(best.prefetch_factor // 2, 1)}
     )
-    allowed = [s for s in smaller if space.kept_by(s) is None and not memory.died(s)]
-    fits = [s for s in allowed if top and (rates.run(s) or 0.0) >= SLOWEST * top]
+    allowed = (s for s in smaller if memory.obstacle(s) is None)
+    fits = [s for s in allowed if (top := rate(best)) and (rate(s) or 0.0) >= SLOWEST * top]
     lean = min(fits, key=memory.run_ram_bytes, default=best)
     if lean == best or memory.run_ram_bytes(lean) >= memory.run_ram_bytes(best):
         return best, f"the same as B: nothing smaller reaches {SLOWEST:.0%} of it"
     return lean, f"the least memory at {SLOWEST:.0%} of B or more: {in_words(lean, best)}"
 
 
-def _faster(best: Setting, space: Space, rates: Rates, memory: Memory) -> tuple[Setting, str]:
-    top = rates.run(best)
-    if top is None:
+def _faster(best: Setting, search: Search) -> tuple[Setting, str]:
+    rates, space = search.rates, search.space
+    if (top := rates.run(best)) is None:
         return best, "the same as B: nothing was measured"
-    beyond = [
-        replace(best, workers=min(2 * max(best.workers, 1), space.most_workers)),
-        replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
-    ]
-    for setting in [*rates.measured_settings(), *beyond]:
+    more_workers = replace(best, workers=min(2 * max(best.workers, 1), space.most_workers))
+    more_prefetch = replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch))
+    for setting in (*rates.measured_settings(), more_workers, more_prefetch):
         faster = (rates.run(setting) or 0.0) > (1 + _GAIN) * top
-        if setting != best and faster and memory.obstacle(setting) is None:
-            how = "was measured, within what is worth a change" if rates.of("run", setting) else "is predicted"
+        if setting != best and faster and search.memory.obstacle(setting) is None:
+            how = "was measured, though not surely" if rates.of("run", setting) else "is predicted"
             return setting, f"faster, as {how}: {in_words(setting, best)}"
     return best, "the same as B: no step beyond it fits and promises more"
 
 
-def headline(found: Recommendation, space: Space) -> str:
+def headline(found: Recommendation, space: SearchSpace) -> str:
     """What came of it, in one line."""
     match found.verdict:
         case "none":
             return f"no recommendation: {found.reason}"
         case "unchanged" if found.best != space.source:
-            return "the config does not fit this machine; B is the nearest that does, and no other change is worth it"
+            return "the config does not fit this machine; B is the nearest that does, and no other change showed a gain"
         case "unchanged":
-            return "nothing to change: nothing that was tried is worth a change"
+            return f"nothing to change: {found.reason}"
         case "undecided":
             return f"undecided: {found.reason}"
     if found.gain is None:
         return "B is recommended"
-    cheaper = "as fast at a lower cost: " if found.gain.gain < SMALLEST_GAIN else ""
+    cheaper = "at a lower cost: " if found.gain.gain < SMALLEST_GAIN else ""
     return f"B: {cheaper}{gain_words(found.gain)}"
 
 
@@ -150,69 +145,61 @@ def gain_words(gain: Comparison) -> str:
 
 def summary(found: Recommendation, search: Search) -> dict[str, str]:
     """What held the baseline up, what to change, what that gives, and why it ended."""
-    base, best = (search.rates.of("run", setting) for setting in (found.base, found.best))
-    gives = {}
-    if base and best and found.best != search.space.source:
-        rates = (number(search.rates.run(setting)) for setting in (found.best, found.base))
-        gives["What it gives"] = " samples/s instead of ".join(rates)
+    rates, source = search.rates, search.space.source
+    base = rates.of("run", found.base)
+    gives = f"{number(rates.run(found.best))} samples/s instead of {number(rates.run(found.base))}"
+    is_known = base and rates.of("run", found.best) and found.best != source
     return {
         "Bottleneck": (base[0].text if base else "") or "not measured",
-        "What to change": in_words(found.best, search.space.source),
-        **gives,
+        "What to change": in_words(found.best, source),
+        **({"What it gives": gives} if is_known else {}),
         "Why it ended": found.reason,
     }
 
 
-def step_line(step: Step) -> str:
+def planned_line(planned: PlannedBlock) -> str:
     """The line for the begin of a block."""
-    rate = "" if step.rate is None else f"{number(step.rate)} samples/s, "
+    rate = "" if planned.rate is None else f"{number(planned.rate)} samples/s, "
     return (
-        f"Block {step.number} {step.stage}, {_KINDS[step.kind]}: {step.why}; expected {rate}"
-        f"{memory_words(step.ram_bytes, step.vram_bytes)}, {format_duration(step.seconds)}"
+        f"Block {planned.number} {planned.stage}, {_KINDS[planned.kind]}: {planned.why}; expected {rate}"
+        f"{memory_words(planned.ram_bytes, planned.vram_bytes)}, {format_duration(planned.seconds)}"
     )
 
 
 def block_line(entry: Entry) -> str:
     """The line for the end of a block."""
     block = entry.block
-    begin = f"Block {entry.step.number} took {format_duration(block.seconds)}: "
+    begin = f"Block {entry.planned.number} took {format_duration(block.seconds)}: "
     if block.ended != "ok":
-        return f"{begin}{_BAD[block.ended]}: {block.cause}"
+        return f"{begin}ended by {ENDED_BY[block.ended]}: {block.cause}"
     waited = "" if block.data_share is None else f", waited for data {format_percent(block.data_share)}"
     memory = "" if block.ram_bytes is None else f", {memory_words(block.ram_bytes, block.vram_bytes)}"
     return f"{begin}{number(block.rate)} samples/s{waited}{memory}"
 
 
-def plan_lines(space: Space, planner: Planner, machine: str) -> list[str]:
+def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
     """The lines of `--dry-run`: limits, budget, and the planned memory of what may be tried.
 
     Raises:
         ConfigError: not even the smallest setting fits.
     """
-    memory, source = Memory(space, planner, ()), space.source
+    memory, source = PredictedMemory(space, planner, ()), space.source
     total, workers = source.global_batch, sorted({*fewer_than(space.most_workers), space.most_workers})
-    smallest = replace(
-        source,
-        workers=source.workers if "workers" in space.kept else min(source.workers, 1),
-        prefetch_factor=source.prefetch_factor if "prefetch_factor" in space.kept else 1,
-    )
-    if "train_batch_size" not in space.kept:
-        smallest = replace(smallest, train_batch_size=1, accumulate_steps=total)
+    least = {"workers": min(source.workers, 1), "prefetch_factor": 1, "train_batch_size": 1}
+    smallest = replace(source, **{knob: value for knob, value in least.items() if knob not in space.kept})  # type: ignore[arg-type]
+    smallest = replace(smallest, accumulate_steps=total // smallest.train_batch_size)
     if obstacle := memory.obstacle(smallest):
         raise ConfigError(f"a tune needs a setting that fits this machine; got none: {obstacle}")
     sizes = [*range(1, total + 1), *((total << n for n in range(1, 20)) if space.scale_batch else ())]
     batches = [size for size in sizes if size <= space.most_batch and (size > total or total % size == 0)]
+    readers = (replace(source, workers=count) for count in workers)
+    pieces = (replace(source, train_batch_size=size, accumulate_steps=max(total // size, 1)) for size in batches)
     lines = list[str]()
-    for setting in (
-        source,
-        *(replace(source, workers=count) for count in workers),
-        *(replace(source, train_batch_size=size, accumulate_steps=max(total // size, 1)) for size in batches),
-    ):
-        if not lines or setting != source:
-            vram, obstacle = memory.vram(setting), memory.obstacle(setting)
-            words = memory_words(memory.run_ram_bytes(setting), None if vram is None else vram.expected_bytes)
-            what = " ".join(setting.overrides(source)) or "the config as it is"
-            lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
+    for setting in dict.fromkeys((source, *readers, *pieces)):
+        vram, obstacle = memory.vram(setting), memory.obstacle(setting)
+        words = memory_words(memory.run_ram_bytes(setting), None if vram is None else vram.expected_bytes)
+        what = " ".join(setting.overrides(source)) or "the config as it is"
+        lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
     return [
         f"machine  {machine}",
         f"limits   {memory_words(space.ram_limit_bytes, space.vram_limit_bytes)}, {space.most_workers} workers, "
@@ -273,15 +260,15 @@ def build_page(
     )
 
 
-def _charts(entries: Sequence[Entry], space: Space) -> Iterator[Chart]:
+def _charts(entries: Sequence[Entry], space: SearchSpace) -> Iterator[Chart]:
     """Over the blocks; one that ended badly is a gap: neither its figures nor what was predicted of them is drawn."""
     ok = [entry for entry in entries if entry.block.ended == "ok"]
     series = []
     for kind, words in _KINDS.items():
-        of_kind = [entry for entry in ok if entry.step.kind == kind]
-        numbers = [entry.step.number for entry in of_kind]
+        of_kind = [entry for entry in ok if entry.planned.kind == kind]
+        numbers = [entry.planned.number for entry in of_kind]
         series.append(banded(words, numbers, [entry.block.rate for entry in of_kind]))
-        predicted = [np.nan if entry.step.rate is None else entry.step.rate for entry in of_kind]
+        predicted = [np.nan if entry.planned.rate is None else entry.planned.rate for entry in of_kind]
         series.append(banded(f"{words}, predicted", numbers, predicted))
     yield from chart("rate", "Speed", "samples/s", series, x_label="block")
     for title, peak, limit_bytes in (
@@ -289,10 +276,10 @@ def _charts(entries: Sequence[Entry], space: Space) -> Iterator[Chart]:
         ("VRAM", "vram_bytes", space.vram_limit_bytes),
     ):
         if limit_bytes is not None:
-            numbers = [entry.step.number for entry in ok]
+            numbers = [entry.planned.number for entry in ok]
             sizes = [
                 [np.nan if (size := getattr(of, peak)) is None else size / GIB for of in each]
-                for each in ([entry.block for entry in ok], [entry.step for entry in ok])
+                for each in ([entry.block for entry in ok], [entry.planned for entry in ok])
             ]
             lines = [banded("measured", numbers, sizes[0]), banded("predicted", numbers, sizes[1])]
             yield from chart(peak, title, "GiB", lines, x_label="block", limits=(("limit", limit_bytes / GIB),))
@@ -319,20 +306,20 @@ def _option_line(row: Sequence[str]) -> str:
 
 
 def _block_row(entry: Entry, source: Setting) -> tuple[str, ...]:
-    step, block = entry.step, entry.block
+    planned, block = entry.planned, entry.block
     return (
-        str(step.number),
-        step.stage,
-        _KINDS[step.kind],
-        " ".join(step.setting.overrides(source)) or "none",
+        str(planned.number),
+        planned.stage,
+        _KINDS[planned.kind],
+        " ".join(planned.setting.overrides(source)) or "none",
         number(block.rate or None),
-        number(step.rate),
+        number(planned.rate),
         "-" if block.data_share is None else format_percent(block.data_share),
         "-" if block.ram_bytes is None else size_text(block.ram_bytes),
-        size_text(step.ram_bytes),
+        size_text(planned.ram_bytes),
         format_duration(block.seconds),
-        "ok" if block.ended == "ok" else f"{_BAD[block.ended]}: {block.cause}".removesuffix(": "),
-        step.why,
+        "ok" if block.ended == "ok" else f"ended by {ENDED_BY[block.ended]}: {block.cause}".removesuffix(": "),
+        planned.why,
     )
 
 

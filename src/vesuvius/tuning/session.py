@@ -23,9 +23,11 @@ from vesuvius.runlog.run_dir import TUNE, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.ranks.part import one_rank
-from vesuvius.tuning.alone import locked, run_storage_errors, signals_to
-from vesuvius.tuning.ledger import Ledger, RecordingRunner, check_same
-from vesuvius.tuning.measurement import Goal, Knob, TuneInterrupted, key_of
+from vesuvius.trials.alone import locked, run_storage_errors, signals_to
+from vesuvius.trials.ended import TrialInterrupted
+from vesuvius.trials.machine import describe_machine
+from vesuvius.tuning.ledger import RecordingRunner, TuneLedger, check_same
+from vesuvius.tuning.measurement import Goal, Knob, key_of
 from vesuvius.tuning.report import (
     block_line,
     build_options,
@@ -34,11 +36,11 @@ from vesuvius.tuning.report import (
     headline,
     memory_words,
     plan_lines,
-    step_line,
+    planned_line,
 )
 from vesuvius.tuning.search.policy import conclude, recommend
-from vesuvius.tuning.search.search import Entry, Recommendation, Search, Step
-from vesuvius.tuning.survey import ConfigPlanner, describe_machine, survey
+from vesuvius.tuning.search.search import Entry, PlannedBlock, Recommendation, Search
+from vesuvius.tuning.survey import ConfigPlanner, survey
 from vesuvius.tuning.trial_runner import TrialRunner
 from vesuvius.tuning.tuned_config import check_tunable, tuned_path, tuned_yaml, write_tuned
 
@@ -49,7 +51,7 @@ _GOAL: Goal = "samples_s"
 
 
 @dataclass(frozen=True)
-class Request:
+class TuneRequest:
     """The arguments of a tune."""
 
     # `source` with environment and overrides applied.  Of several ranks, one is measured alone: each does what one
@@ -60,7 +62,7 @@ class Request:
     overrides: tuple[str, ...] = ()  # from the command line
     environment: tuple[str, ...] = ()  # variables that set keys
     command: str = "vesuvius tune"  # as typed
-    # goal, scale_batch, budget_s: as in `Space`; None = from the ledger, or the default
+    # goal, scale_batch, budget_s: as in `SearchSpace`; None = from the ledger, or the default
     goal: Goal | None = None
     scale_batch: bool = False
     keep: tuple[Knob, ...] = ()  # knobs that nothing changes; empty = from the ledger, or none
@@ -68,7 +70,7 @@ class Request:
     resume: bool = False  # continue with the existing ledger
 
 
-def tune(request: Request) -> int:
+def tune(request: TuneRequest) -> int:
     """Measure until the policy stops, then write the report and the tuned config, whatever came of it.
 
     Returns:
@@ -91,21 +93,23 @@ def tune(request: Request) -> int:
             _warn_of_neighbours(request.config)
             recording = RecordingRunner(ledger, runner)
 
-            def on_step(step: Step) -> None:
+            def on_planned(planned: PlannedBlock) -> None:
                 if came:
-                    raise TuneInterrupted(f"the tune was interrupted before block {step.number}; go on with --resume")
+                    raise TrialInterrupted(
+                        f"the tune was interrupted before block {planned.number}; continue with --resume"
+                    )
                 if not recording.earlier:
-                    log.info("%s", step_line(step))
+                    log.info("%s", planned_line(planned))
 
             def on_block(entry: Entry) -> None:
                 level = logging.INFO if entry.block.ended == "ok" else logging.WARNING
                 log.log(level, "%s", block_line(entry))
 
-            search = Search(recording, ledger.space, planner, on_step, on_block)
+            search = Search(recording, ledger.space, planner, on_planned, on_block)
             try:
                 found = recommend(search)
                 code = EXIT_ERROR if found.verdict == "none" else EXIT_OK
-            except TuneInterrupted as interrupted:
+            except TrialInterrupted as interrupted:
                 log.error("%s", interrupted)
                 found = conclude(search, str(interrupted))
                 code = EXIT_INTERRUPTED if came and came[0] == signal.SIGINT else EXIT_STOPPED
@@ -113,7 +117,7 @@ def tune(request: Request) -> int:
         return code
 
 
-def plan(request: Request) -> list[str]:
+def plan(request: TuneRequest) -> list[str]:
     """Return the lines of `--dry-run`: limits, budget, and the memory of what may be tried.  Writes nothing.
 
     Raises:
@@ -130,10 +134,10 @@ def tune_dir(config: Config) -> Path:
     return run_dir(config).path / TUNE
 
 
-def _open(request: Request, data: PreparedData, write: bool = True) -> tuple[Ledger, ConfigPlanner]:
+def _open(request: TuneRequest, data: PreparedData, write: bool = True) -> tuple[TuneLedger, ConfigPlanner]:
     config, path, machine = request.config, tune_dir(request.config) / "ledger.jsonl", describe_machine()
     if request.resume:
-        ledger = Ledger.read(path)
+        ledger = TuneLedger.read(path)
         space = ledger.space
         asked = [
             ("--goal", space.goal, request.goal or space.goal),
@@ -151,21 +155,22 @@ def _open(request: Request, data: PreparedData, write: bool = True) -> tuple[Led
             budget_s=request.budget_s or _BUDGET_S,
             keep=request.keep,
         )
-        make = Ledger.new if write else Ledger.sketch
-        ledger = make(path, config, space, machine)
+        ledger = TuneLedger(path, config.model_dump(mode="json"), space, machine)
+        if write:
+            ledger.begin()
     return ledger, ConfigPlanner(one_rank(config), data, ledger.space.on_gpu)
 
 
-def _finish(request: Request, ledger: Ledger, search: Search, found: Recommendation, directory: Path) -> None:
+def _finish(request: TuneRequest, ledger: TuneLedger, search: Search, found: Recommendation, directory: Path) -> None:
     """Write the report and the tuned config, and log the result."""
     config, space, environment = request.config, ledger.space, describe_environment()
     tuned = tuned_path(request.source)
-    measured = search.rates.measured_settings()
-    options = build_options(found, space, search.rates, search.memory, config.horizon_steps) if measured else ()
+    resume = ["--resume"] if run_dir(config).exists() else []
+    options = build_options(found, search, config.horizon_steps) if search.rates.measured_settings() else ()
     packages = {name: version for name, version in environment["packages"].items() if version}
     spent = f"{len(search.entries)} blocks in {format_duration(space.budget_s - search.left_s)}"
     facts = {
-        "what to run": shlex.join(_train_command(config, tuned)),
+        "what to run": shlex.join(["vesuvius", "train", "--config", str(tuned), *resume]),
         "samples/s": "of one rank" if config.training.ranks != 1 else "of the whole run",
         "blocks": f"{spent} of {format_duration(space.budget_s)}; goal {space.goal}",
         "limits, which no block is predicted to pass": memory_words(space.ram_limit_bytes, space.vram_limit_bytes),
@@ -195,12 +200,7 @@ def _finish(request: Request, ledger: Ledger, search: Search, found: Recommendat
         log.info("run it: %s", facts["what to run"])
 
 
-def _train_command(config: Config, path: Path) -> list[str]:
-    resume = ["--resume"] if run_dir(config).exists() else []
-    return ["vesuvius", "train", "--config", str(path), *resume]
-
-
-def _write_tuned(request: Request, found: Recommendation, path: Path, header: Sequence[str]) -> None:
+def _write_tuned(request: TuneRequest, found: Recommendation, path: Path, header: Sequence[str]) -> None:
     """Write the tuned config, with what the environment and the command line of the tune have set."""
     wanted = found.best.applied_to(request.config)
     why = {key_of(knob): reason for knob, reason in found.reasons.items()}  # the first that fits a key counts

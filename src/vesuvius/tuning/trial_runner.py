@@ -15,8 +15,9 @@ from pydantic import ValidationError
 
 from vesuvius.config import Config
 from vesuvius.errors import one_line
-from vesuvius.tuning.measurement import READER_KNOBS, Block, Command, Kind, Setting, TuneInterrupted, trainer_knobs
-from vesuvius.tuning.trainer import Trainer, next_number, trainer_config
+from vesuvius.trials.ended import TrialInterrupted
+from vesuvius.trials.trainer import Trainer, next_number, trainer_config
+from vesuvius.tuning.measurement import READER_KNOBS, Block, BlockKind, Command, Setting, trainer_knobs
 
 _POLL_S = 0.05
 
@@ -44,17 +45,17 @@ class TrialRunner:
         self._end()
 
     def stop(self) -> None:
-        """Give up the block in hand: `measure` kills the trainer and raises TuneInterrupted, now and from now on.
+        """Give up the block in hand: `measure` kills the trainer and raises TrialInterrupted, now and from now on.
 
         May be called from a signal handler or another thread.  Does not wait.
         """
         self._stopped = True
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         """As `Runner` says.  A trainer that gives no result in time is killed.
 
         Raises:
-            TuneInterrupted: `stop` was called.
+            TrialInterrupted: `stop` was called.
             StorageError: the trainer could not write to the disk.
             OSError: the runner could not.
         """
@@ -72,7 +73,7 @@ class TrialRunner:
             self._in_force = force
         return block if force == setting else replace(block, ram_bytes=None)
 
-    def _in_force_for(self, setting: Setting, kind: Kind) -> Setting:
+    def _in_force_for(self, setting: Setting, kind: BlockKind) -> Setting:
         """The setting to bring into force: steps alone need no readers: these stay as they are, or are not started."""
         if kind != "step":
             return setting
@@ -85,7 +86,7 @@ class TrialRunner:
         try:
             while True:
                 if self._stopped:
-                    raise TuneInterrupted("the tune was interrupted while it measured; continue with --resume")
+                    raise TrialInterrupted("the tune was interrupted while it measured; continue with --resume")
                 has_ended = trainer.process.wait(_POLL_S)  # first: what it wrote before its end is read then
                 blocks = [record for record in trainer.new_records() if record["kind"] == "block"]
                 record = next((record for record in blocks if record["number"] == self._commands), None)
@@ -114,7 +115,7 @@ class TrialRunner:
             ValidationError: the setting does not fit the config.
         """
         if self._trainer is None or self._needs_start(setting):
-            config = trainer_config(self._config, setting, next_number(self._directory))
+            config = trainer_config(setting.applied_to(self._config), next_number(self._directory))
             self._end()
             self._trainer = Trainer.start(config, self._directory, self._lock_fd, takes_commands=True)
             self._in_force = setting

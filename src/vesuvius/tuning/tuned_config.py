@@ -13,6 +13,7 @@ import codecs
 import errno
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
 from vesuvius.config.load import dump_set_keys
-from vesuvius.errors import ConfigError, StorageError, one_line
+from vesuvius.errors import ConfigError, one_line, storage_errors
 from vesuvius.runlog.files.whole_file import write_whole
 
 MARK = "Written by vesuvius tune"
@@ -99,18 +100,17 @@ def check_replaceable(path: Path) -> None:
         StorageError: it cannot be read, or nothing can be written beside it.
     """
     target = _target(path)
-    try:
+    with _writable(path):
         is_ours = _is_ours(target)
-    except OSError as error:
-        raise _unwritable(path, error) from error
     if not is_ours and os.path.lexists(target):
         raise ConfigError(
             f"a tuned config replaces only one that a tune has written; got {path}, which is not a file that begins "
             f"with '# {MARK}'; rename it"
         )
     if not os.access(target.parent, os.W_OK | os.X_OK):
-        missing = None if target.parent.is_dir() else errno.ENOENT
-        raise _unwritable(path, OSError(missing or errno.EACCES, os.strerror(missing or errno.EACCES)))
+        code = errno.EACCES if target.parent.is_dir() else errno.ENOENT
+        with _writable(path):
+            raise OSError(code, os.strerror(code))
 
 
 def write_tuned(path: Path, text: str) -> None:
@@ -120,10 +120,8 @@ def write_tuned(path: Path, text: str) -> None:
         ConfigError, StorageError: as `check_replaceable`; StorageError too where the write fails.
     """
     check_replaceable(path)
-    try:
+    with _writable(path):
         write_whole(_target(path), text.encode("utf-8"))
-    except OSError as error:
-        raise _unwritable(path, error) from error
 
 
 def _target(path: Path) -> Path:
@@ -140,10 +138,8 @@ def _is_ours(path: Path) -> bool:
         return file.read(len(codecs.BOM_UTF8) + len(begin)).removeprefix(codecs.BOM_UTF8).startswith(begin)
 
 
-def _unwritable(path: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"{path}: the tuned config must be writable; got {error.strerror}; make room, or change its permissions"
-    )
+def _writable(path: Path) -> AbstractContextManager[None]:
+    return storage_errors(f"{path}: the tuned config must be writable", "make room, or change its permissions")
 
 
 def _clean(words: str) -> str:

@@ -36,6 +36,7 @@ from vesuvius.training.loop import MakeTuner, TrainingLoop
 from vesuvius.training.report import StepReporter
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed, synchronize
 from vesuvius.training.step.step import learning_rate
+from vesuvius.trials.cycles import is_enough, sustained_s
 from vesuvius.tuning.measurement import Command
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,6 @@ _STEPS_MOST = 10_000
 # Idle readers use less of a core than this, all together.
 _IDLE_CORES = 0.1
 _IDLE_OVER_S = 0.5
-# Tolerated ratio of a measured rate to what the readers can sustain.
-_OUTRUN_BY = 1.1
 
 Figures = dict[str, Any]
 
@@ -356,27 +355,6 @@ class _Mark:
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self.time_s
-
-
-def is_enough(samples: int, batch: int, elapsed_s: float, cycle: int, seconds: float) -> bool:
-    """Whether a measurement is long enough: whole cycles that come nearest to `seconds`, or `seconds` if none does.
-
-    Data come in bursts, once in `cycle` samples: a part of a cycle may be all burst or all wait.  Pure.
-
-    Args:
-        batch: samples that came last; one of them ends a cycle.
-    """
-    cycles = round(seconds * samples / max(elapsed_s, 1e-9) / cycle)
-    if cycles and samples >= cycles * cycle and samples % cycle < batch:
-        return True
-    return samples > 0 and elapsed_s >= (2 * seconds if cycles else seconds)
-
-
-def sustained_s(samples: int, took_s: float, reader_s: float | None, workers: int) -> float:
-    """The seconds that samples took, or that the readers need for them where they were read ahead.  Pure."""
-    if reader_s and workers and samples / took_s > _OUTRUN_BY * workers / reader_s:
-        return samples * reader_s / workers
-    return took_s
 
 
 def _cpu_s(pid: int) -> float:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -16,6 +18,7 @@ from tests.tuning.simulated import (
     GIB,
     GUARD_SHARE,
     MACHINES,
+    SHARED,
     SLOW,
     SOURCE,
     BiasedPlanner,
@@ -24,8 +27,9 @@ from tests.tuning.simulated import (
     best_rate,
     tune,
 )
-from vesuvius.tuning.measurement import Block, Ended, Kind, Knob, Setting, Space, restored
-from vesuvius.tuning.search.policy import recommend
+from vesuvius.trials.ended import Ended
+from vesuvius.tuning.measurement import Block, BlockKind, Knob, SearchSpace, Setting, restored
+from vesuvius.tuning.search.policy import conclude, recommend
 from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
 DIES = BY_NAME["dies above a threshold"]
@@ -88,10 +92,10 @@ def test_no_block_is_beyond_the_memory_or_the_budget_though_the_machine_drifts(n
 
 def check_bounds(machine: Machine, entries: tuple[Entry, ...]) -> None:
     for entry in entries:
-        assert machine.ram_bytes(entry.step.setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
-        vram = machine.vram_bytes(entry.step.setting)
+        assert machine.ram_bytes(entry.planned.setting) <= GUARD_SHARE * machine.ram_limit_gib * GIB
+        vram = machine.vram_bytes(entry.planned.setting)
         assert vram is None or vram <= GUARD_SHARE * machine.vram_limit_gib * GIB
-        assert machine.scale_batch or entry.step.setting.global_batch == machine.source.global_batch
+        assert machine.scale_batch or entry.planned.setting.global_batch == machine.source.global_batch
     assert sum(entry.block.seconds for entry in entries) <= 1800.0
     assert {entry.block.ended for entry in entries} <= ({"ok", "killed"} if machine is DIES else {"ok"})
 
@@ -101,7 +105,7 @@ def test_the_same_blocks_give_the_same_questions_and_answer(name: str) -> None:
     machine, (entries, found) = BY_NAME[name], tuned(name)
     again = Search(Recorded(entries), machine.space(budget_s=1800.0), BiasedPlanner(machine))
     assert recommend(again) == found
-    assert [entry.step for entry in again.entries] == [entry.step for entry in entries]
+    assert [entry.planned for entry in again.entries] == [entry.planned for entry in entries]
 
 
 class Recorded:
@@ -110,7 +114,7 @@ class Recorded:
     def __init__(self, entries: tuple[Entry, ...]) -> None:
         self.blocks = [entry.block for entry in entries]
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         block = self.blocks.pop(0)
         assert (block.setting, block.kind) == (setting, kind)
         return block
@@ -131,13 +135,13 @@ def test_readers_are_raised_to_what_the_cores_can_decode_and_no_further() -> Non
     entries, found = tuned("data-bound on cores")
     assert found.best.workers in (5, 6)
     assert found.ended["readers"].startswith("cap: all 5 cores are busy at ")
-    assert {entry.step.stage for entry in entries} <= {"baseline", "readers", "confirm"}
+    assert {entry.planned.stage for entry in entries} <= {"baseline", "readers", "confirm"}
     assert found.ended["switches"].startswith("not entered: readers deliver ")
 
 
 def test_what_kills_unforeseen_bars_all_that_is_no_smaller() -> None:
     entries, found = tuned(DIES.name)
-    died = [entry.step.setting.workers for entry in entries if entry.block.ended == "killed"]
+    died = [entry.planned.setting.workers for entry in entries if entry.block.ended == "killed"]
     assert 1 <= len(died) == len(set(died)) <= 2
     assert died == sorted(died, reverse=True)
     assert found.best.workers == 6
@@ -191,13 +195,13 @@ def test_latency_is_hidden_by_requests_and_readers() -> None:
 
 
 def test_requests_stay_as_they_are_on_a_disk() -> None:
-    assert {entry.step.setting.requests for entry in tuned("data-bound on cores")[0]} == {SOURCE.requests}
+    assert {entry.planned.setting.requests for entry in tuned("data-bound on cores")[0]} == {SOURCE.requests}
 
 
 def test_bursts_are_met_by_prefetch_once_the_run_waits_though_the_readers_could_deliver() -> None:
     entries, found = tuned("bursts")
     assert found.best.prefetch_factor == 16
-    assert {e.step.stage for e in entries if e.step.setting.prefetch_factor > 1} == {"confirm"}
+    assert {e.planned.stage for e in entries if e.planned.setting.prefetch_factor > 1} == {"confirm"}
 
 
 def test_a_faster_step_and_more_readers_are_found_though_neither_gains_alone() -> None:
@@ -205,8 +209,37 @@ def test_a_faster_step_and_more_readers_are_found_though_neither_gains_alone() -
     assert (best.workers, best.train_batch_size) == (8, 4)
 
 
+def at_cap_of_readers(machine: Machine, budget_s: float = 1800.0) -> tuple[list[Entry], Recommendation]:
+    """As `tools/bench/tune.py` does: requests are kept, so readers stay slower than the trainer."""
+    return tune(machine, 0, replace(machine.space(budget_s), kept=("requests",)))
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.05])
+def test_larger_micro_batches_leave_the_cores_to_readers_that_set_the_pace(drift: float) -> None:
+    machine = drifting(SHARED, drift)
+    _, found = at_cap_of_readers(machine)
+    most = max(machine.rate(setting) for setting in machine.settings() if setting.requests == SOURCE.requests)
+    assert machine.rate(replace(found.best, train_batch_size=1, accumulate_steps=4)) < 0.9 * most, "by readers alone"
+    assert machine.rate(found.best) >= 0.95 * most
+    assert found.verdict == "better"
+    assert found.reasons["train_batch_size"].endswith("is left to the readers")
+
+
+def test_a_trainer_on_a_gpu_leaves_its_micro_batches_to_readers_that_set_the_pace() -> None:
+    _, found = at_cap_of_readers(replace(SHARED, name="own cores", on_gpu=True, beside=0.0))
+    assert found.best.train_batch_size == 1
+    assert found.ended["batch"].startswith("not entered: ")
+
+
+def test_a_budget_that_is_nearly_spent_goes_to_the_whole_run_of_the_readers() -> None:
+    entries, found = at_cap_of_readers(SHARED, budget_s=200.0)
+    assert "batch" not in {entry.planned.stage for entry in entries}
+    assert found.verdict == "better"
+    assert found.best.workers > 1
+
+
 def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
-    tried = {knob for entry in tuned("CPU")[0] for knob in entry.step.setting.changes(BY_NAME["CPU"].source)}
+    tried = {knob for entry in tuned("CPU")[0] for knob in entry.planned.setting.changes(BY_NAME["CPU"].source)}
     assert tried.isdisjoint({"amp", "cudnn_benchmark", "checkpoint_levels"})
     assert "compile" in tried
 
@@ -214,7 +247,7 @@ def test_a_cpu_tries_no_switch_of_a_gpu() -> None:
 def test_compiling_is_not_tried_where_it_would_take_much_of_the_budget() -> None:
     machine = BY_NAME["CPU"]
     entries, found = tune(machine, 0, machine.space(budget_s=400.0))
-    assert not any(entry.step.setting.compile for entry in entries)
+    assert not any(entry.planned.setting.compile for entry in entries)
     assert "compile false -> true not tried: compiling would take 15% of the budget" in found.ended["switches"]
 
 
@@ -222,15 +255,15 @@ def test_cudnn_times_no_kernels_where_runs_are_to_repeat() -> None:
     machine = Machine("eager", sample_s=0.4, source=replace(SOURCE, cudnn_benchmark=False))
     free, _ = tune(machine, 0)
     bound, _ = tune(machine, 0, replace(machine.space(), deterministic=True))
-    assert any(entry.step.setting.cudnn_benchmark for entry in free)
-    assert not any(entry.step.setting.cudnn_benchmark for entry in bound)
+    assert any(entry.planned.setting.cudnn_benchmark for entry in free)
+    assert not any(entry.planned.setting.cudnn_benchmark for entry in bound)
 
 
 @pytest.mark.parametrize(("source_amp", "tried"), [("off", True), ("auto", False), ("bf16", False), ("fp16", False)])
 def test_a_number_format_that_the_config_names_stays(source_amp: str, tried: bool) -> None:
     machine = replace(BY_NAME["switches matter"], name=f"amp {source_amp}", source=replace(SOURCE, amp=source_amp))
     entries, _ = tune(machine, 0)
-    assert {entry.step.setting.amp for entry in entries} == ({"off", "auto"} if tried else {source_amp})
+    assert {entry.planned.setting.amp for entry in entries} == ({"off", "auto"} if tried else {source_amp})
 
 
 def test_the_goal_cost_is_met_by_fewer_readers_within_10_percent() -> None:
@@ -247,7 +280,7 @@ def test_the_effective_batch_grows_only_where_it_may() -> None:
     _, bound = tune(machine, 0, replace(machine.space(), scale_batch=False))
     assert free.best.global_batch > machine.source.global_batch
     assert bound.best.global_batch == machine.source.global_batch
-    assert max(entry.step.setting.train_batch_size for entry in entries) <= machine.space().most_batch
+    assert max(entry.planned.setting.train_batch_size for entry in entries) <= machine.space().most_batch
     assert "--scale-batch" in tune(SLOW, 0)[1].ended["batch"]
 
 
@@ -272,14 +305,73 @@ def test_nothing_to_change_is_said_where_nothing_helps() -> None:
     _, found = tune(machine, 0)
     assert found.verdict == "unchanged"
     assert found.best == machine.source
+    assert found.reason == "what was tried showed no gain of 3 %, and gains less than 10 % (95 %)"
+    knobs = ("workers", "prefetch_factor", "train_batch_size", "channels_last", "compile")
+    _, found = tune(machine, 0, replace(machine.space(), kept=knobs))
+    assert (found.verdict, found.reason) == ("unchanged", "there was nothing to try")
+
+
+FEWER, MORE = replace(SOURCE, workers=1), replace(SOURCE, workers=4)
+COMPUTES = Machine("computes", sample_s=0.4)
+TIGHT, WIDE = (-0.01, 0.0, 0.01), (-0.3, 0.0, 0.3)
+
+
+class Waits(SimulatedRunner):
+    """Runs that wait for data so much of the time."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(COMPUTES, 0)
+        self.share = share
+
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
+        return replace(super().measure(setting, kind, seconds, limit_s), data_share=self.share)
+
+
+@pytest.mark.parametrize(
+    ("best", "gain", "spread", "waits", "verdict"),
+    [
+        (FEWER, -0.01, TIGHT, 0.5, "better"),
+        (FEWER, -0.01, WIDE, 0.5, "undecided"),
+        (FEWER, -0.01, WIDE, 0.02, "better"),  # more readers could gain no more than what it waits
+        (FEWER, -0.10, TIGHT, 0.5, "undecided"),
+        (MORE, 0.01, TIGHT, 0.5, "unchanged"),
+        (MORE, 0.01, WIDE, 0.0, "undecided"),
+        (MORE, 0.10, TIGHT, 0.5, "better"),
+        (MORE, 0.10, WIDE, 0.5, "undecided"),
+        (MORE, 0.60, (-0.6, 0.0, 0.6), 0.5, "undecided"),
+    ],
+)
+def test_a_verdict_is_no_surer_than_the_interval(
+    best: Setting, gain: float, spread: tuple[float, ...], waits: float, verdict: str
+) -> None:
+    search = Search(Waits(waits), COMPUTES.space(), BiasedPlanner(COMPUTES))
+    for setting in (SOURCE, best):
+        search.measure(setting, "run", "confirm", "so")
+    search.best, search.ended["confirm"] = best, "so"
+    search.with_base = [((1 + gain) * math.exp(off), 1.0) for off in (*spread, *spread)]
+    found = conclude(search)
+    assert found.verdict == verdict
+    assert found.best == (best if verdict == "better" else SOURCE)
+    assert verdict != "undecided" or re.search(r"was not decided: [-+.\d]+ % \(95 %: ", found.reason)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_to_change_is_said_only_where_all_that_was_given_up_surely_gains_little(seed: int) -> None:
+    """With a drift of 10 % three pairs hold gains of 20 % and more."""
+    machine = drifting(Machine("fed", sample_s=0.4, source=replace(SOURCE, workers=1)), 0.10)
+    _, found = tune(machine, seed)
+    highs = re.findall(r"not taken: \S+ % \(95 %: \S+ to (\S+) %", found.ended["batch"] + found.ended["switches"])
+    assert found.verdict in ("unchanged", "undecided")
+    assert highs
+    assert found.verdict == ("unchanged" if max(map(float, highs)) < 10 else "undecided")
 
 
 def test_a_source_that_does_not_fit_the_ram_begins_smaller() -> None:
     source = replace(SOURCE, workers=12, prefetch_factor=4)
     machine = replace(BY_NAME["RAM-capped"], name="too many readers", source=source)
     entries, found = tune(machine, 0)
-    assert entries[0].step.setting.workers < 12
-    assert "the unchanged config does not fit" in entries[0].step.why
+    assert entries[0].planned.setting.workers < 12
+    assert "the unchanged config does not fit" in entries[0].planned.why
     assert all(entry.block.ended == "ok" for entry in entries)
     assert found.best.global_batch == source.global_batch
 
@@ -287,7 +379,7 @@ def test_a_source_that_does_not_fit_the_ram_begins_smaller() -> None:
 def test_a_source_that_does_not_fit_the_gpu_gets_smaller_pieces() -> None:
     source = replace(SOURCE, workers=4, train_batch_size=32, accumulate_steps=1)
     machine = replace(BY_NAME["VRAM-capped"], name="too large a batch", source=source, bias=(1.0, 0.8, 0.75, 1.2))
-    first = tune(machine, 0)[0][0].step.setting
+    first = tune(machine, 0)[0][0].planned.setting
     assert (first.train_batch_size, first.accumulate_steps) == (4, 8)
     assert (first.workers, first.prefetch_factor) == (source.workers, source.prefetch_factor)
 
@@ -298,7 +390,7 @@ def test_a_baseline_that_dies_is_made_smaller_by_the_knobs_that_may_be_turned(
 ) -> None:
     machine = replace(DIES, name="dies at once", source=replace(SOURCE, workers=12), dies_at_workers=1)
     entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
-    assert (entries[1].step.setting.workers, entries[1].step.setting.prefetch_factor) == next_one
+    assert (entries[1].planned.setting.workers, entries[1].planned.setting.prefetch_factor) == next_one
     assert found.verdict == "none"
     assert found.best == machine.source
     assert "was ended by a kill" in found.reason
@@ -309,7 +401,7 @@ def test_a_baseline_that_dies_is_made_smaller_by_the_knobs_that_may_be_turned(
 def test_knobs_that_are_to_be_kept_are_turned_by_no_block(name: str, kept: tuple[Knob, ...]) -> None:
     machine = BY_NAME[name]
     entries, found = tune(machine, 0, replace(machine.space(), kept=kept))
-    for setting in (found.best, *(entry.step.setting for entry in entries)):
+    for setting in (found.best, *(entry.planned.setting for entry in entries)):
         assert not set(kept) & setting.changes(machine.source).keys()
 
 
@@ -323,7 +415,7 @@ def test_what_is_to_be_kept_is_named_where_nothing_else_fits() -> None:
 
 def test_an_error_of_the_config_ends_it_at_once() -> None:
     class Broken(SimulatedRunner):
-        def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
             return Block(setting, kind, "failed", "data.volumes[0].path must exist; got x.zarr", 4.0)
 
     search = Search(Broken(MACHINES[0], 0), MACHINES[0].space(), BiasedPlanner(MACHINES[0]))
@@ -342,7 +434,7 @@ def test_half_an_hour_feeds_a_run_of_18_s_a_step() -> None:
 def test_a_baseline_too_slow_to_measure_is_tried_with_more_readers_and_then_the_budget_is_named(workers: int) -> None:
     machine = replace(SLOW, name="too slow", decode_s=1e5, source=replace(SLOW.source, workers=workers))
     entries, found = tune(machine, 0, machine.space(budget_s=3600.0))
-    tried = [entry.step.setting.workers for entry in entries]
+    tried = [entry.planned.setting.workers for entry in entries]
     assert tried == sorted(set(tried))
     assert 2 <= len(tried) <= 3
     assert found.verdict == "none"
@@ -356,7 +448,7 @@ class EndsBadly(SimulatedRunner):
         super().__init__(machine, 0)
         self.bad, self.ended, self.runs = bad, ended, 0
 
-    def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
         block = super().measure(setting, kind, seconds, limit_s)
         self.runs += kind == "run"
         return Block(setting, kind, self.ended, "so", 20.0) if kind == "run" and self.bad(setting, self.runs) else block
@@ -393,7 +485,7 @@ def test_a_source_that_died_is_never_recommended() -> None:
     machine = replace(BY_NAME["RAM-capped"], name="half", bias=(0.5,) * 4, source=replace(SOURCE, workers=12))
     for budget_s in (60.0, 100.0, 200.0, 1800.0):
         entries, found = tune(machine, 0, machine.space(budget_s=budget_s))
-        died = {entry.step.setting for entry in entries if entry.block.ended == "guard"}
+        died = {entry.planned.setting for entry in entries if entry.block.ended == "guard"}
         assert machine.source in died
         assert found.verdict == "none" or found.best not in died
 
@@ -420,7 +512,7 @@ def test_a_death_by_a_switch_says_nothing_of_those_without_it() -> None:
     machine = BY_NAME["switches matter"]
 
     class DiesCompiled(SimulatedRunner):
-        def measure(self, setting: Setting, kind: Kind, seconds: float, limit_s: float) -> Block:
+        def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
             block = super().measure(setting, kind, seconds, limit_s)
             return Block(setting, kind, "killed", "signal 9", 20.0) if setting.compile else block
 
@@ -443,7 +535,7 @@ def test_a_trainer_that_reads_itself_gets_a_reader_where_taking_turns_costs_time
     machine = Machine("takes turns", decode_s=0.04, sample_s=sample_s, source=replace(SOURCE, workers=0))
     entries, found = tune(machine, 0)
     assert found.best.workers == workers
-    assert (max(entry.step.setting.workers for entry in entries) == 0) == (workers == 0)
+    assert (max(entry.planned.setting.workers for entry in entries) == 0) == (workers == 0)
 
 
 def test_a_trainer_that_reads_itself_gets_readers() -> None:
@@ -455,7 +547,7 @@ def test_a_trainer_that_reads_itself_gets_readers() -> None:
 
 def test_a_space_survives_its_record() -> None:
     space = replace(SLOW.space(), levels=(1, 2), kept=("workers",))
-    assert restored(Space, json.loads(json.dumps(asdict(space)))) == space
+    assert restored(SearchSpace, json.loads(json.dumps(asdict(space)))) == space
 
 
 def test_a_block_survives_its_record() -> None:

@@ -19,8 +19,8 @@ from vesuvius.benchmark.ledger import Measurement
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.tuning.measurement import Ended, TuneInterrupted
-from vesuvius.tuning.process import TrialProcess
+from vesuvius.trials.ended import Ended, TrialInterrupted
+from vesuvius.trials.process import TrialProcess
 
 _POLL_S = 0.1
 
@@ -62,7 +62,7 @@ def measure_command(
     stopping: Callable[[], bool],
     blank: Measurement,
 ) -> Measurement:
-    """Run it once, ended with its children.  Raises TuneInterrupted or OSError."""
+    """Run it once, ended with its children.  Raises TrialInterrupted or OSError."""
     if shutil.which(command[0]) is None:
         return replace(blank, ended="failed", cause=f"there is no program {command[0]}")
     directory.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def measure_command(
     with TrialProcess([*command, *options, f"--seconds={bounds.seconds}"], log, {}, lock_fd) as process:
         while not process.wait(_POLL_S):
             if stopping():
-                raise TuneInterrupted("the bench was interrupted while it measured; continue with --resume")
+                raise TrialInterrupted("the bench was interrupted while it measured; continue with --resume")
             if time.monotonic() - began >= bounds.limit_s:
                 break
         code = process.code

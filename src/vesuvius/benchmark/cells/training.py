@@ -16,9 +16,9 @@ from vesuvius.errors import VesuviusError, one_line
 from vesuvius.runlog.units import size_text
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.step.step import choose_device
-from vesuvius.tuning.measurement import Setting, TuneInterrupted
-from vesuvius.tuning.survey import ConfigPlanner, ram_left, vram_left
-from vesuvius.tuning.trainer import Trainer, next_number, trainer_config
+from vesuvius.trials.ended import TrialInterrupted
+from vesuvius.trials.machine import planned_vram_bytes, ram_left, trial_ram_bytes, vram_left
+from vesuvius.trials.trainer import Trainer, next_number, trainer_config
 
 _POLL_S = 0.05
 
@@ -50,7 +50,7 @@ class TrainingLab:
         """Fill in a measurement.
 
         Raises:
-            TuneInterrupted: the bench was asked to stop; the process and its children are gone.
+            TrialInterrupted: the bench was asked to stop; the process and its children are gone.
             StorageError, OSError: the disk cannot be written.
         """
         began, launched_s = time.monotonic(), time.time()
@@ -58,7 +58,7 @@ class TrainingLab:
             data = self._data_of(config)
             if obstacle := _obstacle(config, data, ranks):
                 return replace(blank, ended="failed", cause=f"not started: {obstacle}")
-            run = trainer_config(config, Setting.of(config), next_number(self._directory))
+            run = trainer_config(config, next_number(self._directory))
             # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
             training = run.training.model_copy(update={"max_hours": self._bounds.limit_s / 3600})
             run = run.model_copy(update={"training": training})
@@ -70,7 +70,7 @@ class TrainingLab:
         try:
             while True:
                 if self._stopping():
-                    raise TuneInterrupted("the bench was interrupted while it measured; continue with --resume")
+                    raise TrialInterrupted("the bench was interrupted while it measured; continue with --resume")
                 has_ended = trainer.process.wait(_POLL_S)  # first: what it wrote before its end is read then
                 steps = (record for record in trainer.new_records() if record["kind"] == "step")
                 elapsed_s = time.monotonic() - began
@@ -93,12 +93,10 @@ class TrainingLab:
 def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:
     """Why a config does not fit into memory, as planned; '' = it does."""
     on_gpu = choose_device().type == "cuda"
-    planner, setting = ConfigPlanner(config, data, on_gpu), Setting.of(config)
     here = 1 if config.cluster.address else ranks
-    ram_bytes, left_bytes = planner.ram_bytes(setting) * here, ram_left(config)
+    ram_bytes, left_bytes = trial_ram_bytes(config, data, on_gpu) * here, ram_left(config)
     if ram_bytes > left_bytes:
         return f"it needs about {size_text(ram_bytes)} of RAM, and {size_text(left_bytes)} are left"
-    vram_bytes = planner.vram_bytes(setting)
-    if vram_bytes is not None and vram_bytes > (vram_left_bytes := vram_left()):
+    if on_gpu and (vram_bytes := planned_vram_bytes(config)) > (vram_left_bytes := vram_left()):
         return f"it needs about {size_text(vram_bytes)} of VRAM, and {size_text(vram_left_bytes)} are left"
     return ""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from vesuvius.errors import one_line
 from vesuvius.runlog.units import size_text
-from vesuvius.tuning.measurement import DEADLY, Block, Planner, Setting, Space
+from vesuvius.tuning.measurement import DEADLY, Block, Planner, SearchSpace, Setting
 
 Risk = Literal["low", "medium", "high"]
 
@@ -18,7 +18,7 @@ GROWTH = 1.5
 _SAVING = 0.5  # assumed saving per byte that the planner saves
 _SPREAD = 0.01  # relative spread of the peaks of one setting
 _LOW_BELOW, _MEDIUM_BELOW = 0.70, 0.90  # shares of the limits
-_ENDED_BY = {
+ENDED_BY = {
     "guard": "the memory guard",
     "gpu_memory": "a lack of GPU memory",
     "killed": "a kill",
@@ -36,7 +36,7 @@ class Size:
     most_bytes: int
 
 
-class Memory:
+class PredictedMemory:
     """Predicts memory from the planner and the blocks so far.
 
     Args:
@@ -44,7 +44,7 @@ class Memory:
         blocks: may grow after construction.
     """
 
-    def __init__(self, space: Space, planner: Planner, blocks: Sequence[Block]) -> None:
+    def __init__(self, space: SearchSpace, planner: Planner, blocks: Sequence[Block]) -> None:
         self._space, self._planner, self._blocks = space, planner, blocks
 
     def obstacle(self, setting: Setting) -> str | None:
@@ -60,10 +60,6 @@ class Memory:
         if ram_bytes > self._space.ram_limit_bytes:
             return _beyond(ram_bytes, "RAM", self._space.ram_limit_bytes)
         return None
-
-    def died(self, setting: Setting) -> bool:
-        """Whether a block of a setting ran out of memory; such a setting is never recommended."""
-        return any(block.setting == setting and block.ended in DEADLY for block in self._blocks)
 
     def run_ram_bytes(self, setting: Setting) -> int:
         """Return the expected host memory of the whole run, which takes more than a short one."""
@@ -120,7 +116,7 @@ def death_text(block: Block) -> str:
     s = block.setting
     return (
         f"a {block.kind} block with workers {s.workers}, prefetch_factor {s.prefetch_factor}, train_batch_size "
-        f"{s.train_batch_size} was ended by {_ENDED_BY.get(block.ended, 'no figures')}: "
+        f"{s.train_batch_size} was ended by {ENDED_BY.get(block.ended, 'no figures')}: "
         f"{one_line(block.cause) or 'no cause is known'}"
     )
 

@@ -27,6 +27,14 @@ class Comparison:
     high: float | None
     pairs: int  # of blocks, behind it
 
+    @property
+    def text(self) -> str:
+        """`+4.2 % (95 %: -1.0 to +9.7 %, 4 pairs)`."""
+        if self.low is None or self.high is None:
+            blocks = "one block each" if self.pairs == 1 else f"{self.pairs} pairs"
+            return f"{100 * self.gain:+.1f} % ({blocks}, no interval)"
+        return f"{100 * self.gain:+.1f} % (95 %: {100 * self.low:+.1f} to {100 * self.high:+.1f} %, {self.pairs} pairs)"
+
     def is_above(self, gain: float) -> bool:
         """Whether A is surely faster by more than this."""
         return self.low is not None and self.low > gain

@@ -13,20 +13,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
-from vesuvius.tuning.measurement import DEADLY, WITHIN, Kind, Setting, in_words, trainer_knobs
+from vesuvius.tuning.measurement import DEADLY, WITHIN, Setting, in_words, trainer_knobs
 from vesuvius.tuning.search.memory import GROWTH
 from vesuvius.tuning.search.pairs import Comparison, compare
 from vesuvius.tuning.search.search import (
     AT_ONCE,
     ENOUGH,
+    LARGE_GAIN,
     SMALLEST_GAIN,
+    SOME_PAIRS,
+    SURE,
+    Outcome,
     Recommendation,
     Search,
     SearchEndedError,
-    Verdict,
     at_least,
     fewer_than,
-    percent,
 )
 from vesuvius.tuning.search.steps import raise_steps
 
@@ -37,7 +39,6 @@ _MOST_DEATHS = 3  # after which readers are raised no more
 _WAITS = 0.05  # share of the time that a fed trainer may wait
 _MOST_RIVALS = 6
 _DEAR = 0.1  # share of the budget from which on three pairs cost much
-_SURE = 0.5  # a larger gain needs no interval if that would cost much of the budget
 
 
 def recommend(search: Search) -> Recommendation:
@@ -60,10 +61,13 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
     source, reason = search.space.source, cut_short or "nothing more to try"
     if cut_short:
         search.undecided.append(cut_short)
+        search.ended.setdefault("baseline", cut_short)
     if not search.rates.measured_settings():
         return Recommendation("none", source, source, reason, ended=search.ended)
     gain = compare(search.with_base) if search.with_base else None
     verdict = _verdict(search, gain)
+    if verdict == "undecided" and gain is not None:
+        search.undecided.append(f"{in_words(search.best, search.base)} was not decided: {gain.text}")
     kept = verdict == "unchanged" or (verdict == "undecided" and not _is_promising(search))
     best = search.base if kept else search.best
     if (obstacle := search.memory.obstacle(best)) is not None:  # a later block may have run out of memory
@@ -75,28 +79,29 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
         best = found
     if verdict == "undecided" and search.undecided:
         reason = "; ".join(dict.fromkeys(search.undecided))
+    if verdict == "unchanged":
+        little = f"showed no gain of {100 * SMALLEST_GAIN:.0f} %, and gains less than {100 * LARGE_GAIN:.0f} % (95 %)"
+        is_tried = any(block.setting != search.base for block in search.blocks)
+        reason = f"what was tried {little}" if is_tried else "there was nothing to try"
     reasons = {knob: search.because.get(knob, "changed together with other keys") for knob in best.changes(source)}
     gain = gain if best == search.best else None
     return Recommendation(verdict, best, search.base, reason, reasons, search.ended, gain)
 
 
-def _verdict(search: Search, gain: Comparison | None) -> Verdict:
-    """What is sure: with fewer than three pairs, a large gain alone."""
+def _verdict(search: Search, gain: Comparison | None) -> Outcome:
+    """What the interval of the gain supports; without one, a large gain of a single pair alone."""
+    worth = WITHIN[search.space.goal]
     if search.best == search.base:
         return "undecided" if search.undecided or "confirm" not in search.ended else "unchanged"
     if gain is None:
         return "undecided"
-    if gain.gain > _SURE:
-        return "better"
     if gain.low is None:
-        return "undecided"
-    if _is_cheaper(search) and gain.gain >= -WITHIN[search.space.goal]:
+        return "better" if gain.gain > SURE else "undecided"
+    if _is_cheaper(search):
+        return "better" if gain.is_above(-worth) or _waits_little(search) else "undecided"
+    if gain.is_above(0.0) and gain.gain >= worth:
         return "better"
-    if gain.is_above(0.0) and gain.gain >= WITHIN[search.space.goal]:
-        return "better"
-    if gain.is_below(WITHIN[search.space.goal]) or gain.gain < SMALLEST_GAIN:
-        return "unchanged"
-    return "undecided"
+    return "unchanged" if gain.is_below(worth) else "undecided"
 
 
 def _is_promising(search: Search) -> bool:
@@ -110,14 +115,20 @@ def _is_cheaper(search: Search) -> bool:
     return costs[0] < costs[1] and trainer_knobs(search.best) == trainer_knobs(search.base)
 
 
+def _waits_little(search: Search) -> bool:
+    """Whether the best waits so little for data in each of its runs that more readers could not gain what counts."""
+    shares = [block.data_share for block in search.rates.of("run", search.best)]
+    return all(share is not None and share <= WITHIN[search.space.goal] for share in shares)
+
+
 # The unchanged config, or the nearest smaller setting that fits into memory.
 
 
 def measure_baseline(search: Search) -> None:
-    setting, why = _fitting(search)
+    why = _fit(search)
     deaths = slow = 0
-    while (block := search.measure(setting, "run", "baseline", why)).ended != "ok":
-        words, other = search.why_failed, None
+    while (block := search.measure(search.best, "run", "baseline", why)).ended != "ok":
+        setting, words, other = search.best, search.why_failed, None
         if block.ended == "timeout" and slow < _SLOW_TRIES:
             slow += 1
             workers = min(2 * max(setting.workers, 1), search.space.most_workers)
@@ -128,55 +139,47 @@ def measure_baseline(search: Search) -> None:
             smaller = _shrunk(search, setting, block.ended == "gpu_memory")
             other = next((one for one in smaller if search.memory.obstacle(one) is None), None)
         if other is None:
-            if block.ended == "timeout":
-                words = f"{words}; a larger --budget gives each block more time"
-            search.ended["baseline"] = words
-            raise SearchEndedError(words)
-        search.note(setting, other, words)
-        setting, why = other, f"{in_words(other, setting)}, because {words}"
-    search.base = search.best = setting
-    trainer = search.rate(setting, "step", "baseline", "the trainer alone, on a batch that stays")
-    readers = search.rate(setting, "readers", "baseline", "the readers alone, no step computed")
+            more = "; a larger --budget gives each block more time" if block.ended == "timeout" else ""
+            raise SearchEndedError(f"{words}{more}")
+        search.take(other, words)
+        why = f"{in_words(other, setting)}, because {words}"
+    search.base = search.best
+    trainer = search.rate(search.base, "step", "baseline", "the trainer alone, on a batch that stays")
+    readers = search.rate(search.base, "readers", "baseline", "the readers alone, no step computed")
     if trainer is None or readers is None:
-        search.ended["baseline"] = search.why_failed
         raise SearchEndedError(search.why_failed)
     search.ended["baseline"] = (
         f"{block.rate:.3g} samples/s; readers alone deliver {readers:.3g}, the trainer alone takes {trainer:.3g}"
     )
 
 
-def _fitting(search: Search) -> tuple[Setting, str]:
-    """The source, or a smaller setting that is predicted to fit, if possible with the planner's largest error."""
-    source = search.space.source
-    obstacle = search.memory.obstacle(source)
-    if obstacle is None:
-        return source, "the unchanged config, to compare with"
+def _fit(search: Search) -> str:
+    """Make the source the best, or a smaller setting that is predicted to fit, if possible with room; returns why."""
+    source = search.best
+    if (obstacle := search.memory.obstacle(source)) is None:
+        return "the unchanged config, to compare with"
     fitting = (one for one in _shrunk(search, source) if search.memory.obstacle(one) is None)
-    fits = next(fitting, None)
-    fits = next((one for one in chain((fits,), fitting) if one is not None and _is_roomy(search, one)), fits)
-    if fits is None:
+    if (first := next(fitting, None)) is None:
         kept = f" with --keep {','.join(search.space.kept)}" if search.space.kept else ""
         smallest = f"even the smallest setting does not fit{kept}: {obstacle} for the unchanged config"
-        words = f"{smallest}; raise that limit, or take smaller patches"
-        search.ended["baseline"] = words
-        raise SearchEndedError(words)
-    search.note(source, fits, obstacle)
-    return fits, f"{in_words(fits, source)}, because the unchanged config does not fit: {obstacle}"
+        raise SearchEndedError(f"{smallest}; raise that limit, or take smaller patches")
+    search.take(next((one for one in chain((first,), fitting) if all(_has_room(search, one))), first), obstacle)
+    return f"{in_words(search.best, source)}, because the unchanged config does not fit: {obstacle}"
 
 
-def _is_roomy(search: Search, setting: Setting, on_gpu: bool = True) -> bool:
-    """Whether it fits if the planner is off by as much as it may be; of the host's memory alone, or of both."""
-    vram, limit_bytes = search.planner.vram_bytes(setting), search.space.vram_limit_bytes
-    fits = not on_gpu or vram is None or limit_bytes is None or vram <= limit_bytes / GROWTH
-    return fits and search.planner.ram_bytes(setting) <= search.space.ram_limit_bytes / GROWTH
+def _has_room(search: Search, setting: Setting) -> tuple[bool, bool]:
+    """Whether it fits into the memory of host and GPU if the planner is off by as much as it may be."""
+    space, vram = search.space, search.planner.vram_bytes(setting)
+    on_host = search.planner.ram_bytes(setting) <= space.ram_limit_bytes / GROWTH
+    return on_host, vram is None or space.vram_limit_bytes is None or vram <= space.vram_limit_bytes / GROWTH
 
 
 def _shrunk(search: Search, setting: Setting, on_gpu: bool | None = None) -> Iterator[Setting]:
     """Ever smaller settings that change no kept knob; `on_gpu` = the GPU's memory is short, None = as it is planned."""
     while True:
-        short = _is_roomy(search, setting, on_gpu=False) and not _is_roomy(search, setting)
-        smaller = _smaller(setting, short if on_gpu is None else on_gpu)
-        if (found := next((one for one in smaller if search.space.kept_by(one) is None), None)) is None:
+        short = _has_room(search, setting) == (True, False) if on_gpu is None else on_gpu
+        smaller = (one for one in _smaller(setting, short) if search.space.kept_by(one) is None)
+        if (found := next(smaller, None)) is None:
             return
         yield (setting := found)
 
@@ -217,38 +220,28 @@ def feed(search: Search) -> None:
         linear = max(setting.workers, 1) / max(search.best.workers, 1) - 1
         least = _KNEE if is_requests else max(SMALLEST_GAIN, min(_KNEE, linear / 2))
         have = (search.rates.measured_readers if search.best.workers else search.rates.limit)(search.best) or math.inf
-        gain = _readers_gain(search, setting, have, least, words)
-        if gain is None or gain < least:
-            failed = search.why_failed if gain is None else f"{percent(gain)} by {in_words(setting, search.best)}"
+        changes = in_words(setting, search.best)
+
+        def is_clear(gain: float, least: float = least) -> bool:
+            return search.best.workers == 0 or abs(gain - least) > _NEAR
+
+        found = search.gain(setting, "readers", ("readers", f"{changes}: {words}"), have, is_clear, most_pairs=3)
+        if found is None or found.gain < least:
             if is_requests:
                 more_requests = False
                 continue
             deaths = sum(block.ended in DEADLY for block in search.blocks)
-            if gain is None and search.blocks[-1].ended in DEADLY and deaths <= _MOST_DEATHS:
+            if found is None and search.blocks[-1].ended in DEADLY and deaths <= _MOST_DEATHS:
                 continue  # what died bars all that is no smaller
-            search.ended["readers"] = f"cap: {failed}" if gain is None else f"knee: {failed}"
+            search.ended["readers"] = f"cap: {search.why_failed}" if found is None else f"knee: {changes}: {found.text}"
             return
         shorter = setting.prefetch_factor < search.best.prefetch_factor
         room = "; less prefetch makes room for them in memory" if shorter else ""
-        search.note(
-            search.best,
+        search.take(
             setting,
-            f"readers alone deliver {have * (1 + gain):.3g} samples/s instead of {have:.3g}; "
+            f"readers alone deliver {have * (1 + found.gain):.3g} samples/s instead of {have:.3g}; "
             f"the trainer takes {search.trainer_rate():.3g}{room}",
         )
-        search.best = setting
-
-
-def _readers_gain(search: Search, setting: Setting, have: float, least: float, why: str) -> float | None:
-    """Gain of the readers alone over what there is, in turn where it is near the least that is worth it."""
-    words = in_words(setting, search.best)
-    rate = search.rate(setting, "readers", "readers", f"{words}: {why}")
-    if rate is None:
-        return None
-    if search.best.workers == 0 or abs(rate / have - 1 - least) > _NEAR:
-        return rate / have - 1
-    found = search.in_turn((setting, "readers"), (search.best, "readers"), "readers", words, most_pairs=3)
-    return None if found is None else found.gain
 
 
 def _more_readers(search: Search, supply: float, more_requests: bool) -> tuple[Setting | None, str]:
@@ -282,22 +275,27 @@ def fewer_readers(search: Search) -> None:
     best, supply, goal = search.best, search.supply(search.best), search.space.goal
     if supply is None or best.workers <= 1:
         return
-    need = min(ENOUGH[goal], (1 - WITHIN[goal]) * supply)
-    each = max(supply / best.workers, (search.rates.per_reader(best) or 0.0) / search.trainer_rate())
+    lost = -WITHIN[goal]
+    need = min(ENOUGH[goal], (1 + lost) * supply)
+    each = max(supply / best.workers, search.rates.per_reader(best) / search.trainer_rate())
+
+    def is_settled(found: Comparison) -> bool:
+        return found.is_above(-LARGE_GAIN) or found.is_below(lost)
+
     tries = [count for count in fewer_than(best.workers) if count >= 0.8 * need / each]
     for setting in (replace(best, workers=count) for count in tries[:2]):
         if search.memory.obstacle(setting) is not None:
             continue
         if supply >= ENOUGH[goal]:
-            reached = search.supply(setting)
+            reached, why = search.supply(setting), ""
             is_enough = reached is not None and reached >= need
         else:
             words = in_words(setting, best)
-            found = search.in_turn((setting, "readers"), (best, "readers"), "readers", words, most_pairs=3)
-            is_enough = found is not None and found.gain >= -WITHIN[goal]
+            found = search.in_turn((setting, "readers"), (best, "readers"), "readers", words, is_settled, SOME_PAIRS)
+            is_enough = found is not None and found.gain >= lost and found.is_above(-LARGE_GAIN)
+            why = "" if found is None else f", {found.text}"
         if is_enough:
-            search.note(best, setting, f"fewer readers are enough: {_reader_words(search, setting)}")
-            search.best = setting
+            search.take(setting, f"fewer readers are enough: {_reader_words(search, setting)}{why}")
             return
 
 
@@ -334,45 +332,42 @@ def confirm(search: Search) -> None:
             search.ended["confirm"] = search.why_failed
             break
         if found.is_above(0.0) and found.gain >= SMALLEST_GAIN:
-            search.note(search.best, rival, f"{percent(found.gain)} samples/s, measured in turn")
-            search.best = rival
+            search.take(rival, f"whole run: {found.text}")
             block = search.rates.of("run", rival)[-1]
+        else:
+            search.give_up(in_words(rival, search.best), found)
     search.ended["confirm"] = (
         f"{block.rate:.3g} samples/s, waiting for data {100 * (block.data_share or 0):.0f} % of the time"
     )
 
 
-def _rivals_of(search: Search, best: Setting) -> Iterator[Setting]:
+def _rivals_of(search: Search, best: Setting) -> list[Setting]:
     """Settings that may help where the run waits for data though its readers could deliver."""
     space = search.space
-    yield from (
-        rival
-        for rival in (
-            replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
-            replace(best, workers=min(at_least(2 * best.workers), space.most_workers)),
-            replace(best, requests=min(2 * best.requests, space.most_requests) if space.remote else best.requests),
-        )
-        if search.memory.obstacle(rival) is None
-    )
+    rivals = [
+        replace(best, prefetch_factor=min(2 * best.prefetch_factor, space.most_prefetch)),
+        replace(best, workers=min(at_least(2 * best.workers), space.most_workers)),
+        replace(best, requests=min(2 * best.requests, space.most_requests) if space.remote else best.requests),
+    ]
+    return [rival for rival in rivals if search.memory.obstacle(rival) is None]
 
 
 def compare_with_base(search: Search) -> None:
     """Measure the gain over the baseline in turn, or once where it is large and more would cost much."""
     if search.best == search.base:
         return
-    best: tuple[Setting, Kind] = (search.best, "run")
-    base: tuple[Setting, Kind] = (search.base, "run")
     rates = [search.rates.of("run", setting)[-1].rate for setting in (search.best, search.base)]
-    each_s = search.expected_s(*base) + search.expected_s(*best)
-    if rates[0] > (1 + _SURE) * rates[1] and 3 * each_s > _DEAR * search.space.budget_s:
+    each_s = search.expected_s(search.base, "run") + search.expected_s(search.best, "run")
+    if rates[0] > (1 + SURE) * rates[1] and 3 * each_s > _DEAR * search.space.budget_s:
         search.with_base = [(rates[0], rates[1])]
         return
-    lost = -WITHIN[search.space.goal]  # the most that a cheaper setting may lose
+    worth = WITHIN[search.space.goal]
 
     def is_settled(found: Comparison) -> bool:
-        return found.is_above(lost) or found.is_below(lost)
+        if _is_cheaper(search):
+            return found.is_above(-worth) or found.is_below(-worth) or _waits_little(search)
+        return found.is_above(0.0) or found.is_below(worth)
 
-    words = in_words(search.best, search.base)
-    settled = is_settled if _is_cheaper(search) else None
-    if search.in_turn(best, base, "confirm", words, settled, pairs=search.with_base) is None:
+    words, pairs = in_words(search.best, search.base), search.with_base
+    if search.in_turn((search.best, "run"), (search.base, "run"), "confirm", words, is_settled, pairs=pairs) is None:
         search.undecided.append(f"the comparison with the baseline: {search.why_failed}")

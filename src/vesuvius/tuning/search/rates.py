@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vesuvius.tuning.measurement import Block, Kind, Setting, trainer_knobs
+from vesuvius.tuning.measurement import Block, BlockKind, Setting, trainer_knobs
 
 
-class Rates:
+class PredictedRates:
     """What the blocks so far say.
 
     Args:
@@ -71,7 +71,7 @@ class Rates:
         blocks = [b for b in self.of("readers", setting) if b.reader_s and b.decode_s is not None]
         return 1 - min(blocks[-1].decode_s / blocks[-1].reader_s, 1.0) if blocks else 0.0  # type: ignore[operator]
 
-    def of(self, kind: Kind, setting: Setting) -> list[Block]:
+    def of(self, kind: BlockKind, setting: Setting) -> list[Block]:
         """The blocks that measured this of a setting: steps do not depend on the readers, nor readers on the steps."""
         same = {"run": lambda s: s, "readers": reader_knobs, "step": trainer_knobs}[kind]
         return [
@@ -85,13 +85,11 @@ class Rates:
         settings = dict.fromkeys(b.setting for b in self._blocks if b.kind == "run" and b.ended == "ok" and b.rate)
         return sorted(settings, key=lambda s: -(_mean_rate(self.of("run", s)) or 0.0))
 
-    def per_reader(self, setting: Setting) -> float | None:
-        """Samples/s of one reader that shares its cores with no other: from the block with the fewest readers."""
+    def per_reader(self, setting: Setting) -> float:
+        """Samples/s of one reader that shares its cores with no other: from the blocks with the fewest readers."""
         blocks = [b for b in self._blocks if b.kind == "readers" and b.rate and b.setting.requests == setting.requests]
-        fewest = min((max(b.setting.workers, 1) for b in blocks), default=None)
-        if fewest is None:
-            return None
-        return _mean([b.rate / fewest for b in blocks if max(b.setting.workers, 1) == fewest])
+        fewest = min((_count(b.setting) for b in blocks), default=1)
+        return (_mean_rate([b for b in blocks if _count(b.setting) == fewest]) or 0.0) / fewest
 
     def _scaled(self, setting: Setting) -> float | None:
         """By the number of readers, from the nearest block; no more than the fastest where the cores were the limit."""
@@ -106,7 +104,7 @@ class Rates:
         cpu_s = self.cpu_s("readers", near.setting)
         return min(rate, self._cores / cpu_s) if cpu_s else rate
 
-    def cpu_s(self, kind: Kind, setting: Setting) -> float | None:
+    def cpu_s(self, kind: BlockKind, setting: Setting) -> float | None:
         """CPU seconds of a sample; of readers, from the block with the most of them where this one has none."""
         blocks = self.of(kind, setting) or [b for b in self._blocks if b.kind == kind and b.rate]
         known = [b.cores_used / b.rate for b in blocks if b.cores_used]

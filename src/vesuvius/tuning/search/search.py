@@ -10,34 +10,40 @@ from typing import Literal
 from vesuvius.runlog.units import format_duration
 from vesuvius.tuning.measurement import (
     Block,
+    BlockKind,
     Goal,
-    Kind,
     Knob,
     Planner,
     Runner,
+    SearchSpace,
     Setting,
-    Space,
     in_words,
     trainer_knobs,
 )
-from vesuvius.tuning.search.memory import Memory, death_text
+from vesuvius.tuning.search.memory import PredictedMemory, death_text
 from vesuvius.tuning.search.pairs import LOOKS, MOST_PAIRS, Comparison, compare
-from vesuvius.tuning.search.rates import Rates, reader_knobs
+from vesuvius.tuning.search.rates import PredictedRates, reader_knobs
 
 Stage = Literal["baseline", "readers", "batch", "switches", "confirm"]
-Verdict = Literal["better", "unchanged", "undecided", "none"]
+Outcome = Literal["better", "unchanged", "undecided", "none"]
 
 SMALLEST_GAIN = 0.03
 """Smallest relative gain that is worth a change."""
 
+LARGE_GAIN = 0.10
+"""What is given up surely gains less, or the tune is undecided."""
+
 AT_ONCE = 0.15
 """Two pairs of steps alone that both differ by more need no third."""
+
+SURE = 0.5
+"""A larger gain needs no interval where that would cost much."""
 
 ENOUGH: dict[Goal, float] = {"samples_s": 1.25, "cost": 1.05}
 """Readers must be able to deliver this multiple of the trainer's rate, because volumes and load vary."""
 
 _CLEAR = 1.5  # factor beyond ENOUGH, up or down, from which on two blocks that were not in turn decide
-_SOME_PAIRS = 8
+SOME_PAIRS = 8
 _READER_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # that are tried
 # What a block takes besides measuring, until that is known: the first run of a process validates and saves.
 _ASSUMED_S = {"start": 20.0, "readers": 10.0, "same": 0.0}
@@ -46,13 +52,13 @@ _LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedBlock:
     """What is measured next, why, and what is expected of it: samples/s (None = unknown), memory, seconds."""
 
     number: int
     stage: Stage
     setting: Setting
-    kind: Kind
+    kind: BlockKind
     why: str
     rate: float | None
     ram_bytes: int
@@ -62,9 +68,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Entry:
-    """A step and its block."""
+    """A block as it was planned, and as it was measured."""
 
-    step: Step
+    planned: PlannedBlock
     block: Block
 
 
@@ -72,9 +78,10 @@ class Entry:
 class Recommendation:
     """The result of a tune."""
 
-    # "better": `best` is surely faster than the baseline, or as fast and cheaper.  "unchanged": nothing that was
-    # tried is worth a change.  "undecided": the budget was spent first.  "none": nothing could be measured.
-    verdict: Verdict
+    # "better": the interval of its gain has `best` faster than the baseline, or as fast and cheaper.  "unchanged":
+    # nothing that was tried showed a gain, and surely none a large one.  "undecided": the intervals or the budget do
+    # not say.  "none": nothing could be measured.
+    verdict: Outcome
     best: Setting  # the recommended setting, which never ran out of memory
     base: Setting  # the setting of the baseline: the source, or the nearest smaller one that fits
     reason: str  # why the tune ended
@@ -88,12 +95,19 @@ class SearchEndedError(Exception):
     """The search cannot go on: the budget is spent, or the baseline cannot be measured; the message says why."""
 
 
+def is_gain_settled(found: Comparison) -> bool:
+    """Whether a costlier setting is surely faster, or shows no gain that is worth a change and surely no large one."""
+    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN):
+        return True
+    return (found.gain < 0 or (found.pairs >= 6 and found.gain < SMALLEST_GAIN)) and found.is_below(LARGE_GAIN)
+
+
 class Search:
     """A search under way.
 
     Args:
         runner: measures.
-        on_step, on_block: told of each block before and after it is measured.
+        on_planned, on_block: told of each block before and after it is measured.
 
     Attributes:
         entries, blocks: all blocks so far.
@@ -109,24 +123,24 @@ class Search:
     def __init__(
         self,
         runner: Runner,
-        space: Space,
+        space: SearchSpace,
         planner: Planner,
-        on_step: Callable[[Step], None] = lambda step: None,
+        on_planned: Callable[[PlannedBlock], None] = lambda planned: None,
         on_block: Callable[[Entry], None] = lambda entry: None,
     ) -> None:
         self.space = space
         self.planner = planner
         self.entries: list[Entry] = []
         self.blocks: list[Block] = []
-        self.memory = Memory(space, planner, self.blocks)
-        self.rates = Rates(self.blocks, space.cores)
+        self.memory = PredictedMemory(space, planner, self.blocks)
+        self.rates = PredictedRates(self.blocks, space.cores)
         self.base = self.best = space.source
         self.because: dict[Knob, str] = {}
         self.ended: dict[Stage, str] = {}
         self.with_base: list[tuple[float, float]] = []
         self.undecided: list[str] = []
         self.why_failed = ""
-        self._runner, self._on_step, self._on_block = runner, on_step, on_block
+        self._runner, self._on_planned, self._on_block = runner, on_planned, on_block
         self._besides_s: dict[tuple[str, bool], float] = {}  # the longest that a block has taken besides measuring
         self._supplies: dict[object, list[tuple[float, float]]] = {}
 
@@ -135,7 +149,7 @@ class Search:
         """Seconds of the budget that no block has taken."""
         return self.space.budget_s - math.fsum(block.seconds for block in self.blocks)
 
-    def measure(self, setting: Setting, kind: Kind, stage: Stage, why: str) -> Block:
+    def measure(self, setting: Setting, kind: BlockKind, stage: Stage, why: str) -> Block:
         """Measure one block.
 
         A setting that may not be tried is not: its block says why, and does not count.
@@ -155,8 +169,8 @@ class Search:
         vram, ram_bytes = self.memory.vram(setting), self.memory.ram(setting).expected_bytes
         vram_bytes = None if vram is None else vram.expected_bytes
         rate = self._expected_rate(setting, kind)
-        step = Step(len(self.entries), stage, setting, kind, why, rate, ram_bytes, vram_bytes, seconds)
-        self._on_step(step)
+        planned = PlannedBlock(len(self.entries), stage, setting, kind, why, rate, ram_bytes, vram_bytes, seconds)
+        self._on_planned(planned)
         share = 2 if not self.blocks else 3 if setting.compile else 6
         limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
         block = self._runner.measure(setting, kind, self.space.block_s, limit_s)
@@ -164,7 +178,7 @@ class Search:
             need = _need(self.blocks, setting, kind)
             self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
         self.blocks.append(block)
-        self.entries.append(Entry(step, block))
+        self.entries.append(Entry(planned, block))
         self._on_block(self.entries[-1])
         if block.ended != "ok":
             self.why_failed = death_text(block)
@@ -172,15 +186,15 @@ class Search:
                 raise SearchEndedError(f"the budget was spent: {self.why_failed}")
         return block
 
-    def rate(self, setting: Setting, kind: Kind, stage: Stage, why: str) -> float | None:
+    def rate(self, setting: Setting, kind: BlockKind, stage: Stage, why: str) -> float | None:
         """Samples/s of a new block; None where it ended badly."""
         block = self.measure(setting, kind, stage, why)
         return block.rate if block.ended == "ok" and block.rate else None
 
-    def _expected_rate(self, setting: Setting, kind: Kind) -> float | None:
+    def _expected_rate(self, setting: Setting, kind: BlockKind) -> float | None:
         return {"run": self.rates.run, "readers": self.rates.readers, "step": self.rates.trainer}[kind](setting)
 
-    def expected_s(self, setting: Setting, kind: Kind) -> float:
+    def expected_s(self, setting: Setting, kind: BlockKind) -> float:
         """Seconds that a block takes: what has to be started or changed for it, and its measuring."""
         need = _need(self.blocks, setting, kind)
         other_s = self._besides_s.get(need, _ASSUMED_S[need[0]] + (20.0 if need == ("start", True) else 0.0))
@@ -215,20 +229,52 @@ class Search:
             # Far within the interval, which is wider than is needed here: a wrong choice costs little.
             return found.high is not None and abs(1 + found.gain - enough) > 0.3 * (found.high - found.gain)
 
-        found = self.in_turn((setting, "readers"), (setting, "step"), "readers", why, is_settled, _SOME_PAIRS, pairs)
+        found = self.in_turn((setting, "readers"), (setting, "step"), "readers", why, is_settled, SOME_PAIRS, pairs)
         return readers / trainer if found is None else 1 + found.gain
 
-    def note(self, before: Setting, after: Setting, why: str) -> None:
-        for knob in after.changes(before):
-            self.because[knob] = why
+    def take(self, setting: Setting, why: str) -> None:
+        """Make a setting the best, for a reason that holds for each knob that it changes."""
+        self.because |= dict.fromkeys(setting.changes(self.best), why)
+        self.best = setting
+
+    def give_up(self, words: str, found: Comparison) -> None:
+        """Drop a change; it stays undecided where it may gain what counts."""
+        if found.pairs > 1 and (found.gain >= SMALLEST_GAIN or not found.is_below(LARGE_GAIN)):
+            self.undecided.append(f"{words} was not decided: {found.text}")
+
+    def gain(
+        self,
+        setting: Setting,
+        kind: BlockKind,
+        why: tuple[Stage, str],
+        have: float,
+        is_clear: Callable[[float], bool],
+        most_pairs: int = MOST_PAIRS,
+    ) -> Comparison | None:
+        """Gain over the best and its rate of `have`: of one block where that is clear, else in turn.
+
+        None where it failed.
+        """
+        best, (stage, words), last = (self.best, kind), why, self.blocks[-1]
+        beside = last.rate if last in self.rates.of(kind, self.best) else None
+        first = self.rate(setting, kind, stage, words)
+        if first is None:
+            return None
+        if is_clear(first / have - 1):
+            return Comparison(first / have - 1, None, None, 1)
+        changes = in_words(setting, self.best)
+        base = beside or self.rate(*best, stage, f"in turn: {changes}, pair 1")
+        if base is None:
+            return None
+        return self.in_turn((setting, kind), best, stage, changes, most_pairs=most_pairs, pairs=[(first, base)])
 
     def in_turn(
         self,
-        one: tuple[Setting, Kind],
-        other: tuple[Setting, Kind],
+        one: tuple[Setting, BlockKind],
+        other: tuple[Setting, BlockKind],
         stage: Stage,
         why: str,
-        is_settled: Callable[[Comparison], bool] | None = None,
+        is_settled: Callable[[Comparison], bool] = is_gain_settled,
         most_pairs: int = MOST_PAIRS,
         pairs: list[tuple[float, float]] | None = None,
     ) -> Comparison | None:
@@ -242,7 +288,6 @@ class Search:
             None where one of them ended badly before there was a pair.
         """
         pairs = [] if pairs is None else pairs
-        is_settled = is_settled or is_gain_settled
         while True:
             found = compare(pairs) if pairs else None
             if found is not None:
@@ -262,14 +307,7 @@ class Search:
             pairs.append((a, b))
 
 
-def is_gain_settled(found: Comparison) -> bool:
-    """Whether a costlier setting is surely faster, or shows no gain that is worth a change."""
-    if found.is_above(0.0) or found.is_below(SMALLEST_GAIN) or found.gain < 0:
-        return True
-    return found.pairs >= 6 and found.gain < SMALLEST_GAIN
-
-
-def _need(before: Sequence[Block], setting: Setting, kind: Kind) -> tuple[str, bool]:
+def _need(before: Sequence[Block], setting: Setting, kind: BlockKind) -> tuple[str, bool]:
     """What a block needs besides measuring: a new process, other readers or neither; and whether it is a whole run."""
     last = before[-1] if before else None
     if last is None or last.ended != "ok" or trainer_knobs(last.setting) != trainer_knobs(setting):
@@ -286,8 +324,3 @@ def at_least(readers: float) -> int:
 def fewer_than(readers: int) -> list[int]:
     """The numbers of readers to try below this one, ascending."""
     return [count for count in _READER_COUNTS if count < readers]
-
-
-def percent(gain: float) -> str:
-    """`+4.2 %`."""
-    return f"{100 * gain:+.1f} %"

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from vesuvius.tuning.measurement import Knob, Setting, in_words, trainer_knobs
-from vesuvius.tuning.search.search import AT_ONCE, SMALLEST_GAIN, Search, Stage, percent
+from vesuvius.tuning.search.pairs import Comparison
+from vesuvius.tuning.search.search import AT_ONCE, SMALLEST_GAIN, SURE, Search, Stage
 
 _ON_GPU: tuple[tuple[Knob, Any, str], ...] = (
     ("amp", "auto", "half the bytes per value, and tensor cores; values are rounded to 16 bits"),
@@ -16,21 +17,23 @@ _ON_GPU: tuple[tuple[Knob, Any, str], ...] = (
     ("checkpoint_levels", (), "no recomputation"),
 )
 _ON_CPU = tuple(switch for switch in _ON_GPU if switch[0] in ("compile", "channels_last"))
-_LOST_AT_ONCE = 0.05  # steps alone that are slower than this need no second pair
 _COMPILE_SHARE = 0.15  # of the budget that the first compilation may take
 _MOST_LEVELS = 2  # the highest resolutions take nearly all of the memory
 
 
 def raise_steps(search: Search) -> bool:
-    """Try larger micro-batches and switches where a faster step can gain; returns whether one did."""
+    """Try larger micro-batches and switches where a faster step can gain; returns whether readers may be slow again."""
     readers, trainer = search.rates.measured_readers(search.best) or 0.0, search.trainer_rate()
     cores_bound = search.rates.cores_limit(search.best) < 0.9 * min(readers, trainer)
     supply = readers / trainer if search.best.workers == 0 else search.supply(search.best) or 0.0
+    before = search.best
     if supply < 1 and not cores_bound:
         words = f"not entered: readers deliver {readers:.3g} samples/s at most, a faster step would only wait longer"
         search.ended["batch"] = search.ended["switches"] = words
+        larger = _larger_batch(search, before)
+        if not search.space.on_gpu and larger and 4 * search.expected_s(larger, "step") < search.left_s / 2:
+            _larger_batches(search, "; what the trainer does not use of the cores is left to the readers")
         return False
-    before = search.best
     _larger_batches(search)
     _switches(search)
     if trainer_knobs(search.best) != trainer_knobs(before) and search.ended["batch"].startswith("cap"):
@@ -40,7 +43,7 @@ def raise_steps(search: Search) -> bool:
     return trainer_knobs(search.best) != trainer_knobs(before)
 
 
-def _larger_batches(search: Search) -> None:
+def _larger_batches(search: Search, besides: str = "") -> None:
     while True:
         setting = _larger_batch(search, search.best)
         if setting is None:
@@ -52,13 +55,27 @@ def _larger_batches(search: Search) -> None:
             return
         if search.rates.of("step", setting):
             return
-        gain = _step_gain(search, setting, "batch", f"{in_words(setting, search.best)}: fewer and larger micro-batches")
-        if gain is None or gain < SMALLEST_GAIN:
-            what = search.why_failed if gain is None else f"{percent(gain)} by {in_words(setting, search.best)}"
-            search.ended["batch"] = f"{'cap' if gain is None else 'knee'}: {what}"
+        found, words = _try(search, setting, "batch", "fewer and larger micro-batches", besides)
+        if search.best != setting:
+            search.ended["batch"] = f"{'cap' if found is None else 'knee'}: {words}"
             return
-        search.note(search.best, setting, f"{percent(gain)} samples/s of the steps alone")
-        search.best = setting
+
+
+def _try(search: Search, setting: Setting, stage: Stage, why: str, besides: str = "") -> tuple[Comparison | None, str]:
+    """Take a setting whose steps alone are faster; returns the gain, None where it failed, and what came of it."""
+    words, rate = in_words(setting, search.best), search.trainer_rate()
+
+    def is_clear(gain: float) -> bool:
+        return gain < -AT_ONCE or gain > SURE
+
+    found = search.gain(setting, "step", (stage, f"{words}: {why}"), rate, is_clear)
+    if found is None:
+        return None, f"{words} not taken: {search.why_failed}"
+    if found.gain < SMALLEST_GAIN or not (found.is_above(0.0) or found.gain > AT_ONCE):
+        search.give_up(words, found)
+        return found, f"{words} not taken: {found.text}"
+    search.take(setting, f"steps alone: {found.text}{besides}")
+    return found, f"{words} taken: {found.text}"
 
 
 def _largest_words(search: Search) -> str:
@@ -96,21 +113,9 @@ def _switches(search: Search) -> None:
         elif knob == "compile" and search.expected_s(setting, "step") > _COMPILE_SHARE * search.space.budget_s:
             seen.append(f"{words} not tried: compiling would take {_COMPILE_SHARE:.0%} of the budget or more")
         else:
-            seen.append(_one_switch(search, setting, knob, f"{words}: {why}"))
+            seen.append(_try(search, setting, "switches", why)[1])
         search.ended["switches"] = "; ".join(seen)
     search.ended.setdefault("switches", "every switch is set already")
-
-
-def _one_switch(search: Search, setting: Setting, knob: Knob, why: str) -> str:
-    words, before = in_words(setting, search.best), search.best
-    gain = _step_gain(search, setting, "switches", why)
-    if gain is None:
-        return f"{words} not taken: {search.why_failed}"
-    if gain < SMALLEST_GAIN:
-        return f"{words} not taken ({percent(gain)})"
-    search.note(before, setting, f"{percent(gain)} samples/s of the steps alone")
-    search.best = setting
-    return f"{words} taken ({percent(gain)})"
 
 
 def _is_free(search: Search, knob: Knob) -> bool:
@@ -130,36 +135,5 @@ def _recompute_for_batch(search: Search) -> None:
         if search.memory.obstacle(setting) is None:
             while (more := _larger_batch(search, setting)) is not None and search.memory.obstacle(more) is None:
                 setting = more
-            gain = _step_gain(search, setting, "batch", "recomputed levels make room for a larger micro-batch")
-            if gain is not None and gain >= SMALLEST_GAIN:
-                search.note(search.best, setting, f"together {percent(gain)} samples/s of the steps alone")
-                search.best = setting
+            _try(search, setting, "batch", "recomputed levels make room for a larger micro-batch")
             return
-
-
-def _step_gain(search: Search, setting: Setting, stage: Stage, why: str) -> float | None:
-    """Gain of the steps alone over the best; in turn with it where one block cannot tell.  None where it failed.
-
-    A setting that costs more has to show its gain; one that shows none after three pairs is given up.
-    """
-    last = search.blocks[-1]
-    beside = (last.kind, last.ended) == ("step", "ok") and trainer_knobs(last.setting) == trainer_knobs(search.best)
-    first = search.rate(setting, "step", stage, why)
-    if first is None:
-        return None
-    again = f"in turn: {in_words(setting, search.best)}"
-    base = last.rate if beside else search.rate(search.best, "step", stage, again)
-    if base is None:
-        return None
-    if first < (1 - _LOST_AT_ONCE) * base:
-        return first / base - 1
-    words = in_words(setting, search.best)
-    found = search.in_turn((setting, "step"), (search.best, "step"), stage, words, pairs=[(first, base)])
-    if found is None:
-        return None
-    if not (found.is_above(0.0) or found.gain < SMALLEST_GAIN or found.gain > AT_ONCE):
-        search.undecided.append(
-            f"{in_words(setting, search.best)} was not decided: {percent(found.gain)} in {found.pairs} pairs"
-        )
-        return 0.0
-    return found.gain

@@ -23,8 +23,8 @@ from vesuvius.monitor.postmortem.post_mortem import record_run_death
 from vesuvius.monitor.recent import read_recent
 from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.metrics import Record
-from vesuvius.tuning.measurement import Ended, Setting
-from vesuvius.tuning.process import TrialProcess
+from vesuvius.trials.ended import Ended
+from vesuvius.trials.process import TrialProcess
 
 _CAUSE_LENGTH = 400
 # A trainer that lives writes a sample of its memory this often at least.
@@ -149,7 +149,7 @@ def next_number(directory: Path) -> int:
     return max((int(path.stem) for path in directory.glob("*.yaml") if path.stem.isdecimal()), default=-1) + 1
 
 
-def trainer_config(config: Config, setting: Setting, number: int) -> Config:
+def trainer_config(config: Config, number: int) -> Config:
     """Return the config of a trainer: without an end, quiet, with dense samples of the memory.  Pure.
 
     Each trainer has a seed of its own and therefore reads other regions: otherwise a later one would find the data of
@@ -158,16 +158,16 @@ def trainer_config(config: Config, setting: Setting, number: int) -> Config:
     recommended.  Its weights are worthless, and hardly move.
 
     Raises:
-        ValidationError: the setting does not fit the config.
+        ValidationError: the config is invalid.
     """
-    applied, at = setting.applied_to(config), config.monitor.prefetch_at
+    at = config.monitor.prefetch_at
     training = {
         "steps_per_epoch": NEVER,
         "epochs": 1,
         "max_steps": None,
         "keep_last": 1,
         "validate_every": NEVER if config.training.validate_every else 0,
-        "validate_patches": setting.train_batch_size,
+        "validate_patches": config.training.train_batch_size,
         "lr": min(config.training.lr, 1e-6),
         "max_nonfinite": NEVER,
     }
@@ -180,4 +180,4 @@ def trainer_config(config: Config, setting: Setting, number: int) -> Config:
         "exit_at": at,
     }
     seed = int(np.random.default_rng((config.seed, number)).integers(2**31))
-    return trial_config(applied, f"{number:03d}", training, monitor, seed=seed)
+    return trial_config(config, f"{number:03d}", training, monitor, seed=seed)

@@ -1,0 +1,82 @@
+"""The machine that trials run on, the memory that it has left for them, and what a trial is planned to take."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.monitor.memory.limits import killers_of, left_bytes
+from vesuvius.monitor.probes.cores import usable_cores
+from vesuvius.monitor.probes.gpus import Gpus
+from vesuvius.monitor.probes.system_sample import sample_system
+from vesuvius.runlog.units import GIB
+from vesuvius.stream.start.prepare import PreparedData
+from vesuvius.training.forecast.memory_plan import plan_memory
+from vesuvius.training.forecast.ram_plan import plan_ram
+from vesuvius.training.monitoring import memory_limits
+from vesuvius.training.step.step import choose_device, resolve_amp
+
+_VRAM_SHARE = 0.92
+_PLANNED_STEPS = 100  # typical steps of a trial: few tasks, so no handover between Ray executions
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """The machine of a measurement, whose figures are valid there only; restarted containers have other host names."""
+
+    host: str
+    cores: float
+    ram_gib: float
+    gpu: str | None
+    gpu_gib: float | None
+
+    def words(self) -> str:
+        """Describe the machine in one line."""
+        gpu = "no GPU" if self.gpu is None else f"{self.gpu} ({self.gpu_gib:.0f} GiB)"
+        return f"{self.host}: {self.cores:g} cores, {self.ram_gib:.0f} GiB of RAM, {gpu}"
+
+
+def describe_machine() -> MachineFacts:
+    """Describe this machine."""
+    device = choose_device()
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return MachineFacts(
+        host=platform.node(),
+        cores=usable_cores(os.getpid()),
+        ram_gib=round(sample_system(os.getpid()).machine.total_bytes / GIB, 2),
+        gpu=gpu.name if gpu else None,
+        gpu_gib=round(gpu.total_memory / GIB, 2) if gpu else None,
+    )
+
+
+def ram_left(config: Config) -> int:
+    """Return the bytes a run may use before the guard's first threshold, given the current use of other processes.
+
+    The smallest over all memory limits: the machine, control groups, Ray's monitor, `monitor.ram_limit_gib`.
+    """
+    training = config.training.model_copy(update={"workers": max(config.training.workers, 1)})  # includes Ray's monitor
+    limits = memory_limits(config.model_copy(update={"training": training}))
+    return left_bytes(killers_of(sample_system(os.getpid()), limits), limits)
+
+
+def vram_left() -> int:
+    """Return the GPU bytes a run may use, given what other processes hold now."""
+    gpu = torch.cuda.get_device_properties(choose_device())
+    with Gpus() as gpus:
+        used_bytes = sum(use.used_bytes for use in gpus.sample() if str(getattr(gpu, "uuid", None)) in use.uuid)
+    return int(_VRAM_SHARE * gpu.total_memory) - used_bytes
+
+
+def trial_ram_bytes(config: Config, data: PreparedData, on_gpu: bool) -> int:
+    """Return the planned peak host memory of a trial, which is shorter than the run of its config."""
+    short = config.training.model_copy(update={"max_steps": _PLANNED_STEPS})
+    return plan_ram(config.model_copy(update={"training": short}), data, on_gpu).total_bytes
+
+
+def planned_vram_bytes(config: Config) -> int:
+    """Return the planned peak GPU memory, with the reserve."""
+    return plan_memory(config, amp=resolve_amp(config.training.amp, choose_device())).vram_bytes
