@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from tests.runs.test_ranks import relative, steps_of, wait_for_step
-from tests.support.kill_harness import Session, processes_with
+from tests.support.kill_harness import Session, left_after, processes_with
 from vesuvius.stream.reading.notes import read_notes
 
 WriteConfig = Callable[..., Path]
@@ -84,16 +83,6 @@ KEPT_BY_RAY = (
 )
 
 
-def left_after_a_while(marker: str, at_most_s: float = 60) -> list[str]:
-    """Processes with this in their environment that do not end: a node ends those of a job once its command is gone."""
-    deadline = time.monotonic() + at_most_s
-    while True:
-        left = [line.strip() for line in processes_with(marker) if not any(name in line for name in KEPT_BY_RAY)]
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.2)
-
-
 def ranks_at_work(run: Path) -> int:
     """In the last step."""
     return len(list(steps_of(run, "ranks").values())[-1]["times"])
@@ -122,7 +111,7 @@ def test_ten_nodes_are_killed_and_come_back_and_the_run_shrinks_and_grows_with_t
         print(f"{kills} kills of nodes, {max(steps_of(run))} steps, {session.age_s:.0f} s")
         session.process.terminate()
         assert session.end() == 75, session.text()
-    assert left_after_a_while(marker) == []
+    assert left_after(marker, 60, KEPT_BY_RAY) == [], "a node ends those of a job once its command is gone"
     text = session.text()
     assert text.count("as ranks were lost") == kills
     assert text.count("Ray Train goes on with 3 ranks: stopping") == kills, "they save before they grow"
@@ -147,9 +136,11 @@ def test_readers_that_may_run_anywhere_leave_a_node_with_a_gpu_to_the_trainer(
         nodes.add_node(num_cpus=4, object_store_memory=2**28)
         nodes.wait_for_nodes()
         cluster = {"address": nodes.address, "reader_nodes": "any"}
-        config = tiny_config(training={"workers": 2, "epochs": 1}, cluster=cluster)
+        config = tiny_config(training={"workers": 2, "epochs": 1000}, cluster=cluster)
         with Session(config, tmp_path) as session:
-            assert session.end() == 0, session.text()
+            session.wait_until(lambda: "readers: " in session.text(), "their place was logged", every_s=0.5)
+            session.process.terminate()
+            assert session.end() == 75, session.text()
     finally:
         nodes.shutdown()
     assert re.findall(r"readers: (.*)", session.text()) == [f"2 on {platform.node()} (no GPU)"]
@@ -204,7 +195,7 @@ def test_readers_of_two_ranks_run_on_a_node_beside_them_and_deliver_what_one_ran
 
             session.wait_until(seen, "a reader was there", every_s=0.05)
             assert session.end() == 0, session.text()
-        assert left_after_a_while(marker) == []
+        assert left_after(marker, 60, KEPT_BY_RAY) == [], "a node ends those of a job once its command is gone"
         raylets = {node.all_processes["raylet"][0].process.pid for node in nodes.list_all_nodes()}
     finally:
         nodes.shutdown()

@@ -15,7 +15,7 @@ from tests.support.kill_harness import (
     Session,
     final_difference,
     kill_inside_save,
-    processes_with,
+    left_after,
     run_directory,
     run_with_kills,
 )
@@ -105,7 +105,4 @@ def test_kills_with_ray_readers_and_another_number_of_them_each_time_change_no_b
     )
     print(f"\nwith Ray: {figures}", flush=True)
     assert final_difference(run_directory(killed, tmp_path), straight) is None
-    deadline = time.monotonic() + 120  # that is the claim: gone within 2 minutes
-    while (left := processes_with(marker)) and time.monotonic() < deadline:
-        time.sleep(1)
-    assert left == []
+    assert left_after(marker, at_most_s=120) == [], "that is the claim: gone within 2 minutes"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.kill_harness import Session, processes_with
+from tests.support.kill_harness import Session, left_after
 from tests.support.rank_runs import ends_of, output_of, started_ranks
 from tests.support.runs import vesuvius_train
 from vesuvius.config.load import read_config
@@ -330,7 +330,7 @@ def test_ray_train_starts_all_ranks_again_when_one_is_killed(tiny_config: WriteC
     assert "was killed" not in session.text()  # rank 0 was ended on purpose
     assert "was killed" in (run / "ranks/1/logs/train_full.log").read_text()
     assert list((tmp_path / "runs/.ray_train").iterdir()) == []
-    assert processes_with(marker) == []
+    assert left_after(marker, at_most_s=30) == []
     assert len(steps_of(run)) == 20
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=2)
 
@@ -351,7 +351,7 @@ def test_a_signal_to_the_command_stops_the_ranks_of_ray_train_with_a_checkpoint_
     assert " ERROR " not in session.text(), "an ordinary stop"
     (*_, last) = list_checkpoints(run / "checkpoints")
     assert step_of(last) == max(steps_of(run))
-    assert processes_with(marker) == []
+    assert left_after(marker, at_most_s=30) == []
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=1000)
 
 
@@ -367,7 +367,7 @@ def test_ten_kills_of_ranks_lose_nothing_past_the_last_checkpoint(tiny_config: W
             lost.append(max(steps_of(run)) % PLAIN["save_every"])
         assert session.end() == 0, session.text()
     print(f"10 kills: {lost} steps behind the checkpoint, {session.age_s:.0f} s")
-    assert processes_with(marker) == []
+    assert left_after(marker, at_most_s=30) == []
     assert len(steps_of(run)) == 200
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=20)
 
@@ -417,7 +417,7 @@ def test_ray_train_starts_all_ranks_again_when_one_is_stopped_for_longer_than_th
         assert session.end() == 0, session.text()
     assert session.text().count("restart 1 of at most 10, as ranks were lost") == 1
     assert "rank 1" in session.text().split("as ranks were lost")[1].splitlines()[0]
-    assert processes_with(marker) == []
+    assert left_after(marker, at_most_s=30) == []
     assert len(steps_of(run)) == 40
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=4)
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from tests.conftest import REPOSITORY, SCROLL_DATA, needs_scroll_data, run_vesuvius, textured, write_array
 from tests.support import fork_server
-from tests.support.kill_harness import processes_with
+from tests.support.kill_harness import left_after
 from tests.support.runs import WriteConfig, assert_same_weights, records_of, steps_of, vesuvius_train
 from tests.support.tiny import tiny_sections
 from vesuvius import __version__
@@ -369,7 +369,4 @@ def test_no_process_of_a_run_outlives_it(tiny_config: WriteConfig, tmp_path: Pat
     )
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    deadline = time.monotonic() + 30
-    while (left := processes_with(marker)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert left == []
+    assert left_after(marker, at_most_s=30) == []

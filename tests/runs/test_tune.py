@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.kill_harness import Session, processes_with
+from tests.support.kill_harness import Session, left_after
 from tests.support.runs import WriteConfig, fork_trials, vesuvius_train
 from tests.tuning.simulated import Machine, SimulatedRunner
 from vesuvius.commands import tune
@@ -171,7 +171,7 @@ def test_an_interrupted_tune_goes_on_where_it_was(tiny_config: WriteConfig, tmp_
         session.process.send_signal(signal.SIGINT)
         assert session.process.wait(120) == EXIT_INTERRUPTED
         assert "continue with --resume" in session.text()
-    assert processes_with(str(tmp_path / "runs")) == []
+    assert left_after(str(tmp_path / "runs"), at_most_s=0) == []
     before = TuneLedger.read(TUNE / "ledger.jsonl").blocks
     assert len(before) >= 1
     assert vesuvius_tune(config, *arguments, "--resume") == EXIT_OK

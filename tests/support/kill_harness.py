@@ -225,6 +225,16 @@ def processes_with(marker: str) -> list[str]:
     return found
 
 
+def left_after(marker: str, at_most_s: float, kept: Sequence[str] = ()) -> list[str]:
+    """Command lines of those that are still there after this time, but for those that have a word of `kept`."""
+    deadline = time.monotonic() + at_most_s
+    while True:
+        left = [line.strip() for line in processes_with(marker) if not any(word in line for word in kept)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.2)
+
+
 def final_difference(run: Path, other: Path) -> str | None:
     """How the last checkpoints of two runs differ in weights, optimizer, averages or scaler; None: not in one bit."""
     ours, theirs = (list_checkpoints(path / "checkpoints")[-1] for path in (run, other))
