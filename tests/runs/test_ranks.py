@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, chdir
+from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.kill_harness import Session, left_after
@@ -370,6 +371,30 @@ def test_ten_kills_of_ranks_lose_nothing_past_the_last_checkpoint(tiny_config: W
     assert left_after(marker, at_most_s=30) == []
     assert len(steps_of(run)) == 200
     assert_trained_as_one_rank(tiny_config, tmp_path, run, epochs=20)
+
+
+@pytest.mark.long
+def test_the_end_of_ray_trains_own_process_ends_all_ranks_and_says_how_to_go_on(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    config = tiny_config("killed", training=PLAIN | {"epochs": 1000, "accumulate_steps": 1, "ranks": 2})
+    marker = f"TEST_OF_VESUVIUS={tmp_path}"
+    with Session(config, tmp_path, environment=dict([marker.split("=", 1)])) as session:
+        wait_for_step(tmp_path / "runs/killed", 5, [session.process])
+        (controller,) = (process for process in psutil.process_iter(["cmdline"]) if is_controller(process, marker))
+        controller.kill()
+        assert session.end() == 1, session.text()
+    assert "Ray Train's own process must live as long as the run" in session.text()
+    assert "Traceback" not in session.text().split("Ray Train's own process")[1]
+    assert processes_with(marker) == []
+
+
+def is_controller(process: psutil.Process, marker: str) -> bool:
+    """Whether it is the controller of Ray Train in the run whose processes have this in their environment."""
+    name, value = marker.split("=", 1)
+    with suppress(psutil.Error):
+        return "TrainController" in " ".join(process.cmdline()) and process.environ().get(name) == value
+    return False
 
 
 @pytest.mark.long
