@@ -94,5 +94,5 @@ def test_a_dry_run_leaves_the_notes_of_the_run_alone(tiny_config: WriteConfig, s
     before = list(notes.iterdir())
     preview = ("training.preview_every=1", "data.max_quarantined=1000")
     done = run_vesuvius("train", "--config", config, "--resume", "--dry-run", *preview, cwd=tmp_path)
-    assert "the process that reads for the start was ended by SIGABRT" in done.stderr
+    assert "the process that reads at the start was ended by SIGABRT" in done.stderr
     assert list(notes.iterdir()) == before

@@ -565,5 +565,5 @@ def test_a_condition_that_is_gone_ends_with_exit_6(
     moved = (conditional / "labels.zarr").rename(tmp_path / "moved.zarr")
     assert refused("--out", tmp_path / "out", checkpoint="shown") == 6
     moved.rename(conditional / "labels.zarr")
-    assert "labels.zarr, which is not there" in capsys.readouterr().err
+    assert "labels.zarr, which does not exist" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -74,7 +74,7 @@ def test_an_abort_ends_the_other_process_and_its_chunk_is_passed_over(
             assert (raised.value.volume, raised.value.chunk) == (str(poisoned), (1, 1, 1))
         sound = ((64, 64, 64), (80, 80, 80))
         np.testing.assert_array_equal(reads.read("volume", 0, sound), textured(SHAPE)[64:80, 64:80, 64:80])
-    (said,) = [record.getMessage() for record in caplog.records if "reads for the start" in record.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "reads at the start" in record.getMessage()]
     assert f"was ended by SIGABRT while it read volume {poisoned}, region z 8:50, y 8:50, x 8:50" in said
     assert "memory allocation of 1152921504606846976 bytes failed" in said
     assert said.endswith("; another one reads that with care")

@@ -263,7 +263,7 @@ def test_a_step_noticed_late_says_that_its_weights_may_have_moved(tiny_config: W
     Session(config, Path.cwd(), LateClock()).run(4)  # steps 3 and 4 are launched when step 2 is reported
     replayed = replay(Path("nonfinite/step_00000002.pt"))
     assert replayed.stored.later_steps == 2
-    assert any("up to 2 later ones" in line for line in replayed.lines())
+    assert any("up to 2 later steps" in line for line in replayed.lines())
 
 
 def test_batches_are_let_go_once_their_step_is_reported(tiny_config: WriteConfig) -> None:
@@ -329,16 +329,16 @@ def test_a_file_that_is_no_kept_step_is_refused_and_never_executed(tiny_config: 
     torch.save({"model": {}}, "foreign.pt")
     torch.save(_Code(), "code.pt")
     for name, kind, text in (
-        ("missing.pt", ConfigError, "which is not there"),
+        ("missing.pt", ConfigError, "which does not exist"),
         ("foreign.pt", ConfigError, "which holds something else"),
         ("flipped.pt", StorageError, "a wrong checksum"),
-        ("cut.pt", StorageError, "as it was written"),
+        ("cut.pt", StorageError, "unchanged since it was written"),
         (
             "code.pt",
             StorageError,
             "got ValueError: a file that holds more than tensors and plain data, which is not loaded for",
         ),
-        ("nonfinite", StorageError, "as it was written"),
+        ("nonfinite", StorageError, "unchanged since it was written"),
     ):
         with pytest.raises(kind, match=text):
             replay(Path(name))
@@ -369,7 +369,7 @@ def test_the_door_prints_the_replay_and_ends_with_5_or_0(
     capsys.readouterr()  # what the run has said
     assert train.main(["--replay", file]) == 5
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "step 2 of tiny: met on cpu with amp fp16, replayed on cpu with amp fp16"
+    assert lines[0] == "step 2 of tiny: occurred on cpu with amp fp16, replayed on cpu with amp fp16"
     assert [line.split()[:2] for line in lines[1:5]] == [["sample", str(index)] for index in (4, 5, 6, 7)]
     assert lines[3].endswith("loss nan")
     assert lines[-1].startswith("not finite again: the loss")

@@ -158,7 +158,7 @@ class StartReads:
                 "the volume if they crash, free memory if they are killed, or raise the limit"
             )
         log.warning(
-            "the process that reads for the start was ended by %s while it read %s%s; another one %s",
+            "the process that reads at the start was ended by %s while it read %s%s; another one %s",
             how,
             place or "nothing",
             said,
