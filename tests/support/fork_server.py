@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import json
@@ -278,6 +279,21 @@ def _plan_the_tiny_run() -> None:
     plan_memory(config, amp="bf16")
 
 
+def _check_the_machine() -> None:
+    """As each run does before its first step; it stays the same, and is remembered."""
+    import torch
+
+    from vesuvius.training.step import self_test
+
+    for name in ("convolution_errors", "norm_errors"):
+        setattr(self_test, name, functools.cache(getattr(self_test, name)))
+    threads, cpu = torch.get_num_threads(), torch.device("cpu")
+    torch.set_num_threads(1)  # a forked process would wait for ever for other threads of this one
+    self_test.check_convolution(cpu, "off")
+    self_test.check_norm(cpu, "off", False)
+    torch.set_num_threads(threads)
+
+
 _interrupted: list[bool] = []
 
 
@@ -329,6 +345,7 @@ if __name__ == "__main__":
         importlib.import_module(_name)
     if _runs:
         _plan_the_tiny_run()
+        _check_the_machine()
     _imported = {name: value for name, value in os.environ.items() if _before.get(name) != value}
     gc.freeze()
     _request = _serve(socket.socket(fileno=int(sys.argv[1])))
