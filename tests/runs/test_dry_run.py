@@ -143,7 +143,7 @@ def test_the_dry_run_says_where_not_even_one_patch_fits(
     assert "largest  train_batch_size 0" in shown.out
     assert "GiB; add training.checkpoint_levels" in shown.err, "lean_norm is on already"
     assert vesuvius_train(tiny_config(), *too_small, "training.lean_norm=false") == EXIT_CONFIG
-    assert "GiB; set training.lean_norm=true, name more" in capsys.readouterr().err
+    assert "GiB; set training.lean_norm=true, add training.checkpoint_levels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_the_dry_run_refuses_a_volume_with_torn_chunks_and_names_one(
 ) -> None:
     assert vesuvius_train(tiny_config(), "--dry-run") == EXIT_OK
     shown = capsys.readouterr().out
-    assert f"chunks     48 of 48 of {volume} read: all whole" in shown
+    assert f"chunks     48 of 48 of {volume} read: all intact" in shown
     assert "volume verify" not in shown, "all were read"
     for key in ("0/0/1", "1/1/1", "0/3/2"):
         (volume / key).write_bytes((volume / key).read_bytes()[:-50])
@@ -229,4 +229,4 @@ def test_the_dry_run_says_how_many_chunks_it_has_not_read(
     monkeypatch.setattr(dry_run, "spot_check", partial(spot_check, most=5))
     assert vesuvius_train(tiny_config(), "--dry-run") == EXIT_OK
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("nothing was written; of 48 chunks 5 were read, `vesuvius volume verify` reads all")
+    assert last.endswith("nothing was written; 5 of 48 chunks were read, `vesuvius volume verify` reads all")

@@ -50,7 +50,7 @@ def test_of_a_large_volume_as_many_as_were_read_are_told_and_damage_is_seen(tmp_
     path = write_array(tmp_path / "v.zarr", textured((128, 256, 256)), chunk=32)
     whole = checked(path)
     assert (whole.read, whole.chunks, whole.problem(0)) == (spot_check.MOST_CHUNKS, 4 * 8 * 8, None)
-    assert whole.line() == f"64 of 256 of {path} read: all whole"
+    assert whole.line() == f"64 of 256 of {path} read: all intact"
     for chunk in path.glob("*/*/[0246]"):
         chunk.write_bytes(b"torn")
     assert 20 <= len(checked(path).broken) <= 44, "half of 64, with three standard deviations"
