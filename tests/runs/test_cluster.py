@@ -114,7 +114,7 @@ def test_ten_nodes_are_killed_and_come_back_and_the_run_shrinks_and_grows_with_t
     assert left_after(marker, 60, KEPT_BY_RAY) == [], "a node ends those of a job once its command is gone"
     text = session.text()
     assert text.count("as ranks were lost") == kills
-    assert text.count("Ray Train goes on with 3 ranks: stopping") == kills, "they save before they grow"
+    assert text.count("Ray Train continues with 3 ranks: stopping") == kills, "they save before they grow"
     steps = steps_of(run)
     assert list(steps) == list(range(1, len(steps) + 1))
     with Session(tmp_path / "whole.yaml", tmp_path, f"training.max_steps={len(steps)}") as whole:

@@ -36,9 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 import torch.distributed as dist
+
+import vesuvius.stream.ray  # noqa: F401  sets Ray's environment, which has to be there before Ray is imported
+
+# isort: split
+import ray
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, parse_stored, read_config

@@ -135,6 +135,7 @@ class Monitor:
         self._obeyed = False
         self._say_blind_again_s = -math.inf
         self._level = Level.LOW
+        self._naming: threading.Thread | None = None
         self._moments: deque[MemorySample] = deque(maxlen=_MOMENTS)
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
@@ -254,16 +255,23 @@ class Monitor:
                 lambda: log.warning("risk of an out of memory kill %s: %s", risk.level.name, risk.reason)
             )
             if others_are_to_blame(risk.killers, self._limits):
-                self._writer.later(lambda: self._name_others(sample))
+                self._name_others(sample)
         elif self._mode != "off" and risk.level < before:
             self._writer.later(lambda: log.info("memory risk is %s again", risk.level.name))
         if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
             self._on_exit(order)
 
     def _name_others(self, sample: SystemSample) -> None:
-        """In the writing thread: to read of other people's processes may take long, or hang."""
-        others = self._watcher.largest_others(sample, OTHERS_NAMED)
-        log.warning("%s", others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others))
+        """On a thread that nothing waits for: to read of other people's processes may take long, or hang."""
+
+        def name() -> None:
+            others = self._watcher.largest_others(sample, OTHERS_NAMED)
+            text = others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others)
+            self._writer.later(lambda: log.warning("%s", text))
+
+        if self._naming is None or not self._naming.is_alive():
+            self._naming = threading.Thread(target=name, name="monitor-others", daemon=True)
+            self._naming.start()
 
     def _say(self, notice: Notice) -> None:
         log.log(notice.level, "%s", notice.text)

@@ -102,7 +102,7 @@ def judge(window: Window, knobs: Knobs, thresholds: Thresholds = Thresholds()) -
         advice = "nothing to change: no setting helps while readers are stopped"
         found = replace(found, cause="readers stopped", overrides=(), advice=advice)
     if window.stopped_readers:
-        held = f"`kill -CONT` resumes the {window.stopped_readers} stopped now"
+        held = f"`kill -CONT` resumes the {window.stopped_readers} stopped now, unless a debugger holds them"
         found = replace(found, advice=f"{found.advice}; {held}")
     return found
 

@@ -29,8 +29,10 @@ class Metrics:
     def write(self, kind: str, **figures: Any) -> None:
         """Append one record with its kind and the time.  Listeners hear it first: the disk may be what hangs."""
         record = make_record(kind, **figures)
-        self.share(record)
-        self._lines.append(record)
+        try:
+            self.share(record)
+        finally:
+            self._lines.append(record)
 
     def share(self, record: Record) -> None:
         """Hand a record that stands in another file to the listeners only."""

@@ -53,10 +53,13 @@ def train_with_ray(request: Request) -> int:
     ranks = int(config.training.ranks)
     if not request.resume:  # before a rank is lost, whose next start would resume what is there
         refuse_existing(run_dir(config))
-    # torch takes seconds to import, Ray's processes take seconds to start
-    threading.Thread(target=importlib.import_module, args=("torch.distributed",), name="torch", daemon=True).start()
+    store_bytes = _store_bytes(config, ranks)
     with ExitStack() as opened:
-        session = Session(config.cluster, config.training.workers * ranks, ranks, _store_bytes(config, ranks))
+        # torch takes seconds to import, Ray's processes take seconds to start.
+        importing = threading.Thread(target=_import_torch, name="torch", daemon=True)
+        importing.start()
+        opened.callback(importing.join)  # a process that ends while its C++ code starts may crash
+        session = Session(config.cluster, config.training.workers * ranks, ranks, store_bytes)
         opened.callback(session.close)
         start_autoscaling_coordinator()
         from vesuvius.launch.ray.trainer import fit_on_thread, make_trainer, storage_of  # imports torch
@@ -86,24 +89,32 @@ def train_with_ray(request: Request) -> int:
             return signals.exit_code
         try:
             exit_code, message = result.result().return_value
-        except TrainingFailedError as error:
+        except (TrainingFailedError, ray.exceptions.RayActorError) as error:
             # The rank that knows the cause may have told it when another one, which hung in a collective, was lost.
             if (ended := answer(bulletin.ended.remote())) is None:
-                raise VesuviusError(
-                    f"a lost rank may be replaced cluster.max_restarts={config.cluster.max_restarts} times; got "
-                    f"{one_line(error)}; see the logs of the ranks below {run_dir(config).path}, and continue with "
-                    "--resume"
-                ) from error
+                raise _end_of_ray_train(config, error) from error
             exit_code, message = ended
-        except ray.exceptions.RayError as error:
-            raise VesuviusError(
-                f"Ray Train's own process must live as long as the run; got {type(error).__name__}: {one_line(error)}; "
-                "look for its end in Ray's logs (/tmp/ray/session_latest/logs) and the system's, and continue with "
-                "--resume"
-            ) from error
         if message and message not in lines.last:
             log.error("%s", message)  # of before there was a log
         return int(exit_code)
+
+
+def _import_torch() -> None:
+    with suppress(Exception):  # the import that follows says it
+        importlib.import_module("torch.distributed")
+
+
+def _end_of_ray_train(config: Config, error: Exception) -> VesuviusError:
+    """For an end of which no rank has told the cause."""
+    if isinstance(error, TrainingFailedError):
+        return VesuviusError(
+            f"a lost rank may be replaced cluster.max_restarts={config.cluster.max_restarts} times; got "
+            f"{one_line(error)}; see the logs of the ranks below {run_dir(config).path}, and continue with --resume"
+        )
+    return VesuviusError(
+        f"Ray Train's own process must live as long as the run; got {type(error).__name__}: {one_line(error)}; look "
+        "for its end in Ray's logs (/tmp/ray/session_latest/logs) and the system's, and continue with --resume"
+    )
 
 
 def _store_bytes(config: Config, ranks: int) -> int:

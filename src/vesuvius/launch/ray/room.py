@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import ray
 
 from vesuvius.config import Config
-from vesuvius.errors import ConfigError, VesuviusError
+from vesuvius.errors import ConfigError, VesuviusError, one_line
 from vesuvius.stream.options import reads_here
 from vesuvius.stream.ray.session import Session
 
@@ -87,11 +87,17 @@ def _lack_for_readers(config: Config, have: int, nodes: Sequence[Mapping[str, fl
 
 def look_for_ranks(config: Config, on_gpu: bool, waited_s: float) -> None:
     """Say what ranks or readers wait for, as Ray does not.  Raises VesuviusError where ranks have waited too long."""
-    nodes = living_nodes()
+    if waited_s < SAY_EVERY_S and reads_here(config.cluster, world=2):
+        return
+    try:
+        nodes = living_nodes()
+    except ray.exceptions.RayError as error:
+        log.warning("Ray does not say which nodes live: %s", one_line(error))
+        return
     have = room_for_ranks(nodes, needs_of_rank(config, on_gpu))
     if waited_s < SAY_EVERY_S:
         if (lack := _lack_for_readers(config, have, nodes)) is not None:
-            log.warning("readers wait: %s", lack)
+            log.warning("readers may have to wait: %s", lack)
         return
     least, limit_minutes = config.cluster.min_ranks or int(config.training.ranks), config.cluster.rank_timeout_minutes
     offer = f"the nodes have room for {have} ({_text(nodes)})"

@@ -101,7 +101,7 @@ class _Resizes(ControllerCallback):
         self._bulletin = bulletin
 
     def before_controller_execute_resize_decision(self, resize_decision: Any) -> None:
-        if not answer(self._bulletin.resize.remote(f"Ray Train goes on with {resize_decision.num_workers} ranks")):
+        if not answer(self._bulletin.resize.remote(f"Ray Train continues with {resize_decision.num_workers} ranks")):
             return  # none are at work
         deadline = time.monotonic() + _SAVE_S
         while answer(self._bulletin.resizing.remote()) is not False and time.monotonic() < deadline:

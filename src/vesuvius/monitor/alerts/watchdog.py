@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 _JOIN_S = 1.0
-_WITHIN_S = 5.0
+_WITHIN_S, _NEXT_AFTER_S = 5.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -134,16 +134,20 @@ class Watchdog:
         line = f"Verdict step {step}/{last} {text}; stacks of all threads in {path}"
         fields: dict[str, Any] = {"step": step, "text": text, "stacks": f"{self._stacks.name}/{path.name}"}
         heard = fields | {"what": expected.what, "waiting_for": waiting_for, "seconds": seconds}
-        _beside(lambda: self._dump(path, text))
-        _beside(lambda: log.error("%s; the run keeps waiting, a stop saves step %d", line, step))
-        _beside(lambda: self._record("verdict", **fields, bound="hung", cause=None, overrides=[]))
-        _beside(lambda: self._record("event", event="hung", **heard))
+        _beside(
+            lambda: self._dump(path, text),
+            lambda: log.error("%s; the run keeps waiting, a stop saves step %d", line, step),
+            lambda: self._record("verdict", **fields, bound="hung", cause=None, overrides=[]),
+            lambda: self._record("event", event="hung", **heard),
+        )
 
     def _say_recovered(self, expected: _Expected, sign_s: float) -> None:
         seconds = self._now() - sign_s
         text = f"no longer hung: the wait for a {expected.what} is over after {seconds / 60:.1f} min"
-        _beside(lambda: log.info("%s", text))
-        _beside(lambda: self._record("event", event="recovered", step=self._step()[0], text=text, seconds=seconds))
+        _beside(
+            lambda: log.info("%s", text),
+            lambda: self._record("event", event="recovered", step=self._step()[0], text=text, seconds=seconds),
+        )
 
     def _dump(self, path: Path, text: str) -> None:
         try:
@@ -160,8 +164,17 @@ class Watchdog:
             log.warning("the stacks of a hung run must be writable; got %s for %s; free some space", error, path)
 
 
-def _beside(write: Callable[[], None]) -> None:
-    """On a thread of its own, for which nobody waits long: the disk may be what hangs."""
-    thread = threading.Thread(target=write, name="watchdog-writer", daemon=True)
-    thread.start()
-    thread.join(_WITHIN_S)
+def _beside(*writes: Callable[[], None]) -> None:
+    """Each on a thread of its own, which none of the others waits for long: the disk may be what hangs."""
+    deadline = time.monotonic() + _WITHIN_S
+    for write in writes:
+        thread = threading.Thread(target=_caught, args=(write,), name="watchdog-writer", daemon=True)
+        thread.start()
+        thread.join(max(deadline - time.monotonic(), _NEXT_AFTER_S))
+
+
+def _caught(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except Exception:
+        log.exception("the watchdog could not say what it saw")

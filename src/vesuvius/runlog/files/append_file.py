@@ -33,14 +33,16 @@ class AppendFile:
         torn = _is_torn(path)
         self._path = path
         self._keep = keep
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._waiting: deque[bytes] = deque([b"\n"] if torn else [])
         self._failing = False
         self._lost = 0
         self._writing = threading.Lock()
 
     def write_line(self, text: str) -> None:
-        """Append a text and a newline."""
+        """Append a text and a newline; nothing once it is closed."""
+        if self._descriptor is None:
+            return
         self._waiting.append(text.encode("utf-8", "backslashreplace") + b"\n")
         # Where the lock is taken, a thread or the code below this signal handler is writing, and takes this line along.
         while self._waiting and self._writing.acquire(blocking=False):
@@ -59,9 +61,11 @@ class AppendFile:
 
     def close(self) -> None:
         """Write what waits, if the disk takes it now, and close the file."""
-        error = self._write_waiting()
+        if self._descriptor is None:
+            return
+        error, descriptor, self._descriptor = self._write_waiting(), self._descriptor, None
         try:
-            os.close(self._descriptor)
+            os.close(descriptor)
         except OSError as late:  # network file systems say only now that the disk is full
             error = error or late
         if error is None:
@@ -72,7 +76,7 @@ class AppendFile:
 
     def _write_waiting(self) -> OSError | None:
         """Write until nothing waits, or no more than may wait: then returns what the system said."""
-        while self._waiting:
+        while self._waiting and self._descriptor is not None:
             line = self._waiting[0]
             try:
                 written = os.write(self._descriptor, line)

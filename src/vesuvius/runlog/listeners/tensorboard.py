@@ -101,7 +101,15 @@ class TensorBoard:
 @contextmanager
 def tensorboard_thread(board: TensorBoard, close_s: float = _CLOSE_S) -> Iterator[Callable[[Record], None]]:
     """Takes records for a thread that writes their events; at the end it has so many seconds for what waits."""
-    writes = DelayedWrites("tensorboard", lambda: log.warning("an event for TensorBoard failed", exc_info=True))
+    failed = False
+
+    def say_once() -> None:
+        nonlocal failed
+        if not failed:
+            log.warning("an event for TensorBoard failed; further failures are not logged", exc_info=True)
+        failed = True
+
+    writes = DelayedWrites("tensorboard", say_once)
 
     def take(record: Record) -> None:
         writes.later(lambda: board.write(record))

@@ -27,7 +27,6 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from ray._private.node import Node
 from ray.core.generated import common_pb2, gcs_pb2
 from ray.data import DataContext
-from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util.debug import log_once
 
@@ -71,7 +70,9 @@ class StoreStats:
 
 def start_autoscaling_coordinator() -> None:
     """Start the actor that Ray Train's controller asks for processors first of all, and otherwise starts and awaits."""
-    get_or_create_autoscaling_coordinator()  # type: ignore[no-untyped-call]
+    from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
+
+    coordinator.get_or_create_autoscaling_coordinator()  # type: ignore[no-untyped-call]
 
 
 def actor_rows() -> list[ActorRow]:

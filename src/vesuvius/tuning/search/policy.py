@@ -80,9 +80,10 @@ def conclude(search: Search, cut_short: str = "") -> Recommendation:
     if verdict == "undecided" and search.undecided:
         reason = "; ".join(dict.fromkeys(search.undecided))
     if verdict == "unchanged":
-        little = f"showed no gain of {100 * SMALLEST_GAIN:.0f} %, and gains less than {100 * LARGE_GAIN:.0f} % (95 %)"
         is_tried = any(block.setting != search.base for block in search.blocks)
-        reason = f"what was tried {little}" if is_tried else "there was nothing to try"
+        reason = "no change that was tried is worth it" if is_tried else "there was nothing to try"
+        if search.best != search.base and gain is not None:
+            reason = f"{in_words(search.best, search.base)} is not worth it: {gain.text}"
     reasons = {knob: search.because.get(knob, "changed together with other keys") for knob in best.changes(source)}
     gain = gain if best == search.best else None
     return Recommendation(verdict, best, search.base, reason, reasons, search.ended, gain)

@@ -239,7 +239,7 @@ class Search:
 
     def give_up(self, words: str, found: Comparison) -> None:
         """Drop a change; it stays undecided where it may gain what counts."""
-        if found.pairs > 1 and (found.gain >= SMALLEST_GAIN or not found.is_below(LARGE_GAIN)):
+        if found.gain >= SMALLEST_GAIN or (found.pairs > 1 and not found.is_below(LARGE_GAIN)):
             self.undecided.append(f"{words} was not decided: {found.text}")
 
     def gain(
