@@ -161,7 +161,24 @@ def test_readers_that_have_lost_their_processors_do_not_wait_without_a_word(
     assert caplog.text == ""
     nodes.pop()
     room.look_for_ranks(config, True, 0.0)
-    assert "readers wait: with cluster.reader_nodes=any the nodes need 8 processors" in caplog.text
+    assert "readers may have to wait: with cluster.reader_nodes=any the nodes need 8 processors" in caplog.text
+
+
+def test_a_ray_that_does_not_answer_is_asked_only_where_something_may_wait_and_ends_no_run(
+    tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def does_not_answer() -> list[dict[str, float]]:
+        asked.append(True)
+        raise ray.exceptions.RaySystemError("the head is gone")
+
+    asked: list[bool] = []
+    monkeypatch.setattr(room, "living_nodes", does_not_answer)
+    for reader_nodes, times in (("same", 0), ("any", 1)):
+        config = read_config(tiny_config(training={"ranks": 2}, cluster={"reader_nodes": reader_nodes}))
+        room.look_for_ranks(config, True, 0.0)
+        assert len(asked) == times
+    room.look_for_ranks(config, True, 61.0)
+    assert caplog.text.count("Ray does not say which nodes live") == 2
 
 
 def test_a_wait_for_ranks_is_said_each_minute_and_ends(

@@ -141,3 +141,15 @@ def test_threads_and_signal_handlers_write_whole_lines_and_lose_none(tmp_path: P
     assert sorted(line for line in lines if line.startswith("handler")) == sorted(
         f"handler {n}" for n in range(handled)
     )
+
+
+def test_a_line_after_the_end_goes_nowhere(tmp_path: Path) -> None:
+    """The number of the closed descriptor may be another file's by then."""
+    file = AppendFile(tmp_path / "a.jsonl")
+    file.write_line("first")
+    file.close()
+    with (tmp_path / "other").open("wb"):
+        file.write_line("late")
+    file.close()
+    assert (tmp_path / "a.jsonl").read_text() == "first\n"
+    assert (tmp_path / "other").read_bytes() == b""
