@@ -297,6 +297,7 @@ def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(
     monkeypatch.setattr(command, "Session", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(command, "living_nodes", lambda: [{"CPU": 2.0}])
     monkeypatch.setattr(command, "start_autoscaling_coordinator", lambda: None)
+    monkeypatch.setattr(command, "answer", lambda said: said)
     monkeypatch.setattr(trainer, "make_trainer", lambda *_: None)
     monkeypatch.setattr(trainer, "fit_on_thread", lambda _: ended)
     path = tiny_config(training={"ranks": 2})

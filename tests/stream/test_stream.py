@@ -456,7 +456,7 @@ def test_a_stream_uses_the_store_of_a_ray_that_is_up_and_a_larger_one_has_to_fit
         stream.reconfigure(workers=1)
         next(stream)
     with open_stream(job, workers=1) as stream:
-        with pytest.raises(ConfigError, match="the object store must fit into /dev/shm"):
+        with pytest.raises(ConfigError, match="the object store must fit in /dev/shm"):
             stream.reconfigure(workers=1000)
         next(stream)
 

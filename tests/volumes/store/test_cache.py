@@ -440,7 +440,7 @@ def use_a_small_disk(mount: Path) -> None:
         assert cache.get(key(index)) is None, "the disk was not full"
         assert not cache._incoming.exists(), "what was written of it takes the last of the disk"
         check_snapshot(cache)
-    with pytest.raises(ConfigError, match=r"room for all of it|No space left"):
+    with pytest.raises(ConfigError, match=r"the disk of the cache must hold all of it|No space left"):
         cache.prepare()
     (mount / "filler").unlink()
     cache.put(key(1), b"after")
