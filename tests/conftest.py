@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -188,7 +189,8 @@ def ray_cluster() -> None:
     from vesuvius.stream.ray.session import Session
 
     if not _ray:
-        _ray.append(Session(ClusterConfig(), workers=4, ranks=1, store_bytes=2**29))
+        with contextlib.chdir(REPOSITORY):  # where its processes find `tests`
+            _ray.append(Session(ClusterConfig(), workers=4, ranks=1, store_bytes=2**29))
 
 
 @pytest.hookimpl(wrapper=True)
