@@ -59,7 +59,7 @@ _DECODES = re.compile(
 # Start times of processes move when the kernel's clock is set.
 _SAME_START_S = 5.0
 _STDERR = 2
-# Makes a process write the stacks of all its threads.
+# Makes a process write the stacks of all its threads; one whose threads run Python code meanwhile may crash.
 STACKS_SIGNAL = signal.SIGUSR2
 
 
@@ -114,8 +114,20 @@ class Note:
 
     @property
     def stacks(self) -> Path:
-        """Where the process writes its stacks when it receives `STACKS_SIGNAL`."""
+        """Where the process writes its stacks when it is asked for them or receives `STACKS_SIGNAL`."""
         return self.path.with_suffix(".stacks")
+
+    @property
+    def address(self) -> str:
+        """The socket on which a reader is asked for its stacks, in Linux's abstract namespace."""
+        return f"\0vesuvius-{self.path.stem}"
+
+
+def _write_stacks(asked: socket.socket, stacks: int) -> None:
+    """Write the stacks of all threads whenever somebody asks; no other thread runs Python code then."""
+    while True:
+        asked.recv(1)
+        faulthandler.dump_traceback(stacks)
 
 
 class NoteWriter:
@@ -146,6 +158,9 @@ class NoteWriter:
             # the signal, whose default action is to end the process.
             stacks = os.open(self._note.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True)
+            asked = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            asked.bind(self._note.address)
+            threading.Thread(target=_write_stacks, args=(asked, stacks), name="stacks", daemon=True).start()
         self._write()
         faulthandler.enable(self._dump)
 

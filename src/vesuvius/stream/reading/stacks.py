@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from vesuvius.stream.reading.notes import STACKS_SIGNAL, Note, read_notes
 
 _ANSWER_S = 2.0
 _SETTLED_S = 0.1
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def dump_stacks(folder: Path, path: Path) -> None:
     """Append the stacks of all threads of each reader with a note in a folder to a file; at most two seconds.
 
-    A reader answers even from within a codec; one that is stopped, or waits in the kernel, is listed as silent.
+    A thread of the reader answers.  Where a codec keeps it from running, a signal makes the reader write its stacks,
+    whose threads run no Python code then.  One that is stopped, or waits in the kernel, is listed as silent.
 
     Raises:
         OSError: the file cannot be written.
     """
     readers = [note for note in read_notes(folder) if note.role == "reader" and note.is_alive()]
     before = {note.pid: len(_stacks(note)) for note in readers}
-    for note in readers:
-        with suppress(ProcessLookupError):  # it has just ended
-            os.kill(note.pid, STACKS_SIGNAL)
-    deadline, sizes = time.monotonic() + _ANSWER_S, before
-    while time.monotonic() < deadline:  # until all have written something, and none has since the last look
-        time.sleep(_SETTLED_S)
-        now = {note.pid: len(_stacks(note)) for note in readers}
-        if now == sizes and all(now[pid] > before[pid] for pid in now):
-            break
-        sizes = now
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+        for note in readers:
+            with suppress(OSError):  # it has just ended
+                asking.sendto(b"?", socket.MSG_DONTWAIT, note.address)
+    if silent := _wait_for_stacks(readers, before):
+        for note in silent:
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if psutil.Process(note.pid).status() not in _STOPPED:  # else it would come when threads run again
+                    os.kill(note.pid, STACKS_SIGNAL)
+        _wait_for_stacks(readers, before)
     with path.open("a", encoding="utf-8") as out:
         for note in readers:
             since = "" if note.since is None else f" for {time.time() - note.since:.0f} s"
@@ -41,6 +47,18 @@ def dump_stacks(folder: Path, path: Path) -> None:
             out.write(written or f"no answer within {_ANSWER_S:g} s\n")
         if not readers:
             out.write("---- no live reader on this machine\n")
+
+
+def _wait_for_stacks(readers: Sequence[Note], before: Mapping[int, int]) -> list[Note]:
+    """Wait until all have written something, and none has since the last look; returns those that have not in time."""
+    deadline, sizes = time.monotonic() + _ANSWER_S / 2, before
+    while True:
+        time.sleep(_SETTLED_S)
+        now = {note.pid: len(_stacks(note)) for note in readers}
+        silent = [note for note in readers if now[note.pid] == before[note.pid]]
+        if time.monotonic() > deadline or (now == sizes and not silent):
+            return silent
+        sizes = now
 
 
 def _stacks(note: Note) -> bytes:
