@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+"""States of a process that a signal (SIGSTOP) or a debugger holds."""
+
 
 def boot_id(proc: Path = Path("/proc")) -> str:
     """Which start of which machine this is; empty where the system does not tell."""

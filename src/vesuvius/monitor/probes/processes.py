@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import psutil
 
 from vesuvius.monitor.probes.files import Roots, read_text
+from vesuvius.runlog.proc import STOPPED
 
 _BLOCK_BYTES = 512  # unit of st_blocks on every file system
 _NAME_LENGTH = 60
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _SHARED = ("/dev/shm/", "/memfd:")
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 # Shared memory without a name: what CUDA pins is mapped like this.  Addresses are hexadecimal.
 _NAMELESS = re.compile(r"^(\w+)-(\w+) ...s .* /dev/zero \(deleted\)$", re.MULTILINE)
 _SIZE = re.compile(r"^(\w+):[ \t]+(\d+) kB$", re.MULTILINE)
@@ -45,7 +45,7 @@ class ProcessUse:
     @property
     def is_stopped(self) -> bool:
         """By a signal (SIGSTOP) or a debugger."""
-        return self.status in _STOPPED
+        return self.status in STOPPED
 
 
 class ProcessTree:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 
+from vesuvius.runlog.proc import STOPPED
 from vesuvius.stream.reading.notes import STACKS_SIGNAL, Note, read_notes
 
 _ANSWER_S = 2.0
 _SETTLED_S = 0.1
-_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 def dump_stacks(folder: Path, path: Path) -> None:
@@ -36,7 +36,7 @@ def dump_stacks(folder: Path, path: Path) -> None:
     if silent := _wait_for_stacks(readers, before):
         for note in silent:
             with suppress(ProcessLookupError, psutil.NoSuchProcess):
-                if psutil.Process(note.pid).status() not in _STOPPED:  # else it would come when threads run again
+                if psutil.Process(note.pid).status() not in STOPPED:  # else it would come when threads run again
                     os.kill(note.pid, STACKS_SIGNAL)
         _wait_for_stacks(readers, before)
     with path.open("a", encoding="utf-8") as out:
