@@ -78,9 +78,9 @@ class Entry:
 class Recommendation:
     """The result of a tune."""
 
-    # "better": the interval of its gain has `best` faster than the baseline, or as fast and cheaper.  "unchanged":
-    # nothing that was tried showed a gain, and surely none a large one.  "undecided": the intervals or the budget do
-    # not say.  "none": nothing could be measured.
+    # "better": the interval of its gain has `best` faster than the baseline, or as fast and cheaper.  "unchanged": no
+    # change that was tried was worth it.  "undecided": the intervals or the budget do not say.  "none": nothing could
+    # be measured.
     verdict: Outcome
     best: Setting  # the recommended setting, which never ran out of memory
     base: Setting  # the setting of the baseline: the source, or the nearest smaller one that fits
