@@ -53,13 +53,13 @@ def train_with_ray(request: Request) -> int:
     ranks = int(config.training.ranks)
     if not request.resume:  # before a rank is lost, whose next start would resume what is there
         refuse_existing(run_dir(config))
-    store_bytes = _store_bytes(config, ranks)
+    size = _store_bytes(config, ranks)
     with ExitStack() as opened:
         # torch takes seconds to import, Ray's processes take seconds to start.
         importing = threading.Thread(target=_import_torch, name="torch", daemon=True)
         importing.start()
         opened.callback(importing.join)  # a process that ends while its C++ code starts may crash
-        session = Session(config.cluster, config.training.workers * ranks, ranks, store_bytes)
+        session = Session(config.cluster, config.training.workers * ranks, ranks, size)
         opened.callback(session.close)
         start_autoscaling_coordinator()
         from vesuvius.launch.ray.trainer import fit_on_thread, make_trainer, storage_of  # imports torch
