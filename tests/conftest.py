@@ -120,10 +120,13 @@ def write_array(path: Path, voxels: np.ndarray[Any, Any], chunk: int = 32, **opt
 
 @pytest.fixture(autouse=True)
 def _package_log_as_at_the_start() -> Iterator[None]:
-    """A command sends the package's messages to the terminal for good; the next test is to see them in `caplog`."""
-    yield
+    """A command sends the package's messages to the terminal, or nowhere, for good; the next test is to see them in
+    `caplog`."""
     package = logging.getLogger("vesuvius")
+    level = package.level
+    yield
     package.propagate = True
+    package.setLevel(level)
     for handler in list(package.handlers):
         if isinstance(handler, _TerminalHandler):
             package.removeHandler(handler)

@@ -103,6 +103,11 @@ def test_a_ray_that_does_not_even_end_once_it_is_killed_is_left_behind(
         ray_session.Session(ClusterConfig(), workers=1, ranks=1, store_bytes=2**28)
 
 
+def states_of_threads(pid: int) -> set[str]:
+    """Letters as in `ps`: each thread stops for itself."""
+    return {path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")}
+
+
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_stacks_of_readers_are_written_and_those_that_do_not_answer_are_named(volume: Path, tmp_path: Path) -> None:
     path = tmp_path / "stacks.txt"
@@ -111,6 +116,10 @@ def test_the_stacks_of_readers_are_written_and_those_that_do_not_answer_are_name
         collect(stream, 40)
         answering, stopped = sorted(pid for pid in stream.readers if psutil.pid_exists(pid))
         os.kill(stopped, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while states_of_threads(stopped) != {"T"}:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         try:
             stream.dump_reader_stacks(path)
         finally:
