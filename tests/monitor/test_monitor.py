@@ -223,6 +223,25 @@ def test_a_disk_that_hangs_does_not_blind_the_guard(tmp_path: Path) -> None:
     assert sum(r["samples"] for r in read_records(tmp_path / "system.jsonl")) == watcher.samples - 1, "nothing is lost"
 
 
+def test_a_gpu_driver_that_hangs_does_not_blind_the_guard(tmp_path: Path) -> None:
+    """The limit is passed while torch waits for the driver."""
+    answers = threading.Event()
+    orders: list[Order] = []
+
+    class HangingVram:
+        def read(self) -> VramUse | None:
+            answers.wait(60)
+            return None
+
+    vram: Any = HangingVram()
+    watcher = ScriptedWatcher(lambda sample: GIB if sample < 10 else 4 * GIB)
+    limits = Limits(configured_bytes=4 * GIB)
+    with Monitor(paths(tmp_path), limits, watcher, vram, sample_every_s=0.02, on_exit=orders.append):
+        wait_until(lambda: orders)
+        assert not answers.is_set()
+        answers.set()
+
+
 @pytest.mark.parametrize("kind", ["GPU", "MIG"])
 def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

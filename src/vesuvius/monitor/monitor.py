@@ -2,7 +2,7 @@
 
 What it sees goes to `system.jsonl` (min, mean, max), to a line of `monitor.log`, to `recent.jsonl` (each sample of the
 last two minutes) and, where the guard finds that something must be done, to the loop as an `Order`.  One thread samples
-and judges, another writes: a disk that hangs does not blind the guard.
+and judges, another writes: a disk or a GPU driver that hangs does not blind the guard.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vesuvius.monitor.alerts.notices import OTHERS_NAMED, Notice, Notices, other
 from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, limit_of, run_bytes
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
+from vesuvius.monitor.probes.bounded import BoundedCall
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import MemorySample, RecentFile
@@ -39,6 +40,7 @@ _RATES_OVER_S = 10.0
 _MOMENTS = 120
 _BLIND_EVERY_S = 600.0
 _JOIN_S = 2.0
+_VRAM_S = 0.5  # takes microseconds; of a GPU that has failed the driver may never answer
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Monitor:
     ) -> None:
         self._limits = limits
         self._watcher = watcher
-        self._vram = vram
+        self._read_vram = BoundedCall(vram.read, _VRAM_S) if vram else None
         self._gpu_uuid = gpu_uuid
         self._sample_every_s = sample_every_s
         self._samples_per_record = max(round(write_every_s / sample_every_s), 1)
@@ -235,7 +237,7 @@ class Monitor:
         self.sample = sample
         held = sum(process.is_stopped and process.pid in self.told.readers for process in sample.processes)
         self.stops = ReaderStops(self.stops.samples + 1, self.stops.stopped + bool(held), held)
-        vram = self._vram.read() if self._vram else None
+        vram = self._read_vram() if self._read_vram else None
         self._keep(sample, vram)
         return sample, vram
 

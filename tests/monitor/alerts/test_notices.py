@@ -41,6 +41,13 @@ def test_a_gpu_that_is_too_hot_is_said_after_ten_seconds_once_and_again_after_it
     assert said(*flickering) == []
 
 
+def test_a_driver_that_does_not_answer_is_said_once_after_ten_seconds_and_again_after_it_has_answered() -> None:
+    spell = [replace(sample(t), gpus_silent_s=float(t)) for t in range(13)]
+    assert said(*spell[:10]) == []
+    assert said(*spell) == [("gpu_silent", {"silent_s": 10.0})]
+    assert said(*spell, sample(13, GPU), *spell) == [("gpu_silent", {"silent_s": 10.0})] * 2
+
+
 def test_each_xid_is_said_with_what_it_means() -> None:
     with_two = replace(GPU, xids=(79, 999))
     notices = Notices().of(sample(0, GPU), sample(1, with_two))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -195,6 +197,41 @@ def test_a_gpu_that_fails_is_left_out_until_it_answers_again() -> None:
     assert [gpu.index for gpu in gpus.sample()] == [0]
     nvml.lost = False
     assert [gpu.index for gpu in gpus.sample()] == [0, 1]
+
+
+def test_a_driver_that_hangs_is_waited_for_briefly_and_not_asked_again_until_it_answers() -> None:
+    class Hanging(FakeNvml):
+        asked = 0
+        answer = threading.Event()
+
+        def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+            self.asked += 1
+            assert self.answer.wait(60)
+            return super().nvmlDeviceGetMemoryInfo(handle)
+
+    nvml = Hanging()
+    gpus = Gpus(nvml)
+    assert [gpus.sample() for _ in range(3)] == [[], [], []]
+    assert nvml.asked == 1
+    assert gpus.silent_s > 0
+    nvml.answer.set()
+    deadline = time.monotonic() + 30
+    while not gpus.sample():
+        assert time.monotonic() < deadline
+    assert gpus.silent_s == 0
+    assert [gpu.index for gpu in gpus.sample()] == [0, 1]
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_end() -> None:
+    class Hanging(FakeNvml):
+        def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+            threading.Event().wait()
+
+    nvml = Hanging()
+    with Gpus(nvml) as gpus:
+        assert gpus.sample() == []
+    assert nvml.shutdowns == 0, "it would wait for the call that hangs"
+    assert gpus.sample() == []
 
 
 def test_gpus_that_do_not_say_who_they_are_are_none_and_said_to_be_there() -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -191,14 +192,22 @@ def test_a_crash_is_parsed_once_and_other_notes_not_at_all(tmp_path: Path, monke
 
 
 def test_a_reader_that_can_writes_its_stacks_without_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal would stop its threads in the middle of whatever changes their stacks."""
+    """A signal would stop its threads in the middle of whatever changes their stacks, and show a hundred of them."""
     monkeypatch.setattr(os, "kill", lambda pid, number: signalled.append(pid))
     signalled: list[int] = []
-    writer = NoteWriter(tmp_path / "notes")
-    for count in (1, 2):
-        dump_stacks(tmp_path / "notes", tmp_path / "stacks.txt")
-        assert (tmp_path / "stacks.txt").read_text().count(f"in {dump_stacks.__name__}") == count
-    writer.close()
+    writer, over = NoteWriter(tmp_path / "notes"), threading.Event()
+    threads = [threading.Thread(target=over.wait, name=f"decoder-{number}", daemon=True) for number in range(120)]
+    try:
+        for thread in threads:
+            thread.start()
+        for count in (1, 2):
+            dump_stacks(tmp_path / "notes", tmp_path / "stacks.txt")
+            text = (tmp_path / "stacks.txt").read_text()
+            assert text.count(f"in {dump_stacks.__name__}") == count
+            assert all(text.count(f" {thread.name} (most recent call first)") == count for thread in threads)
+    finally:
+        over.set()
+        writer.close()
     assert signalled == []
 
 

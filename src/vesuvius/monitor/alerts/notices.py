@@ -22,6 +22,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 OTHERS_NAMED = 3
 _STOPPED_S = 10.0
 _SLOWED_S = 10.0
+_SILENT_S = 10.0
 # The common ones of NVIDIA's list; the rest are said by number.
 _XIDS = {
     13: "an exception in a kernel",
@@ -61,11 +62,18 @@ class Notices:
         self._gpu_uuid = gpu_uuid
         self._stopped_since_s: dict[int, float] = {}
         self._slowed_since_s: dict[str, float] = {}
+        self._silent = False
 
     def of(self, before: SystemSample, sample: SystemSample) -> list[Notice]:
         """What two samples, one after the other, give cause to say."""
         errors = _gpu_errors(before, sample, self._gpu_uuid)
-        return [*_kills(before, sample), *self._stopped(sample), *errors, *self._slowed(sample)]
+        return [
+            *_kills(before, sample),
+            *self._stopped(sample),
+            *errors,
+            *self._slowed(sample),
+            *self._driver_silent(sample),
+        ]
 
     def _stopped(self, sample: SystemSample) -> list[Notice]:
         """Once for each process that a signal has stopped and that stays so."""
@@ -85,6 +93,17 @@ class Notices:
         slowed = {gpu.uuid: gpu for gpu in sample.gpus if gpu.slowed_by}
         self._slowed_since_s, late = _lasting(self._slowed_since_s, list(slowed), sample.clock_s, _SLOWED_S)
         return [_slowed_notice(slowed[uuid]) for uuid in late]
+
+    def _driver_silent(self, sample: SystemSample) -> list[Notice]:
+        """Once each time that NVML stops to answer."""
+        was, self._silent = self._silent, sample.gpus_silent_s >= _SILENT_S
+        if was or not self._silent:
+            return []
+        text = (
+            f"the GPU driver has not answered NVML for {sample.gpus_silent_s:.0f} s, so nothing is known of the GPUs; "
+            "where steps hang too, a GPU has failed: see `dmesg | grep -i xid`"
+        )
+        return [Notice(logging.WARNING, text, "gpu_silent", {"silent_s": round(sample.gpus_silent_s, 1)})]
 
 
 def _lasting(

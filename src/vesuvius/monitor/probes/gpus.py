@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from vesuvius.monitor.probes.bounded import BoundedCall
+
+_SAMPLE_S = 0.5  # usually it takes milliseconds; of a GPU that has failed the driver may never answer
 _UNCORRECTED_SINCE_LOAD = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
 _XIDS_A_SAMPLE = 16
 # Bits of NVML's reasons for clocks below the maximum (nvml.h: nvmlClocksEventReasons), under the names for people.
@@ -51,11 +54,15 @@ class Gpus:
 
     Attributes:
         reason: why no GPU is seen, None where some are.
+        silent_s: for how many seconds NVML has not answered the last question; 0 where it has.
     """
 
     def __init__(self, nvml: ModuleType | None = None, *, with_xids: bool = False, own: str | None = None) -> None:
         self._xid_events: dict[int, Any] = {}  # a set of events for each GPU that can tell
         self.reason: str | None = None
+        self._sample_all = BoundedCall(
+            lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu)) is not None], _SAMPLE_S
+        )
         self._gpus: list[tuple[int, str, str, Any, Any]] = []  # index, uuid, name, handles of the GPU and of our part
         try:
             # Here, because a machine without GPUs need not have it.
@@ -88,13 +95,19 @@ class Gpus:
         self.close()
 
     def sample(self) -> list[GpuUse]:
-        """Each GPU once; one that fails to answer is left out of this sample.  Empty once closed."""
-        return [use for gpu in self._gpus if (use := self._sample_one(*gpu)) is not None]
+        """Each GPU once, without those that fail to answer.  Empty once closed, and while NVML hangs."""
+        return (self._sample_all() or []) if self._gpus else []
+
+    @property
+    def silent_s(self) -> float:
+        return self._sample_all.silent_s
 
     def close(self) -> None:
-        """Let NVML go.  Safe to call again."""
+        """Let NVML go, unless it hangs.  Safe to call again."""
         if self._gpus:
             self._gpus = []
+            if self.silent_s:
+                return
             while self._xid_events:
                 self._ask("nvmlEventSetFree", self._xid_events.popitem()[1])
             self._ask("nvmlShutdown")
