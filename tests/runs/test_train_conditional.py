@@ -34,7 +34,7 @@ def conditional_config(tmp_path: Path, tiny_config: Callable[..., Path]) -> Path
             "condition_classes": 2,
         },
         training={"max_steps": 2, "save_every": 1, "preview_every": 2, "preview_count": 1},
-        model={"scalars": ["voxel_size"]},
+        model={"scalars": ["voxel_size"], "full_res_channels": 4},
         diffusion={"sampler": "dpmpp2m", "sampler_steps": 3, "sampler_guidance": 2.0},
     )
 

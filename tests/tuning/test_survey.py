@@ -59,7 +59,7 @@ def test_micro_batches_stay_within_the_effective_batch_unless_it_may_grow(tiny_c
 
 
 def test_levels_that_may_be_computed_twice_are_those_of_the_network(tiny_config: WriteConfig) -> None:
-    config = read_config(tiny_config())
+    config = read_config(tiny_config(), ["model.full_res_channels=4"])
     assert surveyed(config).levels == tuple(range(len(config.model.channels) + 1))
     without = read_config(tiny_config(), ["model.full_res_channels=0"])
     assert surveyed(without).levels == tuple(range(1, len(config.model.channels) + 1))
