@@ -72,7 +72,7 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_resumed(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     axes = ["--compare", "training.accumulate_steps=1,2", "--compare", "data.patch_size=[8,16,16],[160,16,16]"]
-    asked = ["--config", str(config), *axes, "--rounds", "2", "--seconds", "0.2"]
+    asked = ["--config", str(config), *axes, "--rounds", "1", "--seconds", "0.2"]
 
     def bench(*more: str) -> int:
         monkeypatch.setenv("VESUVIUS_TRAINING__ACCUMULATE_STEPS", "3")  # of the config, not of a cell
@@ -92,7 +92,7 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_resumed(
     assert bench("--resume") == EXIT_OK
 
     base, longer, failed = results_in(folder)
-    assert [each["samples_s"]["count"] for each in (base, longer)] == [2, 2]
+    assert [each["samples_s"]["count"] for each in (base, longer)] == [1, 1]
     assert base["figures"]["batch"] * 2 == longer["figures"]["batch"] == 4
     assert longer["speed"]["low"] <= longer["speed"]["mid"] <= longer["speed"]["high"]
     assert failed["samples_s"] is None

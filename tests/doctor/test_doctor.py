@@ -174,9 +174,9 @@ def test_processes_of_checks_that_hang_end_with_the_examination(monkeypatch: pyt
         return Finding("ok", "")
 
     monkeypatch.setattr(examination, "TOTAL_S", 2.0)
-    monkeypatch.setattr(examination._Examination, "checks", lambda self: [Check("hung", lambda: hangs(self))])
+    monkeypatch.setattr(examination._Examination, "checks", lambda self: [Check("hung", lambda: hangs(self), within_s=1.0)])
     ((_, found),) = examination.examination(None)
-    assert "no answer within 2 s" in found.value
+    assert "no answer within 1 s" in found.value
     for thread in threading.enumerate():
         if thread.name.startswith(LEFT_BEHIND):
             thread.join(60)

@@ -250,7 +250,7 @@ def test_a_chain_of_executions_is_one_sequence_from_any_sample_with_regions_of_d
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: ReaderJob, kills: int) -> None:
     rng = np.random.default_rng(kills)
     expected = hashlib.sha256()
