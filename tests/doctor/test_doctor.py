@@ -169,12 +169,12 @@ def test_a_ray_that_does_not_start_is_caught_unless_the_machine_is_busy(
 def test_processes_of_checks_that_hang_end_with_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int | None] = []
 
-    def hangs(self: object) -> Finding:
+    def hangs() -> Finding:
         ended.append(trial.run(["sleep", "600"], 600)[0])
         return Finding("ok", "")
 
     monkeypatch.setattr(examination, "TOTAL_S", 2.0)
-    monkeypatch.setattr(examination._Examination, "checks", lambda self: [Check("hung", lambda: hangs(self), within_s=1.0)])
+    monkeypatch.setattr(examination._Examination, "checks", lambda self: [Check("hung", hangs, within_s=1.0)])
     ((_, found),) = examination.examination(None)
     assert "no answer within 1 s" in found.value
     for thread in threading.enumerate():

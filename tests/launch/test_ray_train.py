@@ -311,6 +311,7 @@ def test_an_error_of_a_gpu_is_not_called_a_defect_and_is_left_to_ray_train(
     def fails(*_: Any) -> int:
         raise error
 
+    monkeypatch.chdir(tmp_path)  # and back: a rank goes where the command was started
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(worker, "ray", SimpleNamespace(get=lambda said: said, exceptions=ray.exceptions))
     monkeypatch.setattr(rank, "train_as_rank", fails)

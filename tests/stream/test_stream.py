@@ -22,6 +22,7 @@ import pytest
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
 from vesuvius.config import ArrayConfig, ClusterConfig, DataConfig, VolumeConfig
 from vesuvius.errors import ConfigError, DataError
+from vesuvius.stream.events import StreamEvent
 from vesuvius.stream.options import (
     StreamOptions,
     batches_ahead,
@@ -266,9 +267,12 @@ def test_readers_killed_at_random_moments_change_no_byte_and_are_reported(job: R
                 time.sleep(rng.uniform(0, 0.5))
                 victims.append(int(rng.choice([pid for pid in stream.readers if psutil.pid_exists(pid)])))
                 os.kill(victims[-1], signal.SIGKILL)
-        died = [event for event in stream.events if event.kind == "reader_died"]
+        deadline, died = time.monotonic() + 60, list[StreamEvent]()
+        while not died:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            died = [event for event in tuple(stream.events) if event.kind == "reader_died"]
     assert got.hexdigest() == expected.hexdigest()
-    assert died
     for ended in died:
         assert ended.fields["pid"] in victims
         assert ended.fields["exit_type"] == "SYSTEM_ERROR"
