@@ -28,7 +28,8 @@ from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import StorageError
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
-from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.stream.start.prepare import GreyRange, GreyRanges, prepare_data
+from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
 from vesuvius.trials.ended import TrialInterrupted
 from vesuvius.trials.trainer import trainer_config
 from vesuvius.tuning.measurement import Block, Command, Setting, restored
@@ -137,10 +138,15 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         changes = [event for event in records_of(run, "event") if event["event"] == "reconfigured"]
         assert [(event["workers"], event["prefetch_factor"]) for event in changes] == [(0, 4)]
 
-        # Another batch is another process, with another seed.
+        # Another batch is another process, with another seed.  It does not measure the data again.
+        facts = read_facts(trials / "data_facts.pt")
+        assert facts is not None
+        greys = GreyRanges((GreyRange(-7.0, 777.0),), ())
+        write_facts(trials / "data_facts.pt", replace(facts, greys=greys))
         assert lab.measure(other, "step", 0.2, _HANG_S).ended == "ok"
         assert not psutil.pid_exists(pid)
         assert pid_of(trials / "001") != pid
+        assert "777.0" in (trials / "001/split.json").read_text()
         assert not (run / "checkpoints").exists()
     assert no_process_of(trials)
     assert trainer_config(config, 0).seed != trainer_config(config, 1).seed

@@ -96,7 +96,8 @@ def main(argv: list[str]) -> int:
         from vesuvius.training.run import train
         from vesuvius.tuning.worker import CommandPipe, tune_worker
 
-        return train(one_rank(config), args.config, resume, make_tuner=tune_worker(CommandPipe()))
+        facts = args.config.with_name("data_facts.pt")  # reading what they are made of takes long on a slow store
+        return train(one_rank(config), args.config, resume, make_tuner=tune_worker(CommandPipe()), facts=facts)
     from vesuvius.launch.launch import launch
     from vesuvius.launch.request import Request
 

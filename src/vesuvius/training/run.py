@@ -23,6 +23,7 @@ from vesuvius.runlog.logfile import close_terminal, open_log
 from vesuvius.runlog.metrics import Metrics
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.stream.options import StreamOptions
+from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
 from vesuvius.training.checkpoint.format import list_with_replaced
 from vesuvius.training.checkpoint.mirror import Mirror, open_run_store
 from vesuvius.training.checkpoint.progress import Progress
@@ -77,6 +78,7 @@ def train(
     make_tuner: MakeTuner = make_autotuner,
     ranks: Ranks = SINGLE,
     stop: StopRequest | None = None,
+    facts: Path | None = None,
 ) -> int:
     """Train, or continue training, until the last step or a request to stop.
 
@@ -90,6 +92,7 @@ def train(
         make_tuner: makes what acts between two steps; by default `training.autotune`.
         ranks: the trainer processes of the run, of which this is one.
         stop: a request that the caller may make; by default one that listens to signals and `training.max_hours`.
+        facts: a file in which runs on the same data share what they measure of these before they start.
 
     Returns:
         EXIT_OK, or the exit code of what stopped it (75 for SIGTERM and time, 130 for Ctrl-C).
@@ -111,7 +114,9 @@ def train(
             held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
         try:
             checked = unless_stopped(
-                lambda: _before_the_run(config, directory, resume, allow_drift, restart_damaged, ranks.local_world),
+                lambda: _before_the_run(
+                    config, directory, resume, allow_drift, restart_damaged, ranks.local_world, facts
+                ),
                 stop.wanted,
             )
         except StoppedError:
@@ -160,14 +165,23 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
 
 
 def _before_the_run(
-    config: Config, directory: RunDir, resume: bool, allow_drift: bool, restart_damaged: bool, ranks_here: int
+    config: Config,
+    directory: RunDir,
+    resume: bool,
+    allow_drift: bool,
+    restart_damaged: bool,
+    ranks_here: int,
+    facts: Path | None,
 ) -> Preflight | None:
     """What the run continues from and needs; None where it is finished.  Raises as `train`."""
     checkpoint = checkpoint_to_resume(directory.checkpoints, restart_damaged) if resume else None
     if checkpoint is not None and is_finished(checkpoint, config):
         log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
         return None
-    checked = preflight(config, resume, checkpoint, allow_drift, ranks_here=ranks_here)
+    known = None if facts is None else read_facts(facts)
+    checked = preflight(config, resume, checkpoint, allow_drift, ranks_here=ranks_here, known=known)
+    if facts is not None and known is None:
+        write_facts(facts, checked.facts)
     prepare_cache(config.data.store)
     return checked
 

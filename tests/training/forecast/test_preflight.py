@@ -6,17 +6,20 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
 from tests.conftest import tiny_sections
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
-from vesuvius.errors import ConfigError
+from vesuvius.errors import ConfigError, DataError
+from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
 from vesuvius.training.forecast.preflight import doubts, preflight, too_few_tasks
 
 
@@ -65,3 +68,31 @@ def test_a_restart_of_ranks_does_not_ask_again_for_the_object_store_that_they_ha
         preflight(config, resume=False, checkpoint=None)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     preflight(config, resume=False, checkpoint=None)
+
+
+def test_what_another_run_has_measured_of_the_same_data_is_not_read_again(
+    tiny_config: Callable[..., Path], volume: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its chunks the volume is air, of which no grey range can be found."""
+    monkeypatch.chdir(tmp_path)
+    config = read_config(tiny_config(training={"preview_every": 0}))
+    measured = preflight(config, resume=False, checkpoint=None).facts
+    write_facts(tmp_path / "facts.pt", measured)
+    known = read_facts(tmp_path / "facts.pt")
+    for chunk in volume.iterdir():
+        if chunk.is_dir():
+            shutil.rmtree(chunk)
+    found = preflight(config, resume=False, checkpoint=None, known=known).facts
+    assert found.greys == measured.greys
+    assert found.spectrum is not None
+    assert measured.spectrum is not None
+    np.testing.assert_array_equal(found.spectrum.power, measured.spectrum.power)
+    for other in (None, replace(measured, volumes=(replace(measured.volumes[0], shape_zyx=(1, 2, 3)),))):
+        with pytest.raises(DataError, match="more than its fill value"):
+            preflight(config, resume=False, checkpoint=None, known=other)
+
+
+def test_facts_that_were_not_written_whole_are_none(tmp_path: Path) -> None:
+    assert read_facts(tmp_path / "facts.pt") is None
+    (tmp_path / "facts.pt").write_bytes(b"PK half")
+    assert read_facts(tmp_path / "facts.pt") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +13,7 @@ from vesuvius.config import Triple
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges, PreparedData
 from vesuvius.stream.start.start_reads import Kind
+from vesuvius.training.checkpoint.files import read_state, write_state
 from vesuvius.volumes.geometry import FloatTriple
 
 
@@ -39,12 +41,7 @@ class DataFacts:
     @classmethod
     def of(cls, data: PreparedData, greys: GreyRanges, spectrum: Spectrum | None, scalars: NDArray[np.float32]) -> Self:
         """The facts of prepared data."""
-        kind: Kind = "condition" if data.conditions else "volume"
-        volumes = tuple(
-            TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, data.array(kind, number)[1].factors)
-            for number, v in enumerate(data.volumes)
-        )
-        return cls(volumes, greys, spectrum, scalars)
+        return cls(trained_volumes(data), greys, spectrum, scalars)
 
     def state_dict(self) -> dict[str, Any]:
         """As tensors and plain data."""
@@ -79,3 +76,25 @@ class DataFacts:
             Spectrum.from_state(state["spectrum"]) if "spectrum" in state else None,
             np.array([volume["scalars"] for volume in volumes], np.float32).reshape(len(volumes), -1),
         )
+
+
+def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
+    """The volumes of prepared data."""
+    kind: Kind = "condition" if data.conditions else "volume"
+    return tuple(
+        TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, data.array(kind, number)[1].factors)
+        for number, v in enumerate(data.volumes)
+    )
+
+
+def read_facts(path: Path) -> DataFacts | None:
+    """What `write_facts` has kept; None where it is not there or not whole."""
+    try:
+        return DataFacts.from_state(read_state(path))
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def write_facts(path: Path, facts: DataFacts) -> None:
+    """Keep them for other runs on the same data.  Raises OSError."""
+    write_state(path, facts.state_dict())

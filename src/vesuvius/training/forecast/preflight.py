@@ -21,7 +21,7 @@ from vesuvius.stream.options import StreamOptions, check_cluster, check_store, c
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.start.start_reads import StartReads
-from vesuvius.training.checkpoint.data_facts import DataFacts
+from vesuvius.training.checkpoint.data_facts import DataFacts, trained_volumes
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
 from vesuvius.training.checkpoint.trained import InitialWeights, read_initial_weights
@@ -105,6 +105,7 @@ def preflight(
     allow_drift: bool = False,
     caches: bool = True,
     ranks_here: int = 1,
+    known: DataFacts | None = None,
 ) -> Preflight:
     """Check config, torch, volumes, split, plan, grey values, memory sizes and disk space.
 
@@ -116,6 +117,7 @@ def preflight(
         caches: read by way of the disk cache, where one is configured, and leave notes of what is read with the run
             that is resumed; a dry run does neither.
         ranks_here: ranks on this machine, each with its readers.
+        known: what another run has measured of these data; not used where they differ.
 
     Raises:
         ConfigError: the run exists and `resume` is false, it was another experiment and not `allow_drift`, sizes do
@@ -142,7 +144,9 @@ def preflight(
             check_store(data.job, options, ranks_here)
         check_cache(config.data.store)
         resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
-        facts = DataFacts.from_state(resumed.state) if resumed and not resumed.other_data else None
+        facts = known if known and known.volumes == trained_volumes(data) else None
+        if resumed:
+            facts = None if resumed.other_data else DataFacts.from_state(resumed.state)
         greys = facts.greys if facts else data.grey_ranges(config.data, reads.read)
         spectrum = facts.spectrum if facts else None
         if spectrum is None:
