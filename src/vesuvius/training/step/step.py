@@ -157,14 +157,11 @@ class TrainStep:
         if self.amp == "fp16":
             assert self.scaler._scale is not None
             scale = self.scaler._scale.clone()  # `get_scale()` would wait for the device
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)  # of sharded gradients, finds on all ranks what one has
         parameters = list(self.network.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         grad_norm = whole(nn.utils.get_total_norm(gradients)).detach()
         nn.utils.clip_grads_with_norm_(parameters, self._config.training.clip_norm, grad_norm)
-        if self.sharded and self.amp == "fp16":  # a rank has looked at its part of the gradients alone
-            for found in self.scaler._found_inf_per_device(self.optimizer).values():
-                found.copy_(~torch.isfinite(grad_norm))
         finite, overflowed, applied = self._judge(grad_norm, scale)
         # The fused AdamW leaves weights, moments and step counts alone where this flag is set: the contract that
         # torch's own GradScaler uses (`_step_supports_amp_scaling`), without its sync.
