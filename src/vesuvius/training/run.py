@@ -6,65 +6,40 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from vesuvius.config import Config
-from vesuvius.config.load import dump_config
 from vesuvius.config.trial import without_listeners
-from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import EXIT_OK, GpuMemoryError, StorageError, VesuviusError, one_line
-from vesuvius.monitor.alerts.watchdog import Watchdog
-from vesuvius.monitor.monitor import Monitor
 from vesuvius.runlog.logfile import close_terminal, open_log
-from vesuvius.runlog.metrics import Metrics
 from vesuvius.runlog.run_dir import RunDir, run_dir
-from vesuvius.stream.options import StreamOptions
+from vesuvius.training.build import build_loop, build_step, load_weights, open_watchdog, open_writer, retention
 from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
 from vesuvius.training.checkpoint.format import list_with_replaced
 from vesuvius.training.checkpoint.mirror import Mirror, open_run_store
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.resume import (
-    ResumePoint,
-    check_same_config,
-    checkpoint_to_resume,
-    is_finished,
-    restore,
-    run_state,
-)
-from vesuvius.training.checkpoint.save import RetentionPolicy, set_aside
+from vesuvius.training.checkpoint.resume import ResumePoint, check_same_config, checkpoint_to_resume, is_finished
+from vesuvius.training.checkpoint.save import set_aside
 from vesuvius.training.checkpoint.snapshot import take_part
-from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.context import RunContext
 from vesuvius.training.deaths import Deaths, log_killed_session, log_last_session
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.preflight import NothingToDo, Preflight, for_other_ranks, of_rank, preflight
-from vesuvius.training.forecast.start_log import log_network, log_progress, log_ranks, log_start
+from vesuvius.training.forecast.start_log import log_progress, log_ranks, log_start
 from vesuvius.training.guard_actions import GuardActions
-from vesuvius.training.loop import MakeTuner, TrainingLoop, make_autotuner
-from vesuvius.training.milestones import Milestones, NoMilestones
+from vesuvius.training.loop import MakeTuner, make_autotuner
 from vesuvius.training.monitoring import open_metrics, open_monitor, open_session
-from vesuvius.training.quarantine import log_replaced, still_quarantined
-from vesuvius.training.ranks.part import Part, config_of, part_of
+from vesuvius.training.quarantine import log_replaced
+from vesuvius.training.ranks.part import part_of
 from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks
-from vesuvius.training.replay.file import ReplayWriter
-from vesuvius.training.step.conditioning import Conditioner
-from vesuvius.training.step.device import DeviceFeed
-from vesuvius.training.step.network import build_network
-from vesuvius.training.step.self_test import check_convolution, check_cudnn, check_norm
-from vesuvius.training.step.step import TrainStep, choose_device, choose_kernels
+from vesuvius.training.step.step import TrainStep, choose_device
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
-from vesuvius.training.validation.reference import Reference
 from vesuvius.volumes.store.object_store import prepare_cache
 
 log = logging.getLogger(__name__)
 
-_LOCK_WAIT_S = (
-    120.0  # where ranks are started again, the rank 0 of before may not have ended, or its node's lock not yet
-)
+# Where ranks are started again, the rank 0 of before may not have ended, or its node's lock not yet.
+_LOCK_WAIT_S = 120.0
 
 
 def train(
@@ -133,7 +108,7 @@ def train(
         directory.begin(config, source, checked.data.describe(config.data, checked.facts.greys))
         open_log(directory.log)
         if storage is not None:
-            held.enter_context(Mirror(directory, storage, _retention(config, checked.resumed)))
+            held.enter_context(Mirror(directory, storage, retention(config, checked.resumed)))
         if checked.resumed is None and list_with_replaced(directory.checkpoints):
             log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
         log_start(config, checked, lost=resume and existed)
@@ -202,14 +177,14 @@ def _train_and_record(
     with open_session(config, directory, ranks.local_world) as session, open_metrics(config, directory) as metrics:
         progress: Progress | None = None
         try:
-            train_step = _build_step(config, preflight, device, part, ranks)
+            train_step = build_step(config, preflight, device, part, ranks)
             if train_step.sharded:
                 ranks.on_call = lambda what: take_part(  # "state", or the name of a set of weights
                     train_step.state_dict() if what == "state" else train_step.weights(what)
                 )
-            progress = _load_weights(config, preflight, train_step, device)
+            progress = load_weights(config, preflight, train_step, device)
             progress.begin_at_multiple(ranks.world, config.global_batch)
-            watchdog = _watchdog(config, directory, metrics, progress)
+            watchdog = open_watchdog(config, directory, metrics, progress)
             ranks.on_sign = lambda: watchdog.alive("ranks")
             ranks.asked_to_stop = lambda: stop.asked() if stop.wanted() else None
             run = RunContext(
@@ -266,30 +241,6 @@ def _told(error: Exception, directory: RunDir) -> Exception:
     )
 
 
-def _build_step(config: Config, preflight: Preflight, device: torch.device, part: Part, ranks: Ranks) -> TrainStep:
-    """The network and its optimizer on the device, whose kernels have been checked."""
-    choose_kernels(device, config.training)
-    network = build_network(config, device)
-    schedule = Schedule.from_config(config.diffusion, preflight.spectrum)
-    train_step = TrainStep(config, network, schedule, device, part, ranks)
-    check_cudnn(device, train_step.amp, config.training.channels_last)
-    check_convolution(device, train_step.amp)
-    check_norm(device, train_step.amp, config.training.channels_last)
-    log_network(config, network, device, train_step.amp)
-    return train_step
-
-
-def _load_weights(config: Config, preflight: Preflight, train_step: TrainStep, device: torch.device) -> Progress:
-    """Load the weights of the checkpoint or of another run, or keep the initial ones; returns how far the run is."""
-    if preflight.resumed:
-        progress = restore(preflight.resumed, train_step, device)
-        progress.quarantined = still_quarantined(progress.quarantined, run_dir(config).quarantine)
-        return progress
-    if preflight.initial:
-        train_step.set_weights(preflight.initial.weights)
-    return Progress()
-
-
 def _record_start(run: RunContext, resumed: ResumePoint | None) -> None:
     """Log and record where this session begins: what was recorded beyond that is void."""
     progress = run.progress
@@ -310,9 +261,9 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
     """Run steps until the last one or a request to stop, save, and return the exit code."""
     config, progress, stop = run.config, run.progress, run.stop
     guard_actions = GuardActions(run, preflight.data.job.patch_bytes)
-    with run.watchdog, open_monitor(run, guard_actions.exit) as monitor, _open_writer(run, train_step) as writer:
+    with run.watchdog, open_monitor(run, guard_actions.exit) as monitor, open_writer(run, train_step) as writer:
         deaths = Deaths(run, monitor, guard_actions)
-        loop = _build_loop(run, preflight, train_step, writer, monitor, guard_actions, deaths, make_tuner)
+        loop = build_loop(run, preflight, train_step, writer, monitor, guard_actions, deaths, make_tuner)
         milestones = loop.milestones
         try:
             if not stop.wanted() or run.ranks.world > 1:  # several stop together, which they do in the loop
@@ -354,62 +305,3 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
     else:
         log.info("stopped at step %d of %d; continue with --resume", progress.step, config.stop_step)
     return stop.exit_code
-
-
-def _retention(config: Config, resumed: ResumePoint | None = None) -> RetentionPolicy:
-    """Which checkpoints stay, with the best one that a resumed run knows of."""
-    best = resumed.state["best"] if resumed and resumed.comparable else None
-    return RetentionPolicy(config.training.keep_last, config.training.keep_every, best["step"] if best else None)
-
-
-def _watchdog(config: Config, directory: RunDir, metrics: Metrics, progress: Progress) -> Watchdog:
-    stall_s = 60 * (config.monitor.stall_minutes or 0.0)
-    return Watchdog(stall_s, directory.stacks, metrics.write, lambda: (progress.step, config.stop_step))
-
-
-def _open_writer(run: RunContext, train_step: TrainStep) -> CheckpointWriter:
-    return CheckpointWriter(
-        run.directory.checkpoints,
-        _retention(run.config),
-        dump_config(run.config),
-        on_progress=lambda: run.watchdog.alive("checkpoint"),
-        before_copy=(lambda: run.ranks.call("state")) if train_step.sharded else lambda: None,
-    )
-
-
-def _build_loop(
-    run: RunContext,
-    preflight: Preflight,
-    train_step: TrainStep,
-    writer: CheckpointWriter,
-    monitor: Monitor,
-    guard_actions: GuardActions,
-    deaths: Deaths,
-    make_tuner: MakeTuner,
-) -> TrainingLoop:
-    """Join what feeds the steps, what is due between them, and what watches them."""
-    config, data, facts = run.config, preflight.data, preflight.facts
-    conditioner = Conditioner(config.data.condition_classes, facts.greys.conditions, facts.scalars, run.device)
-    fixed = preflight.fixed
-    reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
-
-    def state() -> dict[str, Any]:
-        return run_state(config, data, facts, train_step, run.progress)
-
-    job = replace(data.job, notes_dir=str(run.directory.reading.absolute()))
-    options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
-    milestones: Milestones | NoMilestones = NoMilestones(run.ranks)
-    if run.ranks.is_main:
-        milestones = Milestones(run, train_step, reference, preflight.spectrum, writer, state)
-    return TrainingLoop(
-        run,
-        job=job,
-        feed=DeviceFeed(run.device, options, job, facts.greys.volumes, conditioner),
-        train_step=train_step,
-        replays=ReplayWriter(run.directory.nonfinite, config_of(config, run.part), facts, train_step),
-        milestones=milestones,
-        monitor=monitor,
-        guard_actions=guard_actions,
-        deaths=deaths,
-        make_tuner=make_tuner,
-    )

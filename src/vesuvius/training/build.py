@@ -1,0 +1,127 @@
+"""What a session works with, put together: the network, what feeds it, what saves it and what watches it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vesuvius.config import Config
+from vesuvius.config.load import dump_config
+from vesuvius.diffusion.schedule import Schedule
+from vesuvius.monitor.alerts.watchdog import Watchdog
+from vesuvius.monitor.monitor import Monitor
+from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.run_dir import RunDir, run_dir
+from vesuvius.stream.options import StreamOptions
+from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.checkpoint.resume import (
+    ResumePoint,
+    restore,
+    run_state,
+)
+from vesuvius.training.checkpoint.save import RetentionPolicy
+from vesuvius.training.checkpoint.writer import CheckpointWriter
+from vesuvius.training.context import RunContext
+from vesuvius.training.deaths import Deaths
+from vesuvius.training.forecast.preflight import Preflight
+from vesuvius.training.forecast.start_log import log_network
+from vesuvius.training.guard_actions import GuardActions
+from vesuvius.training.loop import MakeTuner, TrainingLoop
+from vesuvius.training.milestones import Milestones, NoMilestones
+from vesuvius.training.quarantine import still_quarantined
+from vesuvius.training.ranks.part import Part, config_of
+from vesuvius.training.ranks.ranks import Ranks
+from vesuvius.training.replay.file import ReplayWriter
+from vesuvius.training.step.conditioning import Conditioner
+from vesuvius.training.step.device import DeviceFeed
+from vesuvius.training.step.network import build_network
+from vesuvius.training.step.self_test import check_convolution, check_cudnn, check_norm
+from vesuvius.training.step.step import TrainStep, choose_kernels
+from vesuvius.training.validation.reference import Reference
+
+
+def build_step(config: Config, preflight: Preflight, device: torch.device, part: Part, ranks: Ranks) -> TrainStep:
+    """The network and its optimizer on the device, whose kernels have been checked."""
+    choose_kernels(device, config.training)
+    network = build_network(config, device)
+    schedule = Schedule.from_config(config.diffusion, preflight.spectrum)
+    train_step = TrainStep(config, network, schedule, device, part, ranks)
+    check_cudnn(device, train_step.amp, config.training.channels_last)
+    check_convolution(device, train_step.amp)
+    check_norm(device, train_step.amp, config.training.channels_last)
+    log_network(config, network, device, train_step.amp)
+    return train_step
+
+
+def load_weights(config: Config, preflight: Preflight, train_step: TrainStep, device: torch.device) -> Progress:
+    """Load the weights of the checkpoint or of another run, or keep the initial ones; returns how far the run is."""
+    if preflight.resumed:
+        progress = restore(preflight.resumed, train_step, device)
+        progress.quarantined = still_quarantined(progress.quarantined, run_dir(config).quarantine)
+        return progress
+    if preflight.initial:
+        train_step.set_weights(preflight.initial.weights)
+    return Progress()
+
+
+def retention(config: Config, resumed: ResumePoint | None = None) -> RetentionPolicy:
+    """Which checkpoints stay, with the best one that a resumed run knows of."""
+    best = resumed.state["best"] if resumed and resumed.comparable else None
+    return RetentionPolicy(config.training.keep_last, config.training.keep_every, best["step"] if best else None)
+
+
+def open_watchdog(config: Config, directory: RunDir, metrics: Metrics, progress: Progress) -> Watchdog:
+    """Says and records that the run hangs, from its context's start on."""
+    stall_s = 60 * (config.monitor.stall_minutes or 0.0)
+    return Watchdog(stall_s, directory.stacks, metrics.write, lambda: (progress.step, config.stop_step))
+
+
+def open_writer(run: RunContext, train_step: TrainStep) -> CheckpointWriter:
+    """Writes checkpoints beside the steps."""
+    return CheckpointWriter(
+        run.directory.checkpoints,
+        retention(run.config),
+        dump_config(run.config),
+        on_progress=lambda: run.watchdog.alive("checkpoint"),
+        before_copy=(lambda: run.ranks.call("state")) if train_step.sharded else lambda: None,
+    )
+
+
+def build_loop(
+    run: RunContext,
+    preflight: Preflight,
+    train_step: TrainStep,
+    writer: CheckpointWriter,
+    monitor: Monitor,
+    guard_actions: GuardActions,
+    deaths: Deaths,
+    make_tuner: MakeTuner,
+) -> TrainingLoop:
+    """Join what feeds the steps, what is due between them, and what watches them."""
+    config, data, facts = run.config, preflight.data, preflight.facts
+    conditioner = Conditioner(config.data.condition_classes, facts.greys.conditions, facts.scalars, run.device)
+    fixed = preflight.fixed
+    reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
+
+    def state() -> dict[str, Any]:
+        return run_state(config, data, facts, train_step, run.progress)
+
+    job = replace(data.job, notes_dir=str(run.directory.reading.absolute()))
+    options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
+    milestones: Milestones | NoMilestones = NoMilestones(run.ranks)
+    if run.ranks.is_main:
+        milestones = Milestones(run, train_step, reference, preflight.spectrum, writer, state)
+    return TrainingLoop(
+        run,
+        job=job,
+        feed=DeviceFeed(run.device, options, job, facts.greys.volumes, conditioner),
+        train_step=train_step,
+        replays=ReplayWriter(run.directory.nonfinite, config_of(config, run.part), facts, train_step),
+        milestones=milestones,
+        monitor=monitor,
+        guard_actions=guard_actions,
+        deaths=deaths,
+        make_tuner=make_tuner,
+    )
