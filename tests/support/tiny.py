@@ -39,6 +39,6 @@ def tiny_sections(name: str, volume: Path) -> dict[str, Any]:
         },
         "diffusion": {"sampler_steps": 3},
         "monitor": {"tensorboard": False},
-        # A step of a run takes 0.6 of the time without the blocks at full resolution, of which tests of networks know.
+        # Without the blocks at full resolution, which tests of networks cover, a step takes 0.6 of the time.
         "model": TINY_MODEL | {"full_res_channels": 0},
     }

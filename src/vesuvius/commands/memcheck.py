@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         assert run is not None
         return _post_mortem(run, args.json)
     with ExitStack() as stack:
-        viewpoint = Viewpoint(gpus=stack.enter_context(Gpus()))
+        viewpoint = Viewpoint(gpus=stack.enter_context(Gpus(within_s=5.0)))
         if args.config is not None:
             return _plan(args.config, args.words, viewpoint, args.json)
         return watch(_inspector(args, run, viewpoint), args)

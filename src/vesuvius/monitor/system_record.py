@@ -25,7 +25,7 @@ class SystemWindow:
     readers: Mapping[int, int]  # private memory of each reader, by pid
     risk: Risk  # of the last sample
     rates: Rates | None  # of the last ten seconds; None at the beginning
-    monitor_cores: float | None  # what the monitor itself took, as a share of one core
+    monitor_cores: float | None  # what the monitor's own thread took, as a share of one core; without calls of NVML
 
 
 def system_figures(window: SystemWindow) -> dict[str, Any]:

@@ -153,10 +153,11 @@ def _before_the_run(
     if checkpoint is not None and is_finished(checkpoint, config):
         log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
         return None
-    known = None if facts is None else read_facts(facts)
+    known = None if facts is None else read_facts(facts, config.data)
     checked = preflight(config, resume, checkpoint, allow_drift, ranks_here=ranks_here, known=known)
-    if facts is not None and known is None:
-        write_facts(facts, checked.facts)
+    if facts is not None and (known is None or known.volumes != checked.facts.volumes):
+        with contextlib.suppress(OSError):  # they save time, no more
+            write_facts(facts, config.data, checked.facts)
     prepare_cache(config.data.store)
     return checked
 

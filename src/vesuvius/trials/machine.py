@@ -66,7 +66,7 @@ def ram_left(config: Config) -> int:
 def vram_left() -> int:
     """Return the GPU bytes a run may use, given what other processes hold now."""
     gpu = torch.cuda.get_device_properties(choose_device())
-    with Gpus() as gpus:
+    with Gpus(within_s=10.0) as gpus:
         used_bytes = sum(use.used_bytes for use in gpus.sample() if str(getattr(gpu, "uuid", None)) in use.uuid)
     return int(_VRAM_SHARE * gpu.total_memory) - used_bytes
 

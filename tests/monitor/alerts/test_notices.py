@@ -48,6 +48,14 @@ def test_a_driver_that_does_not_answer_is_said_once_after_ten_seconds_and_again_
     assert said(*spell, sample(13, GPU), *spell) == [("gpu_silent", {"silent_s": 10.0})] * 2
 
 
+def test_a_gap_in_nvmls_answers_hides_neither_errors_of_memory_nor_heat() -> None:
+    hot = replace(GPU, slowed_by=("heat (hardware limit)",), ecc_uncorrected=2)
+    gap = [replace(sample(float(t)), gpus_silent_s=0.7) for t in range(3, 9)]
+    worse = replace(hot, ecc_uncorrected=3)
+    found = said(*(sample(t, hot) for t in range(3)), *gap, *(sample(t, worse) for t in range(9, 13)))
+    assert [event for event, _ in found] == ["gpu_ecc", "gpu_slowed"]
+
+
 def test_each_xid_is_said_with_what_it_means() -> None:
     with_two = replace(GPU, xids=(79, 999))
     notices = Notices().of(sample(0, GPU), sample(1, with_two))

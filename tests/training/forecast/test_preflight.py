@@ -77,8 +77,8 @@ def test_what_another_run_has_measured_of_the_same_data_is_not_read_again(
     monkeypatch.chdir(tmp_path)
     config = read_config(tiny_config(training={"preview_every": 0}))
     measured = preflight(config, resume=False, checkpoint=None).facts
-    write_facts(tmp_path / "facts.pt", measured)
-    known = read_facts(tmp_path / "facts.pt")
+    write_facts(tmp_path / "facts.pt", config.data, measured)
+    known = read_facts(tmp_path / "facts.pt", config.data)
     for chunk in volume.iterdir():
         if chunk.is_dir():
             shutil.rmtree(chunk)
@@ -92,7 +92,14 @@ def test_what_another_run_has_measured_of_the_same_data_is_not_read_again(
             preflight(config, resume=False, checkpoint=None, known=other)
 
 
-def test_facts_that_were_not_written_whole_are_none(tmp_path: Path) -> None:
-    assert read_facts(tmp_path / "facts.pt") is None
-    (tmp_path / "facts.pt").write_bytes(b"PK half")
-    assert read_facts(tmp_path / "facts.pt") is None
+def test_facts_of_another_config_or_not_written_whole_are_none(
+    tiny_config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, path = read_config(tiny_config(training={"preview_every": 0})), tmp_path / "facts.pt"
+    assert read_facts(path, config.data) is None
+    write_facts(path, config.data, preflight(config, resume=False, checkpoint=None).facts)
+    assert read_facts(path, read_config(tmp_path / "tiny.yaml", ["data.store.requests=3"]).data) is not None
+    assert read_facts(path, read_config(tmp_path / "tiny.yaml", ["data.augment.flip=false"]).data) is None
+    path.write_bytes(path.read_bytes()[:-100])
+    assert read_facts(path, config.data) is None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -63,17 +63,16 @@ class Notices:
         self._stopped_since_s: dict[int, float] = {}
         self._slowed_since_s: dict[str, float] = {}
         self._silent = False
+        self._ecc: dict[str, int] = {}  # errors that ECC could not correct, of each GPU when it last told
 
     def of(self, before: SystemSample, sample: SystemSample) -> list[Notice]:
         """What two samples, one after the other, give cause to say."""
-        errors = _gpu_errors(before, sample, self._gpu_uuid)
-        return [
-            *_kills(before, sample),
-            *self._stopped(sample),
-            *errors,
-            *self._slowed(sample),
-            *self._driver_silent(sample),
-        ]
+        self._ecc |= _ecc_counts(before)
+        errors = list(_gpu_errors(sample, self._ecc, self._gpu_uuid))
+        self._ecc |= _ecc_counts(sample)
+        # While NVML does not answer, nothing is known: not that a GPU is no longer slowed down, either.
+        of_gpus = self._slowed(sample) if sample.gpus_silent_s == 0 else []
+        return [*_kills(before, sample), *self._stopped(sample), *errors, *of_gpus, *self._driver_silent(sample)]
 
     def _stopped(self, sample: SystemSample) -> list[Notice]:
         """Once for each process that a signal has stopped and that stays so."""
@@ -95,13 +94,13 @@ class Notices:
         return [_slowed_notice(slowed[uuid]) for uuid in late]
 
     def _driver_silent(self, sample: SystemSample) -> list[Notice]:
-        """Once each time that NVML stops to answer."""
+        """Once each time that NVML stops answering."""
         was, self._silent = self._silent, sample.gpus_silent_s >= _SILENT_S
         if was or not self._silent:
             return []
         text = (
-            f"the GPU driver has not answered NVML for {sample.gpus_silent_s:.0f} s, so nothing is known of the GPUs; "
-            "where steps hang too, a GPU has failed: see `dmesg | grep -i xid`"
+            f"the GPU driver has not answered NVML for {sample.gpus_silent_s:.0f} s, so NVML's figures are missing; if "
+            "steps hang too, a GPU has probably failed: see `sudo dmesg | grep -i xid`"
         )
         return [Notice(logging.WARNING, text, "gpu_silent", {"silent_s": round(sample.gpus_silent_s, 1)})]
 
@@ -127,9 +126,12 @@ def _slowed_notice(gpu: GpuUse) -> Notice:
     )
 
 
-def _gpu_errors(before: SystemSample, sample: SystemSample, gpu_uuid: str | None) -> Iterator[Notice]:
+def _ecc_counts(sample: SystemSample) -> dict[str, int]:
+    return {gpu.uuid: gpu.ecc_uncorrected for gpu in sample.gpus if gpu.ecc_uncorrected is not None}
+
+
+def _gpu_errors(sample: SystemSample, ecc_before: Mapping[str, int], gpu_uuid: str | None) -> Iterator[Notice]:
     """XIDs, and errors of memory that ECC could not correct.  Another GPU's are no reason to stop this run."""
-    ecc_before = {gpu.uuid: gpu.ecc_uncorrected for gpu in before.gpus}
     for gpu in sample.gpus:
         ours = gpu_uuid is None or gpu_uuid in gpu.uuid
         level, foreign = (logging.ERROR, "") if ours else (logging.WARNING, "; this run does not use that GPU")

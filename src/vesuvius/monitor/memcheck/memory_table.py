@@ -177,7 +177,9 @@ def _gpu_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
     for gpu in gpus:
         yield f"GPU {gpu.index}", Text(_gpu_text(gpu))
     if not gpus and found.sample is not None:
-        yield "GPU", Text(f"- ({found.no_gpus})" if found.no_gpus else "-")
+        silent_s = found.sample.gpus_silent_s
+        reason = f"NVML has not answered for {silent_s:.0f} s" if silent_s else found.no_gpus
+        yield "GPU", Text(f"- ({reason})" if reason else "-")
 
 
 def _gpu_text(gpu: GpuUse) -> str:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class BoundedCall(Generic[T]):
-    """Calls a function on a thread of its own.  Of one caller.
+    """Calls a function on a thread of its own.  For one caller only.
 
     Args:
         function: takes no arguments.
@@ -28,6 +28,11 @@ class BoundedCall(Generic[T]):
         self._late = False
 
     @property
+    def is_running(self) -> bool:
+        """Whether the function has been called and has not returned yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def silent_s(self) -> float:
         """For how many seconds the function has not returned; 0 where it has, or is not late yet."""
         return time.monotonic() - self._began_s if self._late else 0.0
@@ -35,12 +40,16 @@ class BoundedCall(Generic[T]):
     def __call__(self) -> T | None:
         """Return what the function returns; None while it takes longer: it is not called again before it has ended.
 
-        What comes late is returned by the next call.  Raises what the function raises.
+        What comes late is returned by the next call.  None, too, where no thread can be started.  Raises what the
+        function raises.
         """
         if self._thread is None:
-            self._began_s = time.monotonic()
-            self._thread = threading.Thread(target=self._run, name="bounded-call", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="bounded-call", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # too many, or no memory for one
+                return None
+            self._thread, self._began_s = thread, time.monotonic()
         self._thread.join(0.0 if self._late else self._wait_s)
         self._late = self._thread.is_alive()
         if self._late:

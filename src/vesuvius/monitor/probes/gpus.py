@@ -10,7 +10,6 @@ from typing import Any
 
 from vesuvius.monitor.probes.bounded import BoundedCall
 
-_SAMPLE_S = 0.5  # usually it takes milliseconds; of a GPU that has failed the driver may never answer
 _UNCORRECTED_SINCE_LOAD = 1, 0  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC
 _XIDS_A_SAMPLE = 16
 # Bits of NVML's reasons for clocks below the maximum (nvml.h: nvmlClocksEventReasons), under the names for people.
@@ -51,17 +50,26 @@ class Gpus:
         nvml: the module `pynvml`, or what stands for it in a test; None imports it.
         with_xids: also ask for the driver's errors (XID), which NVML has to be registered for.
         own: uuid of the GPU that this process uses; of one that is divided (MIG), memory and `busy` are its part's.
+        within_s: how long `sample` waits.  Usually it takes milliseconds; of a GPU that has failed the driver may never
+            answer.
 
     Attributes:
         reason: why no GPU is seen, None where some are.
         silent_s: for how many seconds NVML has not answered the last question; 0 where it has.
     """
 
-    def __init__(self, nvml: ModuleType | None = None, *, with_xids: bool = False, own: str | None = None) -> None:
+    def __init__(
+        self,
+        nvml: ModuleType | None = None,
+        *,
+        with_xids: bool = False,
+        own: str | None = None,
+        within_s: float = 0.5,
+    ) -> None:
         self._xid_events: dict[int, Any] = {}  # a set of events for each GPU that can tell
         self.reason: str | None = None
         self._sample_all = BoundedCall(
-            lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu)) is not None], _SAMPLE_S
+            lambda: [use for gpu in self._gpus if (use := self._sample_one(*gpu)) is not None], within_s
         )
         self._gpus: list[tuple[int, str, str, Any, Any]] = []  # index, uuid, name, handles of the GPU and of our part
         try:
@@ -106,7 +114,7 @@ class Gpus:
         """Let NVML go, unless it hangs.  Safe to call again."""
         if self._gpus:
             self._gpus = []
-            if self.silent_s:
+            if self._sample_all.is_running:
                 return
             while self._xid_events:
                 self._ask("nvmlEventSetFree", self._xid_events.popitem()[1])

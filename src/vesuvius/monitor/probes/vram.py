@@ -59,8 +59,9 @@ class Vram:
         if not self._cuda.is_initialized():
             return None
         try:
-            stats = self._cuda.memory_stats(self._device)
+            # The driver first: where it hangs, this call lets other threads run, and the allocator's calls do not.
             free_bytes, total_bytes = self._cuda.mem_get_info(self._device)
+            stats = self._cuda.memory_stats(self._device)
             if new_window:
                 self._cuda.reset_peak_memory_stats(self._device)
         except RuntimeError:  # of a GPU that has failed; the training meets it too, and says so

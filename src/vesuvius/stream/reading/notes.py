@@ -129,12 +129,16 @@ def _write_stacks(asked: socket.socket, stacks: int) -> None:
     """Write the stacks of all threads whenever somebody asks."""
     while True:
         asked.recv(1)
-        os.write(stacks, "".join(_stacks_of_threads()).encode())
+        with suppress(OSError):  # a full disk: the next request may find room
+            os.write(stacks, "".join(_stacks_of_threads()).encode(errors="backslashreplace"))
 
 
 def _stacks_of_threads() -> Iterator[str]:
-    """As faulthandler writes them, but with names, and of any number of threads: it ends at 100.  Opens no file, as
-    traceback does for the lines of source: the disk may be what hangs."""
+    """As faulthandler writes them, but with names, and of any number of threads: it ends at 100.
+
+    Opens no file, as traceback does for the lines of source: the disk may be what hangs.  Threads that run Python code
+    go on meanwhile, so their stacks may mix two moments.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for thread, top in sys._current_frames().items():
         yield f"Thread 0x{thread:x} {names.get(thread, 'without a name')} (most recent call first):\n"

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from vesuvius.config import Triple
+from vesuvius.config import DataConfig, Triple
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges, PreparedData
 from vesuvius.stream.start.start_reads import Kind
@@ -87,14 +87,20 @@ def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
     )
 
 
-def read_facts(path: Path) -> DataFacts | None:
-    """What `write_facts` has kept; None where it is not there or not whole."""
+def read_facts(path: Path, config: DataConfig) -> DataFacts | None:
+    """What `write_facts` has kept for such a config; None where it is not there or not whole."""
     try:
-        return DataFacts.from_state(read_state(path))
+        state = read_state(path)
+        return DataFacts.from_state(state) if state["config"] == _of_voxels(config) else None
     except (OSError, KeyError, TypeError, ValueError):
         return None
 
 
-def write_facts(path: Path, facts: DataFacts) -> None:
+def write_facts(path: Path, config: DataConfig, facts: DataFacts) -> None:
     """Keep them for other runs on the same data.  Raises OSError."""
-    write_state(path, facts.state_dict())
+    write_state(path, facts.state_dict() | {"config": _of_voxels(config)})
+
+
+def _of_voxels(config: DataConfig) -> str:
+    """What of a config the facts follow from; not how voxels are fetched."""
+    return config.model_dump_json(exclude={"store"})

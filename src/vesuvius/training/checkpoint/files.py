@@ -38,7 +38,7 @@ def read_state(path: Path, mmap: bool = False) -> Any:
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:  # torch's own words advise to load it all the same
         raise ValueError("a file that holds more than tensors and plain data, which is not loaded") from error
-    except (RuntimeError, EOFError) as error:
+    except (RuntimeError, EOFError, IndexError) as error:
         raise ValueError(one_line(error)) from error
 
 

@@ -281,7 +281,7 @@ def fewer_readers(search: Search) -> None:
     each = max(supply / best.workers, search.rates.per_reader(best) / search.trainer_rate())
 
     def is_settled(found: Comparison) -> bool:
-        # What is measured already stays unless fewer are shown to be enough: to keep it needs no proof.
+        # The present readers stay unless fewer are shown to be enough: keeping them needs no proof.
         return found.is_above(-LARGE_GAIN) or found.is_below(lost) or found.gain < -LARGE_GAIN
 
     tries = [count for count in fewer_than(best.workers) if count >= 0.8 * need / each]
