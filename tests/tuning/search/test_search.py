@@ -553,3 +553,11 @@ def test_a_space_survives_its_record() -> None:
 def test_a_block_survives_its_record() -> None:
     for entry in tuned("CPU")[0]:
         assert restored(Block, json.loads(json.dumps(asdict(entry.block)))) == entry.block
+
+
+def test_fewer_readers_that_lose_a_lot_are_given_up_at_the_first_look() -> None:
+    """Six deliver a quarter less than eight; noise leaves the interval wide."""
+    noisy = replace(SHARED, disturbance=replace(SHARED.disturbance, noise=0.15))
+    entries, found = tune(noisy, 1, replace(noisy.space(3600.0), kept=("requests",)))
+    assert sum("in turn: workers 8 -> 6" in entry.planned.why for entry in entries) == 2 * 3
+    assert found.best.workers == 8
