@@ -148,6 +148,7 @@ for instruction in itertools.count(0, int(sys.argv[2])):
     with PatchStream(job, StreamOptions(batch_size=1, workers=0)) as stream:
         for _ in range(3):  # from the third on, places become free again
             next(stream)
+        sys._getframe().f_trace_opcodes = True  # where no frame asks for them before, Python 3.12 has no opcode events
         sys.settrace(interrupt_at(instruction))
         try:
             next(stream)
