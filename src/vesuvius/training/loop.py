@@ -25,7 +25,7 @@ from vesuvius.training.deaths import Deaths
 from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.milestones import Milestones, NoMilestones
 from vesuvius.training.rank_news import RankNews
-from vesuvius.training.ranks.ranks import RankError
+from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.replay.file import MicroBatch, ReplayWriter
 from vesuvius.training.report import StepReporter
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed

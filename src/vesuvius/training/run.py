@@ -30,8 +30,9 @@ from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.loop import MakeTuner, make_autotuner
 from vesuvius.training.monitoring import open_metrics, open_monitor, open_session
 from vesuvius.training.quarantine import log_replaced
+from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.ranks.part import part_of
-from vesuvius.training.ranks.ranks import SINGLE, RankError, Ranks
+from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.step import TrainStep, choose_device
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
 from vesuvius.volumes.store.object_store import prepare_cache

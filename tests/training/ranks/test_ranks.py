@@ -19,8 +19,9 @@ import torch.distributed as dist
 from tests.support.rank_runs import output_of, started_ranks
 from vesuvius.errors import EXIT_ERROR, DataError
 from vesuvius.training.ranks import ranks as module
+from vesuvius.training.ranks.errors import RankError, RankLostError, restart_may_help
 from vesuvius.training.ranks.join import launched_ranks, open_ranks
-from vesuvius.training.ranks.ranks import RankError, RankLostError, Ranks, restart_may_help
+from vesuvius.training.ranks.ranks import Ranks
 
 WORLD = 3
 

@@ -51,7 +51,8 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
         RuntimeError: of a GPU or its network, which another start may not meet.
     """
     from vesuvius.launch.rank import train_as_rank
-    from vesuvius.training.ranks.ranks import RankLostError, Restart, restart_may_help
+    from vesuvius.training.ranks.errors import RankLostError, restart_may_help
+    from vesuvius.training.ranks.ranks import Restart
 
     job: Job = arguments["job"]
     logging.getLogger("vesuvius").setLevel(logging.INFO)

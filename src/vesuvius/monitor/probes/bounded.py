@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-class BoundedCall(Generic[T]):
+class BoundedCall(Generic[_T]):
     """Calls a function on a thread of its own.  For one caller only.
 
     Args:
@@ -18,10 +18,10 @@ class BoundedCall(Generic[T]):
         wait_s: how long a call is waited for.
     """
 
-    def __init__(self, function: Callable[[], T], wait_s: float) -> None:
+    def __init__(self, function: Callable[[], _T], wait_s: float) -> None:
         self._function = function
         self._wait_s = wait_s
-        self._results: list[T] = []
+        self._results: list[_T] = []
         self._errors: list[Exception] = []
         self._thread: threading.Thread | None = None
         self._began_s = 0.0
@@ -37,7 +37,7 @@ class BoundedCall(Generic[T]):
         """For how many seconds the function has not returned; 0 where it has, or is not late yet."""
         return time.monotonic() - self._began_s if self._late else 0.0
 
-    def __call__(self) -> T | None:
+    def __call__(self) -> _T | None:
         """Return what the function returns; None while it takes longer: it is not called again before it has ended.
 
         What comes late is returned by the next call.  None, too, where no thread can be started.  Raises what the

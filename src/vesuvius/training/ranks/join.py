@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from vesuvius.errors import ConfigError, one_line
+from vesuvius.training.ranks.errors import RankLostError
 from vesuvius.training.ranks.part import launched_ranks, most_at_work
-from vesuvius.training.ranks.ranks import RankLostError, Ranks
+from vesuvius.training.ranks.ranks import Ranks
 
 log = logging.getLogger(__name__)
 

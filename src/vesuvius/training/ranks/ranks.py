@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from vesuvius.errors import EXIT_ERROR, VesuviusError, one_line
+from vesuvius.training.ranks.errors import RankError, RankLostError, restart_may_help
 
 log = logging.getLogger(__name__)
 
@@ -35,18 +36,6 @@ _CAUSE_S = 5.0
 _LEAVE_S = 5.0  # for the others to let go of the store
 _UNWIND_S = 30.0  # after the failure of another rank, for the main thread to notice it
 _SAVE_S = 1800.0  # and then to save and end, or to wait for that; timeout_s where that is more
-
-
-class RankError(VesuviusError):
-    """Another rank failed, or did not answer.  Ends this process with the exit code of that rank."""
-
-    def __init__(self, message: str, exit_code: int = EXIT_ERROR) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
-class RankLostError(RankError):
-    """Another rank ended without a word, as a killed process does: a restart may help."""
 
 
 @dataclass(frozen=True)
@@ -393,11 +382,6 @@ class Ranks:
             if (silent_s := time.monotonic() - self._beat_s) > self._silent_s + _STORE_GRACE_S:
                 log.error("rank 0 has not answered for %.0f s; rank %d is ended", silent_s, self.rank)
                 os._exit(EXIT_ERROR)
-
-
-def restart_may_help(error: BaseException) -> bool:
-    """Whether it is of a GPU or its network, which another start may not meet.  Pure."""
-    return not isinstance(error, VesuviusError) and any(word in str(error) for word in ("CUDA", "NCCL"))
 
 
 SINGLE = Ranks()

@@ -1,0 +1,22 @@
+"""Why a rank ends because of another one."""
+
+from __future__ import annotations
+
+from vesuvius.errors import EXIT_ERROR, VesuviusError
+
+
+class RankError(VesuviusError):
+    """Another rank failed, or did not answer.  Ends this process with the exit code of that rank."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_ERROR) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class RankLostError(RankError):
+    """Another rank ended without a word, as a killed process does: a restart may help."""
+
+
+def restart_may_help(error: BaseException) -> bool:
+    """Whether it is of a GPU or its network, which another start may not meet.  Pure."""
+    return not isinstance(error, VesuviusError) and any(word in str(error) for word in ("CUDA", "NCCL"))
