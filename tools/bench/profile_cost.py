@@ -33,7 +33,7 @@ from vesuvius.runlog.logfile import log_to_terminal
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.loop import TrainingLoop, Tuner
-from vesuvius.training.report import StepReporter
+from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.run import train
 from vesuvius.training.step.device import DeviceFeed
 

@@ -19,7 +19,7 @@ from vesuvius.profiling.trace import MemoryUse, Operator, Trace
 from vesuvius.stream.options import batches_ahead
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.loop import TrainingLoop, Tuner
-from vesuvius.training.report import StepReporter
+from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.step.device import DeviceFeed, synchronize
 from vesuvius.training.step.step import parameter_count
 

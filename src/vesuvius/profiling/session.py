@@ -36,10 +36,10 @@ from vesuvius.stream.options import StreamOptions
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 from vesuvius.training.loop import MakeTuner, TrainingLoop, Tuner, make_autotuner
 from vesuvius.training.ranks.part import one_rank
-from vesuvius.training.report import StepReporter
+from vesuvius.training.reporting.report import StepReporter
+from vesuvius.training.reporting.verdicts import knobs_of
 from vesuvius.training.run import train
 from vesuvius.training.step.step import choose_device
-from vesuvius.training.verdicts import knobs_of
 from vesuvius.volume_tools.info import codec_words
 from vesuvius.volumes.volume import open_volume
 

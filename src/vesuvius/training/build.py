@@ -24,7 +24,6 @@ from vesuvius.training.checkpoint.resume import (
 from vesuvius.training.checkpoint.save import RetentionPolicy
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.context import RunContext
-from vesuvius.training.deaths import Deaths
 from vesuvius.training.forecast.preflight import Preflight
 from vesuvius.training.forecast.start_log import log_network
 from vesuvius.training.guard_actions import GuardActions
@@ -34,6 +33,7 @@ from vesuvius.training.quarantine import still_quarantined
 from vesuvius.training.ranks.part import Part, config_of
 from vesuvius.training.ranks.ranks import Ranks
 from vesuvius.training.replay.file import ReplayWriter
+from vesuvius.training.reporting.deaths import Deaths
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.network import build_network

@@ -21,13 +21,13 @@ from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.autotune import Autotuner
 from vesuvius.training.context import RunContext
-from vesuvius.training.deaths import Deaths
 from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.milestones import Milestones, NoMilestones
-from vesuvius.training.rank_news import RankNews
 from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.replay.file import MicroBatch, ReplayWriter
-from vesuvius.training.report import StepReporter
+from vesuvius.training.reporting.deaths import Deaths
+from vesuvius.training.reporting.rank_news import RankNews
+from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
 

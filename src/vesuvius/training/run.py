@@ -22,17 +22,17 @@ from vesuvius.training.checkpoint.resume import ResumePoint, check_same_config, 
 from vesuvius.training.checkpoint.save import set_aside
 from vesuvius.training.checkpoint.snapshot import take_part
 from vesuvius.training.context import RunContext
-from vesuvius.training.deaths import Deaths, log_killed_session, log_last_session
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
 from vesuvius.training.forecast.preflight import NothingToDo, Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.start_log import log_progress, log_ranks, log_start
 from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.loop import MakeTuner, make_autotuner
-from vesuvius.training.monitoring import open_metrics, open_monitor, open_session
 from vesuvius.training.quarantine import log_replaced
 from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.ranks.part import part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
+from vesuvius.training.reporting.deaths import Deaths, log_killed_session, log_last_session
+from vesuvius.training.reporting.monitoring import open_metrics, open_monitor, open_session
 from vesuvius.training.step.step import TrainStep, choose_device
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
 from vesuvius.volumes.store.object_store import prepare_cache

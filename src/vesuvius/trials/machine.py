@@ -17,7 +17,7 @@ from vesuvius.runlog.units import GIB
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.ram_plan import plan_ram
-from vesuvius.training.monitoring import memory_limits
+from vesuvius.training.reporting.monitoring import memory_limits
 from vesuvius.training.step.step import choose_device, resolve_amp
 
 _VRAM_SHARE = 0.92

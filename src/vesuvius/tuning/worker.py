@@ -33,7 +33,7 @@ from vesuvius.stream.reading.reader_figures import ReaderTotals
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
 from vesuvius.training.loop import MakeTuner, TrainingLoop
-from vesuvius.training.report import StepReporter
+from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed, synchronize
 from vesuvius.training.step.step import learning_rate
 from vesuvius.trials.cycles import is_enough, sustained_s

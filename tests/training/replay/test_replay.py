@@ -33,7 +33,7 @@ from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.replay.file import ReplayWriter, read_nonfinite_step
 from vesuvius.training.replay.replay import replay
-from vesuvius.training.report import StepReporter
+from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.step.conditioning import Conditioner, volume_scalars
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.network import build_network

@@ -13,8 +13,8 @@ from tests.training.stand_ins import run_context
 from vesuvius.config.load import read_config
 from vesuvius.errors import DataError
 from vesuvius.runlog.records import read_records
-from vesuvius.training.rank_news import RankNews
 from vesuvius.training.ranks.ranks import Ranks
+from vesuvius.training.reporting.rank_news import RankNews
 
 
 def damage(z: int) -> dict[str, Any]:

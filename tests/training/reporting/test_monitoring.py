@@ -14,7 +14,7 @@ from tests.support.webhook_server import WebhookServer
 from vesuvius.config.load import read_config
 from vesuvius.runlog.listeners.tensorboard import TensorBoard
 from vesuvius.runlog.run_dir import RunDir
-from vesuvius.training.monitoring import open_metrics
+from vesuvius.training.reporting.monitoring import open_metrics
 
 
 def test_records_reach_prometheus_at_its_address_and_the_webhook(tiny_config: WriteConfig, tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ from vesuvius.runlog.step_times import StepTimes
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.mfu import seconds_at_peak
-from vesuvius.training.rank_news import RankNews
 from vesuvius.training.replay.file import MicroBatch, ReplayWriter
+from vesuvius.training.reporting.rank_news import RankNews
+from vesuvius.training.reporting.verdicts import Verdicts, telemetry
 from vesuvius.training.step.outcome import StepOutcome, StepResult
-from vesuvius.training.verdicts import Verdicts, telemetry
 
 log = logging.getLogger(__name__)
 

@@ -33,16 +33,16 @@ from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.replay.file import ReplayWriter
-from vesuvius.training.report import StepReporter
+from vesuvius.training.reporting.report import StepReporter
+from vesuvius.training.reporting.verdicts import Verdicts
 from vesuvius.training.step.conditioning import Conditioner, volume_scalars
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.validation.data_spectrum import measure_spectrum
-from vesuvius.training.verdicts import Verdicts
 
 CPU = torch.device("cpu")
-QUOTAS = "vesuvius.training.verdicts.cpu_quotas"
+QUOTAS = "vesuvius.training.reporting.verdicts.cpu_quotas"
 WriteConfig = Callable[..., Path]
 SOME = StepTimes(step_s=1.0, data_s=0.05, h2d_s=0.0, forward_s=0.3, backward_s=0.5, optimizer_s=0.1)
 
@@ -242,8 +242,8 @@ def test_readers_that_are_started_anew_begin_a_new_window(judged: Callable[..., 
 def test_idle_cores_and_those_of_the_readers_are_weighed_in(
     judged: Callable[..., Judged], monkeypatch: pytest.MonkeyPatch, cores: float, cause: str
 ) -> None:
-    monkeypatch.setattr("vesuvius.training.verdicts.bound_cores", lambda: {0, 1, 2, 3})
-    monkeypatch.setattr("vesuvius.training.verdicts.usable_cores", lambda pid: cores)
+    monkeypatch.setattr("vesuvius.training.reporting.verdicts.bound_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.setattr("vesuvius.training.reporting.verdicts.usable_cores", lambda pid: cores)
     counts = iter([(100, 1), (100, 1), (200, 3), (200, 3)])
     monkeypatch.setattr(QUOTAS, lambda pid: [CpuQuota("/job", 8.0, *next(counts))])
     rates = Rates((0.5, 0.9, 0.0, 0.1, 0.0), {41: 0.9, 42: 0.95, 99: 1.0}, 0.0, 0.0, 0.0, 0.0)
@@ -262,8 +262,8 @@ def test_ranks_of_one_node_share_its_idle_processors(
     tmp_path: Path, tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the verdict of each of four advises, all of them do."""
-    monkeypatch.setattr("vesuvius.training.verdicts.bound_cores", lambda: set(range(32)))
-    monkeypatch.setattr("vesuvius.training.verdicts.usable_cores", lambda pid: 32.0)
+    monkeypatch.setattr("vesuvius.training.reporting.verdicts.bound_cores", lambda: set(range(32)))
+    monkeypatch.setattr("vesuvius.training.reporting.verdicts.usable_cores", lambda pid: 32.0)
     readers = range(41, 47)  # with its trainer a rank uses 3.5 processors, four of them 14 of 32
     rates = Rates((0.0,) * 18 + (1.0,) * 14, dict.fromkeys(readers, 0.5) | {99: 0.5}, 0.0, 0.0, 0.0, 0.0)
     overrides = []
