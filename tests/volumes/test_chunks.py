@@ -16,17 +16,19 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zarr.abc.store import ByteRequest
-from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec, ZstdCodec
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec, TransposeCodec, ZstdCodec
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
 from tests.conftest import textured
 from tests.support.chunk_server import ChunkServer
 from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.errors import DataError
 from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.chunks import ChunkGrid, Request
 from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.listing import list_chunks
 from vesuvius.volumes.staged import _own
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
@@ -194,6 +196,11 @@ INDICES: dict[str, dict[str, Any]] = {
     "end": {"index_codecs": CHECKED},
     "start": {"index_codecs": CHECKED, "index_location": "start"},
     "unchecked": {"index_codecs": (BytesCodec(),)},
+    "unchecked at the start": {"index_codecs": (BytesCodec(),), "index_location": "start"},
+    "big-endian": {"index_codecs": (BytesCodec(endian="big"), Crc32cCodec())},
+    "big-endian, unchecked, at the start": {"index_codecs": (BytesCodec(endian="big"),), "index_location": "start"},
+    "transposed": {"index_codecs": (TransposeCodec(order=(3, 1, 2, 0)), *CHECKED)},
+    "checked twice": {"index_codecs": (*CHECKED, Crc32cCodec())},
 }
 SHAPE = (32, 32, 32)
 CORNER: Box = ((0, 0, 0), (8, 8, 8))
@@ -238,17 +245,18 @@ def test_an_absent_shard_has_no_index_and_only_absent_chunks(tmp_path: Path) -> 
 
 
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "flipped": (lambda data: data[:-20] + bytes([data[-20] ^ 1]) + data[-19:], "match its checksum"),
+    "flipped": (lambda data: data[:-20] + bytes([data[-20] ^ 1]) + data[-19:], "checksum"),
     "shortened": (lambda data: data[-100:], "has 1028 bytes; got 100"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("where", ["end", "big-endian"])
 def test_a_damaged_index_is_an_error_and_its_region_unreadable(
-    server: ChunkServer, tmp_path: Path, damage: str
+    server: ChunkServer, tmp_path: Path, damage: str, where: str
 ) -> None:
     change, words = DAMAGES[damage]
-    path = write_sharded(tmp_path / "v.zarr")
+    path = write_sharded(tmp_path / "v.zarr", **INDICES[where])
     shard = path / "c/0/0/0"
     whole = shard.read_bytes()
     shard.write_bytes(change(whole))
@@ -264,14 +272,26 @@ def test_a_damaged_index_is_an_error_and_its_region_unreadable(
     np.testing.assert_array_equal(volume.read(CORNER), textured(SHAPE)[:8, :8, :8])
 
 
-def test_an_index_in_a_form_of_its_own_is_left_to_zarr(server: ChunkServer, tmp_path: Path) -> None:
-    path = write_sharded(tmp_path / "v.zarr", index_codecs=(BytesCodec(endian="big"), Crc32cCodec()))
-    grid = grid_of(path)
-    assert not grid.indexed
-    assert grid.requests(CORNER) == []
-    volume = open_volume(ArrayConfig(path=server.url_of(path)))
-    volume.stage(CORNER)
-    np.testing.assert_array_equal(volume.read(CORNER), textured(SHAPE)[:8, :8, :8])
+@pytest.mark.parametrize("where", INDICES)
+@pytest.mark.parametrize("remote", [False, True], ids=["disk", "http"])
+def test_a_volume_of_which_no_chunk_may_be_missing_is_read_whatever_form_its_indices_have(
+    server: ChunkServer, tmp_path: Path, where: str, remote: bool
+) -> None:
+    path = write_sharded(tmp_path / "v.zarr", **INDICES[where])
+    address = server.url_of(path) if remote else str(path)
+    volume = open_volume(ArrayConfig(path=address), missing_chunk="error")
+    stored = ((3, 0, 0), (24, 20, 32))
+    volume.stage(stored)
+    np.testing.assert_array_equal(volume.read(stored), textured(SHAPE)[3:24, :20])
+    with pytest.raises(DataError, match=r"got 16 absent, the first \[3, 0, 0\]"):
+        volume.read(((0, 0, 0), SHAPE))
+
+
+@pytest.mark.parametrize("where", INDICES)
+def test_the_chunks_in_shards_are_listed_whatever_form_their_indices_have(tmp_path: Path, where: str) -> None:
+    path = write_sharded(tmp_path / "v.zarr", **INDICES[where])
+    stored = list_chunks(open_volume(ArrayConfig(path=str(path))))
+    np.testing.assert_array_equal(stored, np.broadcast_to(np.arange(4)[:, None, None] < 3, (4, 4, 4)))
 
 
 def test_an_index_is_read_once_and_anew_when_forgotten(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
         z, y, x = (int(i) for i in np.unravel_index(number, grid.counts_zyx))
         tried += 1
         try:
-            if _is_stored(volume, (z, y, x)):
+            if not grid.absent(grid.box_of((z, y, x))):
                 found.append((z, y, x))
         except FetchError as error:
             raise DataError(
@@ -115,14 +115,6 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
         if len(found) == count:
             break
     return found, tried
-
-
-def _is_stored(volume: Volume, chunk: Triple) -> bool:
-    """Whether a chunk is stored; where the index of its shard cannot be read, whether the shard is."""
-    grid = volume.grid
-    if grid.shard_zyx is not None and not grid.indexed:
-        return volume.source.exists(grid.key_of(chunk))
-    return not grid.absent(grid.box_of(chunk))
 
 
 def _distinct(rng: np.random.Generator, total: int, count: int) -> Iterator[int]:

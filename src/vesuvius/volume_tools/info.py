@@ -60,7 +60,7 @@ class Occupancy:
 
     present: int | None  # None where unknown
     total: int
-    unit: Literal["chunks", "shards"]  # what is counted; shards where the index of a shard cannot be read
+    unit: Literal["chunks", "shards"]  # what is counted; shards where the sidecar counts them
     source: Literal["sidecar", "listing"] | None  # where that is known from
     unknown: str | None = None  # why it is not known
 

@@ -136,7 +136,7 @@ def list_chunks(volume: Volume) -> Bools:
 def _listed(volume: Volume) -> tuple[Bools, list[str]]:
     """As `list_chunks`, and a line on each shard with a damaged index, whose chunks count as missing."""
     objects = list_objects(volume)
-    return _inner_occupancy(volume, objects) if volume.grid.shard_zyx and volume.grid.indexed else (objects, [])
+    return _inner_occupancy(volume, objects) if volume.grid.shard_zyx else (objects, [])
 
 
 def _damaged_shards(volume: Volume, damaged: list[str]) -> DataError:

@@ -160,9 +160,7 @@ class MissingChunks:
             absent = self._staged.found_absent(key, grid.index_range) if absent is None else absent
         if absent is None:
             absent = not self._source.exists(key)
-        if absent:
-            return True
-        return grid.indexed and bool(grid.absent(grid.box_of(chunk)))
+        return absent or (grid.shard_zyx is not None and bool(grid.absent(grid.box_of(chunk))))
 
 
 def _some_differ(voxels: NDArray[Any], fill: Any, box: Box, chunk_zyx: Triple) -> NDArray[np.bool_]:

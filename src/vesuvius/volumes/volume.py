@@ -245,7 +245,7 @@ class Volume:
 
     def _read_one(self, chunk: Triple, part: Box, voxels: NDArray[Any]) -> None:
         self.missing.check_present(part)
-        if self.grid.indexed:
+        if self.grid.shard_zyx is not None:
             self.grid.shard_index(self.grid.key_of(chunk))
         _read_into(self._plain_array, self.axes, part, voxels)
         self.missing.treat(part, voxels)
