@@ -142,9 +142,9 @@ class RealSource:
         return values
 
     def labels_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[Any]:
-        """The condition there, as it is stored."""
+        """The condition there, as it is stored; a coarser one upsampled.  Raises DataError."""
         boxes = [_patch_box(start, self._config.patch_size) for start in starts_zyx]
-        return np.stack([self.data.read("condition", number, box) for box in boxes])
+        return np.stack([self.data.read_patch(self.data.read, "condition", number, box) for box in boxes])
 
     def _set_of(self, found: FixedPatches, rows: Sequence[int]) -> PatchSet:
         picked = FixedPatches(
