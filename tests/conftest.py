@@ -18,6 +18,7 @@ from typing import Any
 
 import numcodecs
 import numpy as np
+import psutil
 import pytest
 import yaml
 import zarr
@@ -28,6 +29,7 @@ from tests.support import fork_server, forked, orphans
 from tests.support.servers import cache_home, cache_homes, s3, s3_server, server, session_server  # noqa: F401 - fixtures
 from tests.support.tiny import TINY_MODEL as TINY_MODEL
 from tests.support.tiny import tiny_sections
+from vesuvius.monitor.probes import files
 from vesuvius.runlog.logfile import _TerminalHandler
 from vesuvius.stream.start import start_reads
 from vesuvius.volume_tools import child_reads
@@ -130,6 +132,13 @@ def _package_log_as_at_the_start() -> Iterator[None]:
     for handler in list(package.handlers):
         if isinstance(handler, _TerminalHandler):
             package.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def real_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probes and psutil read this machine again after a test with a recorded one (`system_trees`)."""
+    monkeypatch.setattr(psutil, "PROCFS_PATH", "/proc")
+    monkeypatch.setattr(files, "SYSFS_PATH", Path("/sys"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -203,7 +203,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
         ("fail", "versions", "torch 2.9.1 where"),
     ),
     "name clash": ({"host.namesake_problem": lambda of: "two own it; uninstall it"}, ("fail", "import name", "two")),
-    "quota below the readers": ({"host.usable_cores": lambda pid, roots: 0.5}, ("warn", "processors", "0.5 of ")),
+    "quota below the readers": ({"host.usable_cores": lambda pid: 0.5}, ("warn", "processors", "0.5 of ")),
     "old cuDNN": (
         {"device.choose_device": lambda: CUDA, "device.torch.backends.cudnn.version": lambda: 91002},
         ("fail", "cuDNN", "got cuDNN 9.10"),

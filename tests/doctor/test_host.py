@@ -68,18 +68,18 @@ def test_the_name_clash_is_caught() -> None:
 
 
 def test_a_quota_below_the_readers_is_caught(tmp_path: Path) -> None:
-    roots = tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "50000 100000"})
-    found = host.look_at_cores(2, roots=roots)
+    tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "50000 100000"})
+    found = host.look_at_cores(2)
     assert found.level == "warn"
     assert found.value.startswith("0.5 of ")
     assert found.remedy == "set training.workers=0, or give more processors (docker run --cpus=3)"
-    assert host.look_at_cores(None, roots=roots).level == "ok"
+    assert host.look_at_cores(None).level == "ok"
 
 
 def test_each_rank_has_a_trainer_and_readers_of_its_own(tmp_path: Path) -> None:
-    roots = tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "190000 100000"})
-    assert host.look_at_cores(0, 1, roots).level == "ok"
-    found = host.look_at_cores(1, 2, roots)
+    tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "190000 100000"})
+    assert host.look_at_cores(0, 1).level == "ok"
+    found = host.look_at_cores(1, 2)
     assert (found.level, found.remedy) == (
         "warn", "set training.workers=0, or give more processors (docker run --cpus=4)"
     )  # fmt: skip
@@ -97,17 +97,18 @@ def test_the_machine_is_busy_as_far_as_this_container_feels_it(tmp_path: Path, m
         files = {} if own is None else {"job/cpu.pressure": pressure(own)}
         roots = tree(tmp_path / str(number), "0::/job\n", V2, files)
         (roots.proc / "pressure" / "cpu").write_text(pressure(others))
-        assert (host.busy(roots) != "") == is_busy
-    roots = tree(tmp_path / "none", "0::/job\n", V2, {})  # a kernel without PSI
-    assert host.busy(roots) == f"load 1000000.0 on {os.cpu_count()} processors"
+        assert (host.busy() != "") == is_busy
+    tree(tmp_path / "none", "0::/job\n", V2, {})  # a kernel without PSI
+    assert host.busy() == f"load 1000000.0 on {os.cpu_count()} processors"
     monkeypatch.setattr("os.getloadavg", lambda: (float(os.cpu_count() or 1), 0.0, 0.0))
-    assert host.busy(roots) == ""
+    assert host.busy() == ""
 
 
 @pytest.mark.parametrize(("throttled", "level"), [(4, "ok"), (40, "warn")])
 def test_a_quota_that_brakes_is_caught(tmp_path: Path, throttled: int, level: str) -> None:
     files = {"job/cpu.max": "50000 100000", "job/cpu.stat": f"nr_periods 100\nnr_throttled {throttled}\n"}
-    found = host.look_at_cores(None, roots=tree(tmp_path, "0::/job\n", V2, files))
+    tree(tmp_path, "0::/job\n", V2, files)
+    found = host.look_at_cores(None)
     assert found.level == level
     assert f"quota of 0.5 used up in {throttled} % of its periods" in found.value
 
@@ -116,7 +117,7 @@ def test_a_quota_that_brakes_is_caught(tmp_path: Path, throttled: int, level: st
 def test_a_cgroup_that_is_nearly_full_is_caught(tmp_path: Path, used: int, level: str) -> None:
     roots = write_v2(tmp_path, limit=8 * GIB, anon=used * GIB)
     write_process(roots, 10)
-    found = host.look_at_memory(roots, pid=10)
+    found = host.look_at_memory(pid=10)
     assert found.level == level
     assert found.value.startswith("8.00 GiB (memory.max of cgroup /)")
 

@@ -16,6 +16,7 @@ from tests.monitor.memory.simulated import sample
 from tests.monitor.test_verdict import GPU
 from tests.support.moments import moments
 from tests.support.system_trees import (
+    Roots,
     write_cgroup_v1,
     write_cgroup_v2,
     write_machine,
@@ -31,7 +32,6 @@ from vesuvius.monitor.memory.risk import RiskWatch
 from vesuvius.monitor.postmortem.cause import KillCounts, remedy_of
 from vesuvius.monitor.postmortem.cause import judge as judge_death
 from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
@@ -66,9 +66,9 @@ def watched(samples: list[SystemSample], limits: Limits = LIMITS) -> Found:
     return Found(risk.level.name + blamed, order.rung if order else NOTHING, risk.reason)
 
 
-def steady(roots: Roots, limits: Limits = LIMITS) -> Found:
-    """Ten seconds in which nothing changes on a recorded machine."""
-    seen = Watcher(TRAINER, roots).sample()
+def steady(_built: Roots, limits: Limits = LIMITS) -> Found:
+    """Ten seconds in which nothing changes on the recorded machine that was just built."""
+    seen = Watcher(TRAINER).sample()
     return watched([replace(seen, time=float(second)) for second in range(10)], limits)
 
 
@@ -189,14 +189,14 @@ def recorded(
         write_process(roots, pid, cpu_s=0.2 * second)
         for number in (1, 2):
             write_process(roots, pid + number, pid, cpu_s=readers_s / 100 * second, state="T" if stopped else "S")
-        seen.append(replace(Watcher(pid, roots).sample(), clock_s=float(second)))
-        quotas.append(cpu_quotas(pid, roots))
+        seen.append(replace(Watcher(pid).sample(), clock_s=float(second)))
+        quotas.append(cpu_quotas(pid))
     rates, (share, used_up) = rates_between(*seen), throttling(*quotas) or (None, None)
     assert rates is not None
     return judged(
         replace(
             figures,
-            cores=8.0 if quota is None else usable_cores(pid, roots),
+            cores=8.0 if quota is None else usable_cores(pid),
             idle_cores=rates.idle_cores(range(8)),
             own_cores=sum(rates.process_cores.values()),
             reader_cores=sum(rates.process_cores[pid + number] for number in (1, 2)),

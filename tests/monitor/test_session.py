@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session, find_pid, is_alive, read_session
 
 LIMITS = Limits(ray_share=0.95, configured_bytes=3 * 2**30, warn_at=0.5)
@@ -108,14 +108,15 @@ def test_a_run_in_a_container_is_found_under_its_pid_outside(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("here", "expected"), [("pid:[4026531836]", False), ("pid:[77]", False), ("pid:[88]", None)])
 def test_only_who_sees_all_processes_or_the_runs_own_can_say_that_it_is_dead(
-    tmp_path: Path, here: str, expected: bool | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: str, expected: bool | None
 ) -> None:
     (tmp_path / "sys/kernel/random").mkdir(parents=True)
     (tmp_path / "sys/kernel/random/boot_id").write_text("this\n")
     (tmp_path / "self/ns").mkdir(parents=True)
     (tmp_path / "self/ns/pid").symlink_to(here)
     record = SessionRecord("r", "h", "this", 7, 1.0, 1.0, 0, Limits(), pid_namespace="pid:[77]")
-    assert is_alive(record, Roots(proc=tmp_path)) is expected
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    assert is_alive(record) is expected
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"name": "x"}'])

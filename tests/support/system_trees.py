@@ -3,28 +3,41 @@
     roots = write_v2(tmp_path, limit=8 * GIB, anon=GIB, shmem=GIB, file=3 * GIB)
     write_machine(roots, total=64 * GIB, available=40 * GIB)
     write_process(roots, pid=10, parent=1, anon=GIB)
-    Watcher(10, roots).sample()
+    Watcher(10).sample()
 
-Each function may be called again to change what it has written.  The files are those of real machines, cut to the
-figures that matter and some beside them; the version 1 ones are those of a machine with Linux 6.18.
+Once it is built, psutil and the probes read it instead of this machine, until the test ends (`real_system` in
+conftest.py).  Each function may be called again to change what it has written.  The files are those of real machines,
+cut to the figures that matter and some beside them; the version 1 ones are those of a machine with Linux 6.18.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vesuvius.monitor.probes.files import Roots
+import psutil
+
+from vesuvius.monitor.probes import files
 
 NO_LIMIT_V1 = 9223372036854771712
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
+@dataclass(frozen=True)
+class Roots:
+    """Directories that stand for /proc and /sys."""
+
+    proc: Path
+    sys: Path
+
+
 def empty_roots(directory: Path) -> Roots:
     """A machine without memory in use, a memory cgroup or processes."""
     roots = Roots(directory / "proc", directory / "sys")
+    psutil.PROCFS_PATH, files.SYSFS_PATH = str(roots.proc), roots.sys
     if not (roots.proc / "meminfo").exists():
         write_machine(roots, total=64 * 2**30, available=64 * 2**30)
     return roots

@@ -114,11 +114,7 @@ def _inspector(args: argparse.Namespace, run: Path | None, viewpoint: Viewpoint)
 def runs_at_work(viewpoint: Viewpoint) -> tuple[str, ...]:
     """A line that names the living runs below `runs/`; empty where there is none."""
     sessions = [(path.parent.name, read_session(path)) for path in sorted(runs_root().glob("*/session.json"))]
-    names = [
-        name
-        for name, session in sessions
-        if session and session.end_time is None and is_alive(session, viewpoint.roots)
-    ]
+    names = [name for name, session in sessions if session and session.end_time is None and is_alive(session)]
     return (f"running below runs/: {', '.join(names)}; try `vesuvius memcheck {names[0]}`",) if names else ()
 
 
@@ -219,7 +215,7 @@ def _plan(config_path: Path, overrides: list[str], viewpoint: Viewpoint, as_line
         ) from error
     config = take_config(config_path, overrides)
     data = prepare_data(config.seed, config.data)
-    plan, limit = plan_ram(config, data), ram_limit(config, viewpoint.roots)
+    plan, limit = plan_ram(config, data), ram_limit(config)
     warning, vram_bytes = ram_warning(config, data, plan, limit), plan_memory(config).vram_bytes
     if as_lines_of_json:
         planned = asdict(plan) | {"total_bytes": plan.total_bytes, "vram_bytes": vram_bytes}

@@ -13,11 +13,13 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from vesuvius.doctor.check import Finding
 from vesuvius.monitor.memory.limits import Limits, tightest
 from vesuvius.monitor.probes.cgroup import cgroup_chain
 from vesuvius.monitor.probes.cores import cpu_quotas, throttling, usable_cores
-from vesuvius.monitor.probes.files import Roots, read_text
+from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.monitor.window import THROTTLED
 from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
@@ -75,7 +77,7 @@ def look_for_namesake(version_of: Callable[[str], str] = importlib.metadata.vers
     return Finding("fail", problem, remedy) if problem else Finding("ok", "no conflicting distribution")
 
 
-def look_at_cores(workers: int | None, ranks: int = 1, roots: Roots = Roots(), pid: int | None = None) -> Finding:
+def look_at_cores(workers: int | None, ranks: int = 1, pid: int | None = None) -> Finding:
     """Processors, by affinity and quota, against the trainers and their readers; how often a quota brakes.
 
     Args:
@@ -83,7 +85,7 @@ def look_at_cores(workers: int | None, ranks: int = 1, roots: Roots = Roots(), p
         ranks: that share this machine.
     """
     pid = os.getpid() if pid is None else pid
-    cores, (throttled, quota) = usable_cores(pid, roots), throttling((), cpu_quotas(pid, roots)) or (0.0, None)
+    cores, (throttled, quota) = usable_cores(pid), throttling((), cpu_quotas(pid)) or (0.0, None)
     value = f"{cores:g} of {os.cpu_count()} processors"
     if workers is not None:
         value += f" for {workers} readers and the trainer" + (f" of each of {ranks} ranks" if ranks > 1 else "")
@@ -97,14 +99,14 @@ def look_at_cores(workers: int | None, ranks: int = 1, roots: Roots = Roots(), p
     return Finding("ok", value)
 
 
-def busy(roots: Roots = Roots(), pid: int | None = None) -> str:
+def busy(pid: int | None = None) -> str:
     """How busy the processors are where other work keeps them so; '' where it does not.
 
     By pressure stall information of the own cgroup or the machine (in a container these differ), averaged over a
     minute, in which this examination is too short to reach the limit; by the load where the kernel has none.
     """
-    _, chain = cgroup_chain(os.getpid() if pid is None else pid, "cpu", roots)
-    for path in (*(directory / "cpu.pressure" for _, directory in chain), roots.proc / "pressure" / "cpu"):
+    _, chain = cgroup_chain(os.getpid() if pid is None else pid, "cpu")
+    for path in (*(directory / "cpu.pressure" for _, directory in chain), Path(psutil.PROCFS_PATH, "pressure/cpu")):
         if found := re.search(r"^some .*avg60=([\d.]+)", read_text(path) or "", re.MULTILINE):
             waited = float(found[1]) / 100
             return f"tasks waited for a processor {format_percent(waited)} of the last minute" if waited > 0.5 else ""
@@ -112,9 +114,9 @@ def busy(roots: Roots = Roots(), pid: int | None = None) -> str:
     return f"load {load:.1f} on {cores} processors" if load > cores + 1 else ""  # one of them is this examination
 
 
-def look_at_memory(roots: Roots = Roots(), pid: int | None = None) -> Finding:
+def look_at_memory(pid: int | None = None) -> Finding:
     """What kills for memory first, and how much is left to it."""
-    limit = tightest(sample_system(os.getpid() if pid is None else pid, roots), Limits())
+    limit = tightest(sample_system(os.getpid() if pid is None else pid), Limits())
     value = f"{size_text(limit.limit_bytes)} ({limit.name}), {size_text(limit.used_bytes)} in use"
     if limit.left_bytes < _RAM_LEFT_SHARE * limit.limit_bytes:
         return Finding("warn", value, "stop what else runs here, or raise the limit (docker run --memory)")

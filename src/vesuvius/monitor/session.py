@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import time
 
+import psutil
+
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.probes.cgroup import read_cgroup
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.runlog.files.whole_file import write_whole
@@ -51,22 +52,22 @@ class SessionRecord:
     cgroup: str = ""  # path of its memory cgroup, whose count of kills `cgroup_oom_kills` is; empty without one
 
 
-def begin_session(path: Path, name: str, workers: int, limits: Limits, roots: Roots = Roots()) -> SessionRecord:
+def begin_session(path: Path, name: str, workers: int, limits: Limits) -> SessionRecord:
     """Write down that this process is at work; returns what was written.  Raises OSError: it cannot be written."""
     pid = os.getpid()
-    process, cgroup = read_process(pid, roots), read_cgroup(pid, roots)
+    process, cgroup = read_process(pid), read_cgroup(pid)
     record = SessionRecord(
         name=name,
         host=os.uname().nodename,
-        boot_id=boot_id(roots.proc),
+        boot_id=boot_id(),
         pid=pid,
         started_s=process.started_s if process else 0.0,
         begin_time=time(),
         workers=workers,
         limits=limits,
         cgroup_oom_kills=cgroup.oom_kills if cgroup else None,
-        machine_oom_kills=read_machine(roots).oom_kills,
-        pid_namespace=pid_namespace(roots),
+        machine_oom_kills=read_machine().oom_kills,
+        pid_namespace=pid_namespace(),
         cgroup=cgroup.path if cgroup else "",
     )
     _write(path, record)
@@ -86,45 +87,45 @@ def read_session(path: Path) -> SessionRecord | None:
         return None
 
 
-def is_alive(record: SessionRecord, roots: Roots = Roots()) -> bool | None:
+def is_alive(record: SessionRecord) -> bool | None:
     """Whether its process lives (a zombie does not); None where that cannot be seen from here.
 
     It cannot on another machine, from inside another container than the run's, or where the system does not tell
     which machine this is.
     """
-    here = boot_id(roots.proc)
+    here = boot_id()
     if not here or not record.boot_id:
         return None
     if here != record.boot_id:  # the same machine under its name, restarted: nothing has survived that
         return False if record.host == os.uname().nodename else None
-    if find_pid(record, roots) is not None:
+    if find_pid(record) is not None:
         return True
-    namespace = pid_namespace(roots)
+    namespace = pid_namespace()
     return False if namespace in {record.pid_namespace, _KERNEL_PIDS} else None
 
 
-def find_pid(record: SessionRecord, roots: Roots = Roots()) -> int | None:
+def find_pid(record: SessionRecord) -> int | None:
     """The session's process as it is called here, where a run in a container has another pid; None without one."""
-    if not record.boot_id or boot_id(roots.proc) != record.boot_id:
+    if not record.boot_id or boot_id() != record.boot_id:
         return None
-    inside = record.pid_namespace != pid_namespace(roots)
-    for pid in _pids_inside(record.pid, roots) if inside else [record.pid]:
-        process = read_process(pid, roots)
+    inside = record.pid_namespace != pid_namespace()
+    for pid in _pids_inside(record.pid) if inside else [record.pid]:
+        process = read_process(pid)
         if process and abs(process.started_s - record.started_s) < _SAME_START_S:
             return pid
     return None
 
 
-def pid_namespace(roots: Roots) -> str:
+def pid_namespace() -> str:
     try:
-        return os.readlink(roots.proc / "self/ns/pid")
+        return os.readlink(f"{psutil.PROCFS_PATH}/self/ns/pid")
     except OSError:
         return ""
 
 
-def _pids_inside(pid: int, roots: Roots) -> Iterator[int]:
+def _pids_inside(pid: int) -> Iterator[int]:
     """Processes that are called `pid` in a container below this one: the last number of NSpid."""
-    for path in roots.proc.glob("[0-9]*/status"):
+    for path in Path(psutil.PROCFS_PATH).glob("[0-9]*/status"):
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:  # it has just ended

@@ -10,10 +10,10 @@ STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 """States of a process that a signal (SIGSTOP) or a debugger holds."""
 
 
-def boot_id(proc: Path = Path("/proc")) -> str:
+def boot_id() -> str:
     """Which start of which machine this is; empty where the system does not tell."""
     try:
-        return (proc / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return Path(psutil.PROCFS_PATH, "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return ""
 

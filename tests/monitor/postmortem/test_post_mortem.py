@@ -29,7 +29,6 @@ from vesuvius.monitor.postmortem.post_mortem import (
     examine_run,
     record_run_death,
 )
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session, read_session
 from vesuvius.runlog.proc import boot_id
@@ -264,7 +263,7 @@ def test_the_advice_counts_down_from_the_readers_at_the_end(tmp_path: Path) -> N
     assert "training.workers=1" in death.remedy
 
 
-def restarted_container(tmp_path: Path, session: SessionRecord, kills: int | None) -> Roots:
+def restarted_container(tmp_path: Path, session: SessionRecord, kills: int | None) -> None:
     """The successor of a session's container: a cgroup of the same name whose count begins at 0."""
     roots = write_v2(tmp_path / "system", limit=16 * GIB, oom_kills=0)
     write_machine(roots, total=64 * GIB, available=40 * GIB, oom_kills=kills)
@@ -276,7 +275,6 @@ def restarted_container(tmp_path: Path, session: SessionRecord, kills: int | Non
     boot.write_text(session.boot_id)
     (roots.proc / "self/ns").mkdir()
     (roots.proc / "self/ns/pid").symlink_to(session.pid_namespace)
-    return roots
 
 
 @pytest.mark.parametrize("kills", [8, None])
@@ -287,8 +285,8 @@ def test_the_successor_of_a_container_knows_that_memory_ended_it(
     session = session_record(cgroup="/", pid_namespace=namespace)
     full = moments(time.time(), cgroup_oom_kills=0, killer_used_bytes=int(15.9 * GIB))
     run = write_run(tmp_path / "run", session, full)
-    roots = restarted_container(tmp_path, replace(session, pid_namespace="pid:[4026532001]"), kills)
-    death = record_run_death(run, roots)
+    restarted_container(tmp_path, replace(session, pid_namespace="pid:[4026532001]"), kills)
+    death = record_run_death(run)
     assert death is not None
     assert death.cause == ("cgroup" if kills else "unknown"), "the host's count went from 7 to 8"
     assert "training.workers=3" in death.remedy
@@ -316,7 +314,6 @@ import os, sys, time
 from pathlib import Path
 from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.postmortem.cause import read_counts_of
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.session import begin_session

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.real_cgroup import popen_in, real_cgroup
 from tests.support.system_trees import (
+    Roots,
     empty_roots,
     write_cgroup_v1,
     write_cgroup_v2,
@@ -19,7 +20,6 @@ from tests.support.system_trees import (
     write_v2,
 )
 from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse, Pressure, parse_pressure, read_cgroup
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.runlog.units import GIB
 
 MIB = 2**20
@@ -27,7 +27,7 @@ MIB = 2**20
 
 def read(roots: Roots) -> CgroupUse:
     write_process(roots, pid=10)
-    use = read_cgroup(10, roots)
+    use = read_cgroup(10)
     assert use is not None
     return use
 
@@ -147,17 +147,17 @@ def test_version_2_of_a_container_whose_mount_shows_its_own_part(tmp_path: Path)
 def test_nothing_to_read_is_no_cgroup(tmp_path: Path) -> None:
     roots = empty_roots(tmp_path)
     write_process(roots, pid=10)
-    assert read_cgroup(10, roots) is None
+    assert read_cgroup(10) is None
     roots = write_v2(tmp_path, limit=GIB)
-    assert read_cgroup(99, roots) is None, "no such process"
+    assert read_cgroup(99) is None, "no such process"
     write_process(roots, pid=10)
     (roots.proc / "10" / "cgroup").write_text("0::/../another\n")
-    assert read_cgroup(10, roots) is None, "outside of the container"
+    assert read_cgroup(10) is None, "outside of the container"
     (roots.proc / "10" / "cgroup").write_text("no cgroup\n")
-    assert read_cgroup(10, roots) is None, "garbage"
+    assert read_cgroup(10) is None, "garbage"
     (roots.proc / "10" / "cgroup").write_text("0::/\n")
     (roots.sys / "fs/cgroup/memory.stat").write_text("anon\nshmem x\n")
-    assert read_cgroup(10, roots) is None, "no figures"
+    assert read_cgroup(10) is None, "no figures"
 
 
 def test_pressure_is_read_as_shares() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.system_trees import empty_roots
+from tests.support.system_trees import Roots, empty_roots
 from vesuvius.monitor.probes.cores import CpuQuota, cpu_quotas, throttling, usable_cores
-from vesuvius.monitor.probes.files import Roots
 
 PID = os.getpid()
 
@@ -43,24 +42,24 @@ def bound() -> float:
 def test_version_2_takes_the_smallest_quota_of_the_cgroup_and_those_above(
     tmp_path: Path, own: str, above: str, cores: float | None
 ) -> None:
-    files = {"job/cpu.max": above, "job/step/cpu.max": own}
-    assert usable_cores(PID, tree(tmp_path, "0::/job/step\n", V2, files)) == (cores or bound())
+    tree(tmp_path, "0::/job/step\n", V2, {"job/cpu.max": above, "job/step/cpu.max": own})
+    assert usable_cores(PID) == (cores or bound())
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("75000", 0.75), ("", None)])
 def test_version_1_has_two_files(tmp_path: Path, quota: str, cores: float | None) -> None:
     files = {"cpu/job/cpu.cfs_quota_us": quota, "cpu/job/cpu.cfs_period_us": "100000"}
-    roots = tree(tmp_path, "4:cpu,cpuacct:/job\n0::/\n", V1, files)
-    assert usable_cores(PID, roots) == (cores or bound())
+    tree(tmp_path, "4:cpu,cpuacct:/job\n0::/\n", V1, files)
+    assert usable_cores(PID) == (cores or bound())
 
 
 def test_a_quota_beyond_the_bound_processors_gives_no_more(tmp_path: Path) -> None:
-    files = {"job/cpu.max": "9999900000 100000"}
-    assert usable_cores(PID, tree(tmp_path, "0::/job\n", V2, files)) == bound()
+    tree(tmp_path, "0::/job\n", V2, {"job/cpu.max": "9999900000 100000"})
+    assert usable_cores(PID) == bound()
 
 
-def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int]) -> Roots:
-    """A step with a quota of 2 processors in a job of 8; each with its periods, and those in which it was used up."""
+def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int]) -> tuple[CpuQuota, ...]:
+    """Quotas of a step, 2 processors, in a job of 8; each with its periods, and those in which it was used up."""
     files = {}
     for place, cores, (periods, throttled) in (("job/step", 2, step), ("job", 8, job)):
         if version == 2:
@@ -71,7 +70,8 @@ def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, 
         stat = f"usage_usec 5\nnr_periods {periods}\nnr_throttled {throttled}\nthrottled_usec 9\n"
         files[f"{place}/cpu.stat" if version == 2 else f"cpu/{place}/cpu.stat"] = stat
     cgroup, mount = ("0::/job/step\n", V2) if version == 2 else ("4:cpu,cpuacct:/job/step\n0::/\n", V1)
-    return tree(tmp_path, cgroup, mount, files)
+    tree(tmp_path, cgroup, mount, files)
+    return cpu_quotas(PID)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -88,8 +88,8 @@ def nested(tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, 
 def test_what_holds_back_now_is_the_quota_that_was_used_up_most_often_since(
     tmp_path: Path, version: int, step: tuple[int, int], job: tuple[int, int], share: float, cores: float
 ) -> None:
-    before = cpu_quotas(PID, nested(tmp_path / "before", version, (100, 0), (90_000, 50_000)))
-    after = cpu_quotas(PID, nested(tmp_path / "after", version, step, job))
+    before = nested(tmp_path / "before", version, (100, 0), (90_000, 50_000))
+    after = nested(tmp_path / "after", version, step, job)
     assert [(quota.cgroup, quota.cores) for quota in after] == [("/job/step", 2.0), ("/job", 8.0)]
     found = throttling(before, after)
     assert found is not None
@@ -105,7 +105,8 @@ def test_a_quota_that_is_new_counts_from_its_beginning() -> None:
 
 def test_without_a_quota_there_are_no_periods(tmp_path: Path) -> None:
     files = {"job/cpu.max": "max 100000", "job/cpu.stat": "usage_usec 5\nnr_periods 7\nnr_throttled 7\n"}
-    assert cpu_quotas(PID, tree(tmp_path, "0::/job\n", V2, files)) == ()
+    tree(tmp_path, "0::/job\n", V2, files)
+    assert cpu_quotas(PID) == ()
 
 
 def test_this_process_may_use_some() -> None:

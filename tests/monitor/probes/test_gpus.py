@@ -49,8 +49,8 @@ class FakeNvml(ModuleType):
     def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
         return f"GPU-{handle}A"
 
-    def nvmlDeviceGetName(self, handle: int) -> str | bytes:  # noqa: N802
-        return b"NVIDIA A100" if handle else "NVIDIA H200"
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
+        return "NVIDIA A100" if handle else "NVIDIA H200"
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
         if handle == 1 and self.lost:

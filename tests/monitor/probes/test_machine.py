@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.system_trees import empty_roots, write_machine
+from tests.support.system_trees import Roots, empty_roots, write_machine
 from vesuvius.monitor.probes.cgroup import Pressure
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.runlog.units import GIB
 
@@ -34,7 +33,7 @@ def roots(tmp_path: Path) -> Roots:
 
 
 def test_memory_is_used_as_far_as_it_cannot_be_given_back(roots: Roots) -> None:
-    machine = read_machine(roots)
+    machine = read_machine()
     assert (machine.total_bytes, machine.available_bytes, machine.used_bytes) == (64 * GIB, 40 * GIB, 24 * GIB)
     assert (machine.shmem_bytes, machine.page_cache_bytes) == (2 * GIB, 20 * GIB)
     assert (machine.swap_used_bytes, machine.swap_total_bytes) == (GIB, 8 * GIB)
@@ -43,7 +42,7 @@ def test_memory_is_used_as_far_as_it_cannot_be_given_back(roots: Roots) -> None:
 
 
 def test_a_core_that_waits_for_a_disk_is_idle_and_guests_count_once(roots: Roots) -> None:
-    machine = read_machine(roots)
+    machine = read_machine()
     assert machine.core_busy_s == (100.0, 400.0)
     assert machine.core_total_s == (1000.0, 1000.0)
 
@@ -57,12 +56,12 @@ def test_each_byte_of_the_disks_counts_once(roots: Roots) -> None:
         (roots.sys / "block" / name / "device").mkdir(parents=True)
     for name in ("loop0", "zram0", "dm-0", "md127"):  # no hardware; partitions are not listed there at all
         (roots.sys / "block" / name).mkdir()
-    machine = read_machine(roots)
+    machine = read_machine()
     assert (machine.disk_read_bytes, machine.disk_written_bytes) == (512 * 111, 512 * 222)
 
 
 def test_the_loopback_is_no_network(roots: Roots) -> None:
-    machine = read_machine(roots)
+    machine = read_machine()
     assert (machine.net_received_bytes, machine.net_sent_bytes) == (1000, 2000)
 
 
@@ -72,9 +71,9 @@ _INTERFACES = (("eth0", 10, 20), ("docker0", 5, 5), ("veth1", 5, 5))
 def test_bridges_pass_on_what_the_adapter_has_counted(roots: Roots) -> None:
     rows = [f"{name}: {got} 1 0 0 0 0 0 0 {sent} 1 0 0 0 0 0 0" for name, got, sent in _INTERFACES]
     (roots.proc / "net" / "dev").write_text("\n".join(["Inter-|   Receive", " face |bytes", *rows, ""]))
-    assert read_machine(roots).net_received_bytes == 20, "a container: no adapter, so all of them"
+    assert read_machine().net_received_bytes == 20, "a container: no adapter, so all of them"
     (roots.sys / "class/net/eth0/device").mkdir(parents=True)
-    machine = read_machine(roots)
+    machine = read_machine()
     assert (machine.net_received_bytes, machine.net_sent_bytes) == (10, 20)
 
 
@@ -82,7 +81,7 @@ def test_a_kernel_without_some_files_reports_less(roots: Roots) -> None:
     (roots.proc / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 300 kB\nShmem: 50 kB\n")
     (roots.proc / "vmstat").unlink()
     (roots.proc / "pressure" / "memory").unlink()
-    machine = read_machine(roots)
+    machine = read_machine()
     assert machine.total_bytes == 1000 * 1024
     assert 100 * 1024 <= machine.available_bytes <= 400 * 1024
     assert machine.page_cache_bytes == 250 * 1024

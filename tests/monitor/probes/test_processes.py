@@ -6,15 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.support.system_trees import empty_roots, write_process
-from vesuvius.monitor.probes.files import Roots
+from tests.support.system_trees import Roots, empty_roots, write_process
 from vesuvius.monitor.probes.processes import ProcessTree, pss_bytes, read_process
 from vesuvius.runlog.units import GIB
 
@@ -34,7 +31,7 @@ def test_all_figures_of_a_process_are_read(roots: Roots) -> None:
     title = "ray::MapWorker(MapBatches(_RayReader)).submit some more words of no use"
     sizes = {"anon": GIB, "shmem": 2 * MIB, "file": 3 * MIB, "swap": 4 * MIB}
     write_process(roots, 10, 7, name=title, started_s=12.5, state="D", cpu_s=3.25, **sizes)
-    use = read_process(10, roots)
+    use = read_process(10)
     assert use is not None
     assert (use.pid, use.parent, use.name) == (10, 7, title[:60])
     assert (use.started_s, use.status, use.cpu_s) == (12.5, "disk-sleep", 3.25)
@@ -45,7 +42,7 @@ def test_a_command_may_have_spaces_and_parentheses(roots: Roots) -> None:
     directory = write_process(roots, 10, parent=7, name="")
     stat = (directory / "stat").read_text()
     (directory / "stat").write_text(stat.replace("(kworker)", "(a) S 99 (b c)"))
-    use = read_process(10, roots)
+    use = read_process(10)
     assert use is not None
     assert (use.parent, use.status, use.name) == (7, "sleeping", "a) S 99 (b c")
 
@@ -55,21 +52,21 @@ def test_a_kernel_that_only_looks_like_linux_tells_pages_of_files_apart_in_statm
     (directory / "status").write_text("Name:\tpython\nVmRSS:\t    4096 kB\nVmSwap:\t 8 kB\n")
     page = os.sysconf("SC_PAGE_SIZE")
     (directory / "statm").write_text(f"9999 {4 * MIB // page} {MIB // page} 1 0 1 0\n")
-    use = read_process(10, roots)
+    use = read_process(10)
     assert use is not None
     assert (use.anon_bytes, use.shmem_bytes, use.file_bytes, use.swap_bytes) == (3 * MIB, 0, MIB, 8192)
 
 
 def test_no_process_is_none(roots: Roots) -> None:
     write_process(roots, 10)
-    assert read_process(10, roots) is not None
-    assert read_process(11, roots) is None
+    assert read_process(10) is not None
+    assert read_process(11) is None
 
 
 def test_the_tree_is_the_root_and_all_below_it(roots: Roots) -> None:
     for pid, parent in ((10, 1), (11, 10), (12, 11), (20, 1), (21, 20)):
         write_process(roots, pid, parent)
-    tree = ProcessTree(10, roots)
+    tree = ProcessTree(10)
     assert pids(tree)[0] == 10
     assert set(pids(tree)) == {10, 11, 12}
 
@@ -78,7 +75,7 @@ def test_new_descendants_are_found_at_the_next_look(roots: Roots) -> None:
     write_process(roots, 1, parent=0)
     write_process(roots, 10)
     write_process(roots, 20)
-    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree = ProcessTree(10, rescan_every_s=1e9)
     assert pids(tree) == [10]
     write_process(roots, 12, parent=11)
     write_process(roots, 11, parent=10)
@@ -91,7 +88,7 @@ def test_a_newcomer_whose_parent_was_overlooked_is_found_later(roots: Roots) -> 
     write_process(roots, 10)
     write_process(roots, 12, parent=11)  # 11 began when the listing had passed its place
     write_process(roots, 13, parent=12)
-    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree = ProcessTree(10, rescan_every_s=1e9)
     assert pids(tree) == [10]
     write_process(roots, 11, parent=10)
     assert set(pids(tree)) == {10, 11, 12, 13}
@@ -99,25 +96,25 @@ def test_a_newcomer_whose_parent_was_overlooked_is_found_later(roots: Roots) -> 
 
 def test_a_fork_that_is_still_the_image_of_its_parent_does_not_double_the_memory(roots: Roots) -> None:
     write_process(roots, 10, anon=GIB)
-    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree = ProcessTree(10, rescan_every_s=1e9)
     tree.sample()
     write_process(roots, 11, parent=10, anon=GIB - MIB)
     write_process(roots, 12, parent=10, anon=GIB, name="another program")
     assert pids(tree) == [10, 12]
     assert set(pids(tree)) == {10, 11, 12}, "it has stayed"
-    assert set(pids(ProcessTree(10, roots))) == {10, 11, 12}, "to one who comes later it is no newcomer"
+    assert set(pids(ProcessTree(10))) == {10, 11, 12}, "to one who comes later it is no newcomer"
 
 
 def test_parents_in_a_circle_end_no_look(roots: Roots) -> None:
     for pid, parent in ((10, 1), (11, 12), (12, 11), (13, 13)):
         write_process(roots, pid, parent)
-    assert pids(ProcessTree(10, roots)) == [10]
+    assert pids(ProcessTree(10)) == [10]
 
 
 def test_a_child_may_take_the_pid_of_a_stranger_that_has_ended(roots: Roots) -> None:
     for pid, parent in ((1, 0), (10, 1), (20, 1)):
         write_process(roots, pid, parent)
-    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree = ProcessTree(10, rescan_every_s=1e9)
     assert pids(tree) == [10]
     shutil.rmtree(roots.proc / "20")
     assert pids(tree) == [10]
@@ -128,7 +125,7 @@ def test_a_child_may_take_the_pid_of_a_stranger_that_has_ended(roots: Roots) -> 
 def test_a_descendant_stays_one_when_its_parent_ends(roots: Roots) -> None:
     for pid, parent in ((10, 1), (11, 10), (12, 11)):
         write_process(roots, pid, parent)
-    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree = ProcessTree(10, rescan_every_s=1e9)
     assert set(pids(tree)) == {10, 11, 12}
     shutil.rmtree(roots.proc / "11")
     write_process(roots, 12, parent=1)
@@ -139,7 +136,7 @@ def test_a_descendant_stays_one_when_its_parent_ends(roots: Roots) -> None:
 def test_a_stranger_with_the_pid_of_a_former_child_is_none_of_ours(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, parent=10)
-    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree = ProcessTree(10, rescan_every_s=1e9)
     assert pids(tree) == [10, 11]
     write_process(roots, 11, parent=1, started_s=200)
     assert pids(tree) == [10]
@@ -148,14 +145,14 @@ def test_a_stranger_with_the_pid_of_a_former_child_is_none_of_ours(roots: Roots)
 def test_a_zombie_child_holds_nothing(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, parent=10, state="Z")
-    assert pids(ProcessTree(10, roots)) == [10]
+    assert pids(ProcessTree(10)) == [10]
 
 
 @pytest.mark.parametrize("end", ["gone", "zombie", "pid given to another"])
 def test_the_end_of_the_root_is_an_error(roots: Roots, end: str) -> None:
     write_process(roots, 1, parent=0)
     write_process(roots, 10)
-    tree = ProcessTree(10, roots)
+    tree = ProcessTree(10)
     assert pids(tree) == [10]
     if end == "gone":
         shutil.rmtree(roots.proc / "10")
@@ -169,7 +166,7 @@ def test_the_end_of_the_root_is_an_error(roots: Roots, end: str) -> None:
 
 def test_a_root_that_never_was_is_an_error_of_the_first_sample(roots: Roots) -> None:
     write_process(roots, 1, parent=0)
-    tree = ProcessTree(10, roots)
+    tree = ProcessTree(10)
     with pytest.raises(ProcessLookupError):
         tree.sample()
 
@@ -177,7 +174,7 @@ def test_a_root_that_never_was_is_an_error_of_the_first_sample(roots: Roots) -> 
 def test_a_process_that_ends_between_two_reads_is_left_out(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, parent=10, anon=GIB)
-    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree = ProcessTree(10, rescan_every_s=1e9)
     assert pids(tree) == [10, 11]
     (roots.proc / "11" / "stat").unlink()  # the directory is still listed
     assert pids(tree) == [10]
@@ -185,7 +182,7 @@ def test_a_process_that_ends_between_two_reads_is_left_out(roots: Roots) -> None
 
 def test_titles_are_read_anew_with_each_rescan(roots: Roots) -> None:
     write_process(roots, 10, name="ray::IDLE")
-    tree = ProcessTree(10, roots, rescan_every_s=0)
+    tree = ProcessTree(10, rescan_every_s=0)
     assert tree.sample()[0].name == "ray::IDLE"
     write_process(roots, 10, name="ray::MapWorker")
     assert tree.sample()[0].name == "ray::MapWorker"
@@ -193,7 +190,7 @@ def test_titles_are_read_anew_with_each_rescan(roots: Roots) -> None:
 
 def test_titles_are_not_read_between_rescans(roots: Roots) -> None:
     write_process(roots, 10, name="ray::IDLE")
-    tree = ProcessTree(10, roots, rescan_every_s=1e9)
+    tree = ProcessTree(10, rescan_every_s=1e9)
     tree.sample()
     write_process(roots, 10, name="ray::MapWorker")
     assert tree.sample()[0].name == "ray::IDLE"
@@ -202,7 +199,7 @@ def test_titles_are_not_read_between_rescans(roots: Roots) -> None:
 def test_shared_memory_without_a_readable_file_is_the_most_that_one_has_touched(roots: Roots) -> None:
     write_process(roots, 10, shmem=3 * MIB)
     write_process(roots, 11, parent=10, shmem=5 * MIB)
-    tree = ProcessTree(10, roots)
+    tree = ProcessTree(10)
     tree.sample()
     assert tree.shared_bytes() == 5 * MIB
 
@@ -211,10 +208,10 @@ def test_proportional_size_is_the_sum_or_unknown(roots: Roots) -> None:
     for pid, kib in ((10, 100), (11, 200)):
         rollup = f"55-7ff ---p 0 0:0 0 [rollup]\nRss: 900 kB\nPss: {kib} kB\nPss_Anon: 7 kB\n"
         (write_process(roots, pid) / "smaps_rollup").write_text(rollup)
-    assert pss_bytes([10, 11], roots) == 300 * 1024
-    assert pss_bytes([10, 99], roots) == 100 * 1024, "one has ended"
+    assert pss_bytes([10, 11]) == 300 * 1024
+    assert pss_bytes([10, 99]) == 100 * 1024, "one has ended"
     (roots.proc / "11" / "smaps_rollup").unlink()
-    assert pss_bytes([10, 11], roots) is None
+    assert pss_bytes([10, 11]) is None
 
 
 def test_proportional_size_of_this_process_is_told() -> None:
@@ -254,31 +251,3 @@ def test_a_real_grandchild_that_lost_its_parent_stays_in_the_tree() -> None:
         finally:
             os.kill(grandchild, 9)
             process.communicate("\n")
-
-
-def test_psutil_reads_the_real_machine_again_after_another_tree(tmp_path: Path) -> None:
-    """Else whoever asks psutil next, of a reader say, hears that there is no such process."""
-    with Roots(proc=tmp_path).for_psutil():
-        assert str(tmp_path) == psutil.PROCFS_PATH
-    assert psutil.pid_exists(os.getpid())
-    assert psutil.PROCFS_PATH == "/proc"
-
-
-def test_a_reader_of_proc_that_hangs_holds_up_those_of_another_tree_alone(tmp_path: Path) -> None:
-    seen: dict[str, str] = {}
-
-    def look(name: str, roots: Roots) -> None:
-        with roots.for_psutil():
-            seen[name] = psutil.PROCFS_PATH
-
-    with Roots().for_psutil():
-        other = threading.Thread(target=look, args=("other", Roots(proc=tmp_path)), daemon=True)
-        other.start()
-        same = threading.Thread(target=look, args=("same", Roots()), daemon=True)
-        same.start()
-        same.join(30)
-        assert seen == {"same": "/proc"}
-        assert psutil.PROCFS_PATH == "/proc"
-    other.join(30)
-    assert seen["other"] == str(tmp_path)
-    assert psutil.PROCFS_PATH == "/proc"

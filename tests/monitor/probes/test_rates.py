@@ -19,7 +19,7 @@ def samples(tmp_path: Path) -> tuple[SystemSample, SystemSample]:
     write_process(roots, 10, cpu_s=50.0)
     write_process(roots, 11, parent=10, cpu_s=7.0)
     write_machine(roots, total=GIB, available=GIB, cores=((10, 100), (10, 100)), disk=(0, 1024), net=(5, 5))
-    watcher = Watcher(10, roots)
+    watcher = Watcher(10)
     first = watcher.sample()
     write_process(roots, 10, cpu_s=56.0)
     write_process(roots, 11, parent=10, cpu_s=8.0)

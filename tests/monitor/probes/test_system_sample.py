@@ -225,7 +225,7 @@ def test_the_limit_is_the_smallest_of_machine_and_cgroups(tmp_path: Path) -> Non
     roots = write_v2(tmp_path, path="/a/b", limit=8 * GIB, anon=GIB)
     write_process(roots, 10)
     write_machine(roots, total=64 * GIB, available=32 * GIB)
-    watcher = Watcher(10, roots)
+    watcher = Watcher(10)
     assert limit_of(watcher.sample(), Limits()) == 8 * GIB
     write_cgroup_v2(roots, "/a", high=6 * GIB)
     assert limit_of(watcher.sample(), Limits()) == 6 * GIB
@@ -238,7 +238,7 @@ def test_a_recorded_run_adds_up(tmp_path: Path) -> None:
     write_machine(roots, total=64 * GIB, available=32 * GIB, cached=30 * GIB)
     write_process(roots, 10, anon=GIB, shmem=GIB, file=GIB)
     write_process(roots, 11, parent=10, anon=2 * GIB, shmem=GIB, file=GIB)
-    sample = Watcher(10, roots).sample()
+    sample = Watcher(10).sample()
     assert sample.anon_bytes == 3 * GIB
     assert sample.shared_bytes == GIB
     assert sample.used_bytes == 4 * GIB, "no page cache, and shared memory once"

@@ -7,12 +7,14 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import psutil
+
 from vesuvius.errors import NoRunError
 from vesuvius.monitor.memcheck.inspection import Inspection
 from vesuvius.monitor.memcheck.live_history import LiveHistory
 from vesuvius.monitor.memcheck.parts import Labels, is_ray, is_reader
 from vesuvius.monitor.memory.limits import Limits, ray_share_from_environment
-from vesuvius.monitor.probes.files import Roots, read_text
+from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Watcher, sample_system
@@ -35,7 +37,6 @@ class Inspector(Protocol):
 class Viewpoint:
     """Where one looks from: the system's files, and NVML if there is one."""
 
-    roots: Roots = Roots()
     gpus: Gpus | None = None
 
     @property
@@ -50,7 +51,7 @@ class ProcessInspector:
     def __init__(self, pid: int, viewpoint: Viewpoint) -> None:
         self._pid = pid
         self._viewpoint = viewpoint
-        self._watcher = Watcher(pid, viewpoint.roots, viewpoint.gpus)
+        self._watcher = Watcher(pid, viewpoint.gpus)
         self._history: LiveHistory | None = None
         self._name = f"process {pid}"
         self._ray: dict[int, bool] = {}
@@ -68,7 +69,7 @@ class ProcessInspector:
             return Inspection(now, "process", self._name, "ended", f"ended before {format_time(now)}")
         if self._history is None:
             self._name = f"process {self._pid} {short_name(sample.processes[0])}"
-            age_s = uptime_s(self._viewpoint.roots) - sample.processes[0].started_s
+            age_s = uptime_s() - sample.processes[0].started_s
             has_ray = any(self._is_ray(process) for process in sample.processes)
             ray_share = ray_share_from_environment(os.environ, sample.machine.total_bytes) if has_ray else None
             limits = Limits(ray_share=ray_share)
@@ -82,7 +83,7 @@ class ProcessInspector:
 
     def _is_ray(self, process: ProcessUse) -> bool:
         if process.pid not in self._ray:
-            self._ray[process.pid] = is_ray(process.pid, self._viewpoint.roots)
+            self._ray[process.pid] = is_ray(process.pid)
         return self._ray[process.pid]
 
 
@@ -109,7 +110,7 @@ class MachineInspector:
             no_gpus=self._viewpoint.no_gpus,
             remarks=self._remarks,
         )
-        sample = sample_system(os.getpid(), self._viewpoint.roots, self._viewpoint.gpus)
+        sample = sample_system(os.getpid(), self._viewpoint.gpus)
         return replace(self._history.add(found, sample), rows=(), page_cache_bytes=sample.machine.page_cache_bytes)
 
 
@@ -119,9 +120,9 @@ def short_name(process: ProcessUse) -> str:
     return f"{command.rsplit('/', 1)[-1]} {rest}".rstrip()[:_NAME_LENGTH]
 
 
-def uptime_s(roots: Roots) -> float:
+def uptime_s() -> float:
     """Seconds since boot; 0 where the system does not tell."""
     try:
-        return float((read_text(roots.proc / "uptime") or "0").split()[0])
+        return float((read_text(f"{psutil.PROCFS_PATH}/uptime") or "0").split()[0])
     except (ValueError, IndexError):
         return 0.0

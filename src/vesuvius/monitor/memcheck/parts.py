@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import psutil
+
 from vesuvius.monitor.memcheck.inspection import Row
 from vesuvius.monitor.memory.trend import MIN_POINTS, PeakSeries
-from vesuvius.monitor.probes.files import Roots, read_text
+from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.monitor.recent import MemorySample
@@ -144,12 +146,12 @@ def is_reader(process: ProcessUse) -> bool:
     return process.name.startswith("ray::") and ("_RayReader" in process.name or "MapWorker" in process.name)
 
 
-def is_ray(pid: int, roots: Roots) -> bool:
+def is_ray(pid: int) -> bool:
     """Whether a process is a daemon of Ray by its name, a worker by its title, or a script of Ray's package.
 
     By its whole command line: the title of `ProcessUse` is too short, as daemons begin with a long path.
     """
-    words = (read_text(roots.proc / str(pid) / "cmdline") or "").split("\0")
+    words = (read_text(f"{psutil.PROCFS_PATH}/{pid}/cmdline") or "").split("\0")
     if words[0].startswith("ray::") or words[0].rsplit("/", 1)[-1] in ("raylet", "gcs_server"):
         return True
     return any("-packages/ray/" in word and word.endswith(".py") for word in words[1:4])

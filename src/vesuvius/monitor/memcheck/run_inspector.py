@@ -79,8 +79,8 @@ class RunInspector:
             return None
         if self._session is None or _identity(session) != _identity(self._session):
             self._session, self._death = session, None
-            pid = find_pid(session, self._viewpoint.roots)
-            self._watcher = Watcher(pid, self._viewpoint.roots, self._viewpoint.gpus) if pid is not None else None
+            pid = find_pid(session)
+            self._watcher = Watcher(pid, self._viewpoint.gpus) if pid is not None else None
             labels = Labels(others="Ray's own" if session.workers else "others")
             first_s = notes.moments[0].time if notes.moments else time.time()
             self._history = LiveHistory(session.limits, labels, pid, first_s - session.begin_time)
@@ -100,7 +100,7 @@ class RunInspector:
             return "ended", f"ended {format_time(session.end_time)} with exit code {session.exit_code}"
         if sample is not None:
             return _living_state(notes, sample, now)
-        if is_alive(session, self._viewpoint.roots) is False:
+        if is_alive(session) is False:
             last = notes.moments[-1].time if notes.moments else None
             seen = f"; last seen {format_time(last)}" if last is not None else ""
             return "killed", f"killed: process {session.pid} is gone and recorded no end{seen}"
@@ -113,7 +113,7 @@ class RunInspector:
             return ()
         deaths = [death for death in self._kept_deaths() if is_of_session(death, session) and death.cause != "guard"]
         if state == "killed" and not any(death.victim == "run" for death in deaths):
-            self._death = self._death or examine_run(self._directory, self._viewpoint.roots)
+            self._death = self._death or examine_run(self._directory)
             deaths += [self._death] if self._death else []
         lines = [f"{headline(death)}, noticed {format_time(death.time)}" for death in deaths]
         if state == "killed" and not lines:

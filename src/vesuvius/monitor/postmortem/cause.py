@@ -8,7 +8,6 @@ from statistics import median_low
 
 from vesuvius.monitor.postmortem.death import Cause, Victim, share_of
 from vesuvius.monitor.probes.cgroup import read_cgroup
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.recent import MemorySample
 from vesuvius.runlog.units import GIB, size_text
@@ -34,11 +33,11 @@ class KillCounts:
         )
 
 
-def read_counts_of(pid: int, roots: Roots = Roots()) -> KillCounts:
+def read_counts_of(pid: int) -> KillCounts:
     """The counts now, of the machine and of the cgroup that a living process is in."""
-    cgroup = read_cgroup(pid, roots)
+    cgroup = read_cgroup(pid)
     path = cgroup.path if cgroup else ""
-    return KillCounts(cgroup.oom_kills if cgroup else None, read_machine(roots).oom_kills, path)
+    return KillCounts(cgroup.oom_kills if cgroup else None, read_machine().oom_kills, path)
 
 
 def judge(rise: KillCounts, last: MemorySample | None, since: str, counted_s: float = 0.0) -> tuple[Cause, list[str]]:

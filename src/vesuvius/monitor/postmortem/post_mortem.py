@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from vesuvius.monitor.postmortem.cause import KillCounts, judge, read_counts_of, remedy_of
 from vesuvius.monitor.postmortem.death import LAST_S, Cause, Death, append_death, read_deaths, share_of
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.processes import read_process
 from vesuvius.monitor.recent import MemorySample, read_recent
 from vesuvius.monitor.run_files import METRICS_BYTES, Tail
@@ -90,7 +89,7 @@ def examine_reader(end: ReaderEnd, step: int, session: SessionRecord, moments: S
     )
 
 
-def examine_run(run_dir: Path, roots: Roots = Roots()) -> Death | None:
+def examine_run(run_dir: Path) -> Death | None:
     """Why the last session of a run died; None where it did not: it has ended as it should, lives, runs on another
     machine, or there was none.
 
@@ -99,28 +98,28 @@ def examine_run(run_dir: Path, roots: Roots = Roots()) -> Death | None:
     Args:
         run_dir: the run directory.
     """
-    session = _killed_session(run_dir, roots)
-    return None if session is None else _recorded(run_dir, session) or _examine(run_dir, session, roots)
+    session = _killed_session(run_dir)
+    return None if session is None else _recorded(run_dir, session) or _examine(run_dir, session)
 
 
-def record_run_death(run_dir: Path, roots: Roots = Roots()) -> Death | None:
+def record_run_death(run_dir: Path) -> Death | None:
     """As `examine_run`, and the death is in `post_mortem.jsonl` afterwards, once.  Needs the run's lock.
 
     Raises OSError: `post_mortem.jsonl` cannot be opened.
     """
-    session = _killed_session(run_dir, roots, locked=True)
+    session = _killed_session(run_dir, locked=True)
     if session is None:
         return None
     death = _recorded(run_dir, session)
     if death is None:
-        death = _examine(run_dir, session, roots)
+        death = _examine(run_dir, session)
         append_death(run_dir / "post_mortem.jsonl", death)
     return death
 
 
-def deaths_of(run_dir: Path, roots: Roots = Roots()) -> list[Death]:
+def deaths_of(run_dir: Path) -> list[Death]:
     """All deaths that are known of a run, and that of its last session if it was killed and nobody has noticed yet."""
-    deaths, last = read_deaths(run_dir / "post_mortem.jsonl"), examine_run(run_dir, roots)
+    deaths, last = read_deaths(run_dir / "post_mortem.jsonl"), examine_run(run_dir)
     return deaths if last is None or last in deaths else [*deaths, last]
 
 
@@ -139,7 +138,7 @@ def ended_run(
     return Death(now, "run", os.getpid(), step, cause, evidence, last_minute, remedy)
 
 
-def _killed_session(run_dir: Path, roots: Roots, locked: bool = False) -> SessionRecord | None:
+def _killed_session(run_dir: Path, locked: bool = False) -> SessionRecord | None:
     """The last session, if it has no end and its process is gone.
 
     `locked`: this process holds the run's lock, so nobody else is at work, also where that cannot be seen: in another
@@ -148,7 +147,7 @@ def _killed_session(run_dir: Path, roots: Roots, locked: bool = False) -> Sessio
     session = read_session(run_dir / "session.json")
     if session is None or session.end_time is not None:
         return None
-    alive = is_alive(session, roots)
+    alive = is_alive(session)
     return session if alive is False or (alive is None and locked) else None
 
 
@@ -157,17 +156,17 @@ def _recorded(run_dir: Path, session: SessionRecord) -> Death | None:
     return next((death for death in deaths if death.victim == "run" and is_of_session(death, session)), None)
 
 
-def _examine(run_dir: Path, session: SessionRecord, roots: Roots) -> Death:
+def _examine(run_dir: Path, session: SessionRecord) -> Death:
     moments = [moment for moment in read_recent(run_dir / "recent.jsonl") if moment.time >= session.begin_time]
     records = [r for r in Tail(run_dir / "metrics.jsonl", METRICS_BYTES).new() if _time_of(r) >= session.begin_time]
     seen = max([session.begin_time, *(m.time for m in moments[-1:]), *(_time_of(r) for r in records[-1:])])
     last = moments[-1] if moments else None
     step = next((int(r["step"]) for r in reversed(records) if isinstance(r.get("step"), int)), last.step if last else 0)
     last_minute = _last_minute(moments, seen)
-    here = boot_id(roots.proc)
+    here = boot_id()
     if here and here == session.boot_id:
-        cause, evidence = _judge(session, last, last, _counts_for(session, roots))
-    elif is_alive(session, roots) is None:
+        cause, evidence = _judge(session, last, last, _counts_for(session))
+    elif is_alive(session) is None:
         cause = "unknown"
         evidence = [
             "it ran on another machine, whose kernel cannot be queried from here; it recorded no end, and its "
@@ -190,13 +189,13 @@ def _examine(run_dir: Path, session: SessionRecord, roots: Roots) -> Death:
     )
 
 
-def _counts_for(session: SessionRecord, roots: Roots) -> KillCounts:
+def _counts_for(session: SessionRecord) -> KillCounts:
     """The counts to hold against the session's.  A container that was restarted has a new cgroup under the old name,
     whose count begins at 0: only the machine's goes on."""
-    counts, first = read_counts_of(os.getpid(), roots), read_process(1, roots)
+    counts, first = read_counts_of(os.getpid()), read_process(1)
     # The number of a namespace is given out again; the first process of a container is as old as the container.
     restarted = first is not None and first.started_s > session.started_s
-    same_container = session.pid_namespace == pid_namespace(roots) and not restarted
+    same_container = session.pid_namespace == pid_namespace() and not restarted
     return counts if same_container else KillCounts(machine=counts.machine)
 
 

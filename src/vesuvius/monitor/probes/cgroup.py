@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from vesuvius.monitor.probes.files import Roots, read_counts, read_text
+import psutil
+
+from vesuvius.monitor.probes import files
+from vesuvius.monitor.probes.files import read_counts, read_text
 
 # Version 1 says "no limit" with the largest number of bytes that are whole pages, which depends on the page.
 _NO_LIMIT_BYTES = 2**60
@@ -52,7 +55,7 @@ class CgroupUse:
     pressure: Pressure | None = None  # of its own tasks; version 2 only
 
 
-def read_cgroup(pid: int, roots: Roots = Roots()) -> CgroupUse | None:
+def read_cgroup(pid: int) -> CgroupUse | None:
     """The memory cgroup of a process; None where there is none or it cannot be read.
 
     What counts as used is what the kernel could not give back if it had to: private memory (version 2 `anon`, version 1
@@ -63,20 +66,20 @@ def read_cgroup(pid: int, roots: Roots = Roots()) -> CgroupUse | None:
 
     Does I/O: some ten small files.
     """
-    version, chain = cgroup_chain(pid, "memory", roots)
+    version, chain = cgroup_chain(pid, "memory")
     return _read_v2(chain) if version == 2 else _read_v1(chain)
 
 
-def cgroup_chain(pid: int, controller: str, roots: Roots) -> tuple[Literal[1, 2] | None, list[tuple[str, Path]]]:
+def cgroup_chain(pid: int, controller: str) -> tuple[Literal[1, 2] | None, list[tuple[str, Path]]]:
     """Version of the hierarchy that has a controller, and there the cgroup of a process and its visible ancestors.
 
     Itself first, each with its path in the hierarchy and the directory where it can be read; none where it cannot.
     """
-    version, path = _place(read_text(roots.proc / str(pid) / "cgroup") or "", controller)
+    version, path = _place(read_text(f"{psutil.PROCFS_PATH}/{pid}/cgroup") or "", controller)
     if version is None:
         return None, []
-    mountinfo = read_text(roots.proc / "self" / "mountinfo") or ""
-    return version, _chain(path, _mounts(mountinfo, version, controller, roots))
+    mountinfo = read_text(f"{psutil.PROCFS_PATH}/self/mountinfo") or ""
+    return version, _chain(path, _mounts(mountinfo, version, controller))
 
 
 def parse_pressure(text: str | None) -> Pressure | None:
@@ -107,7 +110,7 @@ def _place(text: str, controller: str) -> tuple[Literal[1, 2] | None, str]:
     return (None, "") if unified is None else (2, unified)
 
 
-def _mounts(mountinfo: str, version: Literal[1, 2], controller: str, roots: Roots) -> list[tuple[Path, str]]:
+def _mounts(mountinfo: str, version: Literal[1, 2], controller: str) -> list[tuple[Path, str]]:
     """Where this process sees the hierarchy: directories, and the path of the cgroup that each shows at its top.
 
     Its own mounts, not those of the process looked at, which may be those of another container.
@@ -121,7 +124,7 @@ def _mounts(mountinfo: str, version: Literal[1, 2], controller: str, roots: Root
         if kind[0] == ("cgroup2" if version == 2 else "cgroup") and (version == 2 or controller in kind[2].split(",")):
             root, point = (field.replace("\\040", " ") for field in fields[3:5])
             inside = Path(point).is_relative_to("/sys")
-            mounts.append((roots.sys / Path(point).relative_to("/sys") if inside else Path(point), root))
+            mounts.append((files.SYSFS_PATH / Path(point).relative_to("/sys") if inside else Path(point), root))
     return mounts
 
 

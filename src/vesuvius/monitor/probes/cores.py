@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vesuvius.monitor.probes.cgroup import cgroup_chain
-from vesuvius.monitor.probes.files import Roots, read_counts, read_text
+from vesuvius.monitor.probes.files import read_counts, read_text
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ def bound_cores(pid: int = 0) -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def usable_cores(pid: int, roots: Roots = Roots()) -> float:
+def usable_cores(pid: int) -> float:
     """Processors that a process of this machine may use; a container with a quota of 3.5 has 3.5."""
-    return min([float(len(bound_cores(pid))), *(quota.cores for quota in cpu_quotas(pid, roots))])
+    return min([float(len(bound_cores(pid))), *(quota.cores for quota in cpu_quotas(pid))])
 
 
-def cpu_quotas(pid: int, roots: Roots = Roots()) -> tuple[CpuQuota, ...]:
+def cpu_quotas(pid: int) -> tuple[CpuQuota, ...]:
     """The quotas that hold for a process: of its cgroup and of those above that can be seen, the innermost first."""
-    version, chain = cgroup_chain(pid, "cpu", roots)
+    version, chain = cgroup_chain(pid, "cpu")
     cores_of = _quota_v2 if version == 2 else _quota_v1
     quotas = []
     for path, directory in chain:

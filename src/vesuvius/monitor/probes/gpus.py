@@ -89,8 +89,8 @@ class Gpus:
             part = self._part(handle, own) or handle
             uuid = None if handle is None else self._ask("nvmlDeviceGetUUID", part)
             if uuid is not None:  # one that does not even say who it is has fallen off the bus
-                name = _text(self._ask("nvmlDeviceGetName", part) or "GPU")
-                self._gpus.append((index, _text(uuid), name, handle, part))
+                name = self._ask("nvmlDeviceGetName", part) or "GPU"
+                self._gpus.append((index, uuid, name, handle, part))
                 if with_xids:
                     self._register(index, handle)
         if not self._gpus:
@@ -127,7 +127,7 @@ class Gpus:
         count = self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
         parts = (self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in range(count))
         for part in parts:
-            if part is not None and own in _text(self._ask("nvmlDeviceGetUUID", part) or ""):
+            if part is not None and own in (self._ask("nvmlDeviceGetUUID", part) or ""):
                 return part
         return None
 
@@ -185,8 +185,3 @@ class Gpus:
             return getattr(self._nvml, function)(*arguments)
         except (self._nvml.NVMLError, AttributeError):  # also a question that this version of nvidia-ml-py lacks
             return None
-
-
-def _text(name: str | bytes) -> str:
-    """Old versions of nvidia-ml-py answer in bytes."""
-    return name.decode("utf-8", "replace") if isinstance(name, bytes) else name

@@ -8,8 +8,9 @@ from typing import Any
 
 import psutil
 
+from vesuvius.monitor.probes import files
 from vesuvius.monitor.probes.cgroup import Pressure, parse_pressure
-from vesuvius.monitor.probes.files import Roots, read_counts, read_text
+from vesuvius.monitor.probes.files import read_counts, read_text
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class MachineUse:
         return self.total_bytes - self.available_bytes
 
 
-def read_machine(roots: Roots = Roots()) -> MachineUse:
+def read_machine() -> MachineUse:
     """Read the machine's counters once, with psutil.  Does I/O.  What the kernel does not count is 0 or None."""
-    with roots.for_psutil(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # psutil warns of figures that an unusual kernel lacks
         memory, swap = psutil.virtual_memory(), psutil.swap_memory()
         cores = psutil.cpu_times(percpu=True)
@@ -53,10 +54,10 @@ def read_machine(roots: Roots = Roots()) -> MachineUse:
     # /proc/stat counts the time of guests also as that of the user.
     total = [sum(core) - core.guest - core.guest_nice for core in cores]
     # Partitions, loops, RAID and device mappers count bytes that a physical disk counts too; only disks have a device.
-    whole = [disks[name] for name in disks if (roots.sys / "block" / name / "device").exists()]
+    whole = [disks[name] for name in disks if (files.SYSFS_PATH / "block" / name / "device").exists()]
     # Bridges and tunnels pass on what an adapter has counted.
     others = [name for name in interfaces if name != "lo"]
-    adapters = [name for name in others if (roots.sys / "class" / "net" / name / "device").exists()]
+    adapters = [name for name in others if (files.SYSFS_PATH / "class" / "net" / name / "device").exists()]
     counted = [interfaces[name] for name in adapters or others]
     return MachineUse(
         total_bytes=memory.total,
@@ -65,8 +66,8 @@ def read_machine(roots: Roots = Roots()) -> MachineUse:
         shmem_bytes=memory.shared,
         swap_used_bytes=max(swap.used, 0),
         swap_total_bytes=swap.total,
-        pressure=parse_pressure(read_text(roots.proc / "pressure" / "memory")),
-        oom_kills=read_counts(roots.proc / "vmstat").get("oom_kill"),
+        pressure=parse_pressure(read_text(f"{psutil.PROCFS_PATH}/pressure/memory")),
+        oom_kills=read_counts(f"{psutil.PROCFS_PATH}/vmstat").get("oom_kill"),
         core_busy_s=tuple(t - core.idle - core.iowait for t, core in zip(total, cores, strict=True)),
         core_total_s=tuple(total),
         disk_read_bytes=sum(disk.read_bytes for disk in whole),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from vesuvius.monitor.probes.files import Roots, read_text
+from vesuvius.monitor.probes.files import read_text
 from vesuvius.runlog.proc import STOPPED
 
 _BLOCK_BYTES = 512  # unit of st_blocks on every file system
@@ -63,12 +63,10 @@ class ProcessTree:
         ProcessLookupError: from `sample`, once the root has ended (a zombie has), also if its pid was reused.
     """
 
-    def __init__(self, pid: int, roots: Roots = Roots(), rescan_every_s: float = 5.0) -> None:
+    def __init__(self, pid: int, rescan_every_s: float = 5.0) -> None:
         self._pid = pid
-        self._roots = roots
         self._rescan_every_s = rescan_every_s
-        with roots.for_psutil():
-            root = _find_member(pid)
+        root = _find_member(pid)
         self._members = {pid: root} if root else {}
         self._also: Collection[int] = ()
         self._parents: dict[int, int] = {}  # of all processes of the machine, when they were first seen
@@ -83,11 +81,10 @@ class ProcessTree:
     def sample(self) -> list[ProcessUse]:
         """The root first, then its living descendants."""
         first = not self._uses
-        with self._roots.for_psutil():
-            found = self._find_new()
-            if found or time.monotonic() - self._scanned_at >= self._rescan_every_s:
-                self._rescan()
-            uses = {pid: use for pid, member in self._members.items() if (use := member.read()) is not None}
+        found = self._find_new()
+        if found or time.monotonic() - self._scanned_at >= self._rescan_every_s:
+            self._rescan()
+        uses = {pid: use for pid, member in self._members.items() if (use := member.read()) is not None}
         if self._pid not in uses:
             raise ProcessLookupError(f"the process to watch must be alive; got {self._pid}, which is not")
         for pid in self._members.keys() - uses.keys():
@@ -131,28 +128,25 @@ class ProcessTree:
         self._scanned_at = time.monotonic()
         for member in self._members.values():
             member.rescan()
-        self._shared_files = _find_shared_files(f"{self._roots.proc}/{pid}" for pid in self._members)
+        self._shared_files = _find_shared_files(f"{psutil.PROCFS_PATH}/{pid}" for pid in self._members)
 
 
-def read_process(pid: int, roots: Roots = Roots()) -> ProcessUse | None:
+def read_process(pid: int) -> ProcessUse | None:
     """One process; None if there is none, or only a zombie."""
-    with roots.for_psutil():
-        member = _find_member(pid)
-        if member is None:
-            return None
-        member.rescan()
-        return member.read()
+    member = _find_member(pid)
+    if member is None:
+        return None
+    member.rescan()
+    return member.read()
 
 
-def largest_processes(count: int, without: Collection[int] = (), roots: Roots = Roots()) -> list[ProcessUse]:
+def largest_processes(count: int, without: Collection[int] = ()) -> list[ProcessUse]:
     """The processes of the machine that hold most private memory, as far as they can be seen.  Reads them all."""
-    with roots.for_psutil():
-        pids = psutil.pids()
-    found = [use for pid in pids if pid not in without and (use := read_process(pid, roots)) is not None]
+    found = [use for pid in psutil.pids() if pid not in without and (use := read_process(pid)) is not None]
     return sorted(found, key=lambda use: -use.anon_bytes)[:count]
 
 
-def pss_bytes(pids: Iterable[int], roots: Roots = Roots()) -> int | None:
+def pss_bytes(pids: Iterable[int]) -> int | None:
     """Proportional set size of processes together, from smaps_rollup; None if it may not be read.
 
     Only on demand: the kernel walks every page, which takes seconds for a process of 200 GB.  Processes that have ended
@@ -160,8 +154,8 @@ def pss_bytes(pids: Iterable[int], roots: Roots = Roots()) -> int | None:
     """
     total = 0
     for pid in pids:
-        text = read_text(roots.proc / str(pid) / "smaps_rollup")
-        if text is None and read_process(pid, roots) is not None:
+        text = read_text(f"{psutil.PROCFS_PATH}/{pid}/smaps_rollup")
+        if text is None and read_process(pid) is not None:
             return None
         total += _sizes(text or "").get("Pss", 0)
     return total

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from vesuvius.monitor.probes.cgroup import CgroupUse, read_cgroup
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.gpus import Gpus, GpuUse
 from vesuvius.monitor.probes.machine import MachineUse, read_machine
 from vesuvius.monitor.probes.processes import ProcessTree, ProcessUse, largest_processes
@@ -42,18 +41,16 @@ class Watcher:
 
     Args:
         pid: the root of the run.
-        roots: where the system is read from.
         gpus: open NVML; None = GPUs are not looked at.
 
     Raises:
         ProcessLookupError: from `sample`, once the root is gone.
     """
 
-    def __init__(self, pid: int, roots: Roots = Roots(), gpus: Gpus | None = None) -> None:
+    def __init__(self, pid: int, gpus: Gpus | None = None) -> None:
         self._pid = pid
-        self._roots = roots
         self._gpus = gpus
-        self._tree = ProcessTree(pid, roots)
+        self._tree = ProcessTree(pid)
 
     def also(self, pids: Collection[int]) -> None:
         """From now on these processes, and their descendants, belong to the run wherever they stem from."""
@@ -62,16 +59,15 @@ class Watcher:
     def sample(self) -> SystemSample:
         """Read everything once.  Takes milliseconds; never PSS, which takes seconds for large processes."""
         processes = self._tree.sample()
-        return sample_system(self._pid, self._roots, self._gpus, processes, self._tree.shared_bytes())
+        return sample_system(self._pid, self._gpus, processes, self._tree.shared_bytes())
 
     def largest_others(self, sample: SystemSample, count: int) -> list[ProcessUse]:
         """Processes that are none of the run's, largest first.  Reads all that can be seen."""
-        return largest_processes(count, {process.pid for process in sample.processes}, self._roots)
+        return largest_processes(count, {process.pid for process in sample.processes})
 
 
 def sample_system(
     pid: int,
-    roots: Roots = Roots(),
     gpus: Gpus | None = None,
     processes: Sequence[ProcessUse] = (),
     shared_bytes: int = 0,
@@ -81,8 +77,8 @@ def sample_system(
         time=time.time(),
         processes=tuple(processes),
         shared_bytes=shared_bytes,
-        cgroup=read_cgroup(pid, roots),
-        machine=read_machine(roots),
+        cgroup=read_cgroup(pid),
+        machine=read_machine(),
         gpus=tuple(gpus.sample()) if gpus else (),
         clock_s=time.monotonic(),
         gpus_silent_s=gpus.silent_s if gpus else 0.0,

@@ -15,7 +15,6 @@ import torch
 
 from vesuvius.config import Config
 from vesuvius.monitor.memory.limits import Limits, MemoryLimit, tightest
-from vesuvius.monitor.probes.files import Roots
 from vesuvius.monitor.probes.system_sample import sample_system
 from vesuvius.runlog.units import GIB, size_text
 from vesuvius.stream.feeder import HELD
@@ -113,11 +112,11 @@ def local_ranks(config: Config) -> int:
     return max(torch.cuda.device_count(), 1) if ranks == "auto" else ranks
 
 
-def ram_limit(config: Config, roots: Roots = Roots()) -> MemoryLimit:
+def ram_limit(config: Config) -> MemoryLimit:
     """The smallest of the machine's memory, the limits of this process's cgroups, and `monitor.ram_limit_gib`."""
     gib = config.monitor.ram_limit_gib
     limits = Limits(configured_bytes=None if gib is None else int(gib * GIB))
-    return tightest(sample_system(os.getpid(), roots), limits)
+    return tightest(sample_system(os.getpid()), limits)
 
 
 def ram_warning(config: Config, data: PreparedData, plan: RamPlan, limit: MemoryLimit) -> str | None:
