@@ -26,7 +26,7 @@ from vesuvius.commands import doctor as command
 from vesuvius.config.load import parse_stored, read_config
 from vesuvius.doctor import data as doctor_data
 from vesuvius.doctor import device, examination, host, trial
-from vesuvius.doctor.check import LEFT_BEHIND, Check, Finding, examine
+from vesuvius.doctor.check import THREADS, Check, Finding, examine
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_OK
 from vesuvius.runlog.units import GIB
 
@@ -178,7 +178,7 @@ def test_processes_of_checks_that_hang_end_with_the_examination(monkeypatch: pyt
     ((_, found),) = examination.examination(None)
     assert "no answer within 1 s" in found.value
     for thread in threading.enumerate():
-        if thread.name.startswith(LEFT_BEHIND):
+        if thread.name.startswith(THREADS):
             thread.join(60)
     assert ended == [-signal.SIGKILL]
 

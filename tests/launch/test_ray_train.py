@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -288,8 +287,10 @@ def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(
 ) -> None:
     """Its controller is a process that the system may kill, as any other."""
     monkeypatch.chdir(tmp_path)
-    ended: Future[Any] = Future()
-    ended.set_exception(ray.exceptions.RayActorError())
+
+    def fit() -> None:
+        raise ray.exceptions.RayActorError
+
     actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: _Called(Bulletin())))
     place = SimpleNamespace(get_node_id=lambda: "a" * 56)
     up = SimpleNamespace(get_runtime_context=lambda: place, remote=lambda _: actor, exceptions=ray.exceptions)
@@ -298,8 +299,7 @@ def test_the_end_of_ray_train_itself_is_no_defect_and_names_the_remedy(
     monkeypatch.setattr(command, "living_nodes", lambda: [{"CPU": 2.0}])
     monkeypatch.setattr(command, "start_autoscaling_coordinator", lambda: None)
     monkeypatch.setattr(command, "answer", lambda said: said)
-    monkeypatch.setattr(trainer, "make_trainer", lambda *_: None)
-    monkeypatch.setattr(trainer, "fit_on_thread", lambda _: ended)
+    monkeypatch.setattr(trainer, "make_trainer", lambda *_: SimpleNamespace(fit=fit))
     path = tiny_config(training={"ranks": 2})
     with pytest.raises(VesuviusError, match=r"must live as long as the run; got RayActorError.* with --resume"):
         command.train_with_ray(Request(read_config(path), path, False))

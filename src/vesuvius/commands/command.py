@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from vesuvius.doctor.check import LEFT_BEHIND
+from vesuvius.doctor.check import THREADS
 from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_INTERRUPTED, EXIT_STOPPED, StorageError, VesuviusError
 from vesuvius.runlog.logfile import close_logs, log_to_terminal, silence
 from vesuvius.runlog.namesake import namesake_problem
@@ -55,7 +55,7 @@ def end_soon(exit_code: int) -> None:
         if stream is not None:
             with suppress(OSError, ValueError):
                 stream.flush()
-    hangs = any(thread.name.startswith(LEFT_BEHIND) for thread in threading.enumerate())
+    hangs = any(thread.name.startswith(THREADS) for thread in threading.enumerate())
     if hangs or exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD):
         os._exit(exit_code)
     threading.Thread(target=end, name="end-soon", daemon=True).start()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from vesuvius.errors import one_line
+from vesuvius.threads import on_thread
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -35,8 +35,8 @@ class Check:
     beside: bool = False  # whether it may run beside the others; those that measure a speed may not
 
 
-LEFT_BEHIND = "left-behind"
-"""How the name of a thread begins that a check hangs in: a command that ends does not wait for it."""
+THREADS = "doctor: "
+"""How the names of the threads of checks begin: a command that ends does not wait for one that hangs."""
 
 
 def examine(
@@ -63,17 +63,13 @@ def examine(
 
 def _begin(check: Check, left_s: float, load: Callable[[], str]) -> Callable[[], Finding]:
     """Run a check in a thread; returns what waits for its finding, within the time that it has."""
-    found: Future[Finding] = Future()
-    thread = threading.Thread(target=lambda: found.set_result(_look(check)), name=f"check-{check.name}", daemon=True)
     within_s = max(min(check.within_s, left_s), 0.0)
     until = time.monotonic() + within_s
-    thread.start()
+    found = on_thread(_look, check, name=f"{THREADS}{check.name}")
 
     def wait() -> Finding:
-        try:
+        with suppress(TimeoutError):
             return found.result(max(until - time.monotonic(), 0.0))
-        except TimeoutError:
-            thread.name = f"{LEFT_BEHIND} {check.name}"
         late = f"no answer within {within_s:.0f} s"
         if busy := load():
             return Finding("warn", f"{late}, {busy}", "try again when the processors are idle")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vesuvius.config import Config
 from vesuvius.doctor import host, trial
-from vesuvius.doctor.check import LEFT_BEHIND, Check, Finding, examine
+from vesuvius.doctor.check import THREADS, Check, Finding, examine
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.units import size_text
 from vesuvius.stream.options import StreamOptions, store_bytes
@@ -31,7 +31,7 @@ def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
     finally:
         trial.end_all()
         for thread in threading.enumerate():
-            if thread.name.startswith(LEFT_BEHIND):
+            if thread.name.startswith(THREADS):
                 thread.join(_CLEAN_UP_S)
 
 

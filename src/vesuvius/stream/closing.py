@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from functools import cache
 from typing import Protocol
+
+from vesuvius.threads import on_thread
 
 
 class Closable(Protocol):
@@ -34,20 +37,11 @@ def done_within(seconds: float, act: Callable[[], None]) -> bool:
 
     Raises what it raises within that time.
     """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="bounded", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    return not thread.is_alive()
+    acting = on_thread(act, name="bounded")
+    if wait([acting], seconds).not_done:
+        return False
+    acting.result()
+    return True
 
 
 @cache

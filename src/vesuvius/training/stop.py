@@ -11,11 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from types import FrameType
 from typing import TypeVar
 
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError
+from vesuvius.threads import on_thread
 
 log = logging.getLogger(__name__)
 
@@ -116,15 +117,7 @@ def unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:
     which does not answer.  After a stop the thread is left to its read; `command.end_soon` does not wait for it.
     Raises StoppedError: `stopping()` came true first.
     """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="before-the-run").start()
+    done = on_thread(work, name="before-the-run")
     while not stopping():
         if wait([done], timeout=_POLL_S).done:
             return done.result()

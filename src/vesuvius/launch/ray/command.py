@@ -10,8 +10,8 @@ import logging
 import os
 import shutil
 import signal
-import threading
 import time
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from vesuvius.stream.options import StreamOptions, check_store, store_bytes
 from vesuvius.stream.ray.private import start_autoscaling_coordinator
 from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.threads import on_thread
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +57,12 @@ def train_with_ray(request: Request) -> int:
     size = _store_bytes(config, ranks)
     with ExitStack() as opened:
         # torch takes seconds to import, Ray's processes take seconds to start.
-        importing = threading.Thread(target=_import_torch, name="torch", daemon=True)
-        importing.start()
-        opened.callback(importing.join)  # a process that ends while its C++ code starts may crash
+        importing = on_thread(importlib.import_module, "torch.distributed", name="torch")  # an error comes again below
+        opened.callback(wait, [importing])  # a process that ends while its C++ code starts may crash
         session = Session(config.cluster, config.training.workers * ranks, ranks, size)
         opened.callback(session.close)
         start_autoscaling_coordinator()
-        from vesuvius.launch.ray.trainer import fit_on_thread, make_trainer, storage_of  # imports torch
+        from vesuvius.launch.ray.trainer import make_trainer, storage_of  # imports torch
 
         nodes = living_nodes()
         on_gpu = have_gpus(nodes)
@@ -74,7 +74,8 @@ def train_with_ray(request: Request) -> int:
         signals = opened.enter_context(_Signals(bulletin))
         lines = _LogLines(run_dir(config).log)
         log.info("starting %d ranks with Ray Train, %s", ranks, "a GPU each" if on_gpu else "on processors")
-        result = fit_on_thread(make_trainer(Job(request, os.getcwd(), time.time(), bulletin), ranks, on_gpu))
+        trainer = make_trainer(Job(request, os.getcwd(), time.time(), bulletin), ranks, on_gpu)
+        result: Future[Any] = on_thread(trainer.fit, name="ray-train")  # this thread handles signals and prints
         due = time.monotonic() + SAY_EVERY_S
         while not result.done() and not signals.abandoned():
             with suppress(TimeoutError):
@@ -97,11 +98,6 @@ def train_with_ray(request: Request) -> int:
         if message and message not in lines.last:
             log.error("%s", message)  # of before there was a log
         return int(exit_code)
-
-
-def _import_torch() -> None:
-    with suppress(Exception):  # the import that follows says it
-        importlib.import_module("torch.distributed")
 
 
 def _end_of_ray_train(config: Config, error: Exception) -> VesuviusError:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +56,6 @@ def make_trainer(job: Job, ranks: int, on_gpu: bool) -> TorchTrainer:
 def storage_of(config: Config) -> Path:
     """Where Ray Train keeps what it knows of its workers; our checkpoints are not in it."""
     return run_dir(config).path.absolute().parent / ".ray_train" / f"{config.name}-{os.getpid()}"
-
-
-def fit_on_thread(trainer: TorchTrainer) -> Future[Any]:
-    """Run it on a thread: this one handles signals and prints."""
-    result: Future[Any] = Future()
-
-    def fit() -> None:
-        try:
-            result.set_result(trainer.fit())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=fit, name="ray-train", daemon=True).start()
-    return result
 
 
 class _Losses(UserCallback):

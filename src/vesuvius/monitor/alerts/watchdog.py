@@ -5,7 +5,6 @@ On a thread of its own: neither the loop nor the monitor, nor a disk that hangs 
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import threading
 import time
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vesuvius.threads import stacks_of_threads
 
 log = logging.getLogger(__name__)
 
@@ -152,12 +153,9 @@ class Watchdog:
     def _dump(self, path: Path, text: str) -> None:
         try:
             self._stacks.mkdir(exist_ok=True)
-            with path.open("w", encoding="utf-8") as file:
+            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(f"{text}\n\nthreads of the trainer:\n")
-                file.writelines(f"0x{thread.ident:016x} {thread.name}\n" for thread in threading.enumerate())
-                file.write("\n")
-                file.flush()
-                faulthandler.dump_traceback(file)
+                file.writelines(stacks_of_threads())
             if self._dump_readers is not None:
                 self._dump_readers(path)
         except OSError as error:

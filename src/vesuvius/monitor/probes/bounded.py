@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
+
+from vesuvius.threads import on_thread
 
 _T = TypeVar("_T")
 
@@ -21,16 +23,14 @@ class BoundedCall(Generic[_T]):
     def __init__(self, function: Callable[[], _T], wait_s: float) -> None:
         self._function = function
         self._wait_s = wait_s
-        self._results: list[_T] = []
-        self._errors: list[Exception] = []
-        self._thread: threading.Thread | None = None
+        self._call: Future[_T] | None = None
         self._began_s = 0.0
         self._late = False
 
     @property
     def is_running(self) -> bool:
         """Whether the function has been called and has not returned yet."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._call is not None and not self._call.done()
 
     @property
     def silent_s(self) -> float:
@@ -43,24 +43,14 @@ class BoundedCall(Generic[_T]):
         What comes late is returned by the next call.  None, too, where no thread can be started.  Raises what the
         function raises.
         """
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="bounded-call", daemon=True)
+        if self._call is None:
             try:
-                thread.start()
-            except RuntimeError:  # too many, or no memory for one
+                self._call = on_thread(self._function, name="bounded-call")
+            except RuntimeError:  # too many threads, or no memory for one
                 return None
-            self._thread, self._began_s = thread, time.monotonic()
-        self._thread.join(0.0 if self._late else self._wait_s)
-        self._late = self._thread.is_alive()
+            self._began_s = time.monotonic()
+        self._late = bool(wait([self._call], 0.0 if self._late else self._wait_s).not_done)
         if self._late:
             return None
-        self._thread = None
-        if self._errors:
-            raise self._errors.pop()
-        return self._results.pop()
-
-    def _run(self) -> None:
-        try:
-            self._results.append(self._function())
-        except Exception as error:
-            self._errors.append(error)
+        call, self._call = self._call, None
+        return call.result()

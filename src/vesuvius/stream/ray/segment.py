@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from vesuvius.plan.plan import Task
 from vesuvius.stream.options import READER_RING
 from vesuvius.stream.ray import private
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
+from vesuvius.threads import on_thread
 
 # The next segment's readers start when the tasks of this one that are still to be handed over last this long at the
 # current pace, but not later than this many tasks before its end.
@@ -103,10 +103,7 @@ class Segment:
         # The task after the one that is being cut is fetched to this machine.
         batches = dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=job.blocks_per_task)
         self._iterator: Any = iter(batches)  # a generator: closing it ends the execution
-        self._first: Future[Block | None] | None = Future()
-        # Daemon, unlike an executor's: one that waits for a dead cluster must not keep the interpreter.
-        self._starter = threading.Thread(target=self._fetch, args=(self._first,), name="ray-segment", daemon=True)
-        self._starter.start()
+        self._first: Future[Block | None] | None = on_thread(self._next, name="ray-segment")  # None once it was taken
 
     @property
     def tasks_left(self) -> float:
@@ -141,12 +138,6 @@ class Segment:
         except Exception as error:
             raise _reader_error(error) from None
 
-    def _fetch(self, first: Future[Block | None]) -> None:
-        try:
-            first.set_result(self._next())
-        except BaseException as error:
-            first.set_exception(error)
-
     def _next(self) -> Block | None:
         return next((block["bytes"][0] for block in self._iterator if len(block.get("bytes", ()))), None)
 
@@ -162,7 +153,8 @@ class Segment:
         """End the execution and wait for its threads: one that called Ray after its shutdown would start it again, or
         end the process."""
         self.interrupt()
-        self._starter.join()
+        if (first := self._first) is not None:
+            wait([first])
         with suppress(ValueError):  # somebody still waits in it, for a network that does not answer
             self._iterator.close()
 

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from vesuvius.config import ClusterConfig
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.stream.options import check_cluster
 from vesuvius.stream.ray import private
+from vesuvius.threads import on_thread
 
 log = logging.getLogger(__name__)
 
@@ -107,17 +108,7 @@ def _shut_down() -> bool:
     sigaction = ctypes.CDLL(None).sigaction
     present = ctypes.create_string_buffer(_SIGACTION_BYTES)
     sigaction(int(signal.SIGTERM), None, present)
-    ended: Future[None] = Future()
-
-    def end() -> None:
-        try:
-            private.shut_down(when_handlers_are_back=lambda: sigaction(int(signal.SIGTERM), present, None))
-        except BaseException as error:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    threading.Thread(target=end, name="ray-shutdown", daemon=True).start()
+    ended = on_thread(private.shut_down, lambda: sigaction(int(signal.SIGTERM), present, None), name="ray-shutdown")
     if wait([ended], _END_S).not_done:
         log.warning(
             "Ray did not shut down within %g s, probably because its head hangs; a private Ray is killed now", _END_S

@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -23,13 +22,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
 
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
+from vesuvius.threads import stacks_of_threads
 from vesuvius.volumes.box import Box, format_box, intersects
 from vesuvius.volumes.store.retry import Outage
 
@@ -130,23 +129,7 @@ def _write_stacks(asked: socket.socket, stacks: int) -> None:
     while True:
         asked.recv(1)
         with suppress(OSError):  # a full disk: the next request may find room
-            os.write(stacks, "".join(_stacks_of_threads()).encode(errors="backslashreplace"))
-
-
-def _stacks_of_threads() -> Iterator[str]:
-    """As faulthandler writes them, but with names, and of any number of threads: it ends at 100.
-
-    Opens no file, as traceback does for the lines of source: the disk may be what hangs.  Threads that run Python code
-    go on meanwhile, so their stacks may mix two moments.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for thread, top in sys._current_frames().items():
-        yield f"Thread 0x{thread:x} {names.get(thread, 'without a name')} (most recent call first):\n"
-        frame: FrameType | None = top
-        while frame is not None:
-            yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_qualname}\n'
-            frame = frame.f_back
-        yield "\n"
+            os.write(stacks, "".join(stacks_of_threads()).encode(errors="backslashreplace"))
 
 
 class NoteWriter:

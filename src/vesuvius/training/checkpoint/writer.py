@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from typing import Any
 
 from vesuvius.errors import StorageError
 from vesuvius.runlog.files.disk_use import directory_bytes
+from vesuvius.threads import on_thread
 from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
 from vesuvius.training.checkpoint.snapshot import Layout, Snapshot, layouts_of
 
@@ -54,10 +55,9 @@ class CheckpointWriter:
         self._config_yaml = config_yaml
         self._on_progress = on_progress
         self._snapshot = Snapshot(before_copy)
-        self._thread: threading.Thread | None = None
+        self._job: Future[None] | None = None
         self._doing = ""
         self._error: StorageError | None = None
-        self._defect: BaseException | None = None
         self.failures: deque[tuple[int, str]] = deque()
         self.saved: deque[dict[str, float]] = deque()
 
@@ -69,8 +69,8 @@ class CheckpointWriter:
             self._join()
             return
         self._wait_for_thread()
-        if self._defect is not None:  # the error on its way out is the one to raise
-            log.error("the checkpoint writer has failed as well", exc_info=self._defect)
+        if self._job is not None and (defect := self._job.exception()):  # the error on its way out is the one to raise
+            log.error("the checkpoint writer has failed as well", exc_info=defect)
 
     def prepare(self, state: dict[str, Any]) -> None:
         """Make room for copies of a state of this shape, beside the training: without it the first save is slower.
@@ -132,34 +132,23 @@ class CheckpointWriter:
         log.error("%s", text)
 
     def _start(self, doing: str, job: Callable[[], None]) -> None:
-        def guarded() -> None:
-            try:
-                job()
-            except BaseException as error:  # handed to the training's thread, which raises it
-                self._defect = error
-
         self._doing = doing
         # A daemon: a second signal ends the process at once, without waiting for it.
-        self._thread = threading.Thread(target=guarded, name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        self._job = on_thread(job, name="checkpoint-writer")
 
     def _join(self) -> None:
         self._wait_for_thread()
-        if self._defect is not None:
-            defect, self._defect = self._defect, None
-            raise defect
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
 
     def _wait_for_thread(self) -> None:
         """Wait for as long as it takes, since a disk that hangs may come back, and say what for."""
         started = time.monotonic()
-        while self._thread is not None:
-            self._thread.join(_WARN_EVERY_S)
-            if self._thread.is_alive():
-                log.warning(
-                    "waiting for the checkpoint writer for %.0f s: it is %s in %s; check whether the disk answers",
-                    time.monotonic() - started,
-                    self._doing,
-                    self._directory,
-                )
-            else:
-                self._thread = None
+        while self._job is not None and wait([self._job], _WARN_EVERY_S).not_done:
+            log.warning(
+                "waiting for the checkpoint writer for %.0f s: it is %s in %s; check whether the disk answers",
+                time.monotonic() - started,
+                self._doing,
+                self._directory,
+            )

@@ -1,0 +1,54 @@
+"""Work on a thread of its own hands over all that it returns or raises, and holds on to none of it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import wait
+
+import pytest
+
+from vesuvius.threads import on_thread
+
+
+def test_it_runs_on_a_daemon_thread_of_the_name_given() -> None:
+    thread = on_thread(threading.current_thread, name="mine").result()
+    assert (thread.name, thread.daemon) == ("mine", True)
+    assert thread is not threading.current_thread()
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3)])
+def test_every_error_goes_through_the_future(error: BaseException) -> None:
+    def fails(given: BaseException) -> None:
+        raise given
+
+    assert on_thread(fails, error, name="fails").exception() is error
+
+
+class Large:
+    """Something that the failed work had in hand."""
+
+
+def test_an_error_is_freed_with_its_future() -> None:
+    """A cycle would keep what the frames of a failed copy hold until the garbage collector comes."""
+    seen: list[weakref.ref[Large]] = []
+
+    def fails() -> None:
+        large = Large()
+        seen.append(weakref.ref(large))
+        raise ValueError
+
+    gc.collect()
+    gc.disable()
+    try:
+        future = on_thread(fails, name="fails")
+        wait([future])
+        for thread in threading.enumerate():
+            if thread.name == "fails":
+                thread.join()
+        assert seen[0]() is not None, "the traceback holds it"
+        del future
+        assert seen[0]() is None
+    finally:
+        gc.enable()
