@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,12 +24,15 @@ from vesuvius.benchmark.cells.peers import store_of
 from vesuvius.benchmark.cells.training import Bounds, TrainingLab
 from vesuvius.benchmark.grid import Cell
 from vesuvius.benchmark.ledger import Measurement
+from vesuvius.benchmark.session import BenchRequest, _write, memory_over_time
 from vesuvius.commands import bench as command
 from vesuvius.config.load import parse_stored, read_config
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK
+from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import read_session
-from vesuvius.runlog.records import read_records
+from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.runlog.run_dir import run_dir
+from vesuvius.runlog.units import GIB
 
 WriteConfig = Callable[..., Path]
 _HANG_S = 120.0
@@ -87,7 +91,7 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_resumed(
     assert not psutil.pid_exists(session.pid), "no orphan"
     assert not (folder / "bench.md").exists()
     assert bench("--resume") == EXIT_CONFIG, "of other seconds"
-    ledger = folder / "ledger.jsonl"
+    ledger = folder / "ledger.json"
     ledger.write_text(ledger.read_text().replace('"seconds": 1000.0', '"seconds": 0.2'))
     assert bench("--resume") == EXIT_OK
 
@@ -144,7 +148,15 @@ def test_a_trainer_whose_bench_is_killed_ends_at_the_limit(config: Path, tmp_pat
 )
 def test_a_mistake_is_told_before_anything_runs(config: Path, wrong: list[str]) -> None:
     assert command.main(["--config", str(config), *wrong]) == EXIT_CONFIG
-    assert not list(Path("runs").glob("tiny/benches/*/ledger.jsonl"))
+    assert not list(Path("runs").glob("tiny/benches/*/ledger.json"))
+
+
+def test_a_bench_of_an_earlier_version_is_not_gone_on_with(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = Path("runs/tiny/benches/20260101_000000/ledger.jsonl")
+    old.parent.mkdir(parents=True)
+    old.touch()
+    assert command.main(["--config", str(config), "--rounds", "1", "--resume"]) == EXIT_CONFIG
+    assert "drop --resume" in capsys.readouterr().err
 
 
 def test_a_peer_is_any_command_that_prints_figures(config: Path) -> None:
@@ -215,6 +227,29 @@ def test_ranks_are_measured_with_their_exchange_and_memory(config: Path) -> None
     assert two["efficiency"] == pytest.approx(two["speed"]["mid"] / 2)
     assert many["cause"]
     assert "rank 1 of 2" in (folder_of() / "bench.html").read_text()
+
+
+def test_memory_comes_from_records_or_else_from_samples_and_is_called_unknown_without_both(
+    config: Path, tmp_path: Path
+) -> None:
+    """A rank that is ended before its first record of the system would be missing without a word."""
+    main, folder = tmp_path / "bench/cells/001", tmp_path / "bench"
+    for part in (main, main / "ranks/1"):
+        part.mkdir(parents=True)
+        recent = RecentFile(part / "recent.jsonl")
+        recent.write(MemorySample(100.0, 0, used_bytes=9, shared_bytes=0, trainer_bytes=2 * GIB))
+        recent.write(MemorySample(101.0, 1, used_bytes=9, shared_bytes=0, trainer_bytes=3 * GIB))
+        recent.close()
+    system = JsonLines(main / "system.jsonl")
+    system.write("system", step=1, vram=None, trainer_bytes=[1, 2, 3])
+    system.close()
+    assert memory_over_time(main) == ([0.0], [3.0])
+    assert memory_over_time(main / "ranks/1") == ([0.0, 1.0], [2 * GIB, 3 * GIB])
+    cells = [Cell(f"training.ranks={ranks}", (f"training.ranks={ranks}",)) for ranks in (1, 3)]
+    done = [Measurement(cell, 0, "ok", run="001", samples_s=5.0) for cell in (0, 1)]
+    request = BenchRequest(config, (), tuple(cells), 1, Bounds(0.2, _HANG_S))
+    assert _write(request, read_config(config), folder, SimpleNamespace(measurements=done)) == EXIT_OK
+    assert "| memory not known | rank 2 of 3: " in (folder / "bench.md").read_text()
 
 
 def test_nothing_measured_is_an_error(config: Path) -> None:

@@ -207,6 +207,7 @@ closing = time.monotonic()
 threading.Thread(target=terminate).start()
 session.close()
 ended.set()
+assert "RAY_AUTH_MODE" not in os.environ, "it would be that of the next cluster too"
 print("closed after", sum(time > closing for time in received), flush=True)
 """
 

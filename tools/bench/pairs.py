@@ -48,8 +48,8 @@ def bench_pair(slower: float, rounds: int, seconds: float, folder: Path) -> Resu
         blank = Measurement(cell, round, "ok")
         return measure_command(cells[cell].command, config, folder, bounds, None, lambda: False, blank)
 
-    with BenchLedger(folder / "ledger.jsonl", {}) as ledger:
-        ledger.measure_rounds(2, rounds, measure, lambda done: None)
+    ledger = BenchLedger(folder / "ledger.json", {})
+    ledger.measure_rounds(2, rounds, measure, lambda done: None)
     return results_of(cells, ledger.measurements)[1]
 
 

@@ -1,16 +1,17 @@
-"""`ledger.jsonl` of a bench: in which order is measured, and a line for each begin and end of a measurement."""
+"""`ledger.json` of a bench: in which order is measured, and what has been measured so far."""
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vesuvius.errors import ConfigError, StorageError
-from vesuvius.runlog.records import JsonLines, read_records
+from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.records import make_record
 from vesuvius.trials.ended import Ended, TrialInterrupted
 
 _KILLED_TWICE = "the bench was killed twice during this measurement, so it is not repeated"
@@ -33,7 +34,7 @@ class Measurement:
     figures: Mapping[str, float | None] = field(default_factory=dict)  # others, by name; None = not known
 
 
-class BenchLedger(AbstractContextManager["BenchLedger"]):
+class BenchLedger:
     """The measurements of a bench, on disk: new, or continued.
 
     Args:
@@ -50,40 +51,20 @@ class BenchLedger(AbstractContextManager["BenchLedger"]):
     """
 
     def __init__(self, path: Path, asked: Mapping[str, Any], retry_failed: bool = False) -> None:
-        self.measurements: list[Measurement] = []
-        self.session = 0
-        self._begun: Counter[tuple[int, int]] = Counter()
-        self._last_begun = (-1, -1)
         path.parent.mkdir(parents=True, exist_ok=True)
-        for record in read_records(path) if path.exists() else []:
-            self._take(record, asked, path.parent)
-        self._file = JsonLines(path)
-        self._file.write("bench", asked=asked, retry_failed=retry_failed)
-        self._begin_session(retry_failed)
-
-    def _take(self, record: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:
-        match record["kind"]:
-            case "bench":
-                if differ := [key for key, value in record["asked"].items() if value != asked.get(key)]:
-                    raise ConfigError(
-                        f"a resumed bench must repeat the earlier request; got a different {', '.join(differ)} than in "
-                        f"{folder}; drop --resume to start over"
-                    )
-                self._begin_session(record.get("retry_failed", False))
-            case "begin":
-                self._last_begun = (record["cell"], record["round"])
-                self._begun[self._last_begun] += 1
-            case "measurement":
-                self.measurements.append(Measurement(**record["measurement"]))
-            case "interrupted":
-                cell, round = self._last_begun  # earlier versions did not write down which
-                self._begun[record.get("cell", cell), record.get("round", round)] -= 1
-
-    def _begin_session(self, retry_failed: bool) -> None:
-        self.session += 1
-        if retry_failed:
-            self.measurements = [each for each in self.measurements if each.ended == "ok"]
-            self._begun.clear()
+        self._path, self._asked = path, asked
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if differ := [key for key, value in before.get("asked", {}).items() if value != asked.get(key)]:
+            raise ConfigError(
+                f"a resumed bench must repeat the earlier request; got a different {', '.join(differ)} than in "
+                f"{path.parent}; drop --resume to start over"
+            )
+        measured = [Measurement(**each) for each in before.get("measurements", ())]
+        self.measurements = [each for each in measured if each.ended == "ok" or not retry_failed]
+        self.session: int = before.get("session", 0) + 1
+        # How often the measurement that comes next was begun and not ended, as the bench was killed in it.
+        self._begun: int = 0 if retry_failed else before.get("begun", 0)
+        self._write()
 
     def measure_rounds(
         self,
@@ -107,17 +88,23 @@ class BenchLedger(AbstractContextManager["BenchLedger"]):
                 if any(m.cell == cell and (m.round == round or m.ended != "ok") for m in self.measurements):
                     continue
                 done = Measurement(cell, round, "killed", _KILLED_TWICE)
-                if self._begun[cell, round] < 2:
-                    self._file.write("begin", cell=cell, round=round)
+                if self._begun < 2:
+                    self._begun += 1
+                    self._write()
                     try:
                         done = measure(cell, round)
                     except (TrialInterrupted, StorageError, OSError):
-                        self._file.write("interrupted", cell=cell, round=round)
+                        self._begun -= 1
+                        with suppress(OSError):  # a full disk, which is what is raised
+                            self._write()
                         raise
                 done = replace(done, session=self.session)
                 self.measurements.append(done)
-                self._file.write("measurement", measurement=asdict(done))
+                self._begun = 0
+                self._write()
                 on_done(done)
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def _write(self) -> None:
+        state = {"session": self.session, "asked": self._asked, "begun": self._begun}
+        record = make_record("bench", **state, measurements=[asdict(each) for each in self.measurements])
+        write_whole(self._path, json.dumps(record).encode())

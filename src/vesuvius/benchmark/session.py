@@ -23,6 +23,7 @@ from vesuvius.benchmark.results import Result, results_of
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, ConfigError
+from vesuvius.monitor.recent import read_recent
 from vesuvius.report.files import made_by, new_folder, write_pages
 from vesuvius.report.model import commit_text
 from vesuvius.report.records import figure, read_run
@@ -75,8 +76,8 @@ def bench(request: BenchRequest) -> tuple[int, Path]:
     parent = run_dir(config).path / BENCHES
     with locked(parent, "bench") as lock_fd, run_storage_errors(parent):
         folder = _newest(parent) if request.resume else new_folder(parent)
-        ledger = BenchLedger(folder / "ledger.jsonl", _asked(request, config), request.retry_failed)
-        with ledger, signals_to(lambda: None) as came:
+        ledger = BenchLedger(folder / "ledger.json", _asked(request, config), request.retry_failed)
+        with signals_to(lambda: None) as came:
             code = _measure(request, configs, folder, ledger, lock_fd, came)
         if code == EXIT_OK:
             code = _write(request, config, folder, ledger)
@@ -136,9 +137,13 @@ def _asked(request: BenchRequest, config: Config) -> dict[str, Any]:
 
 
 def _newest(parent: Path) -> Path:
-    ledgers = sorted(parent.glob("*/ledger.jsonl"))
+    ledgers = sorted(parent.glob("*/ledger.json*"))
     if not ledgers:
         raise ConfigError(f"--resume needs the ledger of an earlier bench; got none in {parent}; drop --resume")
+    if ledgers[-1].suffix != ".json":
+        raise ConfigError(
+            f"--resume needs a ledger of this version of vesuvius; got {ledgers[-1]}; drop --resume to start over"
+        )
     return ledgers[-1].parent
 
 
@@ -157,6 +162,8 @@ def _write(request: BenchRequest, config: Config, folder: Path, ledger: BenchLed
         "versions": ", ".join(f"{name} {packages[name]}" for name in ("torch", "ray", "zarr") if name in packages),
         "commit": commit_text(environment),
     }
+    if unknown := [rank for rank, (seconds, _) in memory.items() if not seconds]:
+        facts["memory not known"] = f"{', '.join(unknown)}: measured for less time than the first sample takes"
     if request.left_out:
         facts["loaders left out"] = f"not installed: {', '.join(request.left_out)}"
     made = made_by(request.command)
@@ -176,19 +183,20 @@ def _write(request: BenchRequest, config: Config, folder: Path, ledger: BenchLed
 
 
 def _memory(results: Sequence[Result], runs: Path) -> Memory:
-    """Memory over time of each rank in the last round of each number of ranks."""
+    """Memory over time of each rank in the last round of each number of ranks; empty where it is not known."""
     found = {}
     for result in results:
-        if not result.ranks or not result.run:
-            continue
-        main = runs / result.run
-        for rank, path in enumerate([main, *(main / "ranks" / str(n) for n in range(1, result.ranks))]):
-            system = read_run(path).system
-            held = [
-                ((r.get("vram") or {}).get("reserved_bytes") or r.get("trainer_bytes") or [None] * 3) for r in system
-            ]
-            began = figure(system[0].get("time")) if system else 0.0
-            if system:
-                seconds = [figure(record.get("time")) - began for record in system]
-                found[f"rank {rank} of {result.ranks}"] = seconds, [figure(each[2]) for each in held]
+        if result.ranks and result.run:
+            main = runs / result.run
+            for rank, path in enumerate([main, *(main / "ranks" / str(n) for n in range(1, result.ranks))]):
+                found[f"rank {rank} of {result.ranks}"] = memory_over_time(path)
     return found
+
+
+def memory_over_time(run: Path) -> tuple[list[float], list[float]]:
+    """Seconds, and bytes of the GPU, or of the trainer without one: from the records, or else the samples before."""
+    points = [
+        (figure(record.get("time")), ((record.get("vram") or {}).get("reserved_bytes") or record["trainer_bytes"])[-1])
+        for record in read_run(run).system
+    ] or [(moment.time, moment.vram_used_bytes or moment.trainer_bytes) for moment in read_recent(run / "recent.jsonl")]
+    return [time - points[0][0] for time, _ in points], [figure(size) for _, size in points]

@@ -30,6 +30,7 @@ _END_S = 5.0
 _KILLED_S = 10.0
 _SIGACTION_BYTES = 256  # more than the struct has anywhere
 _ANNOUNCEMENT = b"RAY_BACKEND_LOG_LEVEL"
+_AUTH_MODE = "RAY_AUTH_MODE"
 _PASSED_ON = ("VESUVIUS_", "AWS_", "GOOGLE_", "NCCL_", "GLOO_")
 
 
@@ -47,8 +48,9 @@ class Session:
     _uses: ClassVar[int] = 0
     _ours: ClassVar[bool] = False
     _hangs: ClassVar[bool] = False
-    # Ray prints what its daemons report to the terminal, such as tasks of readers that were ended on purpose.
-    _messages: ClassVar[ExitStack] = ExitStack()
+    # What lasts as long as our Ray.  It prints what its daemons report to the terminal, such as tasks of readers that
+    # were ended on purpose.
+    _held: ClassVar[ExitStack] = ExitStack()
 
     def __init__(self, config: ClusterConfig, workers: int, ranks: int, store_bytes: int) -> None:
         self._cpus, self._store_bytes = _cpus(workers, ranks), store_bytes
@@ -58,9 +60,12 @@ class Session:
                 "process; start another process, or set training.workers=0 to run without Ray"
             )
         if not ray.is_initialized():
+            is_chosen = _AUTH_MODE in os.environ
             start_ray(config, self._cpus, store_bytes)
             Session._ours = True
-            Session._messages.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
+            if not is_chosen:  # Ray sets it for good, but the next cluster may have no tokens
+                Session._held.callback(os.environ.pop, _AUTH_MODE, None)
+            Session._held.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
         Session._uses += 1
         self._open = True
 
@@ -78,7 +83,7 @@ class Session:
             Session._ours = False
             _join_data_threads()
             Session._hangs = not _shut_down()
-            Session._messages.close()
+            Session._held.close()
 
 
 def _cpus(workers: int, ranks: int) -> int:
