@@ -104,13 +104,13 @@ def test_samples_of_the_size_of_a_patch_are_shown_the_same_places() -> None:
 def test_a_condition_of_another_scale_than_in_training_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     refused = {
         ("fine", "16,40,40", "scan.zarr@1"): "--shape and --condition must differ by the factors of the training, "
-        "2,2,2; got 16,40,40 and 16,40,24;",
+        "2x2x2; got 16x40x40 and 16x40x24;",
         (
             "explicit",
             "32,80,47",
             "scan.zarr@1",
-        ): "--shape and --condition must have one shape; got 32,80,47 and 16,40,24;",
-        ("fine", "16,40,24", "scan.zarr@1"): "got 16,40,24 and 16,40,24;",
+        ): "--shape and --condition must have one shape; got 32x80x47 and 16x40x24;",
+        ("fine", "16,40,24", "scan.zarr@1"): "got 16x40x24 and 16x40x24;",
     }
     for (run, shape, condition), message in refused.items():
         assert draws(run, "none.zarr", "--shape", shape, "--condition", condition) == 2

@@ -302,7 +302,7 @@ def test_a_dry_run_says_time_disk_and_memory_and_writes_nothing(
     arguments = ("--shape", "200,400,400", "--guidance", 0, "--dry-run")
     assert draws(tmp_path / "big.zarr", *arguments) == 0
     said = capsys.readouterr().out
-    assert "volume 200,400,400: 117649 tiles, 235298 network evaluations of a tile" in said
+    assert "volume 200x400x400: 117649 tiles, 235298 network evaluations of a tile" in said
     for line in (
         r"disk: [\d.]+ .iB for the state and at most",
         r"time: about \S+ with 1 worker",
@@ -326,11 +326,11 @@ def test_a_dry_run_of_an_inpainting_counts_the_tiles_near_gaps(
     write_array(source, mask)
     arguments = ("--inpaint", source, "--mask", gaps, "--guidance", 0, "--overlap", 0, "--batch-size", 1, "--dry-run")
     assert draws(tmp_path / "filled.zarr", *arguments) == 0
-    assert "volume 8,16,80: 1 tiles, 8 network evaluations of a tile" in capsys.readouterr().out
+    assert "volume 8x16x80: 1 tiles, 8 network evaluations of a tile" in capsys.readouterr().out
 
 
 REFUSED = {
-    "a shape too small": (("--shape", "12,24,8"), 2, "at least as large as a training patch; got shape 12,24,8"),
+    "a shape too small": (("--shape", "12,24,8"), 2, "at least as large as a training patch; got shape 12x24x8"),
     "an overlap": (("--shape", "12,24,24", "--overlap", 0.9), 2, "--overlap is the share"),
     "no condition": (("--shape", "12,24,24", "--guidance", 1), 2, "needs --condition VOLUME; got none"),
     "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "got 12,24,24 and 64,64,64"),
@@ -339,7 +339,7 @@ REFUSED = {
         2,
         "--box must lie inside the volume",
     ),
-    "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "must have one shape; got 64,64,64"),
+    "another mask": (("--inpaint", "scan.zarr", "--mask", "small.zarr"), 2, "must have one shape; got 64x64x64"),
     "no volume": (("--inpaint", "no.zarr"), 6, "a volume must exist; got no.zarr"),
     "weights": (("--shape", "12,24,24", "--weights", "ema_0.7"), 2, "--weights must be one of"),
     "rounds": (("--shape", "12,24,24", "--rounds", 2), 2, "--rounds applies to --inpaint"),

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.levels import sampling_levels
+from vesuvius.generate.described import DrawRequest
 from vesuvius.generate.evaluate.seams import face_planes, plane_differences, seam_statistics
 from vesuvius.generate.volume.draw import VolumeRequest, draw_volume
 from vesuvius.generate.volume.inputs import GivenVolumes
-from vesuvius.generate.volume.network import Network, NetworkRecipe
+from vesuvius.generate.volume.network import Network
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import read_checkpoint_info
@@ -100,7 +101,7 @@ def read_box(path: Path) -> NDArray[Any]:
 
 def bare_call(checkpoint: Path, overrides: tuple[str, ...]) -> Callable[[], float]:
     """What measures a call of the network for a batch of tiles: CPU seconds, the mean of 20."""
-    network = Network(NetworkRecipe(checkpoint, overrides, "ema", 0))
+    network = Network(DrawRequest(checkpoint, "ema", overrides, 0, BATCH, 0))
     config, patch = network.info.config, network.info.config.data.patch_size
     estimate = network.estimate_for(np.zeros((BATCH, 1, *patch), np.uint8), BATCH)
     level = sampling_levels(network.schedule, config.diffusion)[1]

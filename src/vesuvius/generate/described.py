@@ -1,7 +1,9 @@
-"""What samples and volumes follow from alike: what it must be, and how it is recorded."""
+"""What samples and volumes have in common: the request, its checks and its record."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,19 @@ from vesuvius import __version__
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import ConfigError
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights
+
+
+@dataclass(frozen=True)
+class DrawRequest:
+    """What every drawing is asked for; picklable, because workers open the network from it."""
+
+    checkpoint: Path  # as `find_checkpoint` takes it
+    weights: str  # "ema", another average, or "model" for those of the last step
+    overrides: tuple[str, ...]  # `key.path=value`, on top of the checkpoint's config: sampler and amp
+    # seed, batch_size: what a result follows from, beside the network and its inputs
+    seed: int
+    batch_size: int
+    volume: int  # number of the training volume whose grey values, scalars and condition are used
 
 
 def check_volume(info: CheckpointInfo, volume: int, option: str = "--volume") -> None:
@@ -29,18 +44,24 @@ def check_condition(info: CheckpointInfo, condition: ArrayConfig | None) -> None
         )
 
 
-def described(info: CheckpointInfo, weights: str, volume: int, seed: int, batch_size: int) -> dict[str, Any]:
-    """What samples and volumes follow from alike."""
-    diffusion, grey = info.config.diffusion, info.data.greys.volumes[volume]
+def run_of(checkpoint: Path) -> Path:
+    """The run directory of a checkpoint; the current one for a checkpoint outside a run.  Pure."""
+    parent = checkpoint.parent if checkpoint.parent.name else checkpoint.absolute().parent
+    return parent.parent if parent.name == "checkpoints" else Path()
+
+
+def described(info: CheckpointInfo, request: DrawRequest) -> dict[str, Any]:
+    """The part of the record that samples and volumes share.  Reads the weights to hash them."""
+    diffusion, grey = info.config.diffusion, info.data.greys.volumes[request.volume]
     return {
-        "seed": seed,
-        "batch_size": batch_size,
+        "seed": request.seed,
+        "batch_size": request.batch_size,
         "step": info.step,
-        "weights": weights,
-        "weights_sha256": check_weights(info.checkpoint, weights),
+        "weights": request.weights,
+        "weights_sha256": check_weights(info.checkpoint, request.weights),
         "sampler": diffusion.sampler,
         **{key: getattr(diffusion, f"sampler_{key}") for key in ("steps", "eta", "clip", "quantile", "guidance")},
-        "volume": info.data.volumes[volume].name,
+        "volume": info.data.volumes[request.volume].name,
         "grey_low": grey.low,
         "grey_high": grey.high,
         "vesuvius": __version__,

@@ -21,7 +21,7 @@ from torch import Tensor
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.generate import Generated, generate
 from vesuvius.errors import ConfigError, NonFiniteError
-from vesuvius.generate.described import check_condition, check_volume, described
+from vesuvius.generate.described import DrawRequest, check_condition, check_volume, described, run_of
 from vesuvius.generate.sample_conditions import ConditionPatches
 from vesuvius.generate.sample_zarr import (
     CONDITIONS,
@@ -33,7 +33,7 @@ from vesuvius.generate.sample_zarr import (
     published_when_whole,
     to_greys,
 )
-from vesuvius.generate.volume.network import Network, NetworkRecipe
+from vesuvius.generate.volume.network import Network
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, read_checkpoint_info
@@ -49,17 +49,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class SampleRequest:
-    """What is asked for."""
+class SampleRequest(DrawRequest):
+    """A request for samples."""
 
-    checkpoint: Path  # as `find_checkpoint` takes it
-    weights: str  # "ema", another average, or "model" for those of the last step
-    overrides: tuple[str, ...]  # `key.path=value`, on top of the checkpoint's config: sampler and amp
-    count: int  # samples to write, numbers 0 ... count - 1.
-    # seed, batch_size: what a sample follows from, beside its number
-    seed: int
-    batch_size: int
-    volume: int  # number of the volume whose grey values, condition and scalars are used
+    count: int  # samples to write, numbers 0 ... count - 1
     out: Path | None  # directory to write; None: below the run's `samples/`
     overwrite: bool  # replace samples that are there
     # condition, box: what all samples are shown, in place of the training's condition; the box has the size of a
@@ -90,9 +83,9 @@ def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, 
         GpuMemoryError, NonFiniteError, StorageError, SamplingStoppedError: as they say; nothing is left behind.
     """
     started = time.monotonic()
-    # One sample does not take the time of a batch.
-    request = replace(request, batch_size=min(request.batch_size, request.count))
     info = read_checkpoint_info(find_checkpoint(request.checkpoint), request.overrides)
+    # One sample does not take the time of a batch.
+    request = replace(request, checkpoint=info.checkpoint, batch_size=min(request.batch_size, request.count))
     _check_request(request, info)
     out = request.out or default_out(request, info)
     check_target(out, request.overwrite)
@@ -119,7 +112,7 @@ class _Drawing:
 
     def __init__(self, request: SampleRequest, info: CheckpointInfo, watch: Watch) -> None:
         self._request, self._info, self._watch = request, info, watch
-        self._network = Network(NetworkRecipe(info.checkpoint, request.overrides, request.weights, request.volume))
+        self._network = Network(request)
         batches = -(-request.count // request.batch_size)
         self._steps_done, self._steps = 0, batches * info.config.diffusion.sampler_steps
         denoiser = self._network.denoiser
@@ -232,9 +225,7 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
 
     Guidance, eta, volume and weights are named where they are not the usual ones.
     """
-    path, diffusion = info.checkpoint, info.config.diffusion
-    parent = path.parent if path.parent.name else path.absolute().parent
-    run = parent.parent if parent.name == "checkpoints" else Path()
+    diffusion = info.config.diffusion
     parts = [f"step_{info.step:08d}", diffusion.sampler, str(diffusion.sampler_steps), f"seed{request.seed}"]
     unusual = {
         f"guidance{diffusion.sampler_guidance:g}": diffusion.sampler_guidance != 1,
@@ -242,7 +233,7 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
         f"volume{request.volume}": request.volume != 0,
         request.weights: request.weights != "ema",
     }
-    return run / "samples" / "_".join([*parts, *(part for part, named in unusual.items() if named)])
+    return run_of(info.checkpoint) / "samples" / "_".join([*parts, *(part for part, named in unusual.items() if named)])
 
 
 def describe(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, evaluations: int) -> dict[str, Any]:
@@ -253,7 +244,7 @@ def describe(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, evaluat
         "evaluations_per_sample": evaluations,
         "checkpoint": str(info.checkpoint),
         "amp": amp,
-        **described(info, request.weights, request.volume, request.seed, request.batch_size),
+        **described(info, request),
     }
 
 

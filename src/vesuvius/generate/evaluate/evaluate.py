@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.errors import ConfigError
-from vesuvius.generate.described import check_volume
+from vesuvius.generate.described import check_volume, run_of
 from vesuvius.generate.evaluate.figures import Judgement, judge
 from vesuvius.generate.evaluate.memorisation import TrainingSearch
 from vesuvius.generate.evaluate.page import SHOWN, build_page, figure_table, montage_cells, plain, seam_table, verdict
@@ -128,7 +128,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         "time without sampling": format_duration(seconds),
     } | ({} if request.volume is None else {"tiled volume": str(request.volume)})
     report = build_page(f"{config.name}: evaluation", str(info.checkpoint), described, judgement, seams, notes)
-    folder = request.out or new_folder(_beside(info.checkpoint) / FOLDER)
+    folder = request.out or new_folder(run_of(info.checkpoint) / FOLDER)
     with published_when_whole(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(judgement, seams)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -151,23 +151,17 @@ def _check(request: EvaluationRequest, info: CheckpointInfo) -> None:
         )
 
 
-def _beside(checkpoint: Path) -> Path:
-    """The run of a checkpoint; for one outside a run, where the command runs."""
-    parent = checkpoint.absolute().parent
-    return parent.parent if parent.name == "checkpoints" else Path()
-
-
 def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgress) -> Path:
     """Draw samples, or find those that an evaluation has drawn with the same arguments."""
     asked = SampleRequest(
-        info.checkpoint,
-        request.weights,
-        request.overrides,
-        request.count,
-        request.seed,
-        min(request.batch_size, request.count),
-        request.training_volume,
-        None,
+        checkpoint=info.checkpoint,
+        weights=request.weights,
+        overrides=request.overrides,
+        seed=request.seed,
+        batch_size=min(request.batch_size, request.count),
+        volume=request.training_volume,
+        count=request.count,
+        out=None,
         overwrite=False,
     )
     place = default_out(asked, info)
@@ -186,7 +180,7 @@ def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgre
             )
         log.info("using the existing samples: %s", out)
         return out
-    draw_samples(SampleRequest(**(vars(asked) | {"out": out})), on_step)
+    draw_samples(replace(asked, out=out), on_step)
     return out
 
 

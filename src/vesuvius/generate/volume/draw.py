@@ -9,7 +9,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,17 +22,18 @@ from vesuvius.config import ArrayConfig, Triple
 from vesuvius.diffusion.levels import sampling_levels
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError, storage_errors
-from vesuvius.generate.described import check_condition, check_volume, described
+from vesuvius.generate.described import DrawRequest, check_condition, check_volume, described
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.forecast import VolumeForecast, forecast_of, measured_too
 from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
-from vesuvius.generate.volume.network import NetworkRecipe, OpenNetworkWork
+from vesuvius.generate.volume.network import open_network_work
 from vesuvius.generate.volume.output import DRAWING, Greys, output_plan, write_volume
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
 from vesuvius.generate.volume.work import VolumeJob, forget_unflushed, live_blocks
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
 from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.units import format_sizes
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.step.network import lay_out_network
@@ -50,16 +52,9 @@ _ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class VolumeRequest:
-    """What is asked for."""
+class VolumeRequest(DrawRequest):
+    """A request for a volume."""
 
-    # checkpoint, weights, overrides, seed, batch_size, volume: as in `SampleRequest`
-    checkpoint: Path
-    weights: str
-    overrides: tuple[str, ...]
-    seed: int
-    batch_size: int
-    volume: int
     out: Path  # a name that ends in .zarr
     shape_zyx: Triple | None  # None = that of the given volumes, or of the box in them
     overlap: float = 0.5  # of neighbouring tiles, as a share of a patch
@@ -131,7 +126,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
 def forecast_volume(request: VolumeRequest) -> VolumeForecast:
     """What a volume takes in time, disk and memory: calls the network twice, writes nothing.   Raises as that."""
     with _prepared(request) as drawing, gpu_memory(request.batch_size):
-        return drawing.measured_forecast()
+        return measured_too(drawing.forecast(drawing.live(Watch())), drawing.job, drawing.request)
 
 
 class _Drawing:
@@ -139,7 +134,7 @@ class _Drawing:
 
     def __init__(self, request: VolumeRequest, info: CheckpointInfo, inputs: Inputs) -> None:
         config, facts = info.config, info.data
-        self.inputs, self._request, self._info = inputs, request, info
+        self.inputs, self.request, self._info = inputs, request, info
         shape = request.shape_zyx or inputs.shape_zyx
         assert shape is not None
         self.shape_zyx = shape
@@ -163,14 +158,13 @@ class _Drawing:
             inpaint=source is not None,
             condition=inputs.condition.dtype.str if inputs.condition is not None else None,
         )
-        self._recipe = NetworkRecipe(info.checkpoint, request.overrides, request.weights, request.volume)
         self._device = choose_device()
         self.workers = request.workers or _default_workers(self._device, self.tiling.tiles // request.batch_size)
 
     @property
     def record(self) -> dict[str, Any]:
         """All that the voxels follow from, as plain JSON: a drawing continues with the same, or not at all."""
-        request, info = self._request, self._info
+        request, info = self.request, self._info
         return {
             "shape_zyx": list(self.shape_zyx),
             "patch_zyx": list(self.tiling.patch_zyx),
@@ -182,7 +176,7 @@ class _Drawing:
             "box": None if request.given.box is None else [list(end) for end in request.given.box],
             "amp": info.config.training.amp,
             "device": self._device.type,
-            **described(info, request.weights, request.volume, request.seed, request.batch_size),
+            **described(info, request),
         }
 
     def live(self, watch: Watch) -> NDArray[np.bool_]:
@@ -194,23 +188,28 @@ class _Drawing:
     def fill(self, folder: Path, used: NDArray[np.bool_], watch: Watch) -> None:
         """Bring the used blocks of the given volumes into the state."""
         inputs, schedule, grey = self.inputs, self.greys.schedule, self.greys.grey
+
+        def fill(field: Field, option: str, read: Callable[[Box], NDArray[Any]]) -> None:
+            field.create()
+            missing = [block for block in np.flatnonzero(used).tolist() if not field.has(block)]
+            for block in watch.over(f"blocks of {option} read", missing):
+                field.write(block, read(self.tiling.block_box(block)))
+
         if inputs.inpaint is not None:
             known = Field(folder / "known", self.tiling)
-            reading = "blocks of --inpaint read"
-            _fill(known, self.tiling, used, lambda box: inputs.known(box, grey, schedule), reading, watch)
+            fill(known, "--inpaint", lambda box: inputs.known(box, grey, schedule))
         if (condition := inputs.condition) is not None:
             shown = Field(folder / "condition", self.tiling, condition.dtype)
-            reading = "blocks of --condition read"
-            _fill(shown, self.tiling, used, lambda box: inputs.read(condition, box), reading, watch)
+            fill(shown, "--condition", lambda box: inputs.read(condition, box))
 
     def sampling(self, folder: Path, live: NDArray[np.bool_], watch: Watch) -> Sampling:
         """All passes."""
-        open_work = OpenNetworkWork(self.job, folder, self._recipe)
+        open_work = partial(open_network_work, self.job, folder, self.request)
         log.info(
             "drawing %s voxels from %s (%s weights): %d tiles, %d passes, %d worker(s) on %s",
-            _commas(self.shape_zyx),
+            format_sizes(self.shape_zyx),
             self._info.checkpoint,
-            self._request.weights,
+            self.request.weights,
             self.tiling.tiles,
             len(self.job.passes),
             self.workers,
@@ -222,16 +221,12 @@ class _Drawing:
         """As `Inputs.differences`, of what was written."""
         if self._info.config.data.condition_classes is not None:
             return None
-        with closing(open_volume(ArrayConfig(path=str(self._request.out)))) as written:
+        with closing(open_volume(ArrayConfig(path=str(self.request.out)))) as written:
             return self.inputs.differences(written.read)
 
     def forecast(self, live: NDArray[np.bool_]) -> VolumeForecast:
         """What it takes but for time and memory."""
-        return forecast_of(self.job, self.plan.raw_bytes, self.workers, self._request.out, live)
-
-    def measured_forecast(self) -> VolumeForecast:
-        """What it takes: searches for gaps, and calls the network."""
-        return measured_too(self.forecast(self.live(Watch())), self.job, self._recipe)
+        return forecast_of(self.job, self.plan.raw_bytes, self.workers, self.request.out, live)
 
 
 def _kept(note: Path, live: Callable[[], NDArray[np.bool_]]) -> NDArray[np.bool_]:
@@ -242,20 +237,6 @@ def _kept(note: Path, live: Callable[[], NDArray[np.bool_]]) -> NDArray[np.bool_
         write_whole(note, npy.getvalue())
     kept: NDArray[np.bool_] = np.load(note)
     return kept
-
-
-def _fill(
-    field: Field,
-    tiling: Tiling,
-    used: NDArray[np.bool_],
-    read: Callable[[Box], NDArray[Any]],
-    what: str,
-    watch: Watch,
-) -> None:
-    """Write the used blocks of a field that are missing, with the voxels that `read` gives of a box."""
-    field.create()
-    for block in watch.over(what, [block for block in np.flatnonzero(used).tolist() if not field.has(block)]):
-        field.write(block, read(tiling.block_box(block)))
 
 
 @contextmanager
@@ -284,10 +265,10 @@ def _prepared(request: VolumeRequest) -> Iterator[_Drawing]:
         if request.shape_zyx is not None and inputs.shape_zyx not in (None, request.shape_zyx):
             assert inputs.shape_zyx is not None
             raise ConfigError(
-                f"--shape must be that of --box in the given volumes; got {_commas(request.shape_zyx)} and "
-                f"{_commas(inputs.shape_zyx)}; leave --shape out, or change --box"
+                f"--shape must be that of --box in the given volumes; got {format_sizes(request.shape_zyx)} and "
+                f"{format_sizes(inputs.shape_zyx)}; leave --shape out, or change --box"
             )
-        drawing = _Drawing(request, info, inputs)
+        drawing = _Drawing(replace(request, checkpoint=info.checkpoint), info, inputs)
         drawing.tiling.check()
         yield drawing
 
@@ -296,7 +277,3 @@ def _default_workers(device: torch.device, batches: int) -> int:
     if device.type == "cuda":
         return torch.cuda.device_count()
     return max(1, min(len(os.sched_getaffinity(0)), batches))
-
-
-def _commas(shape: Triple) -> str:
-    return ",".join(map(str, shape))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +13,12 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import StorageError
+from vesuvius.generate.described import DrawRequest
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.network import Network, NetworkRecipe
-from vesuvius.generate.volume.tiling import Tiling
+from vesuvius.generate.volume.network import Network
 from vesuvius.generate.volume.work import VolumeJob, used_blocks
 from vesuvius.runlog.files.disk_use import free_disk_bytes
-from vesuvius.runlog.units import format_duration, size_text
+from vesuvius.runlog.units import format_duration, format_sizes, size_text
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class VolumeForecast:
     def text(self) -> str:
         """For the terminal."""
         lines = [
-            f"volume {','.join(map(str, self.shape_zyx))}: {self.tiles} tiles, {self.evaluations} network "
+            f"volume {format_sizes(self.shape_zyx)}: {self.tiles} tiles, {self.evaluations} network "
             "evaluations of a tile",
             f"disk: {size_text(self.state_bytes)} for the state and at most {size_text(self.output_bytes)} for the "
             f"volume; {size_text(self.free_bytes)} free",
@@ -83,9 +82,11 @@ def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live
     state = (fields + job.inpaint) * used * Field(Path(), tiling).block_bytes
     if job.condition is not None:
         state += used * Field(Path(), tiling, job.condition).block_bytes
-    rows = max(len(_rows(tiling, k)) for k in range(tiling.block_grid[0])) + 1
-    tiles_kept = min(tiling.tiles, rows * tiling.tile_grid[1] * tiling.tile_grid[2])
-    state += tiles_kept * int(np.prod(tiling.patch_zyx)) * 4
+    # predictions: of the rows of tiles along z that a row of blocks needs, and of the row after them
+    (size_z, *_), (patch_z, *_) = tiling.shape_zyx, tiling.patch_zyx
+    needed = [sum(lo - patch_z < z < lo + patch_z for z in tiling.starts[0]) for lo in range(0, size_z, patch_z)]
+    tiles_kept = min(tiling.tiles, (max(needed) + 1) * tiling.tile_grid[1] * tiling.tile_grid[2])
+    state += tiles_kept * Field(Path(), tiling).block_bytes
     return VolumeForecast(
         shape_zyx=tiling.shape_zyx,
         tiles=tiles,
@@ -98,12 +99,12 @@ def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live
     )
 
 
-def measured_too(forecast: VolumeForecast, job: VolumeJob, recipe: NetworkRecipe) -> VolumeForecast:
+def measured_too(forecast: VolumeForecast, job: VolumeJob, request: DrawRequest) -> VolumeForecast:
     """The same with time and memory.  Calls the network twice."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        network = Network(recipe)
+        network = Network(request)
         estimate = network.estimate_for(None, job.batch_size)
         x = torch.zeros((job.batch_size, 1, *job.tiling.patch_zyx), device=network.device)
         for _ in range(2):  # the first call prepares kernels
@@ -113,11 +114,10 @@ def measured_too(forecast: VolumeForecast, job: VolumeJob, recipe: NetworkRecipe
     finally:
         torch.set_num_threads(threads)
     batches = forecast.batches
-    unit = 1 if sys.platform == "darwin" else 1024
     return replace(
         forecast,
         seconds=seconds * batches * _evaluations_per_tile(job) / max(1, min(forecast.workers, batches)),
-        worker_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        worker_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
 
@@ -126,9 +126,3 @@ def _evaluations_per_tile(job: VolumeJob) -> int:
         return len(job.passes)
     steps = len(job.levels) - 1
     return 2 * steps - 1 if job.method == "heun" else steps
-
-
-def _rows(tiling: Tiling, block_z: int) -> list[int]:
-    """The rows of tiles along z that a row of blocks needs."""
-    lo, patch = block_z * tiling.patch_zyx[0], tiling.patch_zyx[0]
-    return [i for i, start in enumerate(tiling.starts[0]) if lo - patch < start < lo + patch]

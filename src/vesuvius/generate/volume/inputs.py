@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
+from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volumes.box import Box, chunk_box, format_box, grid_shape, intersection, shape_of, slices
@@ -217,17 +218,13 @@ def _common_shape(
     for option, volume in volumes.items():
         by = factors[option]
         if not all(map(fits, shape, volume.shape_zyx, by)):
-            much = "have one shape" if by == (1, 1, 1) else f"differ by the factors of the training, {_text(by)}"
+            much = "have one shape" if by == (1, 1, 1) else f"differ by the factors of the training, {format_sizes(by)}"
             raise ConfigError(
-                f"{first} and {option} must {much}; got {_text(shape)} and {_text(volume.shape_zyx)}; give volumes (or "
-                "levels, PATH@LEVEL) of the same region"
+                f"{first} and {option} must {much}; got {format_sizes(shape)} and {format_sizes(volume.shape_zyx)}; "
+                "give volumes (or levels, PATH@LEVEL) of the same region"
             )
     if box is not None and any(not 0 <= lo < hi <= size for lo, hi, size in zip(*box, shape, strict=True)):
         raise ConfigError(
-            f"--box must lie inside the volume; got {format_box(box)} in {_text(shape)} of {first}; change --box"
+            f"--box must lie inside the volume; got {format_box(box)} in {format_sizes(shape)} of {first}; change --box"
         )
     return shape
-
-
-def _text(shape: Triple) -> str:
-    return ",".join(map(str, shape))

@@ -1,9 +1,8 @@
-"""The network as what does the work in one process, on its GPU."""
+"""The trained network in one process, on its GPU: what samples and the work on a volume call."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.estimate import NetworkEstimate
 from vesuvius.diffusion.sampler import Estimate
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.generate.described import DrawRequest
 from vesuvius.generate.volume.work import VolumeJob, Work
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
 from vesuvius.training.step.conditioning import Conditioner
@@ -24,36 +24,27 @@ from vesuvius.training.step.step import choose_device
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class NetworkRecipe:
-    """What a worker opens; picklable."""
-
-    checkpoint: Path  # directory of one
-    overrides: tuple[str, ...]
-    weights: str
-    volume: int  # number of the training volume whose scalars the network is told
-
-
 class Network:
     """A trained network and all that turns its output into estimates.
 
     Args:
+        request: with the directory of a checkpoint.
         worker: number of the process; on several GPUs each takes its own.
     """
 
-    def __init__(self, recipe: NetworkRecipe, worker: int = 0) -> None:
-        self.info = read_checkpoint_info(recipe.checkpoint, recipe.overrides)
+    def __init__(self, request: DrawRequest, worker: int = 0) -> None:
+        self.info = read_checkpoint_info(request.checkpoint, request.overrides)
         self.device = choose_device()
         if self.device.type == "cuda":
             self.device = torch.device("cuda", worker % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         config, data = self.info.config, self.info.data
         self.schedule = Schedule.from_config(config.diffusion, data.spectrum).to(self.device)
-        self.denoiser = Denoiser(self.info, recipe.weights, self.schedule, self.device)
+        self.denoiser = Denoiser(self.info, request.weights, self.schedule, self.device)
         if problem := cudnn_problem(self.device, self.denoiser.amp, config.training.channels_last):
             log.warning("sampling will be slow: %s", problem)
         check_convolution(self.device, self.denoiser.amp)
-        self._volume = recipe.volume
+        self._volume = request.volume
         self._conditioner = Conditioner(config.data.condition_classes, data.greys.conditions, data.scalars, self.device)
 
     def condition_of(self, stored: NDArray[Any] | None, count: int) -> Condition:
@@ -75,20 +66,8 @@ class Network:
         return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule.mean, self.schedule.std)
 
 
-@dataclass(frozen=True)
-class OpenNetworkWork:
-    """Opens the network and makes what does the work with it; picklable."""
-
-    job: VolumeJob
-    folder: Path
-    recipe: NetworkRecipe
-
-    def __call__(self, worker: int) -> Work:
-        torch.set_num_threads(1)  # sums are rounded in the same order wherever a tile is computed
-        network = Network(self.recipe, worker)
-        return Work(
-            self.job,
-            self.folder,
-            lambda stored: network.estimate_for(stored, self.job.batch_size),
-            network.device,
-        )
+def open_network_work(job: VolumeJob, folder: Path, request: DrawRequest, worker: int) -> Work:
+    """Open the network in a worker, and make what does the work with it."""
+    torch.set_num_threads(1)  # sums are rounded in the same order wherever a tile is computed
+    network = Network(request, worker)
+    return Work(job, folder, lambda stored: network.estimate_for(stored, job.batch_size), network.device)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
+from vesuvius.runlog.units import format_sizes
 from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, slices
 
 _MAX_OVERLAP = 0.75
@@ -33,8 +34,8 @@ class Tiling:
         """Raises ConfigError where no tiles cover the volume."""
         if any(size < patch for size, patch in zip(self.shape_zyx, self.patch_zyx, strict=True)):
             raise ConfigError(
-                f"a volume must be at least as large as a training patch; got shape {_text(self.shape_zyx)} and "
-                f"patches of {_text(self.patch_zyx)}; enlarge --shape"
+                f"a volume must be at least as large as a training patch; got shape {format_sizes(self.shape_zyx)} and "
+                f"patches of {format_sizes(self.patch_zyx)}; enlarge --shape"
             )
         if not 0 <= self.overlap <= _MAX_OVERLAP:
             raise ConfigError(
@@ -151,7 +152,3 @@ def _place(number: int, grid: Triple) -> Triple:
     """Place in a grid of what has a number in C order.  (`np.unravel_index` takes ten times as long.)"""
     rest, x = divmod(number, grid[2])
     return (*divmod(rest, grid[1]), x)
-
-
-def _text(shape: Triple) -> str:
-    return ",".join(map(str, shape))
