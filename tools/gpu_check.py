@@ -26,14 +26,11 @@ waiting    share of the step in which the device waited for data, for copies or 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -44,6 +41,7 @@ import torch
 if importlib.util.find_spec("vesuvius") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from bench.machine import describe_machine
 from gpu.kernels import LAYOUTS, convolution_row, family_rows, main_convolutions
 from gpu.measure import Bench, Budget, find_peak_tflops, fits, kernel_share, measured, predicted
 from gpu.networks import (
@@ -100,19 +98,11 @@ class Findings:
 
 def _summary(row: Row) -> str:
     names = (
-        "name",
-        "channels",
-        "convolution",
-        "kernel",
-        "layout",
-        "system",
-        "micro_batch",
-        "settings",
-        "amp",
-        "outcome",
+        "name channels convolution kernel layout system micro_batch settings amp outcome patches_s "
+        "largest_difference ok detail"
     )
-    names += ("patches_s", "largest_difference", "ok", "detail")
-    parts = [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in names if name in row]
+    values = [row[name] for name in names.split() if name in row]
+    parts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
     return " ".join(part for part in parts if part != "{}")
 
 
@@ -261,7 +251,6 @@ class Check:
                     self._findings.add("convolutions", row | {"count": count, "share_of_flops": share})
 
     def _families(self, spec: Spec, batch: int) -> None:
-
         config = experiment(spec, self._bench.patch_zyx).model
         full, first = self._bench.patch_zyx, config.channels[0]
         half = tuple(size // stride for size, stride in zip(full, config.stem_stride, strict=True))
@@ -295,7 +284,6 @@ def parse() -> argparse.Namespace:
 
 def prepare(arguments: argparse.Namespace) -> tuple[Bench, Networks, Row]:
     """The device under its cap, the networks, and what to say about them."""
-
     peak = (arguments.peak_tflops, arguments.peak_tflops / 2) if arguments.peak_tflops else None
     about: Row = {"rehearsal": arguments.rehearse, "minutes": arguments.minutes, "cap_gib": None, "memory_gib": None}
     if arguments.rehearse:
@@ -309,18 +297,11 @@ def prepare(arguments: argparse.Namespace) -> tuple[Bench, Networks, Row]:
         torch.cuda.set_per_process_memory_fraction(min(arguments.cap_gib / memory_gib, 1.0))
         peak = peak or find_peak_tflops(about["device"])
         bench, networks = Bench(torch.device("cuda"), FULL_PATCH, arguments.seconds, peak), real_networks()
-    about |= {"peak_tflops": peak, "patch_size": bench.patch_zyx, "versions": _versions()}
+    versions = describe_machine(PACKAGES)["versions"]
+    versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    about |= {"peak_tflops": peak, "patch_size": bench.patch_zyx, "versions": versions}
     about["tf32"] = {"conv": torch.backends.cudnn.allow_tf32, "matmul": torch.backends.cuda.matmul.allow_tf32}
     return bench, networks, about
-
-
-def _versions() -> dict[str, str]:
-
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions | {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ threads; where other programs run, they and --threads 1 are what to compare.
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import importlib.util
 import json
@@ -52,16 +53,17 @@ from gpu.networks import (
     matched,
     saved_bytes,
     saved_bytes_without_memory,
-    spec_from_json,
 )
+from gpu.report import GIB, cell, print_markdown
 
+from vesuvius.commands.arguments.types import triple
+from vesuvius.config import Triple
 from vesuvius.errors import one_line
 
-Triple = tuple[int, int, int]
 Row = dict[str, Any]
 
 PACKAGES = ("torch", "numpy", "monai", "diffusers", "einops")
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
 WARM_UP_STEPS = 1
 FIGURES = ("step_s", "step_cpu_s", "saved_bytes")
 # As `vesuvius train`: threads that spin without bound make a step ten times as long beside another busy process.
@@ -130,7 +132,7 @@ def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int) -> Row:
 
 def measure_here(arguments: argparse.Namespace) -> int:
     """One measurement, then a line of JSON, or one that says what went wrong; the exit code."""
-    spec = spec_from_json(json.loads(arguments.measure))
+    spec = Spec(**ast.literal_eval(arguments.measure))
     try:
         print(json.dumps(measure(spec, arguments.patch, arguments.batch, arguments.steps)))
     except Exception as error:
@@ -166,7 +168,7 @@ def measure_in_turn(entries: Sequence[Entry], arguments: argparse.Namespace) -> 
 
 def _measure_once(entry: Entry, arguments: argparse.Namespace) -> None:
     options = {
-        "measure": json.dumps(dataclasses.asdict(entry.spec)),
+        "measure": repr(dataclasses.asdict(entry.spec)),
         "patch": ",".join(map(str, arguments.patch)),
         "batch": arguments.batch,
         "steps": arguments.steps,
@@ -249,48 +251,38 @@ def full_size_rows() -> list[Row]:
 
 def print_table(rows: Sequence[Row]) -> None:
     """The measured rows as Markdown."""
-    lines = [["system", "channels", "parameters M", "saved MiB", "to monai", "s a step (min-max)", "to monai"]]
-    lines[0] += ["CPU s", "to monai"]
+    heads = ["system", "channels", "parameters M", "saved MiB", "to monai", "s a step (min-max)", "to monai"]
+    lines = []
     for row in rows:
         cells = [row["system"], _widths(row), f"{row['parameters'] / 1e6:.2f}"]
         if row["repeats"]:
             low, high = row["step_s_range"]
-            cells += [f"{row['saved_bytes'] / MIB:.0f}", _ratio(row["saved_bytes_to_monai"])]
-            cells += [f"{row['step_s']:.2f} ({low:.2f}-{high:.2f})", _ratio(row["step_s_to_monai"])]
-            cells += [f"{row['step_cpu_s']:.2f}", _ratio(row["step_cpu_s_to_monai"])]
+            cells += [f"{row['saved_bytes'] / MIB:.0f}", cell(row["saved_bytes_to_monai"], ".2f")]
+            cells += [f"{row['step_s']:.2f} ({low:.2f}-{high:.2f})", cell(row["step_s_to_monai"], ".2f")]
+            cells += [f"{row['step_cpu_s']:.2f}", cell(row["step_cpu_s_to_monai"], ".2f")]
         if row["missing"]:
             cells.append(f"missing: {row['missing']}")
         lines.append(cells)
-    _print_markdown(lines)
+    print_markdown([*heads, "CPU s", "to monai"], lines)
 
 
 def print_full_size_table(rows: Sequence[Row]) -> None:
     """The traced rows as Markdown."""
-    lines = [["system", "channels", "parameters M"]]
-    lines[0] += ["bf16: saved GiB (each further patch)", "to monai, 4 levels", "float32", "to monai, 4 levels"]
+    heads = ["system", "channels", "parameters M"]
+    heads += ["bf16: saved GiB (each further patch)", "to monai, 4 levels", "float32", "to monai, 4 levels"]
+    lines = []
     for row in rows:
         cells = [row["system"], _widths(row), f"{row['parameters'] / 1e6:.1f}"]
         for amp in ("bf16", "off"):
             first, further = row[f"saved_bytes_{amp}"], row[f"saved_bytes_per_further_patch_{amp}"]
-            cells += [f"{first / GIB:.2f} ({further / GIB:.2f})", _ratio(row[f"saved_bytes_{amp}_to_monai"])]
+            cells += [f"{first / GIB:.2f} ({further / GIB:.2f})", cell(row[f"saved_bytes_{amp}_to_monai"], ".2f")]
         lines.append(cells)
-    _print_markdown(lines)
-
-
-def _print_markdown(lines: Sequence[Sequence[str]]) -> None:
-    for number, cells in enumerate(lines):
-        print(f"| {' | '.join(cells)} |")
-        if number == 0:
-            print(f"|{' --- |' * len(cells)}")
+    print_markdown(heads, lines)
 
 
 def _widths(row: Row) -> str:
     full = row["architecture"].get("full_res_channels")
     return (f"{full} + " if full else "") + "/".join(map(str, row["channels"]))
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 # ---- the command
@@ -299,7 +291,7 @@ def _ratio(value: float | None) -> str:
 def parse() -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--patch", type=_triple, default=(32, 64, 64), metavar="Z,Y,X")
+    parser.add_argument("--patch", type=triple(1, "--patch", "32,64,64"), default=(32, 64, 64), metavar="Z,Y,X")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5, help="processes per system")
     parser.add_argument("--steps", type=int, default=3, help="timed steps per process")
@@ -321,11 +313,6 @@ def parse() -> argparse.Namespace:
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
-
-
-def _triple(text: str) -> Triple:
-    z, y, x = (int(number) for number in text.split(","))
-    return z, y, x
 
 
 def main() -> int:

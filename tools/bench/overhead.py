@@ -47,7 +47,8 @@ from torch import Tensor
 
 import vesuvius.training.run
 import vesuvius.training.step.device
-from vesuvius.config import Config, Triple
+from vesuvius.commands.arguments.types import triple
+from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
@@ -190,7 +191,7 @@ class Turns:
 
 @dataclass
 class MonitorTurns(Turns):
-    """Ours all the time; in the turns of the other the monitor does not look."""
+    """Ours all the time; in the turns of the other the monitor takes no samples."""
 
     def __call__(self, step: int) -> None:
         if step % self.turn_steps:
@@ -227,18 +228,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _ours_against(config: Config, batches: Sequence[Batch], turns: Turns) -> Turns:
     turns.our_turn.set()
-    look = Watcher.look
+    sample = Watcher.sample
 
-    def look_in_our_turn(watcher: Watcher) -> SystemSample:
+    def sample_in_our_turn(watcher: Watcher) -> SystemSample:
         turns.our_turn.wait()
-        return look(watcher)
+        return sample(watcher)
 
     MemoryStream.kept = batches
     source = Path("bench.yaml")
     source.write_text(dump_config(config), encoding="utf-8")
     with (
         mock.patch.object(vesuvius.training.step.device, "PatchStream", MemoryStream),
-        mock.patch.object(Watcher, "look", look_in_our_turn),
+        mock.patch.object(Watcher, "sample", sample_in_our_turn),
         _terminal_read_by_nobody(),
     ):
         vesuvius.training.run.train(config, source, resume=False, on_step=turns)
@@ -334,7 +335,8 @@ def _report(arguments: argparse.Namespace, turns: Turns, device: torch.device, p
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--patch", type=_size, default=(16, 64, 64), help="z,y,x voxels (default: 16,64,64)")
+    patch = triple(1, "--patch", "16,64,64")
+    parser.add_argument("--patch", type=patch, default=(16, 64, 64), help="z,y,x voxels (default: 16,64,64)")
     parser.add_argument("--batch", type=int, default=2, help="patches of a micro-batch")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--width", type=int, default=24, help="channels of the network's first level")
@@ -345,11 +347,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--monitor", action="store_true", help="ours with its monitor against ours without")
     parser.add_argument("--json", type=lambda path: Path(path).absolute(), help="also write the figures there")
     return parser
-
-
-def _size(text: str) -> Triple:
-    z, y, x = (int(part) for part in text.split(","))
-    return z, y, x
 
 
 if __name__ == "__main__":

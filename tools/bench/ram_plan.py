@@ -3,10 +3,10 @@
     python tools/bench/ram_plan.py --config configs/demo.yaml
     python tools/bench/ram_plan.py --config FILE --workers 1,2,3 --batch 2,8 data.patches_per_region=4
 
-Each run is a `vesuvius train` of its own in a temporary directory.  Every `--every` seconds its processes are looked
-at: private memory (RssAnon) of each, and the object store once (the pages that its file has).  What counts is the look
-with the largest sum; next to it stand the largest sums that each kind of process came to, in whichever look.  Runs are
-too short for two executions of Ray to overlap, and the prediction knows that.
+Each run is a `vesuvius train` of its own in a temporary directory.  Every `--every` seconds its memory is sampled as
+the monitor does: the private memory of each process, and shared memory (Ray's object store) once.  The largest sum
+counts; beside it stand the largest sums of each kind of process, whenever they occurred.  Runs are too short for two
+executions of Ray to overlap, and the prediction knows that.
 
 Paths of volumes in the config are taken from the current directory.
 """
@@ -14,6 +14,7 @@ Paths of volumes in the config are taken from the current directory.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -25,11 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from machine import describe_machine
 
+from vesuvius.commands.arguments.types import naturals
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
+from vesuvius.monitor.memcheck.parts import is_reader
+from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.training.forecast.ram_plan import RamPlan, plan_ram
 
 _MIB = 2**20
@@ -38,7 +41,7 @@ KINDS = ("trainer", "readers", "store", "Ray")
 
 @dataclass
 class Peak:
-    """The most that was seen, bytes: of the whole in one look, and of each kind in any look."""
+    """The largest bytes: of the whole in one sample, and of each kind in any sample."""
 
     total: int = 0
     kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -91,8 +94,10 @@ def _measure(config: Config, every_s: float) -> Peak:
         peak = Peak()
         with (Path(place) / "output").open("w+b") as output:
             process = subprocess.Popen(command, cwd=place, stdout=output, stderr=output)
+            watcher = Watcher(process.pid)
             while process.poll() is None:
-                peak.add(_look(process.pid))
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    peak.add(_kinds(watcher.sample(), process.pid))
                 time.sleep(every_s)
             output.seek(0)
             if process.returncode:
@@ -100,41 +105,13 @@ def _measure(config: Config, every_s: float) -> Peak:
         return peak
 
 
-def _look(pid: int) -> dict[str, int]:
-    sample = dict.fromkeys(KINDS, 0)
-    try:
-        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return sample
-    for process in processes:
-        try:
-            title = " ".join(process.cmdline())
-            kind = "trainer" if process.pid == pid else "readers" if "_RayReader" in title else "Ray"
-            sample[kind] += _anon_bytes(process.pid)
-            sample["store"] = max(sample["store"], _store_bytes(process.pid))
-        except (psutil.Error, OSError):  # it has just ended
-            continue
+def _kinds(found: SystemSample, pid: int) -> dict[str, int]:
+    """The bytes of each kind of process, and of what they share: Ray's object store."""
+    sample = dict.fromkeys(KINDS, 0) | {"store": found.shared_bytes}
+    for process in found.processes:
+        kind = "trainer" if process.pid == pid else "readers" if is_reader(process) else "Ray"
+        sample[kind] += process.anon_bytes
     return sample
-
-
-def _anon_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _store_bytes(pid: int) -> int:
-    """Pages of the object store's file, which a process holds open and which has no name any more."""
-    files = {}
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if "/dev/shm/plasma" in os.readlink(link):
-                status = link.stat()
-                files[status.st_ino] = status.st_blocks * 512
-        except OSError:  # closed meanwhile
-            continue
-    return sum(files.values())
 
 
 def _row(workers: int, batch: int, plan: RamPlan, peak: Peak) -> dict[str, float]:
@@ -153,16 +130,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the experiment")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="config keys to set")
-    parser.add_argument("--workers", type=_numbers, default=[0, 1, 2], help="readers of each run (default: 0,1,2)")
-    parser.add_argument("--batch", type=_numbers, default=[], help="micro-batches of each run (default: the config's)")
+    parser.add_argument("--workers", type=naturals, default=(0, 1, 2), help="readers of each run (default: 0,1,2)")
+    parser.add_argument("--batch", type=naturals, default=(), help="micro-batches of each run (default: the config's)")
     parser.add_argument("--steps", type=int, default=30, help="of each run")
     parser.add_argument("--every", type=float, default=0.25, help="seconds between looks")
     parser.add_argument("--json", type=lambda path: Path(path).absolute(), help="also write the figures there")
     return parser
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ import argparse
 import json
 import logging
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -48,6 +47,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, parse_stored, read_config
 from vesuvius.diffusion.condition import Condition
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.runlog.records import read_records
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.step import TrainStep
 
@@ -268,8 +268,7 @@ def through_ray(config: Path, overrides: Sequence[str], rounds: int) -> None:
                     [sys.executable, *program], env=environment, check=True, stdout=subprocess.DEVNULL, timeout=1800
                 )
                 (metrics,) = Path(runs).glob("*/metrics.jsonl")
-                records = [json.loads(line) for line in metrics.read_text().splitlines()]
-                steps = [record for record in records if record["kind"] == "step"]
+                steps = [record for record in read_records(metrics) if record["kind"] == "step"]
                 first = steps[0]["time"] - steps[0]["step_s"] - began
                 figures[way].append((first, statistics.median(step["step_s"] for step in steps[2:])))
     _print_row("one rank", "start of the first step, s", "median step, s")
@@ -285,22 +284,11 @@ def through_ray(config: Path, overrides: Sequence[str], rounds: int) -> None:
 
 
 def _run_ranks(ranks: int, arguments: list[str]) -> str:
-    """Start them as torchrun does, one thread each; returns what rank 0 prints."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        processes.append(
-            subprocess.Popen([sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
-        )
-    output = [process.communicate(timeout=1800)[0] for process in processes]
-    codes = [process.returncode for process in processes]
-    if any(codes):
-        raise SystemExit(f"ranks must end well; got exit codes {codes}")
-    return output[0].strip().splitlines()[-1] if output[0].strip() else ""
+    """Start them with torchrun, one thread each; returns what rank 0 prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=1800, check=True)
+    return done.stdout.strip().splitlines()[-1]
 
 
 def main() -> None:

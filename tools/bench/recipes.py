@@ -2,12 +2,15 @@
 
     python tools/bench/recipes.py --volume volumes/demo.zarr --volume scroll.zarr --seeds 3 --steps 600 \
         --recipe adamw --recipe "muon training.optimizer=muon training.steps_per_epoch=550" --json recipes.json
+    python tools/bench/recipes.py --volume volumes/demo.zarr --seeds 5 --steps 120 \
+        --recipe "independent data.order=independent" --recipe "regions data.order=regions"
 
 A recipe is a name and keys of the config; without any, those of the project's past and present are compared.  For each
-volume and seed the demo's network is trained for the same steps with each recipe, and shown the same held-out patches
-at the same levels.  Figures: the squared error of x_0 over that of the best linear denoiser, at levels from 0.02 to
-four times the largest amplitude of the spectrum (deviations of the data); their geometric mean, for each average of the
-weights; and the seconds of a step (median), which say how many steps another recipe could have done in the same time.
+volume and seed the demo's network is trained for the same number of steps with each recipe, and tested on the same
+held-out patches at the same noise levels.  Figures: the squared error of x_0 over that of the best linear denoiser, at
+levels from 0.02 to four times the largest amplitude of the spectrum (deviations of the data); their geometric mean, for
+each average of the weights, and how it differs from the first recipe's; and the median seconds of a step, which say how
+many steps another recipe could have done in the same time.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from vesuvius.config.load import read_config
 from vesuvius.diffusion.condition import NO_CONDITION
 from vesuvius.diffusion.randomness import sample_noise
 from vesuvius.diffusion.schedule import Schedule
+from vesuvius.runlog.records import read_records
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import Denoiser, read_checkpoint_info
 from vesuvius.training.forecast.preflight import preflight
@@ -81,7 +85,7 @@ def measure(volume: Path, seed: int, keys: list[str], steps: int) -> dict[str, A
         if done.returncode:
             raise SystemExit(done.stderr)
         run = Path(folder) / "runs" / "recipe"
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        records = read_records(run / "metrics.jsonl")
         seconds = statistics.median(record["step_s"] for record in records if "step_s" in record)
         errors = relative_errors(path, keys, run)
     means = {weights: round(geometric_mean(of_levels), 4) for weights, of_levels in errors.items()}
@@ -139,20 +143,26 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """A table: for each recipe the mean error over seeds by volume, and in how many pairs it beat the first recipe."""
+    """A table: for each recipe the mean error over seeds by volume, and the pairs with the first recipe.
+
+    Of the pairs: how many it won, and its mean relative difference (standard error).
+    """
     names = list(dict.fromkeys(row["recipe"] for row in rows))
     volumes = list(dict.fromkeys(row["volume"] for row in rows))
     found = {(row["recipe"], row["volume"], row["seed"]): row["mean"]["ema"] for row in rows}
     lines = [
-        f"| recipe | {' | '.join(volumes)} | better than {names[0]} | step s |",
-        "| --- |" + " --- |" * (len(volumes) + 2),
+        f"| recipe | {' | '.join(volumes)} | better than {names[0]} | difference | step s |",
+        "| --- |" + " --- |" * (len(volumes) + 3),
     ]
     for name in names:
         pairs = [(error, found[names[0], *place]) for (of, *place), error in found.items() if of == name]
         means = [geometric_mean([e for (of, at, _), e in found.items() if (of, at) == (name, v)]) for v in volumes]
         seconds = statistics.median(row["step_s"] for row in rows if row["recipe"] == name)
         wins = f"{sum(own < first for own, first in pairs)} of {len(pairs)}"
-        lines.append(f"| {name} | {' | '.join(f'{mean:.3f}' for mean in means)} | {wins} | {seconds:.3f} |")
+        changes = [own / first - 1 for own, first in pairs]
+        spread = f" ({statistics.stdev(changes) / len(changes) ** 0.5:.1%})" if len(changes) > 1 else ""
+        cells = [*(f"{mean:.3f}" for mean in means), wins, f"{statistics.mean(changes):+.1%}{spread}"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {seconds:.3f} |")
     return lines
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from vesuvius.commands.arguments.types import triple
 from vesuvius.config import Config, ModelConfig, Triple
 from vesuvius.diffusion.loss import loss_per_sample
 from vesuvius.diffusion.network.unet import UNet
@@ -230,7 +231,8 @@ def _report(contenders: Sequence[Contender], arguments: argparse.Namespace) -> N
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--volume", type=Path, default=Path("volumes/bench_training.zarr"), help="a zarr volume")
-    parser.add_argument("--patch", type=_size, default=(16, 64, 64), help="z,y,x voxels (default: 16,64,64)")
+    patch = triple(1, "--patch", "16,64,64")
+    parser.add_argument("--patch", type=patch, default=(16, 64, 64), help="z,y,x voxels (default: 16,64,64)")
     parser.add_argument("--batch", type=int, default=4, help="patches of a step")
     parser.add_argument("--width", type=int, default=28, help="channels of the default network's first level")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each network")
@@ -241,11 +243,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the curves there")
     return parser
-
-
-def _size(text: str) -> Triple:
-    z, y, x = (int(part) for part in text.split(","))
-    return z, y, x
 
 
 if __name__ == "__main__":

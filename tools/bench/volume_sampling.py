@@ -38,7 +38,7 @@ def network_job(config_path: Path, times: int, overlap: float) -> tuple[VolumeJo
     network = build_network(config, torch.device("cpu")).eval()
     schedule = Schedule.from_config(config.diffusion)
     patch = config.data.patch_size
-    channels = torch.zeros((1, config.input_channels - network_inputs(schedule), *patch))
+    channels = torch.zeros((1, config.condition_channels, *patch))
     condition = Condition(channels if channels.shape[1] else None, None)
 
     @torch.no_grad()
@@ -48,11 +48,6 @@ def network_job(config_path: Path, times: int, overlap: float) -> tuple[VolumeJo
     z, y, x = (size * times for size in patch)
     job = VolumeJob(Tiling((z, y, x), patch, overlap), 0, sampling_levels(schedule, config.diffusion), "dpmpp2m")
     return job, NetworkEstimate(denoise, config.diffusion, condition)
-
-
-def network_inputs(schedule: Schedule) -> int:
-    """Channels that x_t takes."""
-    return 1 if schedule.spectrum is None else 2
 
 
 def drawn(job: VolumeJob, estimate: Estimate) -> None:

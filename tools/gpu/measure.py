@@ -139,8 +139,7 @@ def fits(bench: Bench, spec: Spec, batch: int, budget: Budget, **training: Any) 
     config = experiment(spec, bench.patch_zyx, batch, **training)
 
     def two_steps() -> Row:
-        prepare_device(bench, config)
-        step, x_0 = make_step(bench, spec, config), resident_patches(bench, batch)
+        step, x_0 = prepared(bench, spec, config)
         for number in range(2):  # moments come with the first, gradients beside them with the second
             one_step(step, config, x_0, number)
         synchronize(bench)
@@ -151,20 +150,19 @@ def fits(bench: Bench, spec: Spec, batch: int, budget: Budget, **training: Any) 
     return {"ok": True, "out of memory": False, "ConfigError": False}.get(outcome)
 
 
-def prepare_device(bench: Bench, config: Config) -> None:
-    """cuDNN as the run would have it, and memory counted from here."""
+def prepared(bench: Bench, spec: Spec, config: Config) -> tuple[TrainStep, Tensor]:
+    """The step of a run and a batch of patches, with cuDNN as the run would have it; memory is counted from here."""
     torch.backends.cudnn.benchmark = config.training.cudnn_benchmark
     if bench.on_gpu:
         torch.cuda.reset_peak_memory_stats()
     elif config.training.train_batch_size > REHEARSED_BATCH:
         raise torch.OutOfMemoryError(f"rehearsed: micro-batches above {REHEARSED_BATCH} do not fit")
+    return make_step(bench, spec, config), resident_patches(bench, config.training.train_batch_size)
 
 
 def _timed_steps(bench: Bench, spec: Spec, config: Config, flops_per_patch: int) -> Row:
     batch = config.training.train_batch_size
-    prepare_device(bench, config)
-    step = make_step(bench, spec, config)
-    x_0 = resident_patches(bench, batch)
+    step, x_0 = prepared(bench, spec, config)
     started = time.perf_counter()
     for number in range(WARM_UP_STEPS):
         warm_up_s = time.perf_counter() - started
@@ -173,15 +171,15 @@ def _timed_steps(bench: Bench, spec: Spec, config: Config, flops_per_patch: int)
     step_s = time.perf_counter() - started - warm_up_s
     count = min(max(math.ceil(bench.seconds / step_s), LEAST_STEPS), MOST_STEPS)
     times = _clocked(bench, step, config, x_0, count)
-    median_s = statistics.median(one.step_s for one in times)
+    steps_s = [one.step_s for one in times]
     row: Row = {
         "amp": step.amp,
         "parameters": sum(p.numel() for p in step.network.parameters()),
         "steps": count,
-        "step_s": median_s,
-        "step_s_range": [min(one.step_s for one in times), max(one.step_s for one in times)],
+        "step_s": statistics.median(steps_s),
+        "step_s_range": [min(steps_s), max(steps_s)],
         "first_step_s": warm_up_s,
-        "patches_s": batch / median_s,
+        "patches_s": batch / statistics.median(steps_s),
         **shares(times),
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if bench.on_gpu else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if bench.on_gpu else None,
@@ -263,8 +261,7 @@ def _profiled(bench: Bench, spec: Spec, batch: int) -> Row:
     if not bench.on_gpu:
         raise RuntimeError("the profile needs a GPU")
     config = experiment(spec, bench.patch_zyx, batch, **SHIPPED)
-    prepare_device(bench, config)
-    step, x_0 = make_step(bench, spec, config), resident_patches(bench, batch)
+    step, x_0 = prepared(bench, spec, config)
     for number in range(WARM_UP_STEPS):
         one_step(step, config, x_0, number)
     synchronize(bench)
@@ -283,10 +280,7 @@ def _profiled(bench: Bench, spec: Spec, batch: int) -> Row:
     begin, end = min(e.time_range.start for e in events), max(e.time_range.end for e in events)
     copies = [e for e in events if e.name.startswith("Memcpy HtoD")]
     kernels = [e for e in events if not e.name.startswith("Memcpy HtoD")]
-    return {
-        "kernel_share": _covered(kernels) / (end - begin),
-        "copy_share": _covered(copies) / (end - begin),
-    }
+    return {"kernel_share": _covered(kernels) / (end - begin), "copy_share": _covered(copies) / (end - begin)}
 
 
 def _covered(events: list[Any]) -> float:

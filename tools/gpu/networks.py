@@ -24,11 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from vesuvius.config import Config, ModelConfig
+from vesuvius.config import Config, ModelConfig, Triple
 from vesuvius.diffusion.network.unet import UNet
 from vesuvius.training.step.network import build_network, execution, lay_out_network
-
-Triple = tuple[int, int, int]
 
 LARGEST_DEVIATION = 0.03  # of the parameters, which still counts as equal
 LAST_LEVEL_RANGE = 0.12  # share by which the last level may leave the proportions of the widths
@@ -65,17 +63,6 @@ class Spec:
     def with_switches(self, name: str, **switches: Any) -> Spec:
         """The same under another name, computed otherwise."""
         return dataclasses.replace(self, name=name, switches=self.switches | switches)
-
-
-def spec_from_json(values: dict[str, Any]) -> Spec:
-    """Undo `dataclasses.asdict` and JSON, which knows no tuples."""
-    return Spec(**{key: _tuples(value) for key, value in values.items()})
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _tuples(inner) for key, inner in value.items()}
-    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
 
 
 SHIPPED = {"noise": "edm", "optimizer": "muon"}  # what our configs set; the peers' sizes are compared without

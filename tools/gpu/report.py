@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,37 +55,35 @@ def print_report(content: Row) -> None:
             f"network   {network['name']}: {widths}, {network['parameters'] / 1e6:.1f} M, {teraflops:.1f} TFLOP a patch"
         )
     print("\nConv3d against float64, relative error\n")
-    _print_markdown(
+    print_markdown(
         ["dtype", "output", "input gradient", "weight gradient", "ok"],
         [[r["amp"], *(f"{error:.1e}" for error in r["errors"].values()), _yes(r)] for r in content["self_test"]],
     )
     print("\nNorm and SiLU against float64, relative error\n")
-    _print_markdown(
+    print_markdown(
         ["dtype", "order", "output", "input gradient", "scale gradient", "shift gradient", "ok"],
         [[r["amp"], r["layout"], *(f"{e:.1e}" for e in r["errors"].values()), _yes(r)] for r in content["norms"]],
     )
     print("\nLosses of a few steps, largest difference from float32\n")
-    _print_markdown(
+    print_markdown(
         ["dtype", "difference", "first and last loss", "ok"],
         [
-            [r["amp"], _cell(r.get("largest_difference"), ".1e"), _ends(r.get("losses")), _yes(r)]
+            [r["amp"], cell(r.get("largest_difference"), ".1e"), _ends(r.get("losses")), _yes(r)]
             for r in content["parity"]
         ],
     )
     print("\nTraining steps\n")
     heads = ["system", "micro-batch", "settings", "patches/s", "step s", "peak GiB (reserved)", "predicted GiB"]
-    _print_markdown([*heads, "MFU", "waiting"], [_step_cells(row) for row in content["steps"]])
+    print_markdown([*heads, "MFU", "waiting"], [_step_cells(row) for row in content["steps"]])
     print("\nThe convolutions with most operations, bf16\n")
     heads = ["convolution", "input", "in the model", "of its FLOPs", "order", "forward ms", "TFLOP/s", "backward ms"]
-    _print_markdown([*heads, "TFLOP/s", "MFU"], [_convolution_cells(row) for row in content["convolutions"]])
+    print_markdown([*heads, "TFLOP/s", "MFU"], [_convolution_cells(row) for row in content["convolutions"]])
     print("\nOther kernels, bf16\n")
     heads = ["kernel", "channels", "size", "micro-batch", "order", "ms", "GB/s"]
-    _print_markdown(heads, [_family_cells(row) for row in content["families"]])
+    print_markdown(heads, [_family_cells(row) for row in content["families"]])
     print()
     for row in content["kernels"]:
-        shares = (
-            f"kernels ran {_cell(row['kernel_share'], '.1%')} of the time, copies {_cell(row['copy_share'], '.1%')}"
-        )
+        shares = f"kernels ran {cell(row['kernel_share'], '.1%')} of the time, copies {cell(row['copy_share'], '.1%')}"
         print(f"profile   {row['system']}, {row['micro_batch']} patches: {shares} ({row['outcome']})")
     for row in content["largest"]:
         less = "" if row["too_many"] is None else f"; {row['too_many']} did not fit"
@@ -101,7 +100,7 @@ def _print_about(about: Row) -> None:
     if about["rehearsal"]:
         print("REHEARSAL on the CPU with tiny networks: no figure below says anything about a GPU.\n")
     cap = "none" if about["cap_gib"] is None else f"{about['cap_gib']:.1f} GiB"
-    print(f"device    {about['device']}, {_cell(about['memory_gib'], '.1f')} GiB, cap {cap}")
+    print(f"device    {about['device']}, {cell(about['memory_gib'], '.1f')} GiB, cap {cap}")
     print(f"versions  {', '.join(f'{name} {version}' for name, version in about['versions'].items())}")
     print(f"peak      {about['peak_tflops'] or 'unknown: no MFU; --peak-tflops sets it'}")
     print(f"patch     {'x'.join(map(str, about['patch_size']))}, {about['minutes']:g} minutes")
@@ -113,7 +112,7 @@ def _step_cells(row: Row) -> list[str]:
         return [*cells, f"{row['outcome']}: {row['detail'][:80]}" if row.get("detail") else row["outcome"]]
     peak, reserved = (_gib(row[f"peak_{kind}_bytes"]) for kind in ("allocated", "reserved"))
     cells += [f"{row['patches_s']:.2f}", f"{row['step_s']:.3f}", f"{peak} ({reserved})"]
-    return [*cells, _gib(row.get("predicted_peak_bytes")), _cell(row["mfu"], ".1%"), _cell(row["waiting_share"], ".2%")]
+    return [*cells, _gib(row.get("predicted_peak_bytes")), cell(row["mfu"], ".1%"), cell(row["waiting_share"], ".2%")]
 
 
 def _convolution_cells(row: Row) -> list[str]:
@@ -123,7 +122,7 @@ def _convolution_cells(row: Row) -> list[str]:
         return [*cells, row["outcome"]]
     for way in ("forward", "backward"):
         cells += [f"{row[f'{way}_ms']:.3f}", f"{row[f'{way}_tflops']:.3g}"]
-    return [*cells, _cell(row["mfu"], ".1%")]
+    return [*cells, cell(row["mfu"], ".1%")]
 
 
 def _family_cells(row: Row) -> list[str]:
@@ -135,7 +134,8 @@ def _size(size: list[int]) -> str:
     return "x".join(map(str, size))
 
 
-def _print_markdown(heads: list[str], lines: list[list[str]]) -> None:
+def print_markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """A Markdown table."""
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for cells in lines:
         print(f"| {' | '.join(cells)} |")
@@ -157,7 +157,8 @@ def _gib(value: float | None) -> str:
     return "-" if value is None else f"{value / GIB:.2f}"
 
 
-def _cell(value: float | None, form: str) -> str:
+def cell(value: float | None, form: str) -> str:
+    """A formatted number, or a dash where there is none."""
     return "-" if value is None else format(value, form)
 
 

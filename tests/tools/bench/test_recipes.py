@@ -48,6 +48,6 @@ def test_the_table_compares_recipes_on_one_volume_and_seed(tool: ModuleType) -> 
         for (name, seed), error in errors.items()
     ]
     assert tool.summary(rows)[2:] == [
-        f"| a | {np.sqrt(0.72):.3f} | 0 of 2 | 1.000 |",
-        f"| b | {np.sqrt(0.665):.3f} | 1 of 2 | 1.000 |",
+        f"| a | {np.sqrt(0.72):.3f} | 0 of 2 | +0.0% (0.0%) | 1.000 |",
+        f"| b | {np.sqrt(0.665):.3f} | 1 of 2 | -3.5% (9.0%) | 1.000 |",
     ]
