@@ -333,7 +333,7 @@ REFUSED = {
     "a shape too small": (("--shape", "12,24,8"), 2, "at least as large as a training patch; got shape 12x24x8"),
     "an overlap": (("--shape", "12,24,24", "--overlap", 0.9), 2, "--overlap is the share"),
     "no condition": (("--shape", "12,24,24", "--guidance", 1), 2, "needs --condition VOLUME; got none"),
-    "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "got 12,24,24 and 64,64,64"),
+    "another shape": (("--shape", "12,24,24", "--condition", "labels.zarr"), 2, "got 12x24x24 and 64x64x64"),
     "a box outside": (
         ("--condition", "labels.zarr", "--box", "0:12,0:24,60:84"),
         2,

@@ -41,12 +41,10 @@ def check_torch_version(version: str = torch.__version__) -> None:
         )
 
 
-def largest_activation_elements(
-    config: ModelConfig, batch: int, size_zyx: Triple, in_channels: int = 1, out_channels: int = 1
-) -> int:
+def largest_activation_elements(config: ModelConfig, batch: int, size_zyx: Triple, in_channels: int = 1) -> int:
     """Return the number of elements of the largest tensor in a forward pass.  Pure."""
     voxels = batch * math.prod(size_zyx)
-    largest = voxels * max(in_channels, out_channels, config.full_res_channels)
+    largest = voxels * max(in_channels, config.full_res_channels)
     voxels //= math.prod(config.stem_stride)
     for level, channels in enumerate(config.channels):
         if level > 0:
@@ -161,11 +159,9 @@ class UNet(nn.Module):
     the channels of the condition.
     """
 
-    def __init__(
-        self, config: ModelConfig, in_channels: int = 1, out_channels: int = 1, execution: Execution = Execution()
-    ) -> None:
+    def __init__(self, config: ModelConfig, in_channels: int = 1, execution: Execution = Execution()) -> None:
         super().__init__()
-        self.config, self.in_channels, self.out_channels, self.execution = config, in_channels, out_channels, execution
+        self.config, self.in_channels, self.execution = config, in_channels, execution
         groups, full, first = config.norm_groups, config.full_res_channels, config.channels[0]
         stem_voxels = math.prod(config.stem_stride)
         self.embed = TimestepEmbedding(4 * first, len(config.scalars) + 1 if config.scalars else 0)
@@ -177,10 +173,10 @@ class UNet(nn.Module):
             self.stem_out = nn.Conv3d(first, full * stem_voxels, 1)
             self.full_up = ResidualBlock(full, full, 4 * first, groups)
         self.norm_out = NormSiLU(full or first, groups)
-        self.conv_out = ZeroConv3d(full or first, out_channels * (1 if full else stem_voxels), 3, padding=1)
+        self.conv_out = ZeroConv3d(full or first, 1 if full else stem_voxels, 3, padding=1)
 
     def forward(self, x: Tensor, t: Tensor, scalars: Tensor | None = None) -> Tensor:
-        """Return the prediction: float32 [B, out_channels, Z, Y, X].
+        """Return the prediction: float32 [B, 1, Z, Y, X].
 
         Args:
             x: x_t and the condition's channels, [B, in_channels, Z, Y, X].
@@ -220,7 +216,7 @@ class UNet(nn.Module):
         problem = self.config.size_problem(size_zyx)
         if problem:
             raise ConfigError(problem)
-        elements = largest_activation_elements(self.config, batch, size_zyx, self.in_channels, self.out_channels)
+        elements = largest_activation_elements(self.config, batch, size_zyx, self.in_channels)
         if elements >= INT32_LIMIT:
             raise ConfigError(
                 f"no tensor may reach 2^31 = {INT32_LIMIT} elements, because kernels index with 32 bits; "
@@ -232,7 +228,6 @@ def build_unet(
     config: ModelConfig,
     seed: int,
     in_channels: int = 1,
-    out_channels: int = 1,
     device: torch.device | str = "cpu",
     execution: Execution = Execution(),
 ) -> UNet:
@@ -246,7 +241,7 @@ def build_unet(
     """
     check_torch_version()
     with torch.device("meta"):  # torch's default initialisation would use the global generator
-        model = UNet(config, in_channels, out_channels, execution)
+        model = UNet(config, in_channels, execution)
     model.to_empty(device=device)
     for prefix, module in model.named_modules():
         _initialise(module, prefix, seed)

@@ -278,7 +278,7 @@ class _TracedStep:
 
 def indexable_batch(config: Config) -> int:
     """The largest micro-batch without a tensor of 2^31 elements."""
-    elements = largest_activation_elements(config.model, 1, config.data.patch_size, config.input_channels, 1)
+    elements = largest_activation_elements(config.model, 1, config.data.patch_size, config.input_channels)
     return (INT32_LIMIT - 1) // elements
 
 
@@ -291,7 +291,7 @@ class _FakeUNet(UNet):
 
 def _step_with_state(config: Config) -> TrainStep:
     """A step as it is after the first update: with moments and without gradients.  Call it under FakeTensorMode."""
-    network = _FakeUNet(config.model, config.input_channels, 1, execution=execution(config.training))
+    network = _FakeUNet(config.model, config.input_channels, execution(config.training))
     if config.training.channels_last:
         for weight in network.parameters():
             if weight.ndim == 5:

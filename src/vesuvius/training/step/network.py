@@ -18,9 +18,7 @@ def execution(config: TrainingConfig) -> Execution:
 
 def build_network(config: Config, device: torch.device) -> UNet:
     """The network with the initial weights of `config.seed`, on `device`.  Raises ConfigError for torch 2.9."""
-    network = build_unet(
-        config.model, config.seed, config.input_channels, 1, device=device, execution=execution(config.training)
-    )
+    network = build_unet(config.model, config.seed, config.input_channels, device, execution(config.training))
     if config.training.channels_last:
         network.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]  # torch declares channels_last only
     return network
@@ -29,4 +27,4 @@ def build_network(config: Config, device: torch.device) -> UNet:
 def lay_out_network(config: Config) -> UNet:
     """The network without memory for its weights (on the meta device)."""
     with torch.device("meta"):
-        return UNet(config.model, config.input_channels, 1, execution=execution(config.training))
+        return UNet(config.model, config.input_channels, execution(config.training))
