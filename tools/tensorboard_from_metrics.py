@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 from vesuvius.runlog.listeners.tensorboard import TensorBoard
-from vesuvius.runlog.metrics import current_records
-from vesuvius.runlog.records import read_records
+from vesuvius.runlog.records import current_records, read_records
 from vesuvius.runlog.rotated import read_rotated
 
 

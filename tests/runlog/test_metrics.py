@@ -16,17 +16,16 @@ from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTH
 
 from tests.support import fork_server
 from vesuvius.runlog.listeners.tensorboard import TensorBoard
-from vesuvius.runlog.metrics import Metrics, current_records
-from vesuvius.runlog.records import read_records
+from vesuvius.runlog.records import JsonLines, current_records, read_records
 
 # Steps `first + 1 ... last` of a run, then an end that nothing can be done about.
 SESSION = """
 import os, signal, sys
 from pathlib import Path
-from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.listeners.tensorboard import TensorBoard
 first, last = map(int, sys.argv[1:])
-metrics = Metrics(Path("metrics.jsonl"), [TensorBoard(Path("tb"), Path(".")).write])
+metrics = JsonLines(Path("metrics.jsonl"), [TensorBoard(Path("tb"), Path(".")).write])
 metrics.write("run_start", step=first)
 for step in range(first + 1, last + 1):
     metrics.write("step", step=step, loss=1 / step)
@@ -48,7 +47,7 @@ def did(step: int, session: str) -> dict[str, Any]:
 
 def test_tensorboard_is_given_the_record_as_it_is_in_the_file(tmp_path: Path) -> None:
     tensorboard = TensorBoard(tmp_path / "tb", tmp_path)
-    metrics = Metrics(tmp_path / "metrics.jsonl", [tensorboard.write])
+    metrics = JsonLines(tmp_path / "metrics.jsonl", [tensorboard.write])
     metrics.write("step", step=3, loss=math.nan, lr=0.5)
     metrics.close()
     tensorboard.close()
@@ -62,7 +61,7 @@ def test_tensorboard_is_given_the_record_as_it_is_in_the_file(tmp_path: Path) ->
 
 def test_a_record_of_another_file_is_handed_on_and_not_written_again(tmp_path: Path) -> None:
     heard: list[Any] = []
-    metrics = Metrics(tmp_path / "metrics.jsonl", [heard.append, heard.append])
+    metrics = JsonLines(tmp_path / "metrics.jsonl", [heard.append, heard.append])
     metrics.share({"kind": "system", "step": 1})
     metrics.close()
     assert heard == [{"kind": "system", "step": 1}] * 2
@@ -74,7 +73,7 @@ def test_listeners_hear_of_a_record_that_the_disk_does_not_take(tmp_path: Path) 
     path, heard = tmp_path / "metrics.jsonl", queue.Queue[Any]()
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    metrics = Metrics(path, [heard.put])
+    metrics = JsonLines(path, [heard.put])
     filler = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -94,7 +93,7 @@ def test_listeners_hear_of_a_record_that_the_disk_does_not_take(tmp_path: Path) 
 
 
 def test_metrics_do_without_tensorboard(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = JsonLines(tmp_path / "metrics.jsonl")
     metrics.write("run_end", exit_code=0)
     metrics.close()
     assert [record["exit_code"] for record in read_records(tmp_path / "metrics.jsonl")] == [0]

@@ -26,8 +26,7 @@ from vesuvius.launch.rank import train_as_rank
 from vesuvius.launch.request import Request
 from vesuvius.runlog import run_dir as run_dirs
 from vesuvius.runlog.files import file_lock
-from vesuvius.runlog.metrics import current_records
-from vesuvius.runlog.records import read_records
+from vesuvius.runlog.records import current_records, read_records
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 

@@ -14,14 +14,13 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tests.conftest import REPOSITORY
 from tests.support import fork_server
 from vesuvius.runlog.listeners.tensorboard import TensorBoard
-from vesuvius.runlog.metrics import Metrics
 from vesuvius.runlog.records import JsonLines
 
 
 def session(run: Path, first: int, last: int) -> None:
     """One session of a run that ends without a word, as a killed one does."""
     tensorboard = TensorBoard(run / "tb", run)
-    metrics, system = Metrics(run / "metrics.jsonl", [tensorboard.write]), JsonLines(run / "system.jsonl")
+    metrics, system = JsonLines(run / "metrics.jsonl", [tensorboard.write]), JsonLines(run / "system.jsonl")
     metrics.write("run_start", step=first)
     for step in range(first + 1, last + 1):
         metrics.write("step", step=step, loss=1 / step, lr=None if step == 3 else 0.1)

@@ -14,7 +14,7 @@ from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.monitor import ReaderStops
 from vesuvius.monitor.probes.system_sample import Rates
 from vesuvius.monitor.session import SessionRecord
-from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.stream.feeder import FeederFigures
 from vesuvius.stream.options import StreamOptions
@@ -29,7 +29,7 @@ def run_context(
     config: Config, directory: Path, progress: Progress | None = None, stop: StopRequest | None = None, on: str = "cpu"
 ) -> RunContext:
     """A session in a directory, whose memory has no limit but the machine's; `on` is the device."""
-    progress, metrics = progress or Progress(), Metrics(directory / "metrics.jsonl")
+    progress, metrics = progress or Progress(), JsonLines(directory / "metrics.jsonl")
     return RunContext(
         config,
         RunDir(directory),

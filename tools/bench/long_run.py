@@ -35,8 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests kill r
 
 from tests.support.kill_harness import KillFigures, Session, final_difference, run_directory, steps_redone
 
-from vesuvius.runlog.metrics import current_records
-from vesuvius.runlog.records import read_records
+from vesuvius.runlog.records import current_records, read_records
 
 Record = dict[str, Any]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vesuvius.config import Config
 from vesuvius.monitor.quantile import quantile
-from vesuvius.runlog.metrics import Record
+from vesuvius.runlog.records import Record
 from vesuvius.stream.options import StreamOptions, batches_ahead
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.trials.cycles import is_enough, sustained_s

@@ -116,7 +116,7 @@ class Monitor:
         guard: GuardMode = "act",
         on_exit: Callable[[Order], None] = lambda order: None,
         on_record: Callable[[dict[str, Any]], None] = lambda record: None,
-        on_event: Callable[..., None] = lambda kind, **fields: None,
+        on_event: Callable[..., object] = lambda kind, **fields: None,
         disk: DiskWatch | None = None,
         silence: Callable[[], tuple[str, float]] | None = None,
     ) -> None:

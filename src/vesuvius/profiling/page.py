@@ -29,7 +29,7 @@ from vesuvius.report.model import (
 )
 from vesuvius.report.records import RunRecords, figure
 from vesuvius.report.share import Row, shared_out, targets_of, work_rows
-from vesuvius.runlog.metrics import Record
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import GIB, format_duration, format_sizes, number, size_text
 
 _OPTIMIZER = "optimizer, clipping, EMA"

@@ -28,8 +28,7 @@ from vesuvius.profiling.recommend import leave_alone, recommend
 from vesuvius.report.files import made_by, new_folder, write_pages
 from vesuvius.report.model import NOT_KNOWN
 from vesuvius.report.records import read_run
-from vesuvius.runlog.metrics import current_records
-from vesuvius.runlog.records import read_records
+from vesuvius.runlog.records import current_records, read_records
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import StreamOptions

@@ -11,7 +11,7 @@ import numpy as np
 from vesuvius.report.curves import Chart, Series, banded, chart, layers, wants_log
 from vesuvius.report.records import Column, RunRecords, figure
 from vesuvius.report.share import WORK, work_columns
-from vesuvius.runlog.metrics import Record
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import GIB
 
 _MOST_READERS = 10

@@ -14,7 +14,7 @@ from vesuvius.report.charts import build_charts
 from vesuvius.report.curves import Chart
 from vesuvius.report.records import Column, RunRecords, figure
 from vesuvius.report.share import PARTS_NOTE, Target, TimePart, split_time, targets_of
-from vesuvius.runlog.metrics import Record
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import format_duration, format_percent, format_time, number, size_text
 
 NOT_KNOWN = "not known"

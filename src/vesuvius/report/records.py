@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from vesuvius.monitor.postmortem.death import headline as death_headline
 from vesuvius.monitor.postmortem.death import read_deaths
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
-from vesuvius.runlog.metrics import Record, current_records
-from vesuvius.runlog.records import records_in
+from vesuvius.runlog.records import Record, current_records, records_in
 from vesuvius.runlog.rotated import read_rotated
 
 Column = NDArray[np.float64]

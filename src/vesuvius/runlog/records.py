@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from vesuvius.runlog.files.append_file import AppendFile
+
+Record = dict[str, Any]
 
 
 class LineFile(Protocol):
@@ -24,55 +26,84 @@ class LineFile(Protocol):
 
 
 class JsonLines:
-    """An append-only file of records, one a line.  Outlives a full disk, as `AppendFile` says.
+    """An append-only file of records, one a line.  Outlives a full disk, as `AppendFile` says.  Threads may write.
 
     Args:
         file: a path, or what takes the lines.
+        listeners: called with each record as it stands in the file, by whichever thread writes it; they must not wait
+            for a disk or a server.
 
     Raises:
         OSError: on opening, where the file cannot be opened.
     """
 
-    def __init__(self, file: Path | LineFile) -> None:
+    def __init__(self, file: Path | LineFile, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
         self._file = AppendFile(file) if isinstance(file, Path) else file
+        self._listeners = listeners
 
-    def write(self, kind: str, **figures: Any) -> dict[str, Any]:
-        """Append one record with its kind and the time (seconds since 1970), and return it as it was written."""
+    def write(self, kind: str, **figures: Any) -> Record:
+        """Append one record with its kind and the time (seconds since 1970), and return it as it was written.
+
+        Listeners hear it first: the disk may be what hangs.
+        """
         record = make_record(kind, **figures)
-        self.append(record)
+        try:
+            self.share(record)
+        finally:
+            self._file.write_line(json.dumps(record, allow_nan=False))
         return record
 
-    def append(self, record: dict[str, Any]) -> None:
-        """Append what `make_record` has made."""
-        self._file.write_line(json.dumps(record, allow_nan=False))
+    def share(self, record: Record) -> None:
+        """Hand a record that stands in another file to the listeners only."""
+        for listener in self._listeners:
+            listener(record)
 
     def close(self) -> None:
         self._file.close()
 
 
-def make_record(kind: str, **figures: Any) -> dict[str, Any]:
+def make_record(kind: str, **figures: Any) -> Record:
     """A record as it is written: with its kind and the time (seconds since 1970), and null for what is not finite."""
-    record: dict[str, Any] = _finite({"kind": kind, "time": time.time(), **figures})
+    record: Record = _finite({"kind": kind, "time": time.time(), **figures})
     return record
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[Record]:
     """All whole records of a file, in order; torn lines are passed over."""
     return list(records_in(path.read_text(encoding="utf-8", errors="replace").splitlines()))
 
 
-def records_in(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+def records_in(lines: Iterable[str | bytes]) -> Iterator[Record]:
     """The whole records among lines of text."""
     return (record for line in lines if (record := parsed(line)) is not None)
 
 
-def parsed(text: str | bytes) -> dict[str, Any] | None:
+def parsed(text: str | bytes) -> Record | None:
     """A JSON object; None for anything else, such as a torn line."""
     try:
         found = json.loads(text)
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def current_records(records: Iterable[Record]) -> list[Record]:
+    """The records of a run as if it had never been interrupted, in their order.  Pure.
+
+    A session that begins at step n (`run_start`) does again what others did beyond n: what they recorded of that is
+    dropped, and of validations and previews what its checkpoint does not know of.  Records without a step stay.
+    """
+    current: list[Record] = []
+    for record in records:
+        if record["kind"] == "run_start":
+            step: int = record["step"]
+            last: dict[str, int] = {
+                "validation": record.get("validated_step", step),
+                "preview": record.get("previewed_step", step),
+            }
+            current = [known for known in current if (known.get("step") or 0) <= last.get(known["kind"], step)]
+        current.append(record)
+    return current
 
 
 def _finite(value: Any) -> Any:

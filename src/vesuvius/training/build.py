@@ -12,7 +12,7 @@ from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.monitor.monitor import Monitor
-from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.stream.options import StreamOptions
 from vesuvius.training.checkpoint.progress import Progress
@@ -72,7 +72,7 @@ def retention(config: Config, resumed: ResumePoint | None = None) -> RetentionPo
     return RetentionPolicy(config.training.keep_last, config.training.keep_every, best["step"] if best else None)
 
 
-def open_watchdog(config: Config, directory: RunDir, metrics: Metrics, progress: Progress) -> Watchdog:
+def open_watchdog(config: Config, directory: RunDir, metrics: JsonLines, progress: Progress) -> Watchdog:
     """Says and records that the run hangs, from its context's start on."""
     stall_s = 60 * (config.monitor.stall_minutes or 0.0)
     return Watchdog(stall_s, directory.stacks, metrics.write, lambda: (progress.step, config.stop_step))

@@ -10,7 +10,7 @@ import torch
 from vesuvius.config import Config
 from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.monitor.session import SessionRecord
-from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.ranks.part import Part
@@ -26,7 +26,7 @@ class RunContext:
     directory: RunDir  # where everything is written
     device: torch.device  # where the network is
     session: SessionRecord  # what `session.json` says of it, with the memory limits
-    metrics: Metrics  # writes `metrics.jsonl`
+    metrics: JsonLines  # writes `metrics.jsonl`
     progress: Progress  # how far the run is; changed by the loop and by validations
     stop: StopRequest  # the request to stop
     watchdog: Watchdog  # is told what the loop waits for

@@ -22,7 +22,7 @@ from vesuvius.monitor.postmortem.death import headline
 from vesuvius.monitor.postmortem.post_mortem import record_run_death
 from vesuvius.monitor.recent import read_recent
 from vesuvius.monitor.run_files import Tail
-from vesuvius.runlog.metrics import Record
+from vesuvius.runlog.records import Record
 from vesuvius.trials.ended import Ended
 from vesuvius.trials.process import TrialProcess
 

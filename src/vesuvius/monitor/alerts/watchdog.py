@@ -49,7 +49,7 @@ class Watchdog:
         self,
         stall_s: float,
         stacks: Path,
-        record: Callable[..., None],
+        record: Callable[..., object],
         step: Callable[[], tuple[int, int]],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -162,7 +162,7 @@ class Watchdog:
             log.warning("the stacks of a hung run must be writable; got %s for %s; free some space", error, path)
 
 
-def _beside(*writes: Callable[[], None]) -> None:
+def _beside(*writes: Callable[[], object]) -> None:
     """Each on a thread of its own, which none of the others waits for long: the disk may be what hangs."""
     deadline = time.monotonic() + _WITHIN_S
     for write in writes:
@@ -171,7 +171,7 @@ def _beside(*writes: Callable[[], None]) -> None:
         thread.join(max(deadline - time.monotonic(), _NEXT_AFTER_S))
 
 
-def _caught(write: Callable[[], None]) -> None:
+def _caught(write: Callable[[], object]) -> None:
     try:
         write()
     except Exception:

@@ -14,9 +14,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from vesuvius.runlog.records import Record
+
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
 
 _PARTS = ("data", "h2d", "forward", "backward", "optimizer", "other")
 _RISKS = {"LOW": 0, "WARN": 1, "CRITICAL": 2}

@@ -5,11 +5,8 @@ The tags never change: runs are compared by them.
 
 from __future__ import annotations
 
-from typing import Any
-
+from vesuvius.runlog.records import Record
 from vesuvius.runlog.units import GIB
-
-Record = dict[str, Any]
 
 _SYSTEM_EVERY_S = 60.0
 

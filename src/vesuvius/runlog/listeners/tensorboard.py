@@ -17,7 +17,6 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import google_crc32c
 from PIL import Image
@@ -29,10 +28,10 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 
 from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.listeners.scalars import SystemPace, scalars_of
+from vesuvius.runlog.records import Record
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
 
 _EVENTS = "events.out.tfevents."
 _CLOSE_S = 10.0

@@ -27,10 +27,10 @@ from typing import IO, Any
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.listeners.scalars import SystemPace, scalars_of
+from vesuvius.runlog.records import Record
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
 Message = dict[str, Any]
 Send = Callable[[int, float, dict[str, float]], None]
 """Takes a step, its time in seconds since 1970, and figures by their tags."""

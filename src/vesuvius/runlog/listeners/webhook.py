@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 from vesuvius.config.experiment import is_web_address
 from vesuvius.runlog.files.delayed import DelayedWrites
+from vesuvius.runlog.records import Record
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
 
 _EVENTS = frozenset({"guard", "hung", "nonfinite", "save_failed"})
 _CLOSE_S = 10.0

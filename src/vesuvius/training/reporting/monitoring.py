@@ -24,7 +24,7 @@ from vesuvius.runlog.listeners.prometheus import Exporter
 from vesuvius.runlog.listeners.tensorboard import TensorBoard, tensorboard_thread
 from vesuvius.runlog.listeners.trackers import Tracker
 from vesuvius.runlog.listeners.webhook import Webhook
-from vesuvius.runlog.metrics import Metrics
+from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import GIB
 from vesuvius.training.context import RunContext
@@ -75,7 +75,7 @@ def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iter
 
 
 @contextmanager
-def open_metrics(config: Config, directory: RunDir) -> Iterator[Metrics]:
+def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
     """`metrics.jsonl`, and whoever else wants its records: TensorBoard, Prometheus, the webhook, trackers."""
     monitor = config.monitor
     listeners: list[Callable[[dict[str, object]], None]] = []
@@ -92,7 +92,7 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[Metrics]:
             messages = directory.log.with_name(f"{name}.log")
             tracker = Tracker(name, config.name, directory.path, messages, _settings(config))
             listeners.append(opened.enter_context(tracker).take)
-        metrics = Metrics(directory.metrics, listeners)
+        metrics = JsonLines(directory.metrics, listeners)
         opened.callback(metrics.close)
         yield metrics
 
