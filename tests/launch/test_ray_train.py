@@ -21,9 +21,9 @@ from vesuvius.launch import rank
 from vesuvius.launch.launch import with_number_of_ranks
 from vesuvius.launch.ray import command, room, trainer, worker
 from vesuvius.launch.ray.bulletin import Bulletin
-from vesuvius.launch.request import Request
 from vesuvius.stream.options import StreamOptions, reads_here
 from vesuvius.stream.ray.session import passed_on
+from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
 
 

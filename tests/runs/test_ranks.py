@@ -23,12 +23,12 @@ from tests.support.runs import vesuvius_train
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.launch.rank import train_as_rank
-from vesuvius.launch.request import Request
 from vesuvius.runlog import run_dir as run_dirs
 from vesuvius.runlog.files import file_lock
 from vesuvius.runlog.records import current_records, read_records
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
+from vesuvius.training.request import Request
 
 WriteConfig = Callable[..., Path]
 
@@ -264,7 +264,7 @@ from pathlib import Path
 from types import SimpleNamespace
 import ray
 from vesuvius.config.load import read_config
-from vesuvius.launch.request import Request
+from vesuvius.training.request import Request
 from vesuvius.launch.ray import worker
 from vesuvius.launch.ray.bulletin import Bulletin
 from vesuvius.training.ranks import ranks

@@ -37,6 +37,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from vesuvius.training.request import Request
+
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius train` does
 
 import numpy as np
@@ -242,7 +244,7 @@ def _ours_against(config: Config, batches: Sequence[Batch], turns: Turns) -> Tur
         mock.patch.object(Watcher, "sample", sample_in_our_turn),
         _terminal_read_by_nobody(),
     ):
-        vesuvius.training.run.train(config, source, resume=False, on_step=turns)
+        vesuvius.training.run.train(Request(config, source, resume=False), turns)
     return turns
 
 

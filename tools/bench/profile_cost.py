@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from vesuvius.training.request import Request
+
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: as `vesuvius train` does
 
 import numpy as np
@@ -109,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="profile-cost-") as folder:
         os.environ["VESUVIUS_RUNS"] = folder
         config = profiled(read_config(args.config, args.overrides), "cost", steps)
-        train(config, args.config, resume=False, make_tuner=make_tuner)
+        train(Request(config, args.config, resume=False, make_tuner=make_tuner))
         records = read_records(Path(folder) / "cost" / "metrics.jsonl")
         wall_s = np.array([record["step_s"] for record in records if record["kind"] == "step"])[_WARM:]
     cpu_s = np.diff(made[0].cpu_s)[_WARM - 1 :]

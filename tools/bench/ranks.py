@@ -246,7 +246,7 @@ _ONE_RANK = """
 import sys
 from pathlib import Path
 from vesuvius.config.load import read_config
-from vesuvius.launch.request import Request
+from vesuvius.training.request import Request
 from vesuvius.runlog.logfile import log_to_terminal
 {launch}
 log_to_terminal()

@@ -91,17 +91,18 @@ def main(argv: list[str]) -> int:
         for line in dry_run(config, resume, args.vram_gib, args.allow_drift, args.restart_damaged):
             say(line)
         return EXIT_OK
+    from vesuvius.training.request import Request
+
+    request = Request(config, args.config, resume, args.allow_drift, args.restart_damaged)
     if args.tune_worker:
         from vesuvius.training.ranks.part import one_rank
         from vesuvius.training.run import train
         from vesuvius.tuning.worker import CommandPipe, tune_worker
 
         facts = args.config.with_name("data_facts.pt")  # reading what they are made of takes long on a slow store
-        return train(one_rank(config), args.config, resume, make_tuner=tune_worker(CommandPipe()), facts=facts)
+        return train(replace(request, config=one_rank(config), make_tuner=tune_worker(CommandPipe()), facts=facts))
     from vesuvius.launch.launch import launch
-    from vesuvius.launch.request import Request
 
-    request = Request(config, args.config, resume, args.allow_drift, args.restart_damaged)
     if args.profile is not None:
         from vesuvius.profiling.session import profile_in_place
 

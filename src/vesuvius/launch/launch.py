@@ -12,9 +12,9 @@ from dataclasses import replace
 import yaml
 
 from vesuvius.config import Config
-from vesuvius.launch.request import Request
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.ranks.part import launched_ranks
+from vesuvius.training.request import Request
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,10 @@ def launch(request: Request, on_step: Callable[[int], None] = lambda step: None)
         from vesuvius.launch.ray.command import train_with_ray
 
         return train_with_ray(request)
-    from vesuvius.launch.rank import train_alone, train_as_rank
+    from vesuvius.launch.rank import train_as_rank
+    from vesuvius.training.run import train
 
-    return train_alone(request, on_step) if launched is None else train_as_rank(request, on_step)
+    return train(request, on_step) if launched is None else train_as_rank(request, on_step)
 
 
 def with_number_of_ranks(request: Request, launched: int | None) -> Request:

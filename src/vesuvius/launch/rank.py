@@ -1,4 +1,4 @@
-"""One rank of a run: the only one, or one in a process that torchrun or Ray Train has started."""
+"""One rank of a run, in a process that torchrun or Ray Train has started."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from collections.abc import Callable
 import torch
 
 from vesuvius.errors import EXIT_ERROR, VesuviusError
-from vesuvius.launch.request import Request
-from vesuvius.training.loop import make_autotuner
 from vesuvius.training.ranks.join import open_ranks
-from vesuvius.training.ranks.ranks import SINGLE, Ranks, Restart
+from vesuvius.training.ranks.ranks import Restart
+from vesuvius.training.request import Request
 from vesuvius.training.run import train
 from vesuvius.training.stop import StopRequest
-
-
-def train_alone(request: Request, on_step: Callable[[int], None]) -> int:
-    """Train as the only rank, in this process, and return the exit code."""
-    return _train(request, on_step, SINGLE, None)
 
 
 def train_as_rank(
@@ -37,7 +31,7 @@ def train_as_rank(
     with open_ranks(device_type, 60 * config.cluster.rank_timeout_minutes, config.global_batch) as ranks:
         ranks.restart = restart
         try:
-            exit_code = _train(request, on_step, ranks, stop)
+            exit_code = train(request, on_step, ranks=ranks, stop=stop)
         except Exception as error:
             cause = ranks.explain(error)  # also of the first collectives, and of those of the last checkpoint
             ranks.fail(cause)
@@ -47,17 +41,3 @@ def train_as_rank(
             raise cause from error
         ranks.finish(exit_code)
     return exit_code
-
-
-def _train(request: Request, on_step: Callable[[int], None], ranks: Ranks, stop: StopRequest | None) -> int:
-    return train(
-        request.config,
-        request.source,
-        request.resume,
-        request.allow_drift,
-        on_step,
-        restart_damaged=request.restart_damaged,
-        make_tuner=request.make_tuner or make_autotuner,
-        ranks=ranks,
-        stop=stop,
-    )

@@ -37,6 +37,7 @@ from vesuvius.training.loop import MakeTuner, TrainingLoop, Tuner, make_autotune
 from vesuvius.training.ranks.part import one_rank
 from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.reporting.verdicts import knobs_of
+from vesuvius.training.request import Request
 from vesuvius.training.run import train
 from vesuvius.training.step.step import choose_device
 from vesuvius.volume_tools.info import codec_words
@@ -90,12 +91,8 @@ def profile(request: ProfileRequest) -> Path:
     before = os.environ.get("VESUVIUS_RUNS")
     os.environ["VESUVIUS_RUNS"] = str(folder.parent.absolute())
     try:
-        code = train(
-            profiled(config, folder.name, request.steps, request.after),
-            request.source,
-            resume=request.at_step is not None,
-            make_tuner=make_tuner,
-        )
+        profiled_config = profiled(config, folder.name, request.steps, request.after)
+        code = train(Request(profiled_config, request.source, request.at_step is not None, make_tuner=make_tuner))
     finally:
         os.environ.pop("VESUVIUS_RUNS")
         if before is not None:

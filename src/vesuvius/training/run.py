@@ -6,7 +6,6 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from vesuvius.config import Config
 from vesuvius.config.trial import without_listeners
@@ -33,6 +32,7 @@ from vesuvius.training.ranks.part import part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.reporting.deaths import Deaths, log_killed_session, log_last_session
 from vesuvius.training.reporting.monitoring import open_metrics, open_monitor, open_session
+from vesuvius.training.request import Request
 from vesuvius.training.step.step import TrainStep, choose_device
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
 from vesuvius.volumes.store.object_store import prepare_cache
@@ -44,31 +44,18 @@ _LOCK_WAIT_S = 120.0
 
 
 def train(
-    config: Config,
-    source: Path,
-    resume: bool,
-    allow_drift: bool = False,
+    request: Request,
     on_step: Callable[[int], None] = lambda step: None,
     *,
-    restart_damaged: bool = False,
-    make_tuner: MakeTuner = make_autotuner,
     ranks: Ranks = SINGLE,
     stop: StopRequest | None = None,
-    facts: Path | None = None,
 ) -> int:
     """Train, or continue training, until the last step or a request to stop.
 
     Args:
-        config: the experiment.
-        source: the YAML file it came from, kept with the run.
-        resume: continue from the newest whole checkpoint of `runs/<name>`, if there is one.
-        allow_drift: continue although the data or what the weights mean have changed.
         on_step: called with the number of each step once it is logged.
-        restart_damaged: where `resume` finds checkpoints and none is whole, move them aside and start at step 0.
-        make_tuner: makes what acts between two steps; by default `training.autotune`.
         ranks: the trainer processes of the run, of which this is one.
         stop: a request that the caller may make; by default one that listens to signals and `training.max_hours`.
-        facts: a file in which runs on the same data share what they measure of these before they start.
 
     Returns:
         EXIT_OK, or the exit code of what stopped it (75 for SIGTERM and time, 130 for Ctrl-C).
@@ -78,6 +65,7 @@ def train(
         DataError: a volume cannot be read.
         NonFiniteError, GpuMemoryError, StorageError: as they say.  The last checkpoint is whole.
     """
+    config, resume = request.config, request.resume
     if ranks.rank:
         return _train_other_rank(config, ranks, stop or StopRequest(None))
     directory, shared = run_dir(config), config.model_dump(mode="json")
@@ -89,12 +77,7 @@ def train(
         if resume and existed:  # first of all: another process may be writing the checkpoint to continue from
             held.enter_context(directory.locked(new=False, wait_s=lock_wait_s))
         try:
-            checked = unless_stopped(
-                lambda: _before_the_run(
-                    config, directory, resume, allow_drift, restart_damaged, ranks.local_world, facts
-                ),
-                stop.wanted,
-            )
+            checked = unless_stopped(lambda: _before_the_run(request, directory, ranks.local_world), stop.wanted)
         except StoppedError:
             log.info("stopped before the run began")
             ranks.publish((shared, NothingToDo(*stop.asked()), ""))
@@ -106,7 +89,7 @@ def train(
         if not (resume and existed):
             held.enter_context(directory.locked(new=not resume))
         held.enter_context(_storage_errors(directory))
-        directory.begin(config, source, checked.data.describe(config.data, checked.facts.greys))
+        directory.begin(config, request.source, checked.data.describe(config.data, checked.facts.greys))
         open_log(directory.log)
         if storage is not None:
             held.enter_context(Mirror(directory, storage, retention(config, checked.resumed)))
@@ -115,7 +98,8 @@ def train(
         log_start(config, checked, lost=resume and existed)
         log_last_session(directory, ranks)
         ranks.publish((shared, for_other_ranks(checked), directory.mark()))
-        return _train_and_record(config, of_rank(checked, 0, ranks.world), stop, on_step, make_tuner, ranks)
+        checked = of_rank(checked, 0, ranks.world)
+        return _train_and_record(config, checked, stop, on_step, request.make_tuner, ranks)
 
 
 def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
@@ -137,25 +121,18 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
         log_last_session(checked.directory, ranks)
         if ranks.local_rank == 0:
             prepare_cache(config.data.store)
-        return _train_and_record(without_listeners(config), checked, stop, lambda step: None, make_autotuner, ranks)
+        return _train_and_record(without_listeners(config), checked, stop, lambda step: None, None, ranks)
 
 
-def _before_the_run(
-    config: Config,
-    directory: RunDir,
-    resume: bool,
-    allow_drift: bool,
-    restart_damaged: bool,
-    ranks_here: int,
-    facts: Path | None,
-) -> Preflight | None:
+def _before_the_run(request: Request, directory: RunDir, ranks_here: int) -> Preflight | None:
     """What the run continues from and needs; None where it is finished.  Raises as `train`."""
-    checkpoint = checkpoint_to_resume(directory.checkpoints, restart_damaged) if resume else None
+    config, facts = request.config, request.facts
+    checkpoint = checkpoint_to_resume(directory.checkpoints, request.restart_damaged) if request.resume else None
     if checkpoint is not None and is_finished(checkpoint, config):
         log.info("%s is finished: %s, asked for step %d", directory.path, checkpoint.name, config.stop_step)
         return None
     known = None if facts is None else read_facts(facts, config.data)
-    checked = preflight(config, resume, checkpoint, allow_drift, ranks_here=ranks_here, known=known)
+    checked = preflight(config, request.resume, checkpoint, request.allow_drift, ranks_here=ranks_here, known=known)
     if facts is not None and (known is None or known.volumes != checked.facts.volumes):
         with contextlib.suppress(OSError):  # they save time, no more
             write_facts(facts, config.data, checked.facts)
@@ -168,7 +145,7 @@ def _train_and_record(
     preflight: Preflight,
     stop: StopRequest,
     on_step: Callable[[int], None],
-    make_tuner: MakeTuner,
+    make_tuner: MakeTuner | None,
     ranks: Ranks,
 ) -> int:
     """Run one session, and record how it began and how it ended, however it ends."""
@@ -259,13 +236,15 @@ def _record_start(run: RunContext, resumed: ResumePoint | None) -> None:
     )
 
 
-def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tuner: MakeTuner) -> int:
+def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tuner: MakeTuner | None) -> int:
     """Run steps until the last one or a request to stop, save, and return the exit code."""
     config, progress, stop = run.config, run.progress, run.stop
     guard_actions = GuardActions(run, preflight.data.job.patch_bytes)
     with run.watchdog, open_monitor(run, guard_actions.exit) as monitor, open_writer(run, train_step) as writer:
         deaths = Deaths(run, monitor, guard_actions)
-        loop = build_loop(run, preflight, train_step, writer, monitor, guard_actions, deaths, make_tuner)
+        loop = build_loop(
+            run, preflight, train_step, writer, monitor, guard_actions, deaths, make_tuner or make_autotuner
+        )
         milestones = loop.milestones
         try:
             if not stop.wanted() or run.ranks.world > 1:  # several stop together, which they do in the loop

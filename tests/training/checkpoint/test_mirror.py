@@ -20,12 +20,12 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.launch.launch import with_number_of_ranks
-from vesuvius.launch.request import Request
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.training.checkpoint import mirror as module
 from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, newest_checkpoint
 from vesuvius.training.checkpoint.mirror import Mirror, RunStore, fetch_run, refuse_stored
 from vesuvius.training.checkpoint.save import RetentionPolicy, save_checkpoint
+from vesuvius.training.request import Request
 
 WriteConfig = Callable[..., Path]
 

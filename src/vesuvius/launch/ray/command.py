@@ -25,13 +25,13 @@ from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError, one_l
 from vesuvius.launch.ray.bulletin import Bulletin, answer
 from vesuvius.launch.ray.room import LEAST_STORE_BYTES, SAY_EVERY_S, check_room, have_gpus, living_nodes, look_for_ranks
 from vesuvius.launch.ray.worker import Job
-from vesuvius.launch.request import Request
 from vesuvius.runlog.run_dir import refuse_existing, run_dir
 from vesuvius.stream.options import StreamOptions, check_store, store_bytes
 from vesuvius.stream.ray.private import start_autoscaling_coordinator
 from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
+from vesuvius.training.request import Request
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import ray
 from vesuvius.config import Config
 from vesuvius.errors import EXIT_ERROR, ConfigError, VesuviusError, one_line
 from vesuvius.launch.ray.bulletin import Start
-from vesuvius.launch.request import Request
 from vesuvius.runlog.logfile import close_logs
 from vesuvius.runlog.run_dir import run_dir
+from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
 
 log = logging.getLogger(__name__)
