@@ -50,7 +50,8 @@ def replaced_at(config: DataConfig, count: int, caplog: pytest.LogCaptureFixture
 
 @settings(max_examples=25, deadline=None)
 @given(
-    shape=st.tuples(*[st.integers(20, 150)] * 3),
+    # 36 hold the largest patch, guard and slab: 8 + 1.5 * 8 + 0.4 * 36 voxels, rounded up
+    shape=st.tuples(*[st.integers(36, 150)] * 3),
     patch=st.tuples(*[st.integers(2, 8)] * 3),
     fraction=st.floats(0.01, 0.4),
     guard=st.floats(0, 1.5),

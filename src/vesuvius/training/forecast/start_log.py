@@ -56,7 +56,7 @@ def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
         if amplification > 1 and not small and not data.plan.independent:
             log.warning(
                 "at most 1 byte should be decoded per byte of patch; got %.2f for %s in chunks of %s; raise "
-                "data.patches_per_region (now %d), or copy the volume into smaller chunks (vesuvius volume copy)",
+                "data.patches_per_region (now %d), or write the volume with smaller chunks",
                 amplification,
                 volume.name,
                 format_sizes(volume.chunk_zyx),
