@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal, Self
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, field_validator
@@ -161,6 +161,10 @@ class DataConfig(Section):
         None, description="the condition holds labels 0 ... n-1, shown as n channels of 0 and 1; null = grey values"
     )
     validation: ValidationConfig = Field(ValidationConfig(), description="what is held out")
+
+    def with_store(self, **changes: Any) -> Self:
+        """The same with other values of `store`, which are not checked.  Pure."""
+        return self.model_copy(update={"store": self.store.model_copy(update=changes)})
 
     def contradictions(self) -> Iterator[str]:
         if self.augment.turn and self.patch_size[1] != self.patch_size[2]:

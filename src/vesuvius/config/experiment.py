@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
@@ -143,6 +143,10 @@ class Config(Section):
     model: ModelConfig = Field(ModelConfig(), description="the network")
     monitor: MonitorConfig = Field(MonitorConfig(), description="memory figures")
     cluster: ClusterConfig = Field(ClusterConfig(), description="where Ray runs")
+
+    def with_training(self, **changes: Any) -> Self:
+        """The same with other values of `training`, which are not checked.  Pure."""
+        return self.model_copy(update={"training": self.training.model_copy(update=changes)})
 
     @property
     def global_batch(self) -> int:

@@ -19,8 +19,7 @@ _READ_S = 2.0
 
 def open_data(config: Config) -> PreparedData:
     """Open the volumes, without the disk cache.  Raises DataError, soon where a store does not answer."""
-    store = {"outage_minutes": _GIVE_UP_MINUTES, "timeout_s": 5.0, "cache_dir": None}
-    data = config.data.model_copy(update={"store": config.data.store.model_copy(update=store)})
+    data = config.data.with_store(outage_minutes=_GIVE_UP_MINUTES, timeout_s=5.0, cache_dir=None)
     return prepare_data(config.seed, data)
 
 

@@ -51,8 +51,7 @@ def with_number_of_ranks(request: Request, launched: int | None) -> Request:
         return request
     count = (_ranks_so_far(config) if request.resume else None) or launched or _gpus(config)
     log.info("training.ranks=auto: %d", count)
-    training = config.training.model_copy(update={"ranks": count})
-    return replace(request, config=config.model_copy(update={"training": training}))
+    return replace(request, config=config.with_training(ranks=count))
 
 
 def _gpus(config: Config) -> int:

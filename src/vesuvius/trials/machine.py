@@ -58,8 +58,7 @@ def ram_left(config: Config) -> int:
 
     The smallest over all memory limits: the machine, control groups, Ray's monitor, `monitor.ram_limit_gib`.
     """
-    training = config.training.model_copy(update={"workers": max(config.training.workers, 1)})  # includes Ray's monitor
-    limits = memory_limits(config.model_copy(update={"training": training}))
+    limits = memory_limits(config.with_training(workers=max(config.training.workers, 1)))  # includes Ray's monitor
     return left_bytes(killers_of(sample_system(os.getpid()), limits), limits)
 
 
@@ -73,8 +72,7 @@ def vram_left() -> int:
 
 def trial_ram_bytes(config: Config, data: PreparedData, on_gpu: bool) -> int:
     """Return the planned peak host memory of a trial, which is shorter than the run of its config."""
-    short = config.training.model_copy(update={"max_steps": _PLANNED_STEPS})
-    return plan_ram(config.model_copy(update={"training": short}), data, on_gpu).total_bytes
+    return plan_ram(config.with_training(max_steps=_PLANNED_STEPS), data, on_gpu).total_bytes
 
 
 def planned_vram_bytes(config: Config) -> int:

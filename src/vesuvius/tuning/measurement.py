@@ -81,13 +81,8 @@ class Setting:
     def applied_to(self, config: Config) -> Config:
         """Return the config with these values."""
         training = {knob: getattr(self, knob) for knob in get_args(Knob) if knob != "requests"}
-        store = config.data.store.model_copy(update={"requests": self.requests})
-        return config.model_copy(
-            update={
-                "training": config.training.model_copy(update=training),
-                "data": config.data.model_copy(update={"store": store}),
-            }
-        )
+        data = config.data.with_store(requests=self.requests)
+        return config.with_training(**training).model_copy(update={"data": data})
 
 
 def key_of(knob: Knob) -> str:

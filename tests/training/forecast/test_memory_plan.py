@@ -73,10 +73,6 @@ needs_bf16_kernels = pytest.mark.skipif(
 kernels = pytest.mark.parametrize("amp", ["off", pytest.param("bf16", marks=needs_bf16_kernels)])
 
 
-def with_training(config: Config, **keys: Any) -> Config:
-    return config.model_copy(update={"training": config.training.model_copy(update=keys)})
-
-
 def a_batch(config: Config, device: torch.device = CPU) -> tuple[Tensor, Condition]:
     batch, size_zyx = config.training.train_batch_size, config.data.patch_size
     channels, scalars = config.condition_channels, len(config.model.scalars)
@@ -145,7 +141,7 @@ def test_activations_are_what_the_allocator_still_holds_after_a_real_forward_pas
 @few_cases
 @kernels
 def test_the_peak_is_that_of_a_real_step(config: Config, amp: AmpMode) -> None:
-    config = with_training(config, amp=amp, train_batch_size=4)  # activations outweigh what is there all the time
+    config = config.with_training(amp=amp, train_batch_size=4)  # activations outweigh what is there all the time
     plan = plan_memory(config, amp=amp)
     step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
 
@@ -213,7 +209,7 @@ def test_flops_are_three_times_the_forward_pass_but_for_gradients_of_the_input()
 def test_a_checkpointed_level_is_computed_again() -> None:
     config = make_config()
     once = plan_memory(config).flops_per_step
-    again = plan_memory(with_training(config, checkpoint_levels=(0, 1, 2))).flops_per_step
+    again = plan_memory(config.with_training(checkpoint_levels=(0, 1, 2))).flops_per_step
     # All but stem, changes of level and attention run a third time; four instead of three passes at most.
     assert 1.2 * once < again < 4 / 3 * once
 
@@ -242,9 +238,9 @@ def test_planning_draws_from_no_global_generator() -> None:
 def test_what_is_nothing_to_a_step_is_not_traced_again() -> None:
     plan_memory(make_config())
     misses = memory_plan._TracedStep.cache_info().misses
-    plan_memory(with_training(make_config(), workers=7, prefetch_factor=5, lr=0.5, accumulate_steps=1))
+    plan_memory(make_config().with_training(workers=7, prefetch_factor=5, lr=0.5, accumulate_steps=1))
     assert memory_plan._TracedStep.cache_info().misses == misses
-    plan_memory(with_training(make_config(), accumulate_steps=7))
+    plan_memory(make_config().with_training(accumulate_steps=7))
     assert memory_plan._TracedStep.cache_info().misses == misses + 1
 
 
@@ -263,7 +259,7 @@ def test_a_plan_allocates_no_tensors() -> None:
 
 def test_compile_is_planned_as_the_eager_step() -> None:
     config = make_config()
-    assert plan_memory(with_training(config, compile=True)) == plan_memory(config)
+    assert plan_memory(config.with_training(compile=True)) == plan_memory(config)
 
 
 @pytest.mark.parametrize("vram_gib", [0.7, 0.9])
@@ -295,7 +291,7 @@ def test_the_default_network_has_the_documented_cost_and_80_gib_hold_16_patches(
     """In one test, whose traces are the same whatever processes share the tests."""
     config = read_config(EXP001, ["training.accumulate_steps=1"])
     assert config.training.checkpoint_levels == ()
-    lean = with_training(config, lean_norm=True)
+    lean = config.with_training(lean_norm=True)
     plan = plan_memory(lean, 16)
     # The documented figures, to the digits given there: 5.3 TFLOP forward, twice that backward.
     assert round(plan.weight_bytes / 4e6) == 155
@@ -306,7 +302,7 @@ def test_the_default_network_has_the_documented_cost_and_80_gib_hold_16_patches(
 @pytest.mark.long  # that plans of the plain form are right is tested on small networks: 4 s less
 def test_80_gib_hold_8_patches_of_the_default_network_without_lean_norm() -> None:
     config = read_config(EXP001, ["training.accumulate_steps=1"])
-    assert largest_batch(with_training(config, lean_norm=False), 80 * GIB) >= 8
+    assert largest_batch(config.with_training(lean_norm=False), 80 * GIB) >= 8
 
 
 @pytest.mark.gpu
@@ -319,8 +315,8 @@ def test_80_gib_hold_8_patches_of_the_default_network_without_lean_norm() -> Non
     ids=["lean", "plain", "checkpointed", "accumulated"],
 )
 def test_the_peak_is_that_of_a_gpu(keys: dict[str, Any], amp: AmpMode, batch: int) -> None:
-    config = with_training(
-        read_config(EXP001, []), **{"train_batch_size": batch, "amp": amp, "accumulate_steps": 1} | keys
+    config = read_config(EXP001, []).with_training(
+        **{"train_batch_size": batch, "amp": amp, "accumulate_steps": 1} | keys
     )
     plan, device = plan_memory(config, amp=amp), torch.device("cuda")
     torch.cuda.empty_cache()
@@ -367,11 +363,11 @@ def test_a_rank_with_sharded_weights_is_planned_with_its_part_of_them() -> None:
 
 def test_lean_norm_auto_is_off_where_a_step_fits_nine_tenths_of_the_free_gpu_memory_without_it() -> None:
     config, cuda = make_config({"amp": "bf16"}), torch.device("cuda")
-    lean, plain = (plan_memory(with_training(config, lean_norm=on)).vram_bytes for on in (True, False))
+    lean, plain = (plan_memory(config.with_training(lean_norm=on)).vram_bytes for on in (True, False))
     assert lean < plain
     assert lean_norm(config, cuda, math.floor(plain / 0.9))[0] is True
     assert lean_norm(config, cuda, math.ceil(plain / 0.9))[0] is False
     assert lean_norm(config, CPU)[0] is True
-    assert lean_norm(with_training(config, lean_norm=False), CPU)[0] is False
-    assert lean_norm(with_training(config, lean_norm=True), cuda, 80 * GIB)[0] is True
-    assert plan_memory(config).live_bytes == plan_memory(with_training(config, lean_norm=True)).live_bytes
+    assert lean_norm(config.with_training(lean_norm=False), CPU)[0] is False
+    assert lean_norm(config.with_training(lean_norm=True), cuda, 80 * GIB)[0] is True
+    assert plan_memory(config).live_bytes == plan_memory(config.with_training(lean_norm=True)).live_bytes

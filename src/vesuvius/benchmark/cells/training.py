@@ -60,8 +60,7 @@ class TrainingLab:
                 return replace(blank, ended="failed", cause=f"not started: {obstacle}")
             run = trainer_config(config, next_number(self._directory))
             # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
-            training = run.training.model_copy(update={"max_hours": self._bounds.limit_s / 3600})
-            run = run.model_copy(update={"training": training})
+            run = run.with_training(max_hours=self._bounds.limit_s / 3600)
         except (VesuviusError, ValidationError) as error:
             return replace(blank, ended="failed", cause=one_line(error, 400))
         pace = Pace(Demand.of(config, data, ranks, self._bounds.seconds))

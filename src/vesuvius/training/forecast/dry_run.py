@@ -26,7 +26,7 @@ from vesuvius.training.forecast.memory_plan import (
     largest_batch,
     plan_memory,
 )
-from vesuvius.training.forecast.preflight import Preflight, doubts, preflight, too_few_tasks, without_cache
+from vesuvius.training.forecast.preflight import Preflight, doubts, preflight, too_few_tasks
 from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
 from vesuvius.training.forecast.start_log import mixing_text, noise_text
 from vesuvius.training.quarantine import read_quarantine
@@ -145,7 +145,7 @@ def _data_lines(config: Config, preflight: Preflight) -> list[str]:
 
 def _read_chunks(config: Config, preflight: Preflight) -> list[SpotCheck]:
     known = damaged_boxes(read_quarantine(preflight.directory.quarantine) if preflight.resumed else [])
-    with StartReads(without_cache(config.data)) as reads:
+    with StartReads(config.data.with_store(cache_dir=None)) as reads:
         return list(spot_check(preflight.data, config.data, reads.read, known))
 
 

@@ -56,7 +56,7 @@ def first_config(name: str, spec: ArrayConfig) -> tuple[str, list[str]]:
 
 
 def _prepare(config: Config) -> PreparedData:
-    bare = config.data.model_copy(update={"store": config.data.store.model_copy(update={"cache_dir": None})})
+    bare = config.data.with_store(cache_dir=None)
     with StartReads(bare) as reads:
         return prepare_data(config.seed, bare, foreground=reads.foreground_map)
 

@@ -91,11 +91,11 @@ def remedy(config: Config, device: torch.device, use: VramUse | None) -> str:
     # The plan's reserve holds CUDA's own share of what is not torch's.
     usable_bytes = use.total_bytes - max(use.foreign_bytes - CONTEXT_BYTES, 0)
     # A smaller batch accumulates: earlier gradients then live beside the activations.
-    training = config.training.model_copy(update={"accumulate_steps": max(config.training.accumulate_steps, 2)})
+    accumulating = config.with_training(accumulate_steps=max(config.training.accumulate_steps, 2))
     try:
         amp = resolve_amp(config.training.amp, device)
         need_bytes = plan_memory(config, amp=amp).vram_bytes
-        fitting = largest_batch(config.model_copy(update={"training": training}), usable_bytes, amp)
+        fitting = largest_batch(accumulating, usable_bytes, amp)
     except Exception as problem:  # the error on its way out must not be hidden by that of its explanation
         return _unknown(config, f"the memory plan has no answer: {one_line(problem)}")
     planned = f"the memory plan needs {size_text(need_bytes)}"

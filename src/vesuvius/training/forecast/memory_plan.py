@@ -138,10 +138,9 @@ def lean_norm(config: Config, device: torch.device, free_bytes: int | None = Non
         return True, "as always on a CPU"
     if free_bytes is None:
         free_bytes = torch.cuda.mem_get_info(device)[0]
-    plain = config.training.model_copy(update={"lean_norm": False})
     amp = resolve_amp(config.training.amp, device)
     try:
-        need_bytes = plan_memory(config.model_copy(update={"training": plain}), amp=amp).vram_bytes
+        need_bytes = plan_memory(config.with_training(lean_norm=False), amp=amp).vram_bytes
     except Exception as error:  # a plan must not end a run
         return True, f"the memory plan has no answer: {one_line(error)}"
     reason = f"without it a step takes {size_text(need_bytes)} by the plan, of {size_text(free_bytes)} free"
@@ -234,7 +233,7 @@ class _TracedStep:
     """A step on fake tensors that takes micro-batches of any size; the config is from `_what_matters`."""
 
     def __init__(self, config: Config, amp: AmpMode) -> None:
-        self._config = config.model_copy(update={"training": config.training.model_copy(update={"amp": amp})})
+        self._config = config.with_training(amp=amp)
         # Schedule tables and timesteps are real tensors among fake ones.
         self._fake, self._footprint = FakeTensorMode(allow_non_fake_inputs=True), Footprint()
         self._plans: dict[int, MemoryPlan] = {}

@@ -70,8 +70,7 @@ def model_flops(config: Config, amp: AmpMode) -> int:
     What memory is saved with is no work of the model: blocks that are computed again count once, an optimizer's matrix
     products not at all.  Takes seconds where the step has not been traced before.
     """
-    plain = config.training.model_copy(update={"checkpoint_levels": (), "optimizer": "adamw"})
-    return plan_memory(config.model_copy(update={"training": plain}), amp=amp).flops_per_step
+    return plan_memory(config.with_training(checkpoint_levels=(), optimizer="adamw"), amp=amp).flops_per_step
 
 
 def seconds_at_peak(config: Config, device: torch.device, part: Part) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from vesuvius.config import Config, DataConfig, TrainingConfig
+from vesuvius.config import Config, TrainingConfig
 from vesuvius.diffusion.network.unet import check_torch_version
 from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.errors import StorageError
@@ -60,8 +60,7 @@ class Preflight:
 
     def resolved(self, config: Config) -> Config:
         """The config with what `training.lean_norm: auto` came to, the same on all ranks."""
-        training = config.training.model_copy(update={"lean_norm": self.lean_norm})
-        return config.model_copy(update={"training": training})
+        return config.with_training(lean_norm=self.lean_norm)
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def preflight(
     network.check_size(config.training.train_batch_size, config.data.patch_size)
     if config.training.workers and config.cluster.address is not None:
         check_cluster(config.cluster.address)
-    data_config = config.data if caches else without_cache(config.data)
+    data_config = config.data if caches else config.data.with_store(cache_dir=None)
     notes = directory.reading if caches and resume and directory.exists() else None
     with StartReads(data_config, notes) as reads:
         data = prepare_data(config.seed, data_config, foreground=reads.foreground_map)
@@ -176,11 +175,6 @@ def preflight(
         checkpoint_bytes,
         free_bytes,
     )
-
-
-def without_cache(config: DataConfig) -> DataConfig:
-    """The same, reading past the disk cache."""
-    return config.model_copy(update={"store": config.store.model_copy(update={"cache_dir": None})})
 
 
 def _initial_weights(config: Config) -> InitialWeights | None:

@@ -127,8 +127,7 @@ def ram_warning(config: Config, data: PreparedData, plan: RamPlan, limit: Memory
     largest = max(plan.parts, key=lambda part: part.size_bytes)
     remedy = f"lower {largest.lower}"
     for workers in range(config.training.workers - 1, -1, -1):
-        training = config.training.model_copy(update={"workers": workers})
-        if plan_ram(config.model_copy(update={"training": training}), data, plan.gpu).total_bytes <= allowed:
+        if plan_ram(config.with_training(workers=workers), data, plan.gpu).total_bytes <= allowed:
             remedy = f"start with training.workers={workers}"
             break
     return (

@@ -100,8 +100,7 @@ class Suggestion:
 
     def with_workers(self, workers: int) -> Self:
         """The same with other readers."""
-        training = self.config.training.model_copy(update={"workers": workers})
-        return replace(self, config=self.config.model_copy(update={"training": training}))
+        return replace(self, config=self.config.with_training(workers=workers))
 
 
 def suggest(

@@ -57,15 +57,13 @@ def part_of(config: Config, rank: int, world: int) -> Part:
 
 def config_of(config: Config, part: Part) -> Config:
     """Return a config of one rank whose steps consume what this part does."""
-    changes = {"ranks": 1, "train_batch_size": part.micro_batch, "accumulate_steps": part.accumulate_steps}
-    return config.model_copy(update={"training": config.training.model_copy(update=changes)})
+    return config.with_training(ranks=1, train_batch_size=part.micro_batch, accumulate_steps=part.accumulate_steps)
 
 
 def one_rank(config: Config) -> Config:
     """Return a config of one rank that does what each of its ranks would."""
     cluster = config.cluster.model_copy(update={"min_ranks": None})
-    training = config.training.model_copy(update={"ranks": 1})
-    return config.model_copy(update={"training": training, "cluster": cluster})
+    return config.with_training(ranks=1).model_copy(update={"cluster": cluster})
 
 
 def most_at_work(global_batch: int, world: int) -> int:

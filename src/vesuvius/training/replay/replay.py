@@ -149,7 +149,7 @@ def _config(stored: NonFiniteStep, overrides: Sequence[str], path: Path) -> Conf
             "these overrides"
         )
     # Hooks must see every module.
-    return config.model_copy(update={"training": config.training.model_copy(update={"compile": False})})
+    return config.with_training(compile=False)
 
 
 def _replay(stored: NonFiniteStep, config: Config, device: torch.device) -> ReplayResult:
