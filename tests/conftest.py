@@ -28,7 +28,7 @@ from hypothesis import settings
 from tests.support import fork_server, forked, orphans
 from tests.support.servers import cache_home, cache_homes, s3, s3_server, server, session_server  # noqa: F401 - fixtures
 from tests.support.tiny import TINY_MODEL as TINY_MODEL
-from tests.support.tiny import tiny_sections
+from tests.support.tiny import TINY_TRAINING, tiny_sections
 from vesuvius.monitor.probes import files
 from vesuvius.runlog.logfile import _TerminalHandler
 from vesuvius.stream.start import start_reads
@@ -189,6 +189,12 @@ def tiny_config(tmp_path: Path, volume: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def of_two_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of two micro-batches, for tests of what a step adds up; others take half the time with one."""
+    monkeypatch.setitem(TINY_TRAINING, "accumulate_steps", 2)
 
 
 _ray: list[Any] = []

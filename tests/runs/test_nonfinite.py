@@ -19,6 +19,8 @@ from vesuvius.runlog.step_times import StepTimes
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.step.step import TrainStep
 
+pytestmark = pytest.mark.usefixtures("of_two_micro_batches")
+
 
 @pytest.fixture(autouse=True)
 def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,7 @@ sys.exit(train.main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("batches", "saved"), [pytest.param(8, [4], id="first"), pytest.param(9, [], marks=pytest.mark.long, id="second")]
 )
+@pytest.mark.usefixtures("of_two_micro_batches")
 def test_a_signal_to_one_rank_stops_all_while_another_waits_for_data(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batches: int, saved: list[int]
 ) -> None:
@@ -195,6 +196,7 @@ def test_a_signal_to_one_rank_stops_all_while_another_waits_for_data(
     assert "Traceback" not in output_of(tmp_path, 2)
 
 
+@pytest.mark.usefixtures("of_two_micro_batches")
 def test_rank_0_saves_while_its_data_do_not_come_when_another_rank_fails(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_config_of_several_ranks_keeps_them_and_its_global_batch(
     assert "ranks:" not in Path("tiny.tuned.yaml").read_text()
 
 
+@pytest.mark.usefixtures("of_two_micro_batches")
 def test_the_dry_run_names_blocks_with_memory_and_time_and_writes_nothing(
     tiny_config: WriteConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_stop_while_a_batch_is_waited_for_saves_and_a_resume_is_bit_identical(
     assert final_difference(tmp_path / "runs/stopped", tmp_path / "runs/straight") is None
 
 
+@pytest.mark.usefixtures("of_two_micro_batches")
 def test_a_step_given_up_in_its_second_micro_batch_leaves_no_trace(
     tiny_config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,19 @@ TINY_MODEL: dict[str, Any] = {
     "norm_groups": 4,
 }
 
+TINY_TRAINING: dict[str, Any] = {
+    "train_batch_size": 2,
+    "accumulate_steps": 1,
+    "workers": 0,
+    "steps_per_epoch": 10,
+    "epochs": 2,
+    "warmup_steps": 3,
+    "lr": 1e-3,
+    "ema_decay": 0.9,
+    "save_every": 10,
+    "validate_every": 0,
+}
+
 
 def tiny_sections(name: str, volume: Path) -> dict[str, Any]:
     """Its config: all sections, as YAML has them."""
@@ -25,18 +38,7 @@ def tiny_sections(name: str, volume: Path) -> dict[str, Any]:
             "patches_per_region": 4,
             "regions_per_task": 4,
         },
-        "training": {
-            "train_batch_size": 2,
-            "accumulate_steps": 2,
-            "workers": 0,
-            "steps_per_epoch": 10,
-            "epochs": 2,
-            "warmup_steps": 3,
-            "lr": 1e-3,
-            "ema_decay": 0.9,
-            "save_every": 10,
-            "validate_every": 0,
-        },
+        "training": dict(TINY_TRAINING),
         "diffusion": {"sampler_steps": 3},
         "monitor": {"tensorboard": False},
         # Without the blocks at full resolution, which tests of networks cover, a step takes 0.6 of the time.

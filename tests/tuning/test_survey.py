@@ -52,6 +52,7 @@ def test_what_the_source_has_is_never_beyond_the_caps(tiny_config: WriteConfig) 
     assert space.most_prefetch == 40
 
 
+@pytest.mark.usefixtures("of_two_micro_batches")
 def test_micro_batches_stay_within_the_effective_batch_unless_it_may_grow(tiny_config: WriteConfig) -> None:
     config = read_config(tiny_config())
     assert surveyed(config).most_batch == config.global_batch == 4

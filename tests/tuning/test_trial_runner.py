@@ -92,6 +92,7 @@ def when_it_trains(run: Path, act: Callable[[int], object]) -> Iterator[None]:
     assert not failures, failures
 
 
+@pytest.mark.usefixtures("of_two_micro_batches")
 def test_one_trainer_measures_block_after_block(config: Config, trials: Path) -> None:
     """Global batches of 4 samples; a task gives 16, and so many regions are in flight."""
     config = config.model_copy(update={"data": config.data.model_copy(update={"regions_in_flight": 16})})

@@ -113,6 +113,7 @@ def test_the_copy_of_a_checkpoint_holds_weights_moments_and_averages(planned: Pl
 
 
 @pytest.mark.usefixtures("some_network")
+@pytest.mark.usefixtures("of_two_micro_batches")
 def test_batches_ahead_and_fixed_patches_are_counted_in_their_stored_dtype(planned: Plan, tmp_path: Path) -> None:
     # 2 held, 3 ahead of the only reader, 2 micro-batches of the step in hand; 8 x 16 x 16 voxels, 2 a batch.
     assert part(planned("training.workers=1", "training.prefetch_factor=3")[2], "batches") == 7 * 2 * 2048

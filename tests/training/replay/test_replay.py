@@ -43,6 +43,8 @@ from vesuvius.training.validation.data_spectrum import measure_spectrum
 CPU = torch.device("cpu")
 WriteConfig = Callable[..., Path]
 
+pytestmark = pytest.mark.usefixtures("of_two_micro_batches")
+
 
 class LateClock(HostClock):
     """Steps are finished two steps late, as a GPU's are that the host runs ahead of."""
