@@ -1,4 +1,5 @@
-"""A real run whose reader is killed: it goes on, says who died of what, keeps it, and memcheck shows it again."""
+"""A real run with readers: one is killed, it goes on, says who died of what, keeps it, and memcheck shows it again;
+then a scheduler ends all its processes at once, and it still saves."""
 
 from __future__ import annotations
 
@@ -12,11 +13,14 @@ from tests.support.kill_harness import Session, run_directory
 from vesuvius.errors import EXIT_MEMORY_KILL
 from vesuvius.monitor.postmortem.death import read_deaths
 from vesuvius.monitor.recent import read_recent
+from vesuvius.training.checkpoint.format import find_damage, list_checkpoints, step_of
 
 WriteConfig = Callable[..., Path]
 
 
-def test_a_readers_death_is_examined_kept_and_shown_again(tmp_path: Path, tiny_config: WriteConfig) -> None:
+def test_a_readers_death_is_kept_and_shown_again_and_a_sigterm_to_all_processes_still_saves(
+    tmp_path: Path, tiny_config: WriteConfig
+) -> None:
     config = tiny_config(
         training={"workers": 1, "epochs": 10_000, "save_every": 100_000}, monitor={"sample_every_s": 0.5}
     )
@@ -32,9 +36,13 @@ def test_a_readers_death_is_examined_kept_and_shown_again(tmp_path: Path, tiny_c
         os.kill(victim, signal.SIGKILL)
         session.wait_until(lambda: bool(read_deaths(run / "post_mortem.jsonl")), "the death was kept")
         seen = run_vesuvius("memcheck", run, "--once", cwd=tmp_path)
-        session.process.terminate()
-        assert session.end() == 75
+        os.killpg(session.process.pid, signal.SIGTERM)  # as a scheduler does: Ray's processes get it too
+        assert session.end() == 75, session.text()
         log = session.text()
+    assert "Traceback" not in log
+    (checkpoint,) = list_checkpoints(run / "checkpoints")
+    assert find_damage(checkpoint) is None
+    assert step_of(checkpoint) >= 3
     (death,) = read_deaths(run / "post_mortem.jsonl")
     assert (death.victim, death.pid, death.cause) == ("reader", victim, "signal")
     assert death.step >= 3

@@ -1,8 +1,7 @@
-"""SIGTERM and SIGINT at awkward moments of a run that has something to lose; more in engine/test_stop.py."""
+"""SIGTERM and SIGINT at awkward moments of a run that has something to lose; more in training/test_stop.py."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -44,17 +43,6 @@ def checkpoint_steps(run: Path) -> list[int]:
 def one_step_done(config: Path, cwd: Path) -> None:
     with Session(config, cwd, "training.max_steps=1") as session:
         assert session.end() == 0, session.text()
-
-
-def test_sigterm_to_all_processes_of_a_run_still_saves(tiny_config: WriteConfig, tmp_path: Path) -> None:
-    config = tiny_config(training={"epochs": 1000, "save_every": 10_000, "workers": 1})
-    with Session(config, tmp_path) as session:
-        session.wait_for("Train step 3/")
-        os.killpg(session.process.pid, signal.SIGTERM)  # as a scheduler does: Ray's processes hear it too
-        assert session.end() == 75, session.text()
-        assert "Traceback" not in session.text()
-    (step,) = checkpoint_steps(tmp_path / "runs/tiny")
-    assert step >= 3
 
 
 @pytest.mark.parametrize("steps", [3, 4])
