@@ -25,7 +25,7 @@ import sys
 
 REFUSED = {{
     "PIL", "diffusers", "einops", "google_crc32c", "grpc", "monai", "moto", "obstore", "psutil", "pyarrow", "ray",
-    "rich", "safetensors", "tenacity", "tensorstore", "yaml", "zarrs",
+    "rich", "safetensors", "tensorstore", "yaml", "zarrs",
 }}
 
 class Refuse:

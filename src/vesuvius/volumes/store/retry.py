@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import random
 import re
 import threading
 import time
@@ -16,8 +17,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from obstore.exceptions import BaseError, GenericError
-from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
-from tenacity.nap import sleep_using_event
 
 from vesuvius.config import StoreConfig
 from vesuvius.volumes.errors import ClosedError, OutageError, reason
@@ -94,7 +93,7 @@ class Retrier:
         self._remote = is_remote(address)
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._failing: dict[int, Outage] = {}
+        self._failing: dict[int, Outage] = {}  # by thread
         self._said: float | None = None
 
     def run(self, key: str, read: Callable[[], T]) -> T:
@@ -108,42 +107,34 @@ class Retrier:
             ClosedError: another thread has called `close`.
             Exception: whatever else `read` raises.
         """
-        began: float | None = None
-
-        def given_up(state: RetryCallState) -> bool:
-            nonlocal began
-            began = began or time.monotonic()
-            return time.monotonic() - began >= self._patience_s
-
-        retrying = Retrying(
-            stop=given_up,
-            wait=wait_random_exponential(_FIRST_PAUSE_S, max=self._config.max_pause_s),
-            sleep=sleep_using_event(self._closed),
-            retry=retry_if_exception(self._may_pass),
-            before_sleep=self._note_failure,
-            reraise=True,
-        )
-
-        def once() -> T:
-            self.check_open()
-            self._count(requests=1)
-            data = read()
-            self._count(bytes_fetched=len(data) if isinstance(data, bytes) else 0)
-            return data
-
+        tries, pause_s = 0, min(_FIRST_PAUSE_S, self._config.max_pause_s)
+        since: float | None = None
+        began = 0.0
         answered = True
         try:
-            return retrying(once)
-        except ClosedError:
+            while not self._closed.is_set():
+                tries += 1
+                self._count(requests=1)
+                try:
+                    data = read()
+                except (BaseError, OSError) as error:
+                    if not self._may_pass(error):
+                        raise
+                    if since is None:
+                        since, began = time.time(), time.monotonic()
+                    if time.monotonic() - began >= self._patience_s:
+                        answered = False
+                        raise self._outage_error(key, error, since, tries) from error
+                    self._note_failure(Outage(since, reason(error), self._address))
+                else:
+                    self._count(bytes_fetched=len(data) if isinstance(data, bytes) else 0)
+                    return data
+                self._closed.wait(random.uniform(0, pause_s))  # at random, so that many readers do not ask at once
+                pause_s = min(2 * pause_s, self._config.max_pause_s)
             answered = False
-            raise
-        except (BaseError, OSError) as error:
-            if not self._may_pass(error):
-                raise
-            answered = False
-            raise self._outage_error(key, error, retrying) from error
+            raise ClosedError(self._address)
         finally:
-            self._end_failing(id(retrying), answered)
+            self._end_failing(answered)
 
     def close(self) -> None:
         """End all pauses; what is being read is not tried again."""
@@ -166,16 +157,11 @@ class Retrier:
             return f"{self._patience_s:g} s, as it has never answered: check the address"
         return f"{self._config.outage_minutes:g} minutes (data.store.outage_minutes)"
 
-    def _note_failure(self, state: RetryCallState) -> None:
+    def _note_failure(self, failing: Outage) -> None:
         self._count(retries=1)
-        assert state.outcome is not None
-        error = state.outcome.exception()
-        assert error is not None
-        number, now = id(state.retry_object), time.time()
+        now = time.time()
         with self._lock:
-            first = self._failing.get(number)
-            since = first.since if first else now
-            self._failing[number] = Outage(since, reason(error), self._address)
+            self._failing[threading.get_ident()] = failing
             self.outage = outage = min(self._failing.values(), key=lambda failing: failing.since)
             say = now - outage.since >= _SAID_AFTER_S and now - (self._said or 0) >= _SAID_EVERY_S
             if say:
@@ -188,13 +174,13 @@ class Retrier:
                 self._patience_words,
             )
 
-    def _end_failing(self, number: int, answered: bool) -> None:
-        """A read has ended: with an answer of the store, or without."""
+    def _end_failing(self, answered: bool) -> None:
+        """A read of this thread has ended: with an answer of the store, or without."""
         if answered:
             self._known = True
         with self._lock:
             outage = self.outage
-            if self._failing.pop(number, None) is None:
+            if self._failing.pop(threading.get_ident(), None) is None:
                 return
             self.outage = min(self._failing.values(), key=lambda failing: failing.since, default=None)
             over = self.outage is None and self._said is not None
@@ -203,19 +189,13 @@ class Retrier:
         if over and answered and outage is not None:
             log.info("%s answers again after %s", self._address, _duration(time.time() - outage.since))
 
-    def _outage_error(self, key: str, error: BaseException, retrying: Retrying) -> OutageError:
-        with self._lock:
-            failing = self._failing.get(id(retrying))
-        since = failing.since if failing else time.time()
-        tries = retrying.statistics.get("attempt_number", 1)
+    def _outage_error(self, key: str, error: BaseException, since: float, tries: int) -> OutageError:
+        what = f"({tries} {'try' if tries == 1 else 'tries'} of {key} in {self._address})"
         if not self._known and self._remote:
-            return OutageError(
-                f"a store must answer; got {reason(error)} ({_tries(tries)} of {key} in {self._address}); check the "
-                "address and the network"
-            )
+            return OutageError(f"a store must answer; got {reason(error)} {what}; check the address and the network")
         return OutageError(
             f"a store must answer within data.store.outage_minutes={self._config.outage_minutes:g}; got "
-            f"{reason(error)} since {_clock(since)} ({_tries(tries)} of {key} in {self._address}); check the network "
+            f"{reason(error)} since {_clock(since)} {what}; check the network "
             "and the server, then continue a run with --resume, or run another command again"
         )
 
@@ -243,7 +223,3 @@ def _clock(moment: float) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-def _tries(count: int) -> str:
-    return "1 try" if count == 1 else f"{count} tries"
