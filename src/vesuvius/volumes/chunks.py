@@ -22,9 +22,8 @@ import numcodecs
 import numpy as np
 import zarr
 from numpy.typing import NDArray
+from zarr.abc.codec import ArrayArrayCodec, BytesBytesCodec
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, Endian, ShardingCodec
-from zarr.core.buffer import default_buffer_prototype
-from zarr.core.sync import sync
 
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
@@ -274,7 +273,29 @@ class ChunkGrid:
 
     @cached_property
     def _index_bytes(self) -> int:
-        return self._codec._shard_index_size(self._chunks_per_shard)
+        return len(self._index_store[self._index_key])
+
+    @cached_property
+    def _index_store(self) -> dict[str, Any]:
+        """An array whose one chunk is encoded as the shards' indices are: zarr has no public function to read those."""
+        codecs = self._codec.index_codecs
+        shape, store = (*self._chunks_per_shard, 2), dict[str, Any]()
+        array = zarr.create_array(
+            store,
+            shape=shape,
+            chunks=shape,
+            dtype="uint64",
+            filters=[codec for codec in codecs if isinstance(codec, ArrayArrayCodec)],
+            serializer=next(codec for codec in codecs if not isinstance(codec, ArrayArrayCodec | BytesBytesCodec)),
+            compressors=[codec for codec in codecs if isinstance(codec, BytesBytesCodec)],
+            fill_value=0,
+        )
+        array[...] = _ABSENT
+        return store
+
+    @property
+    def _index_key(self) -> str:
+        return "c" + "/0" * (len(self._chunks_per_shard) + 1)
 
     def _parse_index(self, key: str, data: bytes) -> Index:
         if len(data) != self._index_bytes:
@@ -284,9 +305,10 @@ class ChunkGrid:
                 if google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
                     raise ShardIndexError(f"a shard's index must match its checksum; got another one in {key}")
                 return np.frombuffer(data, "<u8", len(data) // 8).reshape(*self._chunks_per_shard, 2)
-        buffer = default_buffer_prototype().buffer.from_bytes(data)
+        encoded = type(self._index_store[self._index_key]).from_bytes(data)
         try:
-            return sync(self._codec._decode_shard_index(buffer, self._chunks_per_shard)).offsets_and_lengths
+            array = zarr.open_array(self._index_store | {self._index_key: encoded}, mode="r")
+            return np.asarray(array[...], np.uint64)
         except Exception as error:  # codecs raise whatever they like
             raise ShardIndexError(f"a shard's index must be readable; got {one_line(error)} in {key}") from error
 
