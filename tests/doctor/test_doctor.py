@@ -29,6 +29,7 @@ from vesuvius.doctor import device, examination, host, trial
 from vesuvius.doctor.check import THREADS, Check, Finding, examine
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_OK
 from vesuvius.runlog.units import GIB
+from vesuvius.trials import process
 
 CUDA = torch.device("cuda")
 WriteConfig = Callable[..., Path]
@@ -45,8 +46,8 @@ class FakeNvml:
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
         return index
 
-    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
-        return b"NVIDIA A100"
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
+        return "NVIDIA A100"
 
     def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
         return "550.1"
@@ -60,7 +61,7 @@ class NoNvml:
 @pytest.fixture
 def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of a trial are forked from one that has torch imported."""
-    monkeypatch.setattr(trial, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start}))
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": fork_server.start}))
 
 
 def config_of(volume: str, **training: Any) -> Any:

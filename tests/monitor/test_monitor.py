@@ -22,7 +22,7 @@ from tests.support.small_disk import fill, small_disk
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits
 from vesuvius.monitor.memory.risk import Level
-from vesuvius.monitor.monitor import LoopStatus, Monitor, MonitorPaths
+from vesuvius.monitor.monitor import LoopStatus, Monitor
 from vesuvius.monitor.probes.cgroup import CgroupUse
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.processes import ProcessUse
@@ -30,6 +30,7 @@ from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.probes.vram import VramUse, gpu_uuid
 from vesuvius.monitor.recent import read_recent
 from vesuvius.runlog.records import read_records
+from vesuvius.runlog.run_dir import RunDir
 
 GIB = 2**30
 
@@ -63,8 +64,10 @@ def _process(pid: int, anon_bytes: int) -> ProcessUse:
     )
 
 
-def paths(place: Path) -> MonitorPaths:
-    return MonitorPaths(place / "system.jsonl", place / "monitor.log", place / "recent.jsonl")
+def in_dir(place: Path) -> RunDir:
+    directory = RunDir(place)
+    directory.make_folders()
+    return directory
 
 
 def wait_until(happened: Callable[[], object]) -> None:
@@ -78,10 +81,10 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(tmp_path: Path
     watcher = ScriptedWatcher(lambda sample: sample * 2**20)
     shared: list[dict[str, Any]] = []
     with Monitor(
-        paths(tmp_path), Limits(), watcher, sample_every_s=0.05, write_every_s=0.2, on_record=shared.append
+        in_dir(tmp_path), Limits(), watcher, sample_every_s=0.05, write_every_s=0.2, on_record=shared.append
     ) as monitor:
         monitor.told = LoopStatus(step=7, readers={123: GIB})
-        wait_until(lambda: len((tmp_path / "monitor.log").read_text().splitlines()) > 1)
+        wait_until(lambda: len((tmp_path / "logs/monitor.log").read_text().splitlines()) > 1)
     records = read_records(tmp_path / "system.jsonl")
     assert shared == records
     assert [record["samples"] for record in records[:2]] == [4, 4]
@@ -96,7 +99,7 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(tmp_path: Path
         assert record["step"] == 7
         assert record["vram"] is None
     assert records[1]["monitor_cores"] > 0
-    for line in (tmp_path / "monitor.log").read_text().splitlines():
+    for line in (tmp_path / "logs/monitor.log").read_text().splitlines():
         assert re.fullmatch(
             r"[\d-]{10} [\d:]{8} INFO ram_gib [\d.]+/[\d.]+ store_gib 0\.25 readers_gib (123:1\.00|-) vram_gib - "
             r"gpu_pct - cores ([\d.]+/\d+|-) disk_mib_s (\d+|-) net_mib_s (\d+|-) swap_gib [\d.]+ risk LOW "
@@ -106,7 +109,7 @@ def test_a_window_becomes_one_record_and_the_last_one_is_not_lost(tmp_path: Path
 
 
 def test_each_look_is_in_the_ring_that_outlives_the_process(tmp_path: Path) -> None:
-    with Monitor(paths(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), sample_every_s=0.02) as monitor:
+    with Monitor(in_dir(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), sample_every_s=0.02) as monitor:
         wait_until(lambda: len(read_recent(tmp_path / "recent.jsonl")) >= 3)
         moments = monitor.moments()
     kept = read_recent(tmp_path / "recent.jsonl")
@@ -125,7 +128,7 @@ def test_gpu_use_may_be_asked_for_while_a_sample_is_taken(tmp_path: Path) -> Non
             monitor._samples.append(monitor._samples[0])
             return ()
 
-    with Monitor(paths(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), sample_every_s=60) as monitor:
+    with Monitor(in_dir(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), sample_every_s=60) as monitor:
         monitor._samples.append(cast(Any, Interrupted()))
         assert monitor.gpu_busy() is None
 
@@ -137,7 +140,7 @@ def test_an_order_to_exit_is_handed_on_at_once_and_once(tmp_path: Path, caplog: 
     limits = Limits(configured_bytes=4 * GIB)
     watcher = ScriptedWatcher(lambda sample: GIB if sample < 4 else 4 * GIB - GIB // 4 - 1)
     with Monitor(
-        paths(tmp_path), limits, watcher, sample_every_s=0.02, write_every_s=0.04, on_exit=orders.append
+        in_dir(tmp_path), limits, watcher, sample_every_s=0.02, write_every_s=0.04, on_exit=orders.append
     ) as monitor:
         wait_until(lambda: orders and watcher.samples > 10)
         assert monitor.order == orders[0]
@@ -166,7 +169,7 @@ def test_memory_of_others_is_warned_of_by_name_and_ends_no_run(
 
     orders: list[Order] = []
     watcher = Crowded(lambda sample: 2**20)
-    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02, on_exit=orders.append):
+    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02, on_exit=orders.append):
         wait_until(lambda: watcher.samples > 5 and "the largest processes" in caplog.text)
     assert orders == []
     risk, others = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -194,7 +197,7 @@ def test_processes_of_others_that_cannot_be_read_do_not_blind_the_guard(
     orders: list[Order] = []
     watcher = Crowded(lambda sample: 4 * GIB if asked.is_set() else 2**20)
     limits = Limits(configured_bytes=4 * GIB)
-    with Monitor(paths(tmp_path), limits, watcher, sample_every_s=0.02, on_exit=orders.append):
+    with Monitor(in_dir(tmp_path), limits, watcher, sample_every_s=0.02, on_exit=orders.append):
         wait_until(lambda: orders)
         wait_until(lambda: "risk of an out of memory kill CRITICAL" in caplog.text)
         assert answered == []
@@ -210,7 +213,7 @@ def test_a_disk_that_hangs_does_not_blind_the_guard(tmp_path: Path) -> None:
         answers.wait(60)
 
     with Monitor(
-        paths(tmp_path),
+        in_dir(tmp_path),
         Limits(configured_bytes=4 * GIB),
         watcher,
         sample_every_s=0.02,
@@ -236,7 +239,7 @@ def test_a_gpu_driver_that_hangs_does_not_blind_the_guard(tmp_path: Path) -> Non
     vram: Any = HangingVram()
     watcher = ScriptedWatcher(lambda sample: GIB if sample < 10 else 4 * GIB)
     limits = Limits(configured_bytes=4 * GIB)
-    with Monitor(paths(tmp_path), limits, watcher, vram, sample_every_s=0.02, on_exit=orders.append):
+    with Monitor(in_dir(tmp_path), limits, watcher, vram, sample_every_s=0.02, on_exit=orders.append):
         wait_until(lambda: orders)
         answers.set()
 
@@ -255,11 +258,11 @@ def test_gpus_are_told_apart_by_uuid_and_ours_is_asked(
             return replace(super().sample(), gpus=tuple(gpus[self.samples % 2 :]))
 
     with Monitor(
-        paths(tmp_path), Limits(), Two(lambda n: n), gpu_uuid=ours, sample_every_s=0.02, write_every_s=0.08
+        in_dir(tmp_path), Limits(), Two(lambda n: n), gpu_uuid=ours, sample_every_s=0.02, write_every_s=0.08
     ) as monitor:
         wait_until(lambda: monitor.gpu_busy() is not None)
         assert monitor.gpu_busy() == pytest.approx(0.1)
-        wait_until(lambda: (tmp_path / "monitor.log").read_text())
+        wait_until(lambda: (tmp_path / "logs/monitor.log").read_text())
     first, second = read_records(tmp_path / "system.jsonl")[0]["gpus"]
     assert (first["index"], first["busy"]) == (3, [1.0, 1.0, 1.0])
     assert (second["index"], second["busy"]) == (5, [0.1, 0.1, 0.1])
@@ -276,7 +279,7 @@ def test_what_a_gpu_reports_is_logged_and_recorded_with_the_step(
     events: list[dict[str, Any]] = []
     watcher = Failing(lambda n: n)
     with Monitor(
-        paths(tmp_path),
+        in_dir(tmp_path),
         Limits(),
         watcher,
         sample_every_s=0.02,
@@ -295,7 +298,7 @@ def test_a_reader_that_is_stopped_counts_and_is_said_once(
     monkeypatch.setattr("vesuvius.monitor.alerts.notices._STOPPED_S", 0.1)
     with (
         subprocess.Popen(["sleep", "60"]) as reader,
-        Monitor(paths(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
+        Monitor(in_dir(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
     ):
         monitor.told = LoopStatus(readers={reader.pid: 1})
         wait_until(lambda: len(monitor.sample.processes) > 1)
@@ -316,7 +319,7 @@ def test_a_reader_that_is_stopped_counts_and_is_said_once(
 def test_a_reader_of_this_machine_that_has_ended_holds_nothing_and_one_elsewhere_what_it_says(tmp_path: Path) -> None:
     with (
         subprocess.Popen(["sleep", "60"]) as reader,
-        Monitor(paths(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
+        Monitor(in_dir(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.02) as monitor,
     ):
         monitor.told = LoopStatus(readers={reader.pid: 7 * GIB, 2**22 + 5: GIB})
         wait_until(lambda: monitor.moments()[-1].reader_bytes.get(reader.pid, 7 * GIB) < GIB)
@@ -330,7 +333,7 @@ def test_a_reader_of_a_ray_that_another_process_started_counts_for_the_run(tmp_p
     with (
         subprocess.Popen(["sleep", "60"]) as trainer,
         subprocess.Popen(["sleep", "60"]) as reader,
-        Monitor(paths(tmp_path), Limits(), Watcher(trainer.pid), sample_every_s=0.02) as monitor,
+        Monitor(in_dir(tmp_path), Limits(), Watcher(trainer.pid), sample_every_s=0.02) as monitor,
     ):
         assert [process.pid for process in monitor.sample.processes] == [trainer.pid]
         alone = monitor.sample.used_bytes
@@ -348,7 +351,7 @@ def test_a_lower_order_stands_until_it_was_carried_out_and_settles(tmp_path: Pat
     orders: list[Order] = []
     watcher = ScriptedWatcher(lambda sample: int((0.86 + 0.0001 * sample) * 4 * GIB) - GIB // 4)
     with Monitor(
-        paths(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02, on_exit=orders.append
+        in_dir(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02, on_exit=orders.append
     ) as monitor:
         monitor.told = LoopStatus(prefetch_left=True, workers_left=True)
         wait_until(lambda: monitor.order is not None)
@@ -371,7 +374,7 @@ def test_what_grew_before_readers_were_changed_says_nothing_and_memory_is_not_sh
             return replace(super().sample(), time=1000.0 + self.samples)
 
     watcher = Hurried(lambda sample: GIB + sample * 2**20)
-    with Monitor(paths(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02) as monitor:
+    with Monitor(in_dir(tmp_path), Limits(configured_bytes=4 * GIB), watcher, sample_every_s=0.02) as monitor:
         wait_until(lambda: monitor.risk.trend is not None)
         monitor.readers_changed()
         wait_until(lambda: monitor.risk.trend is None)
@@ -388,7 +391,7 @@ def test_a_kill_in_the_cgroup_is_said_at_once(tmp_path: Path, caplog: pytest.Log
             return replace(super().sample(), cgroup=use)
 
     watcher = Killing(lambda sample: sample)
-    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02):
+    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02):
         wait_until(lambda: watcher.samples > 5)
     kills = [r.getMessage() for r in caplog.records if "the kernel has killed" in r.getMessage()]
     assert kills
@@ -403,7 +406,7 @@ def test_a_guard_that_may_not_act_orders_nothing(
     orders: list[Order] = []
     watcher = ScriptedWatcher(lambda sample: 4 * GIB)
     limits = Limits(configured_bytes=4 * GIB)
-    with Monitor(paths(tmp_path), limits, watcher, sample_every_s=0.02, guard=mode, on_exit=orders.append):
+    with Monitor(in_dir(tmp_path), limits, watcher, sample_every_s=0.02, guard=mode, on_exit=orders.append):
         wait_until(lambda: watcher.samples > 5)
     assert orders == []
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == warnings
@@ -427,9 +430,14 @@ def test_gpu_memory_is_written_as_a_window_too(tmp_path: Path) -> None:
 
     fake: Any = FakeVram()
     with Monitor(
-        paths(tmp_path), Limits(), ScriptedWatcher(lambda sample: sample), fake, sample_every_s=0.02, write_every_s=0.06
+        in_dir(tmp_path),
+        Limits(),
+        ScriptedWatcher(lambda sample: sample),
+        fake,
+        sample_every_s=0.02,
+        write_every_s=0.06,
     ):
-        wait_until(lambda: (tmp_path / "monitor.log").read_text())
+        wait_until(lambda: (tmp_path / "logs/monitor.log").read_text())
     vram = read_records(tmp_path / "system.jsonl")[0]["vram"]
     assert vram["reserved_bytes"] == [10, 20, 30]
     assert vram["peak_bytes"] == 99
@@ -443,7 +451,7 @@ def test_a_listener_that_fails_neither_doubles_records_nor_floods_the_log(
         raise RuntimeError("no")
 
     watcher = ScriptedWatcher(lambda sample: sample)
-    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04, on_record=fails):
+    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04, on_record=fails):
         wait_until(lambda: watcher.samples > 20)
     records = read_records(tmp_path / "system.jsonl")
     assert sum(record["samples"] for record in records) == watcher.samples - 1
@@ -460,14 +468,14 @@ def test_a_look_that_fails_blinds_the_monitor_but_does_not_end_it(
         return sample
 
     watcher = ScriptedWatcher(fails_once)
-    with Monitor(paths(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04):
+    with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02, write_every_s=0.04):
         wait_until(lambda: watcher.samples > 5)
     assert read_records(tmp_path / "system.jsonl")
     assert "sampling failed; retrying" in caplog.text
 
 
 def test_a_real_look_at_this_process_knows_what_it_holds(tmp_path: Path) -> None:
-    with Monitor(paths(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.05) as monitor:
+    with Monitor(in_dir(tmp_path), Limits(), Watcher(os.getpid()), sample_every_s=0.05) as monitor:
         used, limit = monitor.ram()
         before = monitor.sample.processes[0].anon_bytes
         block = b"x" * 200 * 2**20
@@ -483,14 +491,14 @@ def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(
     caplog.set_level(logging.INFO, "vesuvius")
     watcher = ScriptedWatcher(lambda sample: sample)
     with small_disk(tmp_path, kib=512) as disk:
-        with Monitor(paths(disk), Limits(), watcher, sample_every_s=0.02, write_every_s=0.02):
+        with Monitor(in_dir(disk), Limits(), watcher, sample_every_s=0.02, write_every_s=0.02):
             ballast = fill(disk)
             wait_until(lambda: len(caplog.records) >= 2)
             more = watcher.samples + 5
             wait_until(lambda: watcher.samples > more)
             ballast.unlink()
         assert len(read_records(disk / "system.jsonl")) == watcher.samples - 1
-        assert len((disk / "monitor.log").read_text().splitlines()) == watcher.samples - 1
+        assert len((disk / "logs/monitor.log").read_text().splitlines()) == watcher.samples - 1
     failing, working = caplog.records[:2], caplog.records[2:]
     assert all(" must be writable; got [Errno 28]" in record.getMessage() for record in failing)
     assert all(" is writable again; 0 lines were lost" in record.getMessage() for record in working)
@@ -511,7 +519,7 @@ def test_a_monitor_that_hangs_does_not_hold_up_the_end_of_the_run(
             return super().sample()
 
     started = time.monotonic()
-    with Monitor(paths(tmp_path), Limits(), HungWatcher(lambda sample: sample), sample_every_s=0.02):
+    with Monitor(in_dir(tmp_path), Limits(), HungWatcher(lambda sample: sample), sample_every_s=0.02):
         time.sleep(0.1)
     assert time.monotonic() - started < 30
     assert "is abandoned" in caplog.text

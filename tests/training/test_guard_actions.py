@@ -18,7 +18,7 @@ from vesuvius.errors import EXIT_GUARD, EXIT_STOPPED
 from vesuvius.monitor.memory import guard
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.monitor import LoopStatus, Monitor, MonitorPaths
+from vesuvius.monitor.monitor import LoopStatus, Monitor
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.options import StreamOptions
@@ -196,13 +196,16 @@ def test_a_real_stream_that_is_made_smaller_delivers_the_same_batches(
     config = read_config(tiny_config(training={"prefetch_factor": 4}), ())
     job, options = prepare_data(0, config.data).job, StreamOptions.from_config(config.training, config.cluster)
     stop = StopRequest(None)
-    acts = GuardActions(run_context(config, tmp_path, stop=stop), job.patch_bytes)
-    paths = MonitorPaths(tmp_path / "system.jsonl", tmp_path / "monitor.log", tmp_path / "recent.jsonl")
+    run = run_context(config, tmp_path, stop=stop)
+    acts = GuardActions(run, job.patch_bytes)
+    run.directory.make_folders()
     watcher = Growing(limit_bytes=100 * GIB)
     with (
         PatchStream(job, options) as plain,
         PatchStream(job, options) as shrunk,
-        Monitor(paths, Limits(configured_bytes=100 * GIB), watcher, sample_every_s=0.01, on_exit=acts.exit) as monitor,
+        Monitor(
+            run.directory, Limits(configured_bytes=100 * GIB), watcher, sample_every_s=0.01, on_exit=acts.exit
+        ) as monitor,
     ):
         deadline = time.monotonic() + 60
         for _ in range(100_000):

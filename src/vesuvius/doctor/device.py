@@ -50,13 +50,9 @@ def seen_by_driver(nvml: Any = None) -> tuple[list[str], str]:
         return [], ""
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        return [_text(nvml.nvmlDeviceGetName(handle)) for handle in handles], _text(nvml.nvmlSystemGetDriverVersion())
+        return [nvml.nvmlDeviceGetName(handle) for handle in handles], nvml.nvmlSystemGetDriverVersion()
     finally:
         nvml.nvmlShutdown()
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name
 
 
 def look_at_cudnn(config: Config | None, device: torch.device | None = None, version: int | None = None) -> Finding:

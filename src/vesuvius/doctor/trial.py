@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-
-import psutil
 
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, parse_stored
@@ -22,6 +16,7 @@ from vesuvius.doctor.host import busy
 from vesuvius.errors import one_line
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.units import number
+from vesuvius.trials.process import TrialProcess
 
 _RAY = """
 import sys
@@ -31,7 +26,7 @@ address = sys.argv[1] or None
 Session(ClusterConfig(address=address), workers=1, ranks=1, store_bytes=2**28).close()
 """
 
-_running: list[subprocess.Popen[bytes]] = []
+_running: list[TrialProcess] = []
 
 # One step in little time: nothing but the step is tried.
 _ONE_STEP = {"steps_per_epoch": 1, "epochs": 1, "workers": 0, "validate_every": 0, "warmup_steps": 0}
@@ -94,40 +89,18 @@ def small_experiment(folder: Path) -> Config:
 
 def run(command: Sequence[str], within_s: float, environment: dict[str, str] | None = None) -> tuple[int | None, str]:
     """Exit code and output of a process; None where it took too long: then it and all below it are killed."""
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=os.environ | (environment or {})
-        )
-        _running.append(process)
-        try:
-            code: int | None = process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            kill_tree(process)
-            _running.remove(process)
-        output.seek(0)
+    with tempfile.NamedTemporaryFile() as output:
+        with TrialProcess(command, Path(output.name), environment or {}, None) as process:
+            _running.append(process)
+            code = process.code if process.wait(within_s) else None
+        _running.remove(process)
         return code, output.read().decode("utf-8", "replace")
 
 
 def end_all() -> None:
     """Kill what still runs; the checks that wait for it then clean up."""
     for process in tuple(_running):  # each takes itself out
-        kill_tree(process)
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it has started; nothing happens where it has ended."""
-    if process.poll() is not None:
-        return
-    below: list[int] = []
-    with suppress(psutil.Error):
-        below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
-    process.kill()
-    for pid in below:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
+        process.kill()
 
 
 def last_line(output: str) -> str:

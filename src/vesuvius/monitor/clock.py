@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -144,22 +145,6 @@ class _Computed:
     meanwhile: _Meanwhile
 
 
-@dataclass
-class _DeviceStep:
-    """The computing of a step, in order."""
-
-    computed: list[_Computed] = field(default_factory=list)
-
-    @property
-    def end(self) -> DeviceEvent:
-        return self.computed[-1].stretch.end
-
-    def events(self) -> list[DeviceEvent]:
-        """All but the end, from which the next step counts."""
-        stretches = [stretch for each in self.computed for stretch in (each.stretch, *each.meanwhile.copied)]
-        return [event for each in stretches for event in (each.begin, each.end) if event is not self.end]
-
-
 class CudaClock:
     """Parts and steps by the device's clock, without a synchronize per step.
 
@@ -180,13 +165,13 @@ class CudaClock:
     def __init__(
         self, new_event: Callable[[], DeviceEvent] | None = None, now: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._new_event = new_event or _new_cuda_event
+        self._new_event = new_event or partial(torch.cuda.Event, enable_timing=True)
         self._now = now
         self._free: list[DeviceEvent] = []
         self._end_before = self._recorded()
-        self._step = _DeviceStep()
+        self._step: list[_Computed] = []  # the computing of the present step, in order
         self._meanwhile = _Meanwhile()
-        self._pending: deque[_DeviceStep] = deque()
+        self._pending: deque[list[_Computed]] = deque()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -212,25 +197,28 @@ class CudaClock:
     def computing(self, part: Part) -> Iterator[None]:
         """Enter on the stream that computes."""
         meanwhile, self._meanwhile = self._meanwhile, _Meanwhile()
-        with self._between_events(lambda stretch: self._step.computed.append(_Computed(part, stretch, meanwhile))):
+        with self._between_events(lambda stretch: self._step.append(_Computed(part, stretch, meanwhile))):
             yield
 
     def step_done(self) -> None:
         # On the device's clock the step ended with its last computing: what the host did since is the next step's.
         self._pending.append(self._step)
-        self._step = _DeviceStep()
+        self._step = []
 
     def finished(self, wait: bool = False) -> list[StepTimes]:
         done = []
         while self._pending:
             step = self._pending[0]
+            end = step[-1].stretch.end
             if wait:
-                step.end.synchronize()
-            elif not step.end.query():
+                end.synchronize()
+            elif not end.query():
                 break
             done.append(_split_step(step, self._end_before))
-            self._free += [self._end_before, *step.events()]
-            self._end_before = step.end
+            stretches = [stretch for each in step for stretch in (each.stretch, *each.meanwhile.copied)]
+            events = [event for each in stretches for event in (each.begin, each.end)]
+            self._free += [self._end_before, *(event for event in events if event is not end)]
+            self._end_before = end  # from which the next step counts
             self._pending.popleft()
         return done
 
@@ -248,19 +236,19 @@ class CudaClock:
             keep(_Stretch(begin, self._recorded()))
 
 
-def _split_step(step: _DeviceStep, end_before: DeviceEvent) -> StepTimes:
+def _split_step(step: Sequence[_Computed], end_before: DeviceEvent) -> StepTimes:
     """Read the events of a step that the device has finished."""
-    step_s = _seconds(end_before, step.end)
+    step_s = _seconds(end_before, step[-1].stretch.end)
     spent: dict[Part, float] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "comm": 0.0}
     left_s = step_s
-    for each in step.computed:
+    for each in step:
         # Each is rounded for itself: together they may seem longer than the step.
         seconds = min(each.stretch.seconds, left_s)
         spent[each.part] += seconds
         left_s -= seconds
     h2d_s = data_s = pause_s = 0.0
     gap_begin = end_before
-    for each in step.computed:
+    for each in step:
         copied, waited, paused = _split_gap(_Stretch(gap_begin, each.stretch.begin), each.meanwhile, left_s)
         h2d_s, data_s, pause_s = h2d_s + copied, data_s + waited, pause_s + paused
         left_s -= copied + waited + paused
@@ -287,11 +275,6 @@ def _seconds_within(gap: _Stretch, copy: _Stretch) -> float:
     gap_s = gap.seconds
     since_begin_s, since_end_s = _seconds(copy.begin, gap.end), _seconds(copy.end, gap.end)
     return max(0.0, min(since_begin_s, gap_s) - min(since_end_s, gap_s))
-
-
-def _new_cuda_event() -> DeviceEvent:
-    event: DeviceEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    return event
 
 
 def _seconds(begin: DeviceEvent, end: DeviceEvent) -> float:

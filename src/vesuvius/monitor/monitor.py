@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from vesuvius.monitor.alerts.disk import DiskWatch
@@ -31,6 +30,7 @@ from vesuvius.monitor.system_record import SystemWindow, monitor_line, system_fi
 from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.rotated import RotatedFile
+from vesuvius.runlog.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,6 @@ _MOMENTS = 120
 _BLIND_EVERY_S = 600.0
 _JOIN_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; of a GPU that has failed the driver may never answer
-
-
-@dataclass(frozen=True)
-class MonitorPaths:
-    """Where the monitor writes."""
-
-    system: Path
-    log: Path
-    recent: Path
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class Monitor:
     """Samples until it is closed.  A context manager.
 
     Args:
-        paths: the files.
+        directory: of the run, in which it writes.
         limits: what memory is held against.
         watcher: samples the run's processes.
         vram: memory of the trainer's GPU; None without one.
@@ -105,7 +96,7 @@ class Monitor:
 
     def __init__(
         self,
-        paths: MonitorPaths,
+        directory: RunDir,
         limits: Limits,
         watcher: Watcher,
         vram: Vram | None = None,
@@ -150,9 +141,9 @@ class Monitor:
         self.stops = ReaderStops()
         self.sample = watcher.sample()
         self.risk: Risk
-        self._recent = RecentFile(paths.recent)
-        self._records = JsonLines(RotatedFile(paths.system))
-        self._lines = RotatedFile(paths.log)
+        self._recent = RecentFile(directory.recent)
+        self._records = JsonLines(RotatedFile(directory.system))
+        self._lines = RotatedFile(directory.monitor_log)
         self._writer = DelayedWrites("monitor-writer", self._say_blind)
         self._judge(self.sample)
         self._keep(self.sample, None)

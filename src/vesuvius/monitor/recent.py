@@ -10,13 +10,11 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from vesuvius.monitor.plain import from_plain
+from vesuvius.monitor.plain import read_plain
 from vesuvius.runlog.files.append_file import AppendFile
-from vesuvius.runlog.records import read_records
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +86,7 @@ class RecentFile:
 
 def read_recent(path: Path, kept: int = _KEPT) -> list[MemorySample]:
     """The last samples, oldest first; lines that are torn are passed over.  Empty without a file."""
-    samples = []
-    for file in (_before(path), path):
-        with suppress(OSError):
-            for record in read_records(file):
-                with suppress(ValueError, KeyError, TypeError, AttributeError):
-                    samples.append(from_plain(MemorySample, record))
-    return samples[-kept:]
+    return [*read_plain(MemorySample, _before(path)), *read_plain(MemorySample, path)][-kept:]
 
 
 def _before(path: Path) -> Path:

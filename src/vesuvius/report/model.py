@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -296,21 +296,23 @@ def _or_unknown(value: float | None, words: Any) -> str:
     return NOT_KNOWN if value is None or not np.isfinite(value) else str(words(value))
 
 
-def _last(values: Column) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known[-1]) if len(known) else None
-
-
 def largest(values: Column) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known.max()) if len(known) else None
+    return _of_known(values, np.max)
 
 
 def _mean(values: Column) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else None
+    return _of_known(values, np.mean)
+
+
+def _last(values: Column) -> float | None:
+    return _of_known(values, lambda known: known[-1])
 
 
 def _quantile(values: Column, share: float) -> str:
+    seconds = _of_known(values, lambda known: np.quantile(known, share))
+    return NOT_KNOWN if seconds is None else f"{number(seconds)} s"
+
+
+def _of_known(values: Column, figure_of: Callable[[Column], Any]) -> float | None:
     known = values[np.isfinite(values)]
-    return f"{number(float(np.quantile(known, share)))} s" if len(known) else NOT_KNOWN
+    return float(figure_of(known)) if len(known) else None

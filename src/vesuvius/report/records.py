@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from vesuvius.monitor.postmortem.death import headline as death_headline
 from vesuvius.monitor.postmortem.death import read_deaths
+from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
 from vesuvius.runlog.records import Record, current_records, records_in
 from vesuvius.runlog.rotated import read_rotated
@@ -75,7 +76,7 @@ def read_run(path: Path) -> RunRecords:
             case kind:
                 begins = begins or kind == "run_start"
                 others.append(record)
-    config_text = _text(path / "config.resolved.yaml")
+    config_text = read_text(path / "config.resolved.yaml") or ""
     return RunRecords(
         path,
         {name: np.array([figure(step.get(name)) for step in steps]) for name in STEP_FIELDS},
@@ -86,7 +87,7 @@ def read_run(path: Path) -> RunRecords:
         [(death.time, death.step, death_headline(death)) for death in read_deaths(path / "post_mortem.jsonl")],
         _mapping(config_text),
         config_text,
-        _mapping(_text(path / "env.json")),
+        _mapping(read_text(path / "env.json") or ""),
         _state(read_session(path / "session.json"), sessions),
     )
 
@@ -146,13 +147,6 @@ def _state(session: SessionRecord | None, sessions: Sequence[Record]) -> str:
         return f"ended with exit code {session.exit_code}" + (f": {cause}" if cause else "")
     alive = is_alive(session)
     return {True: "running", False: "killed", None: f"running on {session.host}, or killed there"}[alive]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _mapping(text: str) -> Mapping[str, Any]:

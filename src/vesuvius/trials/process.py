@@ -60,7 +60,7 @@ class TrialProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill_session()
+        self.kill()
         self.wait(GONE_WITHIN_S)
         if self._process.stdin is not None:
             with suppress(OSError):
@@ -89,7 +89,7 @@ class TrialProcess:
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
-    def _kill_session(self) -> None:
+    def kill(self) -> None:
         """Kill until no process is left, because a killed one may just have started another.
 
         Readers of a killed trainer would live for another minute, with all their memory.

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from vesuvius.monitor.plain import from_plain
+from vesuvius.monitor.plain import read_plain
 from vesuvius.monitor.recent import MemorySample
-from vesuvius.runlog.records import JsonLines, read_records
+from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.units import format_time, gib
 
 Victim = Literal["reader", "run"]
@@ -71,15 +71,7 @@ def append_death(path: Path, death: Death) -> None:
 
 def read_deaths(path: Path) -> list[Death]:
     """All deaths of a run, oldest first; records that are torn are passed over.  Empty without a file."""
-    try:
-        records = read_records(path)
-    except OSError:
-        return []
-    deaths = []
-    for record in records:
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
-            deaths += [from_plain(Death, record)] if record["kind"] == "death" else []
-    return deaths
+    return read_plain(Death, path)
 
 
 def death_lines(death: Death) -> list[str]:

@@ -158,8 +158,8 @@ def _recorded(run_dir: Path, session: SessionRecord) -> Death | None:
 
 def _examine(run_dir: Path, session: SessionRecord) -> Death:
     moments = [moment for moment in read_recent(run_dir / "recent.jsonl") if moment.time >= session.begin_time]
-    records = [r for r in Tail(run_dir / "metrics.jsonl", METRICS_BYTES).new() if _time_of(r) >= session.begin_time]
-    seen = max([session.begin_time, *(m.time for m in moments[-1:]), *(_time_of(r) for r in records[-1:])])
+    records = [r for r in Tail(run_dir / "metrics.jsonl", METRICS_BYTES).new() if r["time"] >= session.begin_time]
+    seen = max([session.begin_time, *(m.time for m in moments[-1:]), *(r["time"] for r in records[-1:])])
     last = moments[-1] if moments else None
     step = next((int(r["step"]) for r in reversed(records) if isinstance(r.get("step"), int)), last.step if last else 0)
     last_minute = _last_minute(moments, seen)
@@ -229,9 +229,5 @@ def _memory_evidence(moments: Sequence[MemorySample], reader: int | None = None)
 
 
 def _event_evidence(records: Sequence[dict[str, Any]], end: float) -> list[str]:
-    recent = [r for r in records if r.get("kind") == "event" and _time_of(r) >= end - LAST_S]
-    return [f"{end - _time_of(r):.0f} s before: {r.get('text') or r.get('event')}" for r in recent[-_EVENTS_SHOWN:]]
-
-
-def _time_of(record: dict[str, Any]) -> float:
-    return float(record["time"])
+    recent = [r for r in records if r.get("kind") == "event" and r["time"] >= end - LAST_S]
+    return [f"{end - r['time']:.0f} s before: {r.get('text') or r.get('event')}" for r in recent[-_EVENTS_SHOWN:]]

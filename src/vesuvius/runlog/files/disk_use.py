@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 
 def directory_bytes(path: Path) -> int:
     """Bytes of all files in it and below; links are not followed, and what vanishes meanwhile is not counted."""
     total = 0
-    try:
-        entries = list(path.iterdir())
-    except OSError:
-        return 0
-    for entry in entries:
-        try:
-            found = entry.lstat()
-        except OSError:
-            continue
-        total += directory_bytes(entry) if entry.is_dir() and not entry.is_symlink() else found.st_size
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
     return total
 
 

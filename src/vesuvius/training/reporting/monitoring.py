@@ -14,7 +14,7 @@ from vesuvius.errors import EXIT_ERROR
 from vesuvius.monitor.alerts.disk import DiskWatch, Retention
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits, ray_share_from_environment
-from vesuvius.monitor.monitor import Monitor, MonitorPaths
+from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.machine import read_machine
 from vesuvius.monitor.probes.system_sample import Watcher
@@ -109,7 +109,7 @@ def open_monitor(run: RunContext, on_exit: Callable[[Order], None]) -> Iterator[
     with (
         Gpus(with_xids=True, own=gpu_uuid(device)) as gpus,
         Monitor(
-            MonitorPaths(directory.system, directory.monitor_log, directory.recent),
+            directory,
             run.session.limits,
             Watcher(os.getpid(), gpus=gpus),
             Vram(device) if device.type == "cuda" else None,
