@@ -11,9 +11,10 @@ import pytest
 
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
+from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.stream.start.prepare import prepare_data
-from vesuvius.tuning.measurement import SearchSpace, Setting, in_words, restored
+from vesuvius.tuning.measurement import SearchSpace, Setting, in_words
 from vesuvius.tuning.survey import ConfigPlanner, survey
 
 WriteConfig = Callable[..., Path]
@@ -30,7 +31,7 @@ def test_the_space_of_a_local_volume_has_a_reader_a_core(tiny_config: WriteConfi
     assert not space.remote
     assert not space.on_gpu
     assert space.vram_limit_bytes is None
-    assert restored(SearchSpace, asdict(space)) == space
+    assert from_plain(SearchSpace, asdict(space)) == space
 
 
 def test_a_rank_has_its_share_of_the_machine(tiny_config: WriteConfig) -> None:

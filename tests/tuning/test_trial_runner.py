@@ -26,13 +26,14 @@ from tests.support.kill_harness import processes_with
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import StorageError
+from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.session import read_session
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges, prepare_data
 from vesuvius.training.checkpoint.data_facts import read_facts, write_facts
 from vesuvius.trials.ended import TrialInterrupted
 from vesuvius.trials.trainer import trainer_config
-from vesuvius.tuning.measurement import Block, Command, Setting, restored
+from vesuvius.tuning.measurement import Block, Command, Setting
 from vesuvius.tuning.trial_runner import TrialRunner
 
 _HANG_S = 120
@@ -151,7 +152,7 @@ def test_one_trainer_measures_block_after_block(config: Config, trials: Path) ->
         assert not (run / "checkpoints").exists()
     assert no_process_of(trials)
     assert trainer_config(config, 0).seed != trainer_config(config, 1).seed
-    assert restored(Block, json.loads(json.dumps(asdict(first)))) == first
+    assert from_plain(Block, json.loads(json.dumps(asdict(first)))) == first
 
 
 @pytest.mark.long

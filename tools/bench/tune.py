@@ -32,8 +32,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
+from vesuvius.monitor.plain import from_plain
 from vesuvius.tuning.ledger import TuneLedger
-from vesuvius.tuning.measurement import Setting, in_words, restored
+from vesuvius.tuning.measurement import Setting, in_words
 from vesuvius.tuning.search.pairs import compare
 from vesuvius.tuning.trial_runner import TrialRunner
 
@@ -181,7 +182,7 @@ def _compare(config: Config, repeats: int) -> None:
     """The tuned setting against the grid's best, in turns: a figure of the grid alone is one draw of many."""
     grid = json.loads(_GRID.read_text(encoding="utf-8"))
     tunes = json.loads(_TUNES.read_text(encoding="utf-8"))
-    best = restored(Setting, max(grid["rows"], key=lambda row: row["samples_s"])["setting"])
+    best = from_plain(Setting, max(grid["rows"], key=lambda row: row["samples_s"])["setting"])
     usual = Counter(str(tune["overrides"]) for tune in tunes).most_common(1)[0][0]
     tuned = Setting.of(read_config(Path("bench.yaml"), usual.split()))
     rates: dict[Setting, list[float]] = {tuned: [], best: []}

@@ -12,9 +12,10 @@ from vesuvius import __version__
 from vesuvius.config import Config
 from vesuvius.config.describe import flatten
 from vesuvius.errors import ConfigError
+from vesuvius.monitor.plain import from_plain
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.trials.machine import MachineFacts
-from vesuvius.tuning.measurement import Block, BlockKind, Runner, SearchSpace, Setting, in_words, restored
+from vesuvius.tuning.measurement import Block, BlockKind, Runner, SearchSpace, Setting, in_words
 
 
 class TuneLedger:
@@ -64,11 +65,10 @@ class TuneLedger:
             raise ConfigError(f"the ledger must be readable; got {error}; drop --resume to start over") from error
         try:
             header = next(record for record in records if record["kind"] == "tune")
-            ledger = cls(
-                path, header["config"], restored(SearchSpace, header["space"]), MachineFacts(**header["machine"])
-            )
-            ledger.blocks += [restored(Block, record["block"]) for record in records if record["kind"] == "block"]
-        except (StopIteration, KeyError, TypeError, IndexError) as error:
+            space, machine = from_plain(SearchSpace, header["space"]), from_plain(MachineFacts, header["machine"])
+            ledger = cls(path, header["config"], space, machine)
+            ledger.blocks += [from_plain(Block, record["block"]) for record in records if record["kind"] == "block"]
+        except (StopIteration, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ConfigError(
                 f"the ledger must be from this version of vesuvius; got {path}, which lacks {error}; drop --resume to "
                 "start over"

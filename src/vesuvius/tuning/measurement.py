@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, Self, TypeVar, get_args
+from typing import Any, Literal, Protocol, Self, get_args
 
 from vesuvius.config import Config
 from vesuvius.config.describe import to_yaml
@@ -25,16 +25,6 @@ Knob = Literal[
 
 READER_KNOBS = ("workers", "prefetch_factor", "requests")
 """The knobs that change in a living trainer."""
-
-
-_T = TypeVar("_T", "Setting", "SearchSpace", "Block")
-
-
-def restored(cls: type[_T], record: dict[str, Any]) -> _T:
-    """From `dataclasses.asdict`, by way of JSON."""
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
-    values |= {key: restored(Setting, values[key]) for key in ("setting", "source") if key in values}
-    return cls(**values)
 
 
 @dataclass(frozen=True)

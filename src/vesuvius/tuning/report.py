@@ -67,14 +67,14 @@ def build_options(found: Recommendation, search: Search, steps: int) -> tuple[Op
     rates, memory, source = search.rates, search.memory, search.space.source
 
     def option(name: str, setting: Setting, words: str) -> Option:
-        samples_s, vram = rates.run(setting), memory.vram(setting)
+        samples_s = rates.run(setting)
         step_s = setting.global_batch / samples_s if samples_s else None
         return Option(
             name=name,
             measured=bool(rates.of("run", setting)),
             samples_s=samples_s,
             ram_bytes=memory.run_ram_bytes(setting),
-            vram_bytes=None if vram is None else vram.expected_bytes,
+            vram_bytes=memory.vram_bytes(setting),
             step_s=step_s,
             total_s=None if step_s is None else step_s * steps,
             risk=memory.risk(setting),
@@ -196,8 +196,10 @@ def plan_lines(space: SearchSpace, planner: Planner, machine: str) -> list[str]:
     pieces = (replace(source, train_batch_size=size, accumulate_steps=max(total // size, 1)) for size in batches)
     lines = list[str]()
     for setting in dict.fromkeys((source, *readers, *pieces)):
-        vram, obstacle = memory.vram(setting), memory.obstacle(setting)
-        words = memory_words(memory.run_ram_bytes(setting), None if vram is None else vram.expected_bytes)
+        words, obstacle = (
+            memory_words(memory.run_ram_bytes(setting), memory.vram_bytes(setting)),
+            memory.obstacle(setting),
+        )
         what = " ".join(setting.overrides(source)) or "the config as it is"
         lines.append(f"{what}: {words}{f'; not started: {obstacle}' if obstacle else ''}")
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from vesuvius.config import Config
 from vesuvius.errors import ConfigError
@@ -82,41 +83,24 @@ def _most_workers(config: Config, data: PreparedData, cores: float, remote: bool
 class ConfigPlanner:
     """Predicts the memory of each setting of a config of one rank with `ram_plan.py` and `memory_plan.py`.
 
-    Caches its results; each takes up to seconds.
-
-    Attributes:
-        task_samples: samples of a reader task.
+    A `Planner`.  Caches its results; each takes up to seconds.
     """
 
     def __init__(self, config: Config, data: PreparedData, on_gpu: bool) -> None:
-        self._config = config
-        self._data = data
-        self._on_gpu = on_gpu
-        self.task_samples = data.plan.samples_per_task
-        self._ram: dict[Setting, tuple[int, int]] = {}
-        self._vram: dict[Setting, int] = {}
+        self._config, self._data, self._on_gpu = config, data, on_gpu
 
+    @cache  # noqa: B019 - one for each tune
     def ram_bytes(self, setting: Setting) -> int:
         """Peak host memory of a short run."""
-        return self._plan_ram(setting)[0]
+        return trial_ram_bytes(setting.applied_to(self._config), self._data, self._on_gpu)
 
+    @cache  # noqa: B019
     def later_bytes(self, setting: Setting) -> int:
         """Additional host memory of the whole run, which is longer."""
-        trial_bytes, run_bytes = self._plan_ram(setting)
-        return max(run_bytes - trial_bytes, 0)
+        whole_bytes = plan_ram(setting.applied_to(self._config), self._data, self._on_gpu).total_bytes
+        return max(whole_bytes - self.ram_bytes(setting), 0)
 
-    def _plan_ram(self, setting: Setting) -> tuple[int, int]:
-        """Return the RAM of a trial and of the whole run."""
-        if setting not in self._ram:
-            run = setting.applied_to(self._config)
-            whole_bytes = plan_ram(run, self._data, self._on_gpu).total_bytes
-            self._ram[setting] = trial_ram_bytes(run, self._data, self._on_gpu), whole_bytes
-        return self._ram[setting]
-
+    @cache  # noqa: B019
     def vram_bytes(self, setting: Setting) -> int | None:
         """Peak GPU memory, with the reserve; None on a CPU."""
-        if not self._on_gpu:
-            return None
-        if setting not in self._vram:
-            self._vram[setting] = planned_vram_bytes(setting.applied_to(self._config))
-        return self._vram[setting]
+        return planned_vram_bytes(setting.applied_to(self._config)) if self._on_gpu else None

@@ -27,8 +27,9 @@ from tests.tuning.simulated import (
     best_rate,
     tune,
 )
+from vesuvius.monitor.plain import from_plain
 from vesuvius.trials.ended import Ended
-from vesuvius.tuning.measurement import Block, BlockKind, Knob, SearchSpace, Setting, restored
+from vesuvius.tuning.measurement import Block, BlockKind, Knob, SearchSpace, Setting
 from vesuvius.tuning.search.policy import conclude, recommend
 from vesuvius.tuning.search.search import Entry, Recommendation, Search
 
@@ -547,12 +548,12 @@ def test_a_trainer_that_reads_itself_gets_readers() -> None:
 
 def test_a_space_survives_its_record() -> None:
     space = replace(SLOW.space(), levels=(1, 2), kept=("workers",))
-    assert restored(SearchSpace, json.loads(json.dumps(asdict(space)))) == space
+    assert from_plain(SearchSpace, json.loads(json.dumps(asdict(space)))) == space
 
 
 def test_a_block_survives_its_record() -> None:
     for entry in tuned("CPU")[0]:
-        assert restored(Block, json.loads(json.dumps(asdict(entry.block)))) == entry.block
+        assert from_plain(Block, json.loads(json.dumps(asdict(entry.block)))) == entry.block
 
 
 def test_fewer_readers_that_lose_a_lot_are_given_up_at_the_first_look() -> None:

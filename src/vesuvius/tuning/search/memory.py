@@ -53,7 +53,7 @@ class PredictedMemory:
             return kept
         if (failed := next((block for block in self._blocks if self._bars(block, setting)), None)) is not None:
             return death_text(failed)
-        vram, vram_limit_bytes = self.vram(setting), self._space.vram_limit_bytes
+        vram, vram_limit_bytes = self._vram(setting), self._space.vram_limit_bytes
         if vram is not None and vram_limit_bytes is not None and vram.most_bytes > vram_limit_bytes:
             return _beyond(vram.most_bytes, "GPU memory", vram_limit_bytes)
         ram_bytes = self.ram(setting).most_bytes + self._planner.later_bytes(setting)
@@ -67,17 +67,20 @@ class PredictedMemory:
 
     def risk(self, setting: Setting) -> Risk:
         """Return how near the whole run comes to the limits: low below 70 %, medium below 90 %."""
-        vram, share = self.vram(setting), self.run_ram_bytes(setting) / self._space.ram_limit_bytes
-        if vram is not None and self._space.vram_limit_bytes:
-            share = max(share, vram.expected_bytes / self._space.vram_limit_bytes)
+        share = self.run_ram_bytes(setting) / self._space.ram_limit_bytes
+        if (vram_bytes := self.vram_bytes(setting)) is not None and self._space.vram_limit_bytes:
+            share = max(share, vram_bytes / self._space.vram_limit_bytes)
         return "low" if share < _LOW_BELOW else "medium" if share < _MEDIUM_BELOW else "high"
 
     def ram(self, setting: Setting) -> Size:
         """Return the predicted host memory."""
         return self._size(setting, self._planner.ram_bytes, "ram_bytes")
 
-    def vram(self, setting: Setting) -> Size | None:
-        """Return the predicted GPU memory; None on a CPU."""
+    def vram_bytes(self, setting: Setting) -> int | None:
+        """Return the expected GPU memory; None on a CPU."""
+        return None if (vram := self._vram(setting)) is None else vram.expected_bytes
+
+    def _vram(self, setting: Setting) -> Size | None:
         if self._planner.vram_bytes(setting) is None:
             return None
         return self._size(setting, lambda other: self._planner.vram_bytes(other) or 0, "vram_bytes")

@@ -220,7 +220,8 @@ def feed(search: Search) -> None:
         is_requests = setting.requests != search.best.requests
         linear = max(setting.workers, 1) / max(search.best.workers, 1) - 1
         least = _KNEE if is_requests else max(SMALLEST_GAIN, min(_KNEE, linear / 2))
-        have = (search.rates.measured_readers if search.best.workers else search.rates.limit)(search.best) or math.inf
+        rates = search.rates
+        have = (rates.measured("readers", search.best) if search.best.workers else rates.limit(search.best)) or math.inf
         changes = in_words(setting, search.best)
 
         def is_clear(gain: float, least: float = least) -> bool:
@@ -253,7 +254,7 @@ def _more_readers(search: Search, supply: float, more_requests: bool) -> tuple[S
         if search.memory.obstacle(setting) is None:
             return setting, why
     limit = space.cores / cpu_s if (cpu_s := search.rates.cpu_s("readers", best)) else math.inf
-    have = search.rates.measured_readers(best) or 0.0
+    have = search.rates.measured("readers", best) or 0.0
     if have > 0.95 * limit:
         return None, f"cap: all {space.cores:g} cores are busy at {have:.3g} samples/s"
     count = max(best.workers, 1)
@@ -302,7 +303,7 @@ def fewer_readers(search: Search) -> None:
 
 
 def _reader_words(search: Search, setting: Setting | None = None) -> str:
-    have = search.rates.measured_readers(setting or search.best) or 0.0
+    have = search.rates.measured("readers", setting or search.best) or 0.0
     return f"readers alone deliver {have:.3g} samples/s, the trainer alone takes {search.trainer_rate():.3g}"
 
 

@@ -23,38 +23,35 @@ class PredictedRates:
         self._blocks = blocks
         self._cores = cores
 
-    def trainer(self, setting: Setting) -> float | None:
-        """Samples/s of the steps alone, measured; None where they were not."""
-        return _mean_rate(self.of("step", setting))
+    def measured(self, kind: BlockKind, setting: Setting) -> float | None:
+        """Samples/s; None where they were not measured."""
+        return _mean([block.rate for block in self.of(kind, setting)])
 
-    def readers(self, setting: Setting) -> float | None:
-        """Samples/s of the readers alone: measured, or scaled from the nearest number of readers and requests.
+    def expected(self, kind: BlockKind, setting: Setting) -> float | None:
+        """Samples/s: measured, or predicted; None where nothing that they follow from was measured.
 
-        None without a block of readers.
+        Readers are scaled from the nearest number of readers and requests.
         """
-        measured = _mean_rate(self.of("readers", setting))
-        return self._scaled(setting) if measured is None else measured
-
-    def measured_readers(self, setting: Setting) -> float | None:
-        """Samples/s of the readers alone; None where these were not measured."""
-        return _mean_rate(self.of("readers", setting))
+        predicted = {"run": self._predicted_run, "readers": self._scaled, "step": lambda setting: None}[kind]
+        return self.measured(kind, setting) or predicted(setting)
 
     def run(self, setting: Setting) -> float | None:
-        """Samples/s of the whole: measured, else the smallest limit, less what nearby runs fall short of theirs."""
-        measured = _mean_rate(self.of("run", setting))
-        if measured is not None:
-            return measured
+        """Expected samples/s of the whole."""
+        return self.expected("run", setting)
+
+    def _predicted_run(self, setting: Setting) -> float | None:
+        """The smallest limit, less what nearby runs fall short of theirs."""
         limit, runs = self.limit(setting), self.measured_settings()
         if limit is None or not runs:
             return limit
         alike = [other for other in runs if trainer_knobs(other) == trainer_knobs(setting)]
         near = (alike or runs)[0]
-        reached, its_limit = _mean_rate(self.of("run", near)), self.limit(near)
+        reached, its_limit = self.measured("run", near), self.limit(near)
         return limit * min(reached / its_limit, 1.0) if reached and its_limit else limit
 
     def limit(self, setting: Setting) -> float | None:
         """The smallest of what readers, trainer and cores allow; None without a block of steps or of readers."""
-        readers, trainer = self.readers(setting), self.trainer(setting)
+        readers, trainer = self.expected("readers", setting), self.measured("step", setting)
         if readers is None or trainer is None:
             return None
         if setting.workers == 0:  # one after the other
@@ -83,13 +80,13 @@ class PredictedRates:
     def measured_settings(self) -> list[Setting]:
         """The settings whose whole run was measured, the fastest first."""
         settings = dict.fromkeys(b.setting for b in self._blocks if b.kind == "run" and b.ended == "ok" and b.rate)
-        return sorted(settings, key=lambda s: -(_mean_rate(self.of("run", s)) or 0.0))
+        return sorted(settings, key=lambda s: -(self.measured("run", s) or 0.0))
 
     def per_reader(self, setting: Setting) -> float:
         """Samples/s of one reader that shares its cores with no other: from the blocks with the fewest readers."""
         blocks = [b for b in self._blocks if b.kind == "readers" and b.rate and b.setting.requests == setting.requests]
         fewest = min((_count(b.setting) for b in blocks), default=1)
-        return (_mean_rate([b for b in blocks if _count(b.setting) == fewest]) or 0.0) / fewest
+        return (_mean([b.rate for b in blocks if _count(b.setting) == fewest]) or 0.0) / fewest
 
     def _scaled(self, setting: Setting) -> float | None:
         """By the number of readers, from the nearest block; no more than the fastest where the cores were the limit."""
@@ -100,15 +97,14 @@ class PredictedRates:
             blocks,
             key=lambda b: (b.setting.requests != setting.requests, abs(math.log(_count(b.setting) / _count(setting)))),
         )
-        rate = (_mean_rate(self.of("readers", near.setting)) or near.rate) * _count(setting) / _count(near.setting)
+        rate = (self.measured("readers", near.setting) or near.rate) * _count(setting) / _count(near.setting)
         cpu_s = self.cpu_s("readers", near.setting)
         return min(rate, self._cores / cpu_s) if cpu_s else rate
 
     def cpu_s(self, kind: BlockKind, setting: Setting) -> float | None:
         """CPU seconds of a sample; of readers, from the block with the most of them where this one has none."""
         blocks = self.of(kind, setting) or [b for b in self._blocks if b.kind == kind and b.rate]
-        known = [b.cores_used / b.rate for b in blocks if b.cores_used]
-        return _mean(known) if known else None
+        return _mean([b.cores_used / b.rate for b in blocks if b.cores_used])
 
 
 def reader_knobs(setting: Setting) -> tuple[object, ...]:
@@ -116,13 +112,9 @@ def reader_knobs(setting: Setting) -> tuple[object, ...]:
     return setting.workers, setting.requests
 
 
-def _mean_rate(blocks: Sequence[Block]) -> float | None:
-    return _mean([block.rate for block in blocks]) if blocks else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The geometric mean: half the speed and twice the speed cancel."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
+def _mean(values: Sequence[float]) -> float | None:
+    """The geometric mean, in which half the speed and twice the speed cancel; None without values."""
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if values else None
 
 
 def _count(setting: Setting) -> int:

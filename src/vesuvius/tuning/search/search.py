@@ -166,9 +166,8 @@ class Search:
                 f"the budget was spent: {format_duration(max(left_s, 0))} of {format_duration(self.space.budget_s)} "
                 f"are left after {len(self.blocks)} blocks, the next one takes {format_duration(seconds)} ({why})"
             )
-        vram, ram_bytes = self.memory.vram(setting), self.memory.ram(setting).expected_bytes
-        vram_bytes = None if vram is None else vram.expected_bytes
-        rate = self._expected_rate(setting, kind)
+        ram_bytes, vram_bytes = self.memory.ram(setting).expected_bytes, self.memory.vram_bytes(setting)
+        rate = self.rates.expected(kind, setting)
         planned = PlannedBlock(len(self.entries), stage, setting, kind, why, rate, ram_bytes, vram_bytes, seconds)
         self._on_planned(planned)
         share = 2 if not self.blocks else 3 if setting.compile else 6
@@ -191,20 +190,17 @@ class Search:
         block = self.measure(setting, kind, stage, why)
         return block.rate if block.ended == "ok" and block.rate else None
 
-    def _expected_rate(self, setting: Setting, kind: BlockKind) -> float | None:
-        return {"run": self.rates.run, "readers": self.rates.readers, "step": self.rates.trainer}[kind](setting)
-
     def expected_s(self, setting: Setting, kind: BlockKind) -> float:
         """Seconds that a block takes: what has to be started or changed for it, and its measuring."""
         need = _need(self.blocks, setting, kind)
         other_s = self._besides_s.get(need, _ASSUMED_S[need[0]] + (20.0 if need == ("start", True) else 0.0))
         if need[0] == "start" and setting.compile and not any(b.setting.compile for b in self.blocks):
             other_s += _COMPILE_S
-        rate = self._expected_rate(setting, kind)
+        rate = self.rates.expected(kind, setting)
         return other_s + max(self.space.block_s, _LEAST_STEPS * setting.global_batch / rate if rate else 0.0)
 
     def trainer_rate(self) -> float:
-        rate = self.rates.trainer(self.best)
+        rate = self.rates.measured("step", self.best)
         assert rate is not None  # only measured settings become the best
         return rate
 
@@ -213,8 +209,8 @@ class Search:
 
         None where the readers could not be measured.
         """
-        why, trainer = "what readers deliver and what steps take", self.rates.trainer(setting)
-        readers = self.rates.measured_readers(setting) or self.rate(setting, "readers", "readers", why)
+        why, trainer = "what readers deliver and what steps take", self.rates.measured("step", setting)
+        readers = self.rates.measured("readers", setting) or self.rate(setting, "readers", "readers", why)
         trainer = trainer or self.rate(setting, "step", "readers", why)
         if readers is None or trainer is None:
             return None

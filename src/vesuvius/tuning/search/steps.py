@@ -23,7 +23,7 @@ _MOST_LEVELS = 2  # the highest resolutions take nearly all of the memory
 
 def raise_steps(search: Search) -> bool:
     """Try larger micro-batches and switches where a faster step can gain; returns whether readers may be slow again."""
-    readers, trainer = search.rates.measured_readers(search.best) or 0.0, search.trainer_rate()
+    readers, trainer = search.rates.measured("readers", search.best) or 0.0, search.trainer_rate()
     cores_bound = search.rates.cores_limit(search.best) < 0.9 * min(readers, trainer)
     supply = readers / trainer if search.best.workers == 0 else search.supply(search.best) or 0.0
     before = search.best
