@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,12 @@ from vesuvius.stream.events import EventRecorder, StreamEvent
 from vesuvius.stream.feeder import Batch, Feeder, FeederFigures, check_rings
 from vesuvius.stream.local_blocks import BlockSource, LocalBlocks
 from vesuvius.stream.options import (
-    TASKS_IN_FLIGHT,
+    StreamChanges,
     StreamOptions,
     batches_ahead,
     check_store,
-    reads_here,
     store_bytes,
     store_is_there,
-    store_need_bytes,
 )
 from vesuvius.stream.reading.guarded import log_crashes
 from vesuvius.stream.reading.notes import claim_folder
@@ -186,12 +184,9 @@ class PatchStream(Iterator[Batch]):
     def reconfigure(
         self,
         *,
-        workers: int | None = None,
-        prefetch_factor: int | None = None,
-        prefetch_bytes: int | None = None,
-        requests: int | None = None,
         buffers: Sequence[NDArray[Any]] | None = None,
         condition_buffers: Sequence[NDArray[Any]] = (),
+        **changes: Unpack[StreamChanges],
     ) -> None:
         """Change readers, their requests or prefetch: the stream is reopened at the next sample, so no batch changes.
 
@@ -199,6 +194,7 @@ class PatchStream(Iterator[Batch]):
         `plan.regions_in_flight`.  A ring of buffers limits prefetch, so a larger prefetch needs larger rings.
 
         Args:
+            changes: options that get other values.
             buffers, condition_buffers: rings that replace both old ones, filled from their first buffers on; None keeps
                 the old ones.  Old buffers may be among them once nobody uses the batches delivered in them.
 
@@ -208,14 +204,7 @@ class PatchStream(Iterator[Batch]):
         """
         self._check_open()
         check_rings((buffers or (), condition_buffers))
-        given = {
-            "workers": workers,
-            "prefetch_factor": prefetch_factor,
-            "prefetch_bytes": prefetch_bytes,
-            "requests": requests,
-        }
-        changes = {key: value for key, value in given.items() if value is not None}
-        options = replace(self._options, **changes)  # type: ignore[arg-type]
+        options = replace(self._options, **changes)
         need = (options.workers, self._job.world, store_bytes(self._job, options))
         if not store_is_there() or (self._session is not None and not self._session.fits(*need)):
             check_store(self._job, options)
@@ -298,11 +287,6 @@ class PatchStream(Iterator[Batch]):
         feeder, fed = self._feeder, self._fed
         return fed if feeder is None else fed.plus(feeder.figures)
 
-    @property
-    def store_peak_bytes(self) -> int | None:
-        """Most bytes seen in use in Ray's object store since the stream was opened; None without Ray."""
-        return getattr(self._source, "store_peak_bytes", None)
-
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("a stream must be open to be changed; got a closed one; open another PatchStream")
@@ -372,10 +356,7 @@ class PatchStream(Iterator[Batch]):
             job,
             self._next_sample,
             self._stop,
-            options.workers,
-            TASKS_IN_FLIGHT,
-            store_need_bytes(job, options),
-            reads_here(options.cluster, job.world),
+            options,
             lambda text, fields: self._events.record("spill", text, fields),
             self._reader_died,
         )

@@ -14,7 +14,7 @@ import ray
 
 from vesuvius.errors import DataError, VesuviusError
 from vesuvius.stream.closing import done_within
-from vesuvius.stream.options import TASKS_PER_SEGMENT
+from vesuvius.stream.options import TASKS_PER_SEGMENT, StreamOptions, reads_here
 from vesuvius.stream.ray.deaths import ReaderDeath
 from vesuvius.stream.ray.segment import RayReader, ReaderLostError, Segment
 from vesuvius.stream.ray.watch import ReaderWatch, StoreWatch
@@ -29,14 +29,11 @@ _COUNTED_S = 5.0
 
 
 class RayBlocks(Iterator[Block]):
-    """The blocks of all tasks from sample `first` on, in order, read by `workers` Ray actors.
+    """The blocks of all tasks from sample `first` on, in order, read by `options.workers` Ray actors.
 
     Blocks are read-only views into the object store: copy out of them and drop them.
 
     Args:
-        tasks_in_flight: tasks dispatched to each reader at once.
-        store_bytes: limit for Ray Data's own accounting.
-        here: readers run on this node of the cluster alone.
         on_spill: called from a thread of its own with a line and figures where Ray wrote objects to disk.
         on_death: called from a thread of its own for each reader that died; an error that it returns ends the stream.
     """
@@ -46,20 +43,14 @@ class RayBlocks(Iterator[Block]):
         job: ReaderJob,
         first: int,
         stop: int,
-        workers: int,
-        tasks_in_flight: int,
-        store_bytes: int,
-        here: bool,
+        options: StreamOptions,
         on_spill: Callable[[str, dict[str, Any]], None],
         on_death: Callable[[ReaderDeath], DataError | None],
     ) -> None:
         assert job.notes_dir is not None, "a stream gives its readers a folder for their notes"
         self._job = job
         self._job_ref = ray.put(job)  # once for all readers: the plan's maps can be large
-        self._workers = workers
-        self._tasks_in_flight = tasks_in_flight
-        self._store_bytes = store_bytes
-        self._here = here
+        self._options = options
         self._tasks = job.tasks(first, stop)
         self._segment: Segment | None = None
         self._upcoming: Segment | None = None
@@ -71,9 +62,8 @@ class RayBlocks(Iterator[Block]):
         # A name of this stream's own: Ray's table of actors lists those of all streams of the process.
         self._reader_class = type(f"_RayReader_{uuid.uuid4().hex[:8]}", (RayReader,), {})
         self._store = StoreWatch(on_spill)
-        self._readers = ReaderWatch(
-            self._reader_class.__name__, Path(job.notes_dir), self._reader_died, 0 if here else workers
-        )
+        say_nodes_of = 0 if reads_here(options.cluster, job.world) else options.workers
+        self._readers = ReaderWatch(self._reader_class.__name__, Path(job.notes_dir), self._reader_died, say_nodes_of)
         self._segment = self._next_segment()
         self._heed_interrupt()
 
@@ -81,11 +71,6 @@ class RayBlocks(Iterator[Block]):
     def tasks_left(self) -> float:
         """Tasks that readers are given and have not finished."""
         return sum(segment.tasks_left for segment in (self._segment, self._upcoming) if segment is not None)
-
-    @property
-    def store_peak_bytes(self) -> int | None:
-        """Most bytes seen in use in the object store."""
-        return self._store.peak_bytes
 
     @property
     def outages(self) -> list[Outage]:
@@ -165,13 +150,4 @@ class RayBlocks(Iterator[Block]):
         tasks = list(itertools.islice(self._tasks, TASKS_PER_SEGMENT))
         if not tasks:
             return None
-        return Segment(
-            self._job,
-            self._job_ref,
-            self._reader_class,
-            tasks,
-            self._workers,
-            self._tasks_in_flight,
-            self._store_bytes,
-            self._here,
-        )
+        return Segment(self._job, self._job_ref, self._reader_class, tasks, self._options)

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.plan.plan import Task
-from vesuvius.stream.options import READER_RING
+from vesuvius.stream.options import READER_RING, TASKS_IN_FLIGHT, StreamOptions, reads_here, store_need_bytes
 from vesuvius.stream.ray import private
 from vesuvius.stream.reading.reader import Block, Reader, ReaderJob
 from vesuvius.threads import on_thread
@@ -77,25 +77,23 @@ class Segment:
         job_ref: Any,
         reader_class: type[RayReader],
         tasks: list[Task],
-        workers: int,
-        tasks_in_flight: int,
-        store_bytes: int,
-        here: bool,
+        options: StreamOptions,
     ) -> None:
         self.tasks = tasks
+        workers, here = options.workers, reads_here(options.cluster, job.world)
         # Blocks until the end of each task, of which the first and the last may be short.
         self._ends = list(itertools.accumulate(len(task.slots) for task in tasks))
         self._blocks = 0
         self._began: float | None = None
         self._handle = _Handle()
-        with DataContext.current(_context(job, store_bytes, self._handle)):
+        with DataContext.current(_context(job, store_need_bytes(job, options), self._handle)):
             dataset = private.map_with_bounded_restarts(
                 ray.data.from_blocks(_rows(tasks, workers)),
                 reader_class,
                 job.max_reader_deaths,
                 fn_constructor_args=([job_ref],),
                 batch_size=1,
-                compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=tasks_in_flight),
+                compute=ActorPoolStrategy(size=min(workers, len(tasks)), max_tasks_in_flight_per_actor=TASKS_IN_FLIGHT),
                 num_cpus=0 if here else 1,  # there the rank has reserved the processors of its readers
                 # By default Ray takes nodes without GPUs first, where one has a processor left.
                 scheduling_strategy=_this_node() if here else "DEFAULT",

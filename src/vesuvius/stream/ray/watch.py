@@ -21,8 +21,6 @@ from vesuvius.volumes.store.retry import Outage
 
 log = logging.getLogger(__name__)
 
-_READERS_S = 0.5
-_STORE_S = 1.0
 _JOIN_S = 3.0
 # Shorter outages end with the next retry.
 _SAID_AFTER_S = 10.0
@@ -56,18 +54,13 @@ class OutageLog:
 
 
 class Poller:
-    """Calls a function every so often on a thread of its own, and continues where it raises.
+    """Calls `_poll` every so often on a thread of its own, and continues where that raises."""
 
-    Args:
-        poll: what is called.
-        every_s: the pause between two calls.
-        blind: logged, with the error, when the first of several calls fails.
-        seeing: logged when one succeeds again.
-    """
+    _every_s: float  # the pause between two calls
+    _blind: str  # logged, with the error, when the first of several calls fails
+    _seeing: str  # logged when one succeeds again
 
-    def __init__(self, poll: Callable[[], None], every_s: float, blind: str, seeing: str) -> None:
-        self._poll, self._every_s = poll, every_s
-        self._blind, self._seeing = blind, seeing
+    def __init__(self) -> None:
         self._stop = threading.Event()
         # Daemon: Ray waits for ever for a cluster whose head is gone.
         self._thread = threading.Thread(target=self._run, name="ray-poller", daemon=True)
@@ -78,6 +71,9 @@ class Poller:
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
+
+    def _poll(self) -> None:
+        raise NotImplementedError
 
     def _run(self) -> None:
         failing = False
@@ -95,7 +91,7 @@ class Poller:
             self._stop.wait(self._every_s)
 
 
-class ReaderWatch:
+class ReaderWatch(Poller):
     """Polls Ray's table of actors and the readers' notes, twice a second.
 
     Args:
@@ -107,6 +103,10 @@ class ReaderWatch:
     Attributes:
         outages: of the stores that readers on this machine wait for at the moment.
     """
+
+    _every_s = 0.5
+    _blind = "Ray does not say which readers are alive; retrying"
+    _seeing = "Ray says again which readers are alive"
 
     def __init__(
         self, reader_class: str, notes: Path, on_death: Callable[[ReaderDeath], None], say_nodes_of: int = 0
@@ -120,16 +120,7 @@ class ReaderWatch:
         self._seen: dict[str, private.ActorRow] = {}
         self.outages: list[Outage] = []
         self._outage_log = OutageLog()
-        self._poller = Poller(
-            self._poll,
-            _READERS_S,
-            "Ray does not say which readers are alive; retrying",
-            "Ray says again which readers are alive",
-        )
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._poller.close()
+        super().__init__()
 
     def _poll(self) -> None:
         # Before Ray is asked, which may hang.
@@ -195,39 +186,29 @@ def _host_name(node_id: bytes) -> str:
     return next((node["NodeManagerHostname"] for node in nodes if node["NodeID"] == node_id.hex()), "")
 
 
-class StoreWatch:
-    """Polls the object stores of the cluster every second: how much is in use, and whether Ray spilled to disk.
+class StoreWatch(Poller):
+    """Polls the object stores of the cluster every second: whether Ray spilled to disk.
 
     What Ray spilled before this was made does not count.
 
     Args:
         on_spill: called on the watch's thread with a line and figures.
-
-    Attributes:
-        peak_bytes: most bytes seen in use.
     """
+
+    _every_s = 1.0
+    _blind = "Ray's object store cannot be watched for spills; retrying every second"
+    _seeing = "Ray's object store is watched for spills again"
 
     def __init__(self, on_spill: Callable[[str, dict[str, Any]], None]) -> None:
         self._on_spill = on_spill
-        self.peak_bytes = 0
         self._spilled_bytes: int | None = None
         self._state: Any = None
-        self._poller = Poller(
-            self._poll,
-            _STORE_S,
-            "Ray's object store cannot be watched for spills; retrying every second",
-            "Ray's object store is watched for spills again",
-        )
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._poller.close()
+        super().__init__()
 
     def _poll(self) -> None:
         state, self._state = self._state or private.cluster_state(), None  # reconnects after an error
         stats = private.store_stats(state, timeout_s=5)
         self._state = state
-        self.peak_bytes = max(self.peak_bytes, stats.used_bytes)
         before, self._spilled_bytes = self._spilled_bytes, stats.spilled_bytes
         if before is not None and stats.spilled_bytes > before:
             spilled = stats.spilled_bytes - before
