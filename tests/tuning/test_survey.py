@@ -11,8 +11,8 @@ import pytest
 
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
-from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.probes.cores import usable_cores
+from vesuvius.runlog.plain import from_plain
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.tuning.measurement import SearchSpace, Setting, in_words
 from vesuvius.tuning.survey import ConfigPlanner, survey

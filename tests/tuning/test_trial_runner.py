@@ -26,8 +26,8 @@ from tests.support.kill_harness import processes_with
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config, read_config
 from vesuvius.errors import StorageError
-from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.session import read_session
+from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.records import read_records
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges, prepare_data
 from vesuvius.training.checkpoint.data_facts import read_facts, write_facts

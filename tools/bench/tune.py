@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from vesuvius.config import Config
 from vesuvius.config.load import read_config
-from vesuvius.monitor.plain import from_plain
+from vesuvius.runlog.plain import from_plain
 from vesuvius.tuning.ledger import TuneLedger
 from vesuvius.tuning.measurement import Setting, in_words
 from vesuvius.tuning.search.pairs import compare

@@ -12,7 +12,7 @@ from vesuvius import __version__
 from vesuvius.config import Config
 from vesuvius.config.describe import flatten
 from vesuvius.errors import ConfigError
-from vesuvius.monitor.plain import from_plain
+from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.trials.machine import MachineFacts
 from vesuvius.tuning.measurement import Block, BlockKind, Runner, SearchSpace, Setting, in_words

@@ -18,7 +18,6 @@ from tests.support.moments import moments
 from tests.support.real_cgroup import real_cgroup
 from tests.support.system_trees import write_machine, write_process, write_v2
 from vesuvius.monitor.memory.limits import Limits
-from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.postmortem.cause import fastest_growth, read_counts_of, remedy_of
 from vesuvius.monitor.postmortem.death import Cause, Death, append_death, death_lines, headline, read_deaths
 from vesuvius.monitor.postmortem.post_mortem import (
@@ -31,6 +30,7 @@ from vesuvius.monitor.postmortem.post_mortem import (
 )
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.session import SessionRecord, begin_session, read_session
+from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.proc import boot_id
 from vesuvius.runlog.units import GIB
 
@@ -312,7 +312,7 @@ def test_the_time_of_the_death_is_that_of_the_last_sign_of_life(tmp_path: Path) 
 DYING = """
 import os, sys, time
 from pathlib import Path
-from vesuvius.monitor.plain import from_plain
+from vesuvius.runlog.plain import from_plain
 from vesuvius.monitor.postmortem.cause import read_counts_of
 from vesuvius.monitor.recent import MemorySample, RecentFile
 from vesuvius.monitor.memory.limits import Limits

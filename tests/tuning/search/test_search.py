@@ -27,7 +27,7 @@ from tests.tuning.simulated import (
     best_rate,
     tune,
 )
-from vesuvius.monitor.plain import from_plain
+from vesuvius.runlog.plain import from_plain
 from vesuvius.trials.ended import Ended
 from vesuvius.tuning.measurement import Block, BlockKind, Knob, SearchSpace, Setting
 from vesuvius.tuning.search.policy import conclude, recommend

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from vesuvius.monitor.plain import read_plain
 from vesuvius.monitor.recent import MemorySample
+from vesuvius.runlog.plain import read_plain
 from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.units import format_time, gib
 

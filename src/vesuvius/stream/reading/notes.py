@@ -28,6 +28,7 @@ import psutil
 
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
+from vesuvius.runlog.plain import from_plain
 from vesuvius.threads import stacks_of_threads
 from vesuvius.volumes.box import Box, format_box, intersects
 from vesuvius.volumes.store.retry import Outage
@@ -308,16 +309,8 @@ def _read_note(path: Path) -> Note | None:
     if _FATAL in dump:
         reason = dump.split(_FATAL, 1)[1].splitlines()[0]
         crash = _SIGNALS.get(reason, reason)
-    place, outage = fields.pop("place"), fields.pop("outage")
-    if crash is not None and not _was_decoding(dump, fields.get("thread", 0)):
-        place = None
-    return Note(
-        **fields,
-        place=_place(place) if place else None,
-        outage=Outage(**outage) if outage else None,
-        crash=crash,
-        path=path,
-    )
+    note = replace(from_plain(Note, fields), crash=crash, path=path)
+    return note if crash is None or _was_decoding(dump, note.thread) else replace(note, place=None)
 
 
 def _was_decoding(dump: str, reading_thread: int) -> bool:
@@ -327,15 +320,3 @@ def _was_decoding(dump: str, reading_thread: int) -> bool:
     if crashed is None:
         return True
     return int(crashed[1], 16) == reading_thread or _DECODES.search(crashed[2]) is not None
-
-
-def _place(fields: dict[str, Any]) -> Place:
-    chunk, chunk_box = fields["chunk"], fields["chunk_box"]
-    return Place(
-        fields["volume"], _box(fields["box"]), tuple(chunk) if chunk else None, _box(chunk_box) if chunk_box else None
-    )
-
-
-def _box(corners: list[list[int]]) -> Box:
-    (z0, y0, x0), (z1, y1, x1) = corners
-    return (z0, y0, x0), (z1, y1, x1)

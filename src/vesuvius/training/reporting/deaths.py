@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from vesuvius.errors import EXIT_ERROR, GpuMemoryError
 from vesuvius.monitor.monitor import Monitor
-from vesuvius.monitor.plain import from_plain
 from vesuvius.monitor.postmortem.death import Death, append_death, death_lines
 from vesuvius.monitor.postmortem.post_mortem import ReaderEnd, ended_run, examine_reader, record_run_death
 from vesuvius.monitor.session import end_session, read_session
+from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.stream.events import StreamEvent
 from vesuvius.training.context import RunContext
