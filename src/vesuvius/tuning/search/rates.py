@@ -32,8 +32,9 @@ class PredictedRates:
 
         Readers are scaled from the nearest number of readers and requests.
         """
-        predicted = {"run": self._predicted_run, "readers": self._scaled, "step": lambda setting: None}[kind]
-        return self.measured(kind, setting) or predicted(setting)
+        if (measured := self.measured(kind, setting)) is not None or kind == "step":
+            return measured
+        return self._predicted_run(setting) if kind == "run" else self._scaled(setting)
 
     def run(self, setting: Setting) -> float | None:
         """Expected samples/s of the whole."""
