@@ -499,10 +499,10 @@ def test_a_full_disk_is_said_once_for_each_file_and_without_a_traceback(
             ballast.unlink()
         assert len(read_records(disk / "system.jsonl")) == watcher.samples - 1
         assert len((disk / "logs/monitor.log").read_text().splitlines()) == watcher.samples - 1
-    failing, working = caplog.records[:2], caplog.records[2:]
-    assert all(" must be writable; got [Errno 28]" in record.getMessage() for record in failing)
-    assert all(" is writable again; 0 lines were lost" in record.getMessage() for record in working)
-    assert len(working) == 2
+    messages = [record.getMessage() for record in caplog.records]
+    failing = [text for text in messages if " must be writable; got [Errno 28]" in text]
+    working = [text for text in messages if " is writable again; 0 lines were lost" in text]
+    assert len(set(failing)) == len(set(working)) == len(messages) / 2 >= 2  # of recent.jsonl too, if it takes long
     assert not any(record.exc_info for record in caplog.records)
 
 

@@ -73,12 +73,12 @@ def banded(
     )
 
 
-def layers(labels: Sequence[str], x: Column, parts: Sequence[Column], points: int = POINTS) -> tuple[Series, ...]:
+def layers(labels: Sequence[str], x: Column, parts: Sequence[Column]) -> tuple[Series, ...]:
     """Parts of a whole in the same points, for a stack; where one is not known, none is.  Empty without points."""
     known = np.isfinite(x) & np.isfinite(np.sum(parts, axis=0))
     if not known.any():
         return ()
-    made = (banded(label, x[known], part[known], points=points) for label, part in zip(labels, parts, strict=True))
+    made = (banded(label, x[known], part[known]) for label, part in zip(labels, parts, strict=True))
     return tuple(series for series in made if series is not None)
 
 

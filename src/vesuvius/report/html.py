@@ -13,7 +13,7 @@ from html import escape
 from vesuvius.report.curves import Chart
 from vesuvius.report.model import RunReport, Table
 from vesuvius.report.pictures import Picture
-from vesuvius.report.share import milliseconds, total_of
+from vesuvius.report.share import part_rows
 from vesuvius.report.style import STYLE
 from vesuvius.report.svg import draw, legend, off_scale
 from vesuvius.runlog.units import format_duration, number
@@ -72,19 +72,9 @@ def _parts(report: RunReport) -> str:
         f'<span class="b{index}" style="width:{100 * part.share:.3f}%" title="{_text(part.name)}"></span>'
         for index, part in enumerate(report.parts)
     )
-    rows = [
-        (
-            f'<i class="b{index}"></i>{_text(part.name)}',
-            _text(part.kind),
-            _seconds(part.total_s),
-            f"{part.percent:.1f} %",
-            milliseconds(part.p50_s),
-            milliseconds(part.p95_s),
-        )
-        for index, part in enumerate(report.parts)
-    ]
-    total_s, percent = total_of(report.parts)
-    rows.append(("<b>total</b>", "", _seconds(total_s), f"{percent:.1f} %", "", ""))
+    *parts, total = part_rows(report.parts, _seconds)
+    rows = [(f'<i class="b{index}"></i>{_text(name)}', *map(_text, rest)) for index, (name, *rest) in enumerate(parts)]
+    rows.append((f"<b>{total[0]}</b>", *total[1:]))
     met = "".join(
         f'<li class="{"met" if target.met else "missed"}"><b>{"met" if target.met else "not met"}</b> '
         f"{_text(target.name)} {_text(target.found)} of the working time (target: {_text(target.wanted)})</li>"

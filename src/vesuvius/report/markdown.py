@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vesuvius.report.model import RunReport, Table
-from vesuvius.report.share import milliseconds, total_of
+from vesuvius.report.share import part_rows
 from vesuvius.runlog.markdown import escaped, table
 from vesuvius.runlog.units import number
 
@@ -20,10 +20,10 @@ def render_markdown(reports: Sequence[RunReport], tables: Sequence[Table], made:
         lines += [f"# {escaped(report.name)}", ""] if len(reports) > 1 else []
         lines += [f"**Verdict.** {escaped(report.verdict)}", ""]
         lines += table("Result", ("", "value"), list(report.facts.items()))
-        lines += table(
-            "Where the time went", ("part", "class", "time, s", "share", "p50, ms", "p95, ms"), _parts(report)
-        )
-        lines += [escaped(report.parts_note), ""] if report.parts else []
+        if report.parts:
+            columns = ("part", "class", "time, s", "share", "p50, ms", "p95, ms")
+            lines += table("Where the time went", columns, part_rows(report.parts, number))
+            lines += [escaped(report.parts_note), ""]
         lines += [
             f"- **{'met' if target.met else 'not met'}**: {escaped(target.name)} {target.found} of the working time "
             f"(target: {target.wanted})"
@@ -34,18 +34,3 @@ def render_markdown(reports: Sequence[RunReport], tables: Sequence[Table], made:
             lines += table(each.title, each.columns, each.rows)
             lines += [escaped(each.note), ""] if each.note else []
     return "\n".join([*lines, escaped(made), ""])
-
-
-def _parts(report: RunReport) -> list[tuple[str, ...]]:
-    rows = [
-        (
-            part.name,
-            part.kind,
-            number(part.total_s),
-            f"{part.percent:.1f} %",
-            *map(milliseconds, (part.p50_s, part.p95_s)),
-        )
-        for part in report.parts
-    ]
-    total_s, percent = total_of(report.parts)
-    return [*rows, ("total", "", number(total_s), f"{percent:.1f} %", "", "")] if rows else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,14 +107,23 @@ def rounded_together(values: Sequence[float]) -> list[int]:
     return [low + (place in up) for place, low in enumerate(down)]
 
 
-def total_of(parts: Sequence[TimePart]) -> tuple[float, float]:
-    """Seconds and percent of all parts."""
-    return math.fsum(part.total_s for part in parts), math.fsum(part.percent for part in parts)
+def part_rows(parts: Sequence[TimePart], words: Callable[[float], str]) -> list[tuple[str, ...]]:
+    """A row for each part, and the total: name, class, time, share, p50 and p95 in milliseconds.
 
-
-def milliseconds(seconds: float) -> str:
-    """For a table; '' where a part has none."""
-    return "" if math.isnan(seconds) else number(1000 * seconds)
+    Args:
+        words: of the time, in seconds.
+    """
+    total = TimePart("total", "", math.fsum(part.total_s for part in parts), 1.0, math.fsum(p.percent for p in parts))
+    return [
+        (
+            part.name,
+            part.kind,
+            words(part.total_s),
+            f"{part.percent:.1f} %",
+            *("" if math.isnan(seconds) else number(1000 * seconds) for seconds in (part.p50_s, part.p95_s)),
+        )
+        for part in (*parts, total)
+    ]
 
 
 def _row(name: str, kind: str, seconds: Column) -> Row:

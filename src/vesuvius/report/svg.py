@@ -16,6 +16,7 @@ _WIDTH, _HEIGHT = 400, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 12, 32
 # A curve whose largest value is so many times what is usual is cut off, and its spikes marked: else it is a flat line.
 _SPIKE, _ROOM = 4.0, 1.5
+_TICKS = 4  # of an axis, about
 
 
 def draw(chart: Chart) -> str:
@@ -93,10 +94,10 @@ class _Scale:
         return [10.0**decade for decade in decades][:: max(len(decades) // 5, 1)]
 
 
-def _ticks(low: float, high: float, wanted: int = 4) -> list[float]:
+def _ticks(low: float, high: float) -> list[float]:
     """Round values within an interval."""
-    step = 10 ** math.floor(math.log10((high - low) / wanted))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= wanted + 1)
+    step = 10 ** math.floor(math.log10((high - low) / _TICKS))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (factor * step) <= _TICKS + 1)
     first = math.ceil(low / step - 1e-9)
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 

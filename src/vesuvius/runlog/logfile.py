@@ -84,10 +84,7 @@ def open_log(path: Path) -> None:
 
 def close_logs() -> None:
     """Close the files of `open_log`."""
-    package = logging.getLogger("vesuvius")
-    for handler in [h for h in package.handlers if isinstance(h, _LogFile)]:
-        package.removeHandler(handler)
-        handler.close()
+    _close_handlers(_LogFile)
 
 
 class _LogFile(logging.Handler):
@@ -134,9 +131,14 @@ def log_to_terminal() -> None:
 
 def close_terminal() -> None:
     """Send no more messages to the terminal."""
+    _close_handlers(_TerminalHandler)
+
+
+def _close_handlers(kind: type[logging.Handler]) -> None:
     package = logging.getLogger("vesuvius")
-    for handler in [h for h in package.handlers if isinstance(h, _TerminalHandler)]:
+    for handler in [h for h in package.handlers if isinstance(h, kind)]:
         package.removeHandler(handler)
+        handler.close()
 
 
 @contextmanager

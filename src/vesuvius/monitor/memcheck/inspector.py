@@ -14,7 +14,6 @@ from vesuvius.monitor.memcheck.inspection import Inspection
 from vesuvius.monitor.memcheck.live_history import LiveHistory
 from vesuvius.monitor.memcheck.parts import Labels, is_ray, is_reader
 from vesuvius.monitor.memory.limits import Limits, ray_share_from_environment
-from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Watcher, sample_system
@@ -69,7 +68,7 @@ class ProcessInspector:
             return Inspection(now, "process", self._name, "ended", f"ended before {format_time(now)}")
         if self._history is None:
             self._name = f"process {self._pid} {short_name(sample.processes[0])}"
-            age_s = uptime_s() - sample.processes[0].started_s
+            age_s = now - psutil.boot_time() - sample.processes[0].started_s
             has_ray = any(self._is_ray(process) for process in sample.processes)
             ray_share = ray_share_from_environment(os.environ, sample.machine.total_bytes) if has_ray else None
             limits = Limits(ray_share=ray_share)
@@ -118,11 +117,3 @@ def short_name(process: ProcessUse) -> str:
     """The beginning of its title, without the directory of the program."""
     command, _, rest = process.name.partition(" ")
     return f"{command.rsplit('/', 1)[-1]} {rest}".rstrip()[:_NAME_LENGTH]
-
-
-def uptime_s() -> float:
-    """Seconds since boot; 0 where the system does not tell."""
-    try:
-        return float((read_text(f"{psutil.PROCFS_PATH}/uptime") or "0").split()[0])
-    except (ValueError, IndexError):
-        return 0.0

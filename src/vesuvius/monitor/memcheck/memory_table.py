@@ -24,6 +24,9 @@ _SHOWN_SINGLES = 8
 _SHOWN_KILLERS = 3
 _SHOWN_GROWING = 3
 
+_Fact = tuple[str, str | Text]
+"""Name and value."""
+
 
 def memory_table(found: Inspection) -> RenderableType:
     """The whole of it: a heading, the parts, and below them what limits and threatens them."""
@@ -98,42 +101,34 @@ def _facts(found: Inspection) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _fact_lines(found):
-        table.add_row(name, value)
+        table.add_row(name, Text(value) if isinstance(value, str) else value)  # rich would read markup in a string
     return table
 
 
-def _fact_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
+def _fact_lines(found: Inspection) -> Iterator[_Fact]:
     if found.level is not None:
         risk = Text(found.level.name, style=_LEVEL_STYLES[found.level])
         risk.append(f"  {found.reason}", style="default")
         yield "risk", risk
     elif found.reason:
-        yield "first killer", Text(found.reason)
+        yield "first killer", found.reason
     for line in found.kills:
         yield "kill seen", Text(line, style="bold red")
     for number, killer in enumerate(found.killers[:_SHOWN_KILLERS]):
-        yield (
-            "first killer" if number == 0 else "then",
-            Text(
-                f"{killer.name} at {gib(killer.kills_at_bytes)} GiB; it counts {gib(killer.used_bytes)}, "
-                f"{gib(killer.left_bytes)} are left"
-            ),
-        )
+        counted = f"it counts {gib(killer.used_bytes)}, {gib(killer.left_bytes)} are left"
+        yield "then" if number else "first killer", f"{killer.name} at {gib(killer.kills_at_bytes)} GiB; {counted}"
     if found.growing:
-        yield "growing", Text(_growing_text(found))
+        yield "growing", _growing_text(found)
     if found.pss_bytes is not None:
-        yield (
-            "PSS",
-            Text(f"{gib(found.pss_bytes)} GiB, all processes, each shared page divided among those that map it"),
-        )
+        yield "PSS", f"{gib(found.pss_bytes)} GiB, all processes, each shared page divided among those that map it"
     if found.sample is not None:
         yield from _machine_lines(found, found.sample)
     yield from _gpu_lines(found)
     yield from _step_lines(found)
     for remark in found.remarks:
-        yield "note", Text(remark)
+        yield "note", remark
     if since := _peak_since(found):
-        yield "peaks", Text(since)
+        yield "peaks", since
 
 
 def _growing_text(found: Inspection) -> str:
@@ -147,39 +142,33 @@ def _growing_text(found: Inspection) -> str:
     return ", ".join(texts[:_SHOWN_GROWING] + more)
 
 
-def _machine_lines(found: Inspection, sample: SystemSample) -> Iterator[tuple[str, Text]]:
+def _machine_lines(found: Inspection, sample: SystemSample) -> Iterator[_Fact]:
     machine = sample.machine
-    yield (
-        "machine",
-        Text(f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by everything that runs on it"),
-    )
-    swap = (
-        "none"
-        if machine.swap_total_bytes == 0
-        else f"{gib(machine.swap_used_bytes)} of {gib(machine.swap_total_bytes)} GiB"
-    )
+    yield "machine", f"{gib(machine.used_bytes)} of {gib(machine.total_bytes)} GiB used by everything that runs on it"
+    total = machine.swap_total_bytes
+    swap = f"{gib(machine.swap_used_bytes)} of {gib(total)} GiB" if total else "none"
     ours = sum(process.swap_bytes for process in sample.processes)
-    yield "swap", Text(swap + (f", {gib(ours)} GiB of it this run's" if ours else ""))
+    yield "swap", swap + (f", {gib(ours)} GiB of it this run's" if ours else "")
     pressures = {"its cgroup": sample.cgroup and sample.cgroup.pressure, "the machine": machine.pressure}
     stalls = [f"{100 * known.some_10s:.0f} % ({whose})" for whose, known in pressures.items() if known]
     if stalls:
-        yield "pressure", Text(f"tasks waited for memory in {', '.join(stalls)} of the last 10 s")
+        yield "pressure", f"tasks waited for memory in {', '.join(stalls)} of the last 10 s"
     cores = f"{len(machine.core_total_s)}"
     if found.rates is not None:
         cores += f", {sum(found.rates.core_busy):.1f} of them busy"
         own = sum(found.rates.process_cores.values())
         cores += f", {own:.1f} by this" if sample.processes else ""
-    yield "cores", Text(cores)
+    yield "cores", cores
 
 
-def _gpu_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
+def _gpu_lines(found: Inspection) -> Iterator[_Fact]:
     gpus = found.sample.gpus if found.sample else ()
     for gpu in gpus:
-        yield f"GPU {gpu.index}", Text(_gpu_text(gpu))
+        yield f"GPU {gpu.index}", _gpu_text(gpu)
     if not gpus and found.sample is not None:
         silent_s = found.sample.gpus_silent_s
         reason = f"NVML has not answered for {silent_s:.0f} s" if silent_s else found.no_gpus
-        yield "GPU", Text(f"- ({reason})" if reason else "-")
+        yield "GPU", f"- ({reason})" if reason else "-"
 
 
 def _gpu_text(gpu: GpuUse) -> str:
@@ -190,17 +179,17 @@ def _gpu_text(gpu: GpuUse) -> str:
     return f"{text}, {gpu.name}"
 
 
-def _step_lines(found: Inspection) -> Iterator[tuple[str, Text]]:
+def _step_lines(found: Inspection) -> Iterator[_Fact]:
     steps = found.steps
     if steps is None:
         return
     if steps.step is None or steps.age_s is None:
-        yield "last step", Text("-")
+        yield "last step", "-"
     else:
         p95 = "" if steps.step_s_p95 is None else f"; 95 % of steps take less than {steps.step_s_p95:.2f} s"
-        yield "last step", Text(f"{steps.step}, {format_duration(steps.age_s)} ago{p95}")
+        yield "last step", f"{steps.step}, {format_duration(steps.age_s)} ago{p95}"
     if steps.verdict is not None:
-        yield "verdict", Text(steps.verdict)
+        yield "verdict", steps.verdict
 
 
 def _peak_since(found: Inspection) -> str:
@@ -209,13 +198,7 @@ def _peak_since(found: Inspection) -> str:
     if "total" not in since:
         return ""
     text = f"since {format_time(since['total'])}"
-    others = since.get("others")
-    return (
-        f"{text}; {_name_of(found, 'others')}: since {format_time(others)}"
-        if others and others > since["total"] + 60
-        else text
-    )
-
-
-def _name_of(found: Inspection, part: str) -> str:
-    return next(row.name for row in found.rows if row.part == part)
+    for row in found.rows:
+        if row.part == "others" and row.peak_since and row.peak_since > since["total"] + 60:
+            text += f"; {row.name}: since {format_time(row.peak_since)}"
+    return text
