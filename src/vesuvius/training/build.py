@@ -28,7 +28,7 @@ from vesuvius.training.forecast.preflight import Preflight
 from vesuvius.training.forecast.start_log import log_network
 from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.loop import MakeTuner, TrainingLoop
-from vesuvius.training.milestones import Milestones, NoMilestones
+from vesuvius.training.milestones import Milestones
 from vesuvius.training.quarantine import still_quarantined
 from vesuvius.training.ranks.part import Part, config_of
 from vesuvius.training.ranks.ranks import Ranks
@@ -110,16 +110,13 @@ def build_loop(
 
     job = replace(data.job, notes_dir=str(run.directory.reading.absolute()))
     options = replace(StreamOptions.from_config(config.training, config.cluster), batch_size=run.part.micro_batch)
-    milestones: Milestones | NoMilestones = NoMilestones(run.ranks)
-    if run.ranks.is_main:
-        milestones = Milestones(run, train_step, reference, preflight.spectrum, writer, state)
     return TrainingLoop(
         run,
         job=job,
         feed=DeviceFeed(run.device, options, job, facts.greys.volumes, conditioner),
         train_step=train_step,
         replays=ReplayWriter(run.directory.nonfinite, config_of(config, run.part), facts, train_step),
-        milestones=milestones,
+        milestones=Milestones(run, train_step, reference, preflight.spectrum, writer, state),
         monitor=monitor,
         guard_actions=guard_actions,
         deaths=deaths,

@@ -22,7 +22,7 @@ from vesuvius.stream.stream import PatchStream
 from vesuvius.training.autotune import Autotuner
 from vesuvius.training.context import RunContext
 from vesuvius.training.guard_actions import GuardActions
-from vesuvius.training.milestones import Milestones, NoMilestones
+from vesuvius.training.milestones import Milestones
 from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.replay.file import MicroBatch, ReplayWriter
 from vesuvius.training.reporting.deaths import Deaths
@@ -66,7 +66,7 @@ class TrainingLoop:
     feed: DeviceFeed  # delivers its batches to the device
     train_step: TrainStep
     replays: ReplayWriter  # keeps the batches of non-finite steps
-    milestones: Milestones | NoMilestones
+    milestones: Milestones
     monitor: Monitor
     guard_actions: GuardActions
     deaths: Deaths

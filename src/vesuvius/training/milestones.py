@@ -17,7 +17,6 @@ from vesuvius.errors import StorageError
 from vesuvius.training.checkpoint.progress import Best
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.context import RunContext
-from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.step.step import TrainStep
 from vesuvius.training.validation.preview import make_preview
 from vesuvius.training.validation.reference import Reference
@@ -26,44 +25,8 @@ from vesuvius.training.validation.validation import Validation
 log = logging.getLogger(__name__)
 
 
-class NoMilestones:
-    """In place of `Milestones` on other ranks than 0, where nothing is ever due.
-
-    Args:
-        ranks: whose rank 0 may want this one to take part, where weights are sharded.
-    """
-
-    def __init__(self, ranks: Ranks = SINGLE) -> None:
-        self._ranks = ranks
-
-    def due(self) -> bool:
-        return False
-
-    def do_what_is_due(self) -> None:
-        """Nothing."""
-
-    def rehearse(self) -> None:
-        """Nothing."""
-
-    def prepare(self) -> None:
-        """Nothing."""
-
-    def save(self) -> None:
-        """Nothing."""
-
-    def record_saves(self) -> None:
-        """Nothing."""
-
-    def save_last(self) -> StorageError | None:
-        self._ranks.end_calls()
-        return None
-
-    def save_after_error(self) -> int | None:
-        return None
-
-
 class Milestones:
-    """Validates, draws previews and saves checkpoints after the steps where they are due.
+    """Validates, draws previews and saves checkpoints after the steps where they are due: on rank 0, nothing on others.
 
     Args:
         reference: fixed patches; None where the config asks for neither validation nor previews.
@@ -97,11 +60,14 @@ class Milestones:
     def due(self) -> bool:
         """Whether `do_what_is_due` has something to do."""
         progress, config = self._progress, self._config
-        return progress.validation_due(config) or progress.preview_due(config) or self._save_due()
+        due = progress.validation_due(config) or progress.preview_due(config) or self._save_due()
+        return due and self._run.ranks.is_main
 
     def do_what_is_due(self) -> None:
         """Validate, draw and save after the present step, whose figures must have been reported."""
         progress, improved = self._progress, False
+        if not self.due():
+            return
         if progress.validation_due(self._config) and not self._run.stop.wanted():
             with self._timed("validation"):
                 improved = self._validate()
@@ -136,14 +102,18 @@ class Milestones:
 
     def prepare(self) -> None:
         """After the first step of a session, when the optimizer has its state, allocate room for copies of it."""
-        if not self._prepared:
+        if not self._prepared and self._run.ranks.is_main:
             self._prepared = True
             self._writer.prepare(self._state())
 
     def save_last(self) -> StorageError | None:
-        """Save the present step, unless that has been done, and wait for the disk; returns why the last save failed."""
+        """Save the present step, unless that has been done, and wait for the disk; returns why the last save failed.
+
+        On other ranks than 0, take part in what rank 0 saves, where weights are sharded.
+        """
         self.save()
-        self._run.watchdog.expects("checkpoint", "the disk")
+        if self._run.ranks.is_main:
+            self._run.watchdog.expects("checkpoint", "the disk")
         self._run.ranks.end_calls()
         failure = self._writer.wait()
         self.record_saves()
@@ -151,6 +121,8 @@ class Milestones:
 
     def save_after_error(self) -> int | None:
         """Save what there is, and return its step; the error on its way out is the one to report."""
+        if not self._run.ranks.is_main:
+            return None
         try:
             return None if self.save_last() else self._progress.step
         except Exception:
@@ -170,7 +142,7 @@ class Milestones:
     def save(self) -> None:
         """Hand a checkpoint to the writer, unless it has this one.  Does not wait for the disk."""
         best = self._progress.best
-        if self._handed != self._done():
+        if self._handed != self._done() and self._run.ranks.is_main:
             self._handed = self._done()
             self._run.watchdog.expects("checkpoint", "the disk")
             self._writer.save(self._progress.step, self._state(), best.step if best else None)

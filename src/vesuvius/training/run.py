@@ -22,7 +22,7 @@ from vesuvius.training.checkpoint.save import set_aside
 from vesuvius.training.checkpoint.snapshot import take_part
 from vesuvius.training.context import RunContext
 from vesuvius.training.forecast.gpu_memory import gpu_memory_error, is_gpu_memory_error
-from vesuvius.training.forecast.preflight import NothingToDo, Preflight, for_other_ranks, of_rank, preflight
+from vesuvius.training.forecast.preflight import Preflight, for_other_ranks, of_rank, preflight
 from vesuvius.training.forecast.start_log import log_progress, log_ranks, log_start
 from vesuvius.training.guard_actions import GuardActions
 from vesuvius.training.loop import MakeTuner, make_autotuner
@@ -80,11 +80,11 @@ def train(
             checked = unless_stopped(lambda: _before_the_run(request, directory, ranks.local_world), stop.wanted)
         except StoppedError:
             log.info("stopped before the run began")
-            ranks.publish((shared, NothingToDo(*stop.asked()), ""))
+            ranks.publish((shared, stop.asked()[0], ""))
             return stop.asked()[0]
         if checked is None:
             log_killed_session(directory)
-            ranks.publish((shared, NothingToDo(EXIT_OK, ""), ""))
+            ranks.publish((shared, EXIT_OK, ""))
             return EXIT_OK
         if not (resume and existed):
             held.enter_context(directory.locked(new=not resume))
@@ -110,8 +110,8 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
     with stop, contextlib.ExitStack() as held:
         shared, checked, mark = ranks.await_main()
         check_same_config(config, shared, ranks.rank)
-        if isinstance(checked, NothingToDo):
-            return checked.exit_code
+        if isinstance(checked, int):  # an exit code: there is nothing to train
+            return checked
         checked.directory.refuse_other_path(mark)
         checked = of_rank(checked, ranks.rank, ranks.world)
         held.enter_context(_storage_errors(checked.directory))
@@ -264,7 +264,7 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
             saved = milestones.save_after_error() if intact else None
             if is_gpu_memory_error(error):
                 short = gpu_memory_error(config, run.device, error, saved)
-                deaths.of_gpu(short)
+                deaths.of_run("gpu", str(short).splitlines()[0], short.remedy)
                 raise short from error
             if cause is not error:
                 raise cause from error
@@ -274,7 +274,7 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
         finished = progress.step >= config.stop_step and not milestones.due()
         if guard_actions.reason is not None and not finished:
             guard_actions.record_exit()
-            deaths.of_guard()
+            deaths.of_run("guard", guard_actions.reason, guard_actions.remedy(monitor.risk.killers[0].name))
     if failure is not None:
         raise failure
     if stop.exit_code is None or finished:

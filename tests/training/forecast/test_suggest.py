@@ -29,8 +29,8 @@ from vesuvius.training.forecast.suggest import (
 from vesuvius.volume_tools.grey_statistics import GreyStatistics
 from vesuvius.volume_tools.info import LevelFacts, Occupancy, VolumeFacts
 
-BOX = Machine(12, 170 * GIB, "the machine", 64 * GIB, 900 * GIB, "NVIDIA A100", 80 * GIB, "bf16", 80e12)
-LAPTOP = Machine(2, 8 * GIB, "the machine", 2 * GIB, 20 * GIB, None, None, "off", 40e9)
+BOX = Machine(12, 170 * GIB, 64 * GIB, 900 * GIB, "NVIDIA A100", 80 * GIB, "bf16", 80e12)
+LAPTOP = Machine(2, 8 * GIB, 2 * GIB, 20 * GIB, None, None, "off", 40e9)
 SCROLL: Triple = (14000, 8000, 8000)
 
 

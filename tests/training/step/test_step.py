@@ -334,17 +334,17 @@ def test_a_run_that_starts_from_given_weights_has_them_in_every_average() -> Non
     config = make_config(train_batch_size=2, extra_ema_decays=(0.5,))
     first, second = make_step(config), make_step(config)
     train(first, config, steps=2)
-    second.set_weights(first.ema.weights)
-    for name, weight in first.ema.weights.items():
+    second.set_weights(first.averages["ema"].weights)
+    for name, weight in first.averages["ema"].weights.items():
         for own in (weights(second), *(average.weights for average in second.averages.values())):
             assert torch.equal(own[name], weight), name
     train(second, config, steps=1)
-    assert float(second.ema.updates) == 1
+    assert float(second.averages["ema"].updates) == 1
 
 
 def test_weights_of_another_network_are_refused_by_name() -> None:
     step = make_step(make_config())
-    given = dict(step.ema.weights)
+    given = dict(step.averages["ema"].weights)
     names = list(given)
     del given[names[0]]
     given["other"] = torch.zeros(1)

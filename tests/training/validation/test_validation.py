@@ -207,13 +207,13 @@ def test_validation_leaves_weights_gradients_modes_and_generators_alone() -> Non
     train(step, config, steps=1)
     step.network.train()
     weights = {name: value.clone() for name, value in step.network.state_dict().items()}
-    averages = {name: value.clone() for name, value in step.ema.weights.items()}
+    averages = {name: value.clone() for name, value in step.averages["ema"].weights.items()}
     torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     result_of(config, {name: step.denoiser(name) for name in step.weight_names})
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert np.array_equal(np.random.get_state()[1], numpy_state)  # noqa: NPY002
     assert all(torch.equal(value, weights[name]) for name, value in step.network.state_dict().items())
-    assert all(torch.equal(value, averages[name]) for name, value in step.ema.weights.items())
+    assert all(torch.equal(value, averages[name]) for name, value in step.averages["ema"].weights.items())
     assert all(parameter.grad is None for parameter in step.network.parameters())
     assert step.network.training
     assert torch.is_grad_enabled()

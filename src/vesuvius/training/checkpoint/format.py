@@ -190,8 +190,10 @@ def find_checkpoint(given: Path, asked: str = "--checkpoint") -> Path:
     named = [runs_root() / given] if given.name == str(given) else []
     with readable():
         for path in (given, *named):
-            directory = path.parent if _holds_weights(path.name) and path.is_file() else path
-            if _is_checkpoint(directory):
+            holds_weights = path.name == STATE or (path.name.startswith("model") and path.suffix == ".safetensors")
+            directory = path.parent if holds_weights and path.is_file() else path
+            # Any part of a checkpoint: a damaged one is reported as such.
+            if any((directory / name).is_file() for name in (MANIFEST, STATE, weights_file("ema"))):
                 # What the link `best` points to now: it may point elsewhere before all is read.
                 linked = directory.parent / directory.readlink() if directory.is_symlink() else directory
                 check_files(linked)
@@ -217,16 +219,6 @@ def unreadable(path: Path, error: Exception | str) -> StorageError:
     return StorageError(
         f"a checkpoint must be unchanged since it was written; got {got} for {path}; use another checkpoint"
     )
-
-
-def _holds_weights(name: str) -> bool:
-    """Whether a file of this name in a checkpoint holds weights."""
-    return name == STATE or (name.startswith("model") and name.endswith(".safetensors"))
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Whether a directory holds any part of a checkpoint: a damaged one is reported as such."""
-    return any((path / name).is_file() for name in (MANIFEST, STATE, weights_file("ema")))
 
 
 @contextmanager

@@ -161,12 +161,8 @@ def _clean_up(directory: Path) -> None:
             if path.name.startswith(REPLACED) and not final.exists():
                 path.rename(final)
             elif path.name.startswith((REPLACED, _PARTIAL, _PRUNED)):
-                _delete(path)
-
-
-def _delete(path: Path) -> None:
-    with _only_a_warning(f"{path} could not be deleted; delete it by hand"):
-        shutil.rmtree(path)
+                with _only_a_warning(f"{path} could not be deleted; delete it by hand"):
+                    shutil.rmtree(path)
 
 
 def _link_best(directory: Path, step: int, best_step: int | None) -> None:

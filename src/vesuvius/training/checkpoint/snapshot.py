@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from vesuvius.errors import StorageError, one_line
 from vesuvius.training.checkpoint.files import tensors_in
@@ -75,7 +76,7 @@ class Snapshot:
             return buffer.copy_(whole(tensor), non_blocking=layout.pinned)
 
         with torch.no_grad():
-            self._state = _mapped(state, copied)
+            self._state = tree_map_only(Tensor, copied, state)  # dicts and lists are new ones: nothing is shared
         self._buffers, self._copied = used, None
         if any(layout.pinned for layout, _ in used):
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps, does not spin
@@ -109,18 +110,6 @@ def _allocate(layout: Layout) -> Tensor:
             f"{tuple(layout.shape)}, {layout.dtype}{', pinned' if layout.pinned else ''}; give the run more memory, or "
             "lower training.workers or training.prefetch_factor"
         ) from error
-
-
-def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The tree with each tensor changed; dicts, lists and tuples are new ones, so that nothing is shared."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return {key: _mapped(value, change) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        values = [_mapped(value, change) for value in tree]
-        return values if isinstance(tree, list) else tuple(values)
-    return tree
 
 
 def take_part(state: Any) -> None:

@@ -30,9 +30,7 @@ class Machine:
     """This machine."""
 
     cores: float  # that this process may use, by affinity and cgroup quota
-    # ram_bytes, ram_whose: the smallest memory limit, and whose it is
-    ram_bytes: int
-    ram_whose: str
+    ram_bytes: int  # the smallest memory limit
     shm_bytes: int | None  # free in /dev/shm; None where there is none, and then Ray takes a disk
     disk_bytes: int  # free in the working directory
     gpu: str | None  # its name; None = no GPU
@@ -49,14 +47,12 @@ class Machine:
 def look_at_machine() -> Machine:
     """Describe this machine; takes a second, in which convolutions are timed."""
     device = choose_device()
-    limit = tightest(sample_system(os.getpid()), Limits())
     shared = Path("/dev/shm")
     on_gpu = device.type == "cuda"
     amp = resolve_amp("auto", device)
     return Machine(
         cores=usable_cores(os.getpid()),
-        ram_bytes=limit.limit_bytes,
-        ram_whose=limit.name,
+        ram_bytes=tightest(sample_system(os.getpid()), Limits()).limit_bytes,
         shm_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         disk_bytes=shutil.disk_usage(Path.cwd()).free,
         gpu=torch.cuda.get_device_name(device) if on_gpu else None,

@@ -63,14 +63,6 @@ class Preflight:
         return config.with_training(lean_norm=self.lean_norm)
 
 
-@dataclass(frozen=True)
-class NothingToDo:
-    """What rank 0 tells the others where there is nothing to train: the exit code, and why."""
-
-    exit_code: int
-    reason: str
-
-
 def for_other_ranks(checked: Preflight) -> Preflight:
     """Return what other ranks need: no open volumes, and no tensors, which `of_rank` reads again."""
     resumed = replace(checked.resumed, state={}) if checked.resumed else None

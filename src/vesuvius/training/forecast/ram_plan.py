@@ -43,8 +43,6 @@ _RAY_IDLE_BYTES = 40 * _MIB  # a process that Ray starts ahead, one a core
 _CUDA_HOST_BYTES = 2 * GIB  # CUDA's context, cuDNN and cuBLAS; assumed
 # Freed blocks leave holes in the object store's file, and Ray's limit is soft: 1.1 to 1.25 times the need was seen.
 _STORE_HOLES = 0.125
-# On a GPU the batches of a step are kept until its figures are read, and the host launches steps ahead.
-_STEPS_AHEAD = 3
 
 _WARN_SHARE = 0.8
 
@@ -183,7 +181,7 @@ def _trainer(config: Config, data: PreparedData, gpu: bool) -> list[RamPart]:
     options, job = StreamOptions.from_config(config.training, config.cluster), data.job
     batch = options.batch_size * job.patch_bytes
     ring = (HELD + batches_ahead(job.patch_bytes, options)) * _host_bytes(batch, gpu)
-    in_hand = (_STEPS_AHEAD if gpu else 1) * config.training.accumulate_steps * batch
+    in_hand = config.training.accumulate_steps * batch
     fixed = fixed_count(config.training, data) * job.patch_bytes + job.plan.map_bytes
     return [
         RamPart("trainer", "process", _TRAINER_BYTES),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Literal
 
-from vesuvius.errors import EXIT_ERROR, GpuMemoryError
+from vesuvius.errors import EXIT_ERROR
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.postmortem.death import Death, append_death, death_lines
 from vesuvius.monitor.postmortem.post_mortem import ReaderEnd, ended_run, examine_reader, record_run_death
@@ -34,23 +35,9 @@ class Deaths:
         session = replace(self._run.session, workers=self._guard_actions.workers)  # the guard may have dropped some
         self._keep(examine_reader(end, self._run.progress.step, session, self._monitor.moments()))
 
-    def of_gpu(self, error: GpuMemoryError) -> None:
-        """Of this run, which ran out of GPU memory."""
-        reason = str(error).splitlines()[0]
-        self._keep(ended_run("gpu", self._run.progress.step, reason, self._monitor.moments(), error.remedy))
-
-    def of_guard(self) -> None:
-        """Of this run, which the memory guard ended; its checkpoint is saved."""
-        reason = self._guard_actions.reason or ""
-        self._keep(
-            ended_run(
-                "guard",
-                self._run.progress.step,
-                reason,
-                self._monitor.moments(),
-                self._guard_actions.remedy(self._monitor.risk.killers[0].name),
-            )
-        )
+    def of_run(self, killer: Literal["gpu", "guard"], reason: str, remedy: str) -> None:
+        """Of this run, which ran out of GPU memory, or which the memory guard ended."""
+        self._keep(ended_run(killer, self._run.progress.step, reason, self._monitor.moments(), remedy))
 
     def _keep(self, death: Death) -> None:
         try:

@@ -161,19 +161,15 @@ class Verdicts:
             step_p95_s=quantile(work_s, 0.95),
             read_s=None if readers.read_s is None else readers.read_s - (self._before[0].read_s or 0.0),
             cores=usable_cores(os.getpid()) / self._ranks_here,
-            idle_cores=fmean(r.idle_cores(bound_cores()) / self._ranks_here for r in self._seen_rates)
-            if self._seen_rates
-            else None,
-            own_cores=fmean(math.fsum(r.process_cores.values()) for r in self._seen_rates)
-            if self._seen_rates
-            else None,
+            idle_cores=_mean([r.idle_cores(bound_cores()) / self._ranks_here for r in self._seen_rates]),
+            own_cores=_mean([math.fsum(r.process_cores.values()) for r in self._seen_rates]),
             throttled_share=share,
             throttled_quota=None if quota is None else quota.cores,
             working_readers=fmean(self._working),
             stopped_share=(stops.stopped - before.stopped) / max(stops.samples - before.samples, 1),
             stopped_readers=stops.now,
             reader_cores=_cores_of_readers(self._seen_rates, self._stream) if self._options.workers else None,
-            gpu_busy=fmean(self._seen_gpu_busy) if self._seen_gpu_busy else None,
+            gpu_busy=_mean(self._seen_gpu_busy),
             vram_share=None if self._vram_bytes is None else self._vram_bytes[0] / self._vram_bytes[1],
         )
 
@@ -221,4 +217,8 @@ def _cores_of_readers(seen: Sequence[Rates], stream: PatchStream) -> float | Non
     used = [
         sum(found) for rates in seen if (found := [rates.process_cores[p] for p in pids if p in rates.process_cores])
     ]
-    return fmean(used) if used else None
+    return _mean(used)
+
+
+def _mean(figures: Sequence[float]) -> float | None:
+    return fmean(figures) if figures else None

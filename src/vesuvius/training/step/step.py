@@ -48,7 +48,7 @@ class TrainStep:
 
     Attributes:
         schedule: noise levels, on the device.
-        averages: by name; the first is "ema".
+        averages: by name; the first is "ema", what a run is sampled and published with.
         updating: weights, moments and averages are being changed; where an error ended that, they are of no use.
     """
 
@@ -82,11 +82,6 @@ class TrainStep:
         self._nonfinite_in_a_row = torch.zeros((), device=device)
 
     @property
-    def ema(self) -> MovingAverage:
-        """The first average: what a run is sampled and published with."""
-        return self.averages["ema"]
-
-    @property
     def weight_names(self) -> tuple[str, ...]:
         """What `denoiser` takes: "raw" for the weights of the last step, and each average."""
         return ("raw", *self.averages)
@@ -113,28 +108,23 @@ class TrainStep:
             timed: `computing` of a clock.
             last: it is the last one of the step: only then do the ranks exchange gradients.
         """
-        with self._sync.micro_batch(last):
-            self._accumulate(x_0, indices, t, condition, timed)
-
-    def _accumulate(
-        self, x_0: Tensor, indices: NDArray[np.int64], t: NDArray[np.int64], condition: Condition, timed: Timed
-    ) -> None:
         seed = self._config.seed
-        with timed("forward"):
-            eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
-            t_device = to_device(torch.from_numpy(t), self._device)
-            x_t = self.schedule.q_sample(x_0, eps, t_device)
-            if not condition.empty:
-                keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
-                condition = condition.kept(to_device(torch.from_numpy(keep), self._device))
-            with autocast(self._device, self.amp):
-                prediction = predict(self._forward, self.schedule, x_t, t_device, condition)
-            per_sample = loss_per_sample(prediction, x_0, eps, t_device, self.schedule, self._config.diffusion)
-            loss = per_sample.sum() / self._config.global_batch
-        with timed("backward"):
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            self._loss += loss.detach()
-            self._losses.append(per_sample.detach())
+        with self._sync.micro_batch(last):
+            with timed("forward"):
+                eps = sample_noise(seed, indices, (1, *x_0.shape[2:]), self._device)
+                t_device = to_device(torch.from_numpy(t), self._device)
+                x_t = self.schedule.q_sample(x_0, eps, t_device)
+                if not condition.empty:
+                    keep = condition_kept(seed, indices, self._config.diffusion.condition_dropout)
+                    condition = condition.kept(to_device(torch.from_numpy(keep), self._device))
+                with autocast(self._device, self.amp):
+                    prediction = predict(self._forward, self.schedule, x_t, t_device, condition)
+                per_sample = loss_per_sample(prediction, x_0, eps, t_device, self.schedule, self._config.diffusion)
+                loss = per_sample.sum() / self._config.global_batch
+            with timed("backward"):
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                self._loss += loss.detach()
+                self._losses.append(per_sample.detach())
 
     def apply(self, lr: float, timed: Timed = untimed) -> StepResult:
         """Update the weights with the accumulated gradient, if it is finite, and start the next one."""
@@ -232,7 +222,7 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """All that a resume needs of this object: tensors, which may be sharded, and plain data."""
         return {
-            "model": self.network.state_dict(),
+            "model": dict(self.network.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "averages": {name: average.state_dict() for name, average in self.averages.items()},
