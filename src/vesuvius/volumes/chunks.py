@@ -24,6 +24,8 @@ import zarr
 from numpy.typing import NDArray
 from zarr.abc.codec import ArrayArrayCodec, BytesBytesCodec
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, Endian, ShardingCodec
+from zarr.core.array_spec import ArrayConfig
+from zarr.core.buffer import default_buffer_prototype
 
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
@@ -273,14 +275,18 @@ class ChunkGrid:
 
     @cached_property
     def _index_bytes(self) -> int:
-        return len(self._index_store[self._index_key])
+        spec = self.array.metadata.get_chunk_spec(
+            (), ArrayConfig("C", write_empty_chunks=False), default_buffer_prototype()
+        )
+        return self._codec.compute_encoded_size(0, spec)
 
     @cached_property
-    def _index_store(self) -> dict[str, Any]:
-        """An array whose one chunk is encoded as the shards' indices are: zarr has no public function to read those."""
+    def _index_metadata(self) -> dict[str, Any]:
+        """The store of an array whose one chunk is encoded as the shards' indices are: zarr has no public function to
+        read those."""
         codecs = self._codec.index_codecs
         shape, store = (*self._chunks_per_shard, 2), dict[str, Any]()
-        array = zarr.create_array(
+        zarr.create_array(
             store,
             shape=shape,
             chunks=shape,
@@ -290,12 +296,7 @@ class ChunkGrid:
             compressors=[codec for codec in codecs if isinstance(codec, BytesBytesCodec)],
             fill_value=0,
         )
-        array[...] = _ABSENT
         return store
-
-    @property
-    def _index_key(self) -> str:
-        return "c" + "/0" * (len(self._chunks_per_shard) + 1)
 
     def _parse_index(self, key: str, data: bytes) -> Index:
         if len(data) != self._index_bytes:
@@ -305,9 +306,9 @@ class ChunkGrid:
                 if google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
                     raise ShardIndexError(f"a shard's index must match its checksum; got another one in {key}")
                 return np.frombuffer(data, "<u8", len(data) // 8).reshape(*self._chunks_per_shard, 2)
-        encoded = type(self._index_store[self._index_key]).from_bytes(data)
+        chunk = {"c" + "/0" * (len(self._chunks_per_shard) + 1): default_buffer_prototype().buffer.from_bytes(data)}
         try:
-            array = zarr.open_array(self._index_store | {self._index_key: encoded}, mode="r")
+            array = zarr.open_array(self._index_metadata | chunk, mode="r")
             return np.asarray(array[...], np.uint64)
         except Exception as error:  # codecs raise whatever they like
             raise ShardIndexError(f"a shard's index must be readable; got {one_line(error)} in {key}") from error
