@@ -17,8 +17,8 @@ from vesuvius.plan.split import split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.step.grey_values import grey_scales, normalised
-from vesuvius.volumes.box import Box, format_box, shape_of
-from vesuvius.volumes.coarser import Upsampling, times
+from vesuvius.volumes.box import Box, box_at, format_box, is_inside, shape_of, times, triple
+from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.volume import open_volume
 
@@ -77,8 +77,7 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         """Edge lengths (z, y, x) of what is shown, where the condition's metadata say them."""
         if (size_um := self.volume.voxel_size_um) is None:
             return None
-        z, y, x = (size / factor for size, factor in zip(size_um, self._upsampling.factors, strict=True))
-        return z, y, x
+        return triple(size / factor for size, factor in zip(size_um, self._upsampling.factors, strict=True))
 
     def read(self, samples: Sequence[int]) -> NDArray[Any]:
         """The conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
@@ -90,14 +89,12 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         return values
 
     def _read(self, start_zyx: Triple) -> NDArray[Any]:
-        z, y, x = (start + size for start, size in zip(start_zyx, self._patch_zyx, strict=True))
-        return self._upsampling.read((start_zyx, (z, y, x)), self.volume.read)
+        return self._upsampling.read(box_at(start_zyx, self._patch_zyx), self.volume.read)
 
 
 def _checked(box: Box, shape_zyx: Triple, name: str, patch_zyx: Triple) -> Box:
     """The box, which leaves one place for a patch.  Raises ConfigError where it does not."""
-    inside = all(0 <= lo < hi <= size for lo, hi, size in zip(*box, shape_zyx, strict=True))
-    if not inside or shape_of(box) != patch_zyx:
+    if not is_inside(box, shape_zyx) or shape_of(box) != patch_zyx:
         raise ConfigError(
             f"samples are shown a box of the size of a patch, {format_sizes(patch_zyx)}, inside the condition; "
             f"got {format_box(box)} of {name}; change --box, or name an --out that ends in .zarr "
@@ -110,5 +107,4 @@ def random_start(box: Box, patch_zyx: Triple, seed: int, sample: int) -> Triple:
     """A place for a patch, every one inside the box equally likely.  Pure."""
     rng = np.random.default_rng((seed, int(Purpose.CONDITION_PLACE), sample))
     last = [stop - size for stop, size in zip(box[1], patch_zyx, strict=True)]
-    z, y, x = rng.integers(box[0], last, endpoint=True).tolist()
-    return z, y, x
+    return triple(rng.integers(box[0], last, endpoint=True).tolist())

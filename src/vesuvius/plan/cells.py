@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from vesuvius.config import Triple
-from vesuvius.volumes.box import Box
+from vesuvius.volumes.box import Box, box_along, triple
 
 # An average over all phases is taken over so many, evenly spaced.
 _PHASES_AVERAGED = 16
@@ -72,8 +72,7 @@ class Cells:
     @cached_property
     def longest_zyx(self) -> Triple:
         """Starts of the largest cell along each axis."""
-        z, y, x = (min(axis.length, axis.count) for axis in self.axes)
-        return z, y, x
+        return triple(min(axis.length, axis.count) for axis in self.axes)
 
     @property
     def largest(self) -> int:
@@ -82,13 +81,11 @@ class Cells:
 
     def draw_phases(self, rng: np.random.Generator) -> Triple:
         """A phase for each axis."""
-        z, y, x = (axis.phases[int(rng.integers(len(axis.phases)))] for axis in self.axes)
-        return z, y, x
+        return triple(axis.phases[int(rng.integers(len(axis.phases)))] for axis in self.axes)
 
     def cell_of(self, start_zyx: Triple, phases_zyx: Triple) -> Box:
         """The cell that owns a start: a box of starts."""
-        z, y, x = (axis.cell_of(s, p) for axis, s, p in zip(self.axes, start_zyx, phases_zyx, strict=True))
-        return (z[0], y[0], x[0]), (z[1], y[1], x[1])
+        return box_along(axis.cell_of(s, p) for axis, s, p in zip(self.axes, start_zyx, phases_zyx, strict=True))
 
     def cell_at(self, position: int, phases_zyx: Triple) -> Box:
         """The cell that owns position 0 <= p < `starts`, where positions count through cell after cell.
@@ -103,8 +100,7 @@ class Cells:
             position -= (lo - axis.first) * width * rest
             width *= hi - lo
             cell.append((lo, hi))
-        z, y, x = cell
-        return (z[0], y[0], x[0]), (z[1], y[1], x[1])
+        return box_along(cell)
 
     def decoded_voxels(self, patch_zyx: Triple, chunk_zyx: Triple) -> float:
         """Voxels of the chunks that a region touches, on average over all starts and phases."""
@@ -112,14 +108,12 @@ class Cells:
 
     def region_zyx(self, patch_zyx: Triple) -> Triple:
         """Voxels of the largest region along each axis."""
-        z, y, x = (cell + patch - 1 for cell, patch in zip(self.longest_zyx, patch_zyx, strict=True))
-        return z, y, x
+        return triple(cell + patch - 1 for cell, patch in zip(self.longest_zyx, patch_zyx, strict=True))
 
 
 def region_of(cell: Box, patch_zyx: Triple) -> Box:
     """The voxels that the patches of a cell cover."""
-    z, y, x = (hi + patch - 1 for hi, patch in zip(cell[1], patch_zyx, strict=True))
-    return cell[0], (z, y, x)
+    return cell[0], triple(hi + patch - 1 for hi, patch in zip(cell[1], patch_zyx, strict=True))
 
 
 def lay_cells(
@@ -137,11 +131,7 @@ def lay_cells(
     counts = [hi - lo - patch + 1 for lo, hi, patch in zip(*train, patch_zyx, strict=True)]
     limits = [max(patch, chunk) for patch, chunk in zip(patch_zyx, chunk_zyx, strict=True)]
     while True:
-        axes = [
-            _lay_axis(first, count, patch, chunk, limit)
-            for first, count, patch, chunk, limit in zip(train[0], counts, patch_zyx, chunk_zyx, limits, strict=True)
-        ]
-        cells = Cells((axes[0], axes[1], axes[2]))
+        cells = Cells(triple(map(_lay_axis, train[0], counts, patch_zyx, chunk_zyx, limits)))
         small = voxel_bytes * math.prod(cells.region_zyx(patch_zyx)) <= region_bytes_max
         longest = cells.longest_zyx
         if (small and cells.starts >= cells_wanted * cells.largest) or max(longest) == 1:
@@ -156,7 +146,7 @@ def cells_of_region_size(train: Box, patch_zyx: Triple, region_zyx: Triple) -> C
     for lo, hi, patch, region in zip(*train, patch_zyx, region_zyx, strict=True):
         length = min(region, hi - lo) - patch + 1
         axes.append(AxisCells(lo, hi - lo - patch + 1, length, tuple(range(length))))
-    return Cells((axes[0], axes[1], axes[2]))
+    return Cells(triple(axes))
 
 
 def _lay_axis(first: int, count: int, patch: int, chunk: int, limit: int) -> AxisCells:

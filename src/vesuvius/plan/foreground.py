@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
-from vesuvius.volumes.box import Box
+from vesuvius.volumes.box import Box, grid_shape, shape_of, triple
 
 _FULL = 255
 _DRAWS_MAX = 2**20
@@ -49,7 +49,7 @@ class ForegroundMap:
     shape_zyx: Triple
 
     def __post_init__(self) -> None:
-        cells = tuple(-(-size // cell) for size, cell in zip(self.shape_zyx, self.cell_zyx, strict=True))
+        cells = grid_shape(self.shape_zyx, self.cell_zyx)
         if self.fraction.dtype != np.uint8 or self.fraction.shape != cells:
             raise ValueError(
                 f"a foreground map must be uint8 {cells}; got {self.fraction.dtype} {self.fraction.shape} for cells of "
@@ -115,11 +115,11 @@ class QualifyingStarts:
         number, within = divmod(position, math.prod(self.edge_zyx))
         block = np.unravel_index(int(self.blocks[number]), self._counts)
         place = np.unravel_index(within, self.edge_zyx)
-        z, y, x = (
+        start = triple(
             int(lo + b * edge + p) for lo, b, edge, p in zip(self.starts[0], block, self.edge_zyx, place, strict=True)
         )
-        inside = all(s < stop for s, stop in zip((z, y, x), self.starts[1], strict=True))
-        return (z, y, x) if inside and self.qualifies((z, y, x)) else None
+        inside = all(s < stop for s, stop in zip(start, self.starts[1], strict=True))
+        return start if inside and self.qualifies(start) else None
 
     def draw(self, rng: np.random.Generator) -> Triple:
         """A start, uniform over those that qualify.
@@ -146,13 +146,12 @@ class QualifyingStarts:
 
     @cached_property
     def _counts(self) -> Triple:
-        z, y, x = (-(-(hi - lo) // edge) for lo, hi, edge in zip(*self.starts, self.edge_zyx, strict=True))
-        return z, y, x
+        return grid_shape(shape_of(self.starts), self.edge_zyx)
 
     def refined(self) -> QualifyingStarts:
         """The same starts in blocks of half the edges, without those that cannot hold one."""
-        edges = [max(edge // 2, 1) for edge in self.edge_zyx]
-        finer = replace(self, edge_zyx=(edges[0], edges[1], edges[2]), blocks=self.blocks[:0])
+        edges = triple(max(edge // 2, 1) for edge in self.edge_zyx)
+        finer = replace(self, edge_zyx=edges, blocks=self.blocks[:0])
         parts = [range(old // new) for old, new in zip(self.edge_zyx, edges, strict=True)]
         at = np.array(np.unravel_index(self.blocks, self._counts)).T
         found = []
@@ -203,10 +202,10 @@ def qualifying_starts(
         ValueError: `min_fraction` is not above 0 and at most 1.
     """
     bright = -(-_least_sum(min_fraction, patch_zyx) // math.prod(patch_zyx))
-    z, y, x = (2 ** (edge.bit_length() - 1) for edge in cell_zyx)  # powers of 2, to be halved
+    edges = triple(2 ** (edge.bit_length() - 1) for edge in cell_zyx)  # powers of 2, to be halved
     brightest = foreground.fraction
     for axis, (lo, hi, edge, patch, cell) in enumerate(
-        zip(*starts, (z, y, x), patch_zyx, foreground.cell_zyx, strict=True)
+        zip(*starts, edges, patch_zyx, foreground.cell_zyx, strict=True)
     ):
         first = np.arange(lo, hi, edge)
         cells, last = first // cell, (np.minimum(first + edge, hi) + patch - 2) // cell
@@ -214,7 +213,7 @@ def qualifying_starts(
         brightest = np.maximum.reduce(reached)
     # A patch whose cells are all darker than that has too little: at least one of them must be so bright.
     blocks = np.flatnonzero(brightest >= bright).astype(_number_type(brightest.shape))
-    found = QualifyingStarts(foreground, patch_zyx, min_fraction, starts, (z, y, x), blocks)
+    found = QualifyingStarts(foreground, patch_zyx, min_fraction, starts, edges, blocks)
     while len(found.blocks) and found.accepted_share() < _ACCEPTED:
         if len(found.blocks) > _REFINED_MAX or max(found.edge_zyx) == 1:
             try:
@@ -228,8 +227,7 @@ def qualifying_starts(
 
 @lru_cache(maxsize=256)
 def _within(found: QualifyingStarts, cell: Box) -> QualifyingStarts | None:
-    lengths = [hi - lo for lo, hi in zip(*cell, strict=True)]
-    return qualifying_starts(found.map, cell, found.patch_zyx, found.min_fraction, (lengths[0], lengths[1], lengths[2]))
+    return qualifying_starts(found.map, cell, found.patch_zyx, found.min_fraction, shape_of(cell))
 
 
 def _number_type(counts: Sequence[int]) -> type[np.unsignedinteger[Any]]:

@@ -5,7 +5,6 @@ From the list of its stored chunks (or its `.chunk_occupancy.npz` sidecar), a co
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
 from vesuvius.plan.foreground import ForegroundMap
-from vesuvius.volumes.box import Box
+from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, times, triple
 from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.listing import Bools, chunk_occupancy, with_progress
 from vesuvius.volumes.missing import StoredChunks
@@ -70,9 +69,8 @@ def coarse_map(volume: Volume, coarse: Volume, threshold: float | None, patch_zy
     while np.prod([-(-n // m) for n, m in zip(coarse.shape_zyx, merged, strict=True)]) > _CELLS_MAX:
         finest = min(range(3), key=lambda axis: merged[axis] * factors[axis])
         merged[finest] *= 2
-    cell = [m * f for m, f in zip(merged, factors, strict=True)]
-    counts = [-(-size // c) for size, c in zip(volume.shape_zyx, cell, strict=True)]
-    fraction = np.zeros(counts, np.uint8)
+    cell = times(triple(merged), factors)
+    fraction = np.zeros(grid_shape(volume.shape_zyx, cell), np.uint8)
     boxes = list(_blocks(coarse, merged))
     what = f"reading {coarse.name} for the foreground of {volume.name}"
     with closing(coarse):
@@ -81,10 +79,8 @@ def coarse_map(volume: Volume, coarse: Volume, threshold: float | None, patch_zy
                 coarse.stage(near)
             voxels = coarse.read(box)
             share = _share_of_cells(voxels != 0 if threshold is None else voxels > threshold, merged)
-            first = [lo // m for lo, m in zip(box[0], merged, strict=True)]
-            fraction[tuple(slice(lo, lo + n) for lo, n in zip(first, share.shape, strict=True))] = share
-    z, y, x = cell
-    return ForegroundMap(fraction, (z, y, x), volume.shape_zyx)
+            fraction[np.ix_(*chunk_ranges(box, triple(merged)))] = share
+    return ForegroundMap(fraction, cell, volume.shape_zyx)
 
 
 def _blocks(coarse: Volume, merged: list[int]) -> Iterator[Box]:
@@ -92,13 +88,9 @@ def _blocks(coarse: Volume, merged: list[int]) -> Iterator[Box]:
     edge = int((_BLOCK_BYTES / coarse.dtype.itemsize) ** (1 / 3))
     whole = [math.lcm(m, chunk) for m, chunk in zip(merged, coarse.chunk_zyx, strict=True)]
     units = [unit if unit <= edge else m for unit, m in zip(whole, merged, strict=True)]
-    steps = [max(edge // unit, 1) * unit for unit in units]
-    shape = coarse.shape_zyx
-    for z, y, x in itertools.product(*(range(0, size, step) for size, step in zip(shape, steps, strict=True))):
-        yield (
-            (z, y, x),
-            (min(z + steps[0], shape[0]), min(y + steps[1], shape[1]), min(x + steps[2], shape[2])),
-        )
+    steps = triple(max(edge // unit, 1) * unit for unit in units)
+    for index in np.ndindex(grid_shape(coarse.shape_zyx, steps)):
+        yield chunk_box(triple(index), steps, coarse.shape_zyx)
 
 
 def _share_of_cells(foreground: Bools, merged: list[int]) -> NDArray[np.uint8]:

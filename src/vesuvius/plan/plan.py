@@ -27,7 +27,7 @@ from vesuvius.plan.cells import Cells, region_of
 from vesuvius.plan.foreground import QualifyingStarts
 from vesuvius.plan.mixing import GROUPS, Mixing
 from vesuvius.plan.order import permuted, volume_of_slot
-from vesuvius.volumes.box import Box
+from vesuvius.volumes.box import Box, box_at, triple
 
 # Second word of every random seed here (`order.py` has 2, `mixing.py` 6): keeps draws for different purposes
 # independent.
@@ -169,7 +169,7 @@ class Plan:
 
     def sample_of(self, visit: Visit, index: int) -> Sample:
         """Sample `index`, given the visit to its slot.  Pure."""
-        box = self._patch_at(self._start(visit, index))
+        box = box_at(self._start(visit, index), self.patch_zyx)
         return Sample(index, visit.volume, visit.region, box, augmentation_of(self.seed, self.augment, index))
 
     def visit(self, slot: int, attempt: int = 0) -> Visit:
@@ -195,7 +195,7 @@ class Plan:
 
     def uniform_patch(self, number: int, draw: int) -> Box:
         """A patch of this volume, independent of all others and of how regions are laid.  Pure."""
-        return self._patch_at(self._drawn_start(number, (self.seed, _PROPOSAL, number, draw)))
+        return box_at(self._drawn_start(number, (self.seed, _PROPOSAL, number, draw)), self.patch_zyx)
 
     def tasks(self, first: int, stop: int, rank: int = 0, world: int = 1) -> Iterator[Task]:
         """What to read, in this order, for the samples first <= i < stop that are `rank` modulo `world`."""
@@ -250,17 +250,13 @@ class Plan:
         """The phases of pass `again` over a volume, and the position of its first visit, times the visits."""
         return _draw_pass(self.seed, number, again, self.volumes[number].cells, self.volumes[number].positions)
 
-    def _patch_at(self, start_zyx: Triple) -> Box:
-        z, y, x = (start + size for start, size in zip(start_zyx, self.patch_zyx, strict=True))
-        return start_zyx, (z, y, x)
-
     def _drawn_start(self, number: int, seed: tuple[int, ...]) -> Triple:
         """A start that is uniform over those of the volume that qualify."""
         rng, volume = np.random.default_rng(seed), self.volumes[number]
         if volume.foreground is not None:
             return volume.foreground.draw(rng)
-        z, y, x = rng.integers([a.first for a in volume.cells.axes], [a.first + a.count for a in volume.cells.axes])
-        return int(z), int(y), int(x)
+        firsts, counts = zip(*((axis.first, axis.count) for axis in volume.cells.axes), strict=True)
+        return triple(rng.integers(firsts, np.add(firsts, counts)).tolist())
 
     def _start(self, visit: Visit, index: int) -> Triple:
         """Where in the cell of its visit sample `index` starts.
@@ -273,13 +269,13 @@ class Plan:
         seed = (self.seed, _START, visit.slot, visit.attempt)
         shifts = np.random.default_rng(seed).integers(*visit.cell).tolist()
         turn = self.mixing.turn_of(index)
-        z, y, x = (
+        start = triple(
             lo + (shift - lo + int(turn * step % 1 * (hi - lo))) % (hi - lo)
             for shift, step, lo, hi in zip(shifts, _LATTICE, *visit.cell, strict=True)
         )
         foreground = self.volumes[visit.volume].foreground
-        if foreground is None or foreground.qualifies((z, y, x)):
-            return z, y, x
+        if foreground is None or foreground.qualifies(start):
+            return start
         within = foreground.within(visit.cell)
         rng = np.random.default_rng((self.seed, _RETRY, index, visit.attempt))
         return within.draw(rng) if within else visit.anchor_zyx

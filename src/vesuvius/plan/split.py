@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vesuvius.config import Triple, ValidationConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.box import Box
+from vesuvius.volumes.box import Box, triple
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,5 @@ def split_volume(name: str, shape_zyx: Triple, patch_zyx: Triple, config: Valida
     )
 
 
-def _replace(triple: Triple, axis: int, value: int) -> Triple:
-    z, y, x = (value if a == axis else old for a, old in enumerate(triple))
-    return z, y, x
+def _replace(zyx: Triple, axis: int, value: int) -> Triple:
+    return triple(value if a == axis else old for a, old in enumerate(zyx))

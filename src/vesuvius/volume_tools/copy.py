@@ -36,7 +36,7 @@ from vesuvius.volume_tools.partial import (
     partial_path,
 )
 from vesuvius.volume_tools.pyramid import multiscale
-from vesuvius.volumes.box import Box, shape_of, slices
+from vesuvius.volumes.box import Box, box_at, chunk_ranges, is_inside, shape_of, slices
 from vesuvius.volumes.errors import OutageError, UnreadableChunkError
 from vesuvius.volumes.geometry import Geometry
 from vesuvius.volumes.listing import read_sidecar
@@ -241,9 +241,9 @@ def _checked_box(request: CopyRequest, volume: Volume) -> Box:
     if request.out.suffix != ".zarr":
         raise ConfigError(f"the name of a volume must end in .zarr; got {request.out}; add the ending")
     start, shape = request.start_zyx, volume.shape_zyx
-    size = request.size_zyx or tuple(n - lo for n, lo in zip(shape, start, strict=True))
-    z, y, x = (lo + n for lo, n in zip(start, size, strict=True))
-    if min(size) < 1 or any(hi > n for hi, n in zip((z, y, x), shape, strict=True)):
+    size = request.size_zyx or shape_of((start, shape))
+    box = box_at(start, size)
+    if not is_inside(box, shape):
         raise ConfigError(
             f"a box must lie inside the level; got start {_commas(start)} and size {_commas(size)} in {volume.name} of "
             f"{_commas(shape)} voxels; change --start or --size"
@@ -254,7 +254,7 @@ def _checked_box(request: CopyRequest, volume: Volume) -> Box:
             f"a copy has at least 1 level, and at most {most}, where the last one is a single voxel; got "
             f"{request.levels} for a box of {_commas(size)}; change --levels"
         )
-    return start, (z, y, x)
+    return box
 
 
 def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
@@ -288,8 +288,7 @@ def _stored_share(volume: Volume, plan: CopyPlan) -> float:
     stored = read_sidecar(volume)
     if stored is None or stored.shape != volume.grid.counts_zyx:
         return 1.0
-    ends = zip(*plan.source_box, plan.chunk_zyx, strict=True)
-    return float(np.mean(stored[tuple(slice(lo // c, -(-hi // c)) for lo, hi, c in ends)]))
+    return float(np.mean(stored[np.ix_(*chunk_ranges(plan.source_box, plan.chunk_zyx))]))
 
 
 def _multiscale_of(volume: Volume, plan: CopyPlan, out: Path) -> dict[str, Any]:

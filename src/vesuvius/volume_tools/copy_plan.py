@@ -14,7 +14,7 @@ from functools import cached_property
 
 from vesuvius.config import Triple
 from vesuvius.volume_tools.pyramid import level_shapes
-from vesuvius.volumes.box import Box, chunk_box, grid_shape, shape_of
+from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, shape_of, shifted, triple
 
 _REGION_BYTES_MAX = 64 * 2**20
 
@@ -54,7 +54,7 @@ class CopyPlan:
         counts, edges = self.counts[0], self.region_edges
         for first in itertools.product(*(range(0, count, edge) for count, edge in zip(counts, edges, strict=True))):
             ranges = (range(i, min(i + edge, count)) for i, edge, count in zip(first, edges, counts, strict=True))
-            yield [(z, y, x) for z, y, x in itertools.product(*ranges)]
+            yield list(itertools.product(*triple(ranges)))
 
     @cached_property
     def region_edges(self) -> Triple:
@@ -63,7 +63,7 @@ class CopyPlan:
         counts, edges = self.counts[0], [1, 1, 1]
         while 2 * math.prod(edges) <= most and (growable := [axis for axis in range(3) if edges[axis] < counts[axis]]):
             edges[min(growable, key=lambda axis: (edges[axis], -axis))] *= 2
-        return edges[0], edges[1], edges[2]
+        return triple(edges)
 
     def box_of(self, level: int, chunk: Triple) -> Box:
         """The voxels of a chunk of the copy."""
@@ -71,9 +71,7 @@ class CopyPlan:
 
     def in_source(self, box: Box) -> Box:
         """A box of the finest level in voxels of the source."""
-        origin = self.source_box[0]
-        (z0, y0, x0), (z1, y1, x1) = ([v + o for v, o in zip(corner, origin, strict=True)] for corner in box)
-        return (z0, y0, x0), (z1, y1, x1)
+        return shifted(box, self.source_box[0])
 
     @property
     def cache_bytes(self) -> int:
@@ -83,7 +81,7 @@ class CopyPlan:
         """
         if all(lo % chunk == 0 for lo, chunk in zip(self.source_box[0], self.chunk_zyx, strict=True)):
             return 0
-        depth, *rows = (-(-hi // c) - lo // c for lo, hi, c in zip(*self.source_box, self.chunk_zyx, strict=True))
+        depth, *rows = map(len, chunk_ranges(self.source_box, self.chunk_zyx))
         layer = min(depth, self.region_edges[0] + 2) * math.prod(rows)
         file_bytes = math.prod(self.chunk_zyx) * self.voxel_bytes + 2**14
         return 2**22 + layer * file_bytes * 5 // 4  # an eviction frees a tenth more than it must

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
-from vesuvius.volumes.box import Box
+from vesuvius.volumes.box import Box, box_along, triple
 from vesuvius.volumes.errors import FetchError, UnreadableChunkError
 from vesuvius.volumes.listing import Bools
 from vesuvius.volumes.volume import Volume
@@ -96,22 +96,22 @@ def _sample_chunks(volume: Volume, stored: Bools | None, count: int) -> tuple[li
         drawn = rng.choice(numbers, min(count, len(numbers)), replace=False)
         per_cell = [-(-n // m) for n, m in zip(grid.counts_zyx, stored.shape, strict=True)]  # chunks in a shard
         cells = np.stack(np.unravel_index(drawn, stored.shape), 1) * per_cell
-        return [(z, y, x) for z, y, x in cells.tolist()], None
+        return list(map(triple, cells.tolist())), None
     total = math.prod(grid.counts_zyx)
-    tried, found = 0, []
+    tried, found = 0, list[Triple]()
     for number in _distinct(rng, total, min(count * _DRAWS_PER_BOX, total)):
-        z, y, x = (int(i) for i in np.unravel_index(number, grid.counts_zyx))
+        chunk = triple(map(int, np.unravel_index(number, grid.counts_zyx)))
         tried += 1
         try:
-            if not grid.absent(grid.box_of((z, y, x))):
-                found.append((z, y, x))
+            if not grid.absent(grid.box_of(chunk)):
+                found.append(chunk)
         except FetchError as error:
             raise DataError(
-                f"a volume's store must tell whether a chunk exists; got {one_line(error)} for chunk {[z, y, x]} of "
+                f"a volume's store must tell whether a chunk exists; got {one_line(error)} for chunk {list(chunk)} of "
                 f"{volume.name}; check the address, the network and the credentials"
             ) from error
         except ValueError as error:
-            log.warning("chunk %s of %s is skipped: %s; restore the shard", [z, y, x], volume.name, error)
+            log.warning("chunk %s of %s is skipped: %s; restore the shard", list(chunk), volume.name, error)
         if len(found) == count:
             break
     return found, tried
@@ -129,7 +129,7 @@ def _distinct(rng: np.random.Generator, total: int, count: int) -> Iterator[int]
 
 def _box_in(volume: Volume, chunk: Triple, patch_zyx: Triple, rng: np.random.Generator) -> Box:
     """A box of about the size of a patch that costs little else to decode: part of a chunk, or whole chunks."""
-    starts, stops = [], []
+    ends = []
     for i, edge, size, patch in zip(chunk, volume.chunk_zyx, volume.shape_zyx, patch_zyx, strict=True):
         lo, hi = i * edge, min((i + 1) * edge, size)
         if patch < hi - lo:
@@ -137,6 +137,5 @@ def _box_in(volume: Volume, chunk: Triple, patch_zyx: Triple, rng: np.random.Gen
             hi = lo + patch
         else:
             hi = min(lo + max(patch // edge, 1) * edge, size)
-        starts.append(lo)
-        stops.append(hi)
-    return (starts[0], starts[1], starts[2]), (stops[0], stops[1], stops[2])
+        ends.append((lo, hi))
+    return box_along(ends)

@@ -34,6 +34,7 @@ from vesuvius.runlog.records import parsed
 from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.ome_writer import codec_for, new_array
 from vesuvius.volume_tools.pyramid import halve
+from vesuvius.volumes.box import slices, times
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class PartialCopy:
 
     def halved(self, level: int, chunk: Triple, finer: zarr.Array[Any]) -> NDArray[Any]:
         """The voxels of a chunk from those of the level before.  Reads them."""
-        z, y, x = (slice(2 * lo, 2 * hi) for lo, hi in zip(*self._plan.box_of(level, chunk), strict=True))
-        return halve(np.asarray(finer[z, y, x]))
+        start, stop = self._plan.box_of(level, chunk)
+        return halve(np.asarray(finer[slices((times(start, (2, 2, 2)), times(stop, (2, 2, 2))))]))
 
     def publish(self, multiscale: dict[str, Any]) -> None:
         """Write the group's metadata and give the whole volume its name.  Raises StorageError."""

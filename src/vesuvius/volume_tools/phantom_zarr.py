@@ -21,7 +21,7 @@ from vesuvius.errors import ConfigError, DataError
 from vesuvius.volume_tools.ome_writer import move_into_place, new_array
 from vesuvius.volume_tools.phantom import Phantom, UInt8
 from vesuvius.volume_tools.pyramid import halve, level_shapes, multiscale
-from vesuvius.volumes.box import chunk_box, grid_shape
+from vesuvius.volumes.box import chunk_box, grid_shape, slices, times
 
 VOXEL_UM = 7.91
 MIN_SIZE_VOXELS = 16
@@ -153,8 +153,7 @@ def _create_group(root: Path, shapes: list[Triple], chunk: int) -> list[zarr.Arr
 
 def _store(root: Path, array: zarr.Array[Any], start: Triple, stop: Triple, block: UInt8) -> int:
     """Write one whole chunk; its bytes on disk, 0 where it is all air and therefore absent."""
-    z, y, x = (slice(lo, hi) for lo, hi in zip(start, stop, strict=True))
-    array[z, y, x] = block
+    array[slices((start, stop))] = block
     index = (str(lo // size) for lo, size in zip(start, array.chunks, strict=True))
     file = root.joinpath(array.path, *index)
     return file.stat().st_size if file.exists() else 0
@@ -162,5 +161,4 @@ def _store(root: Path, array: zarr.Array[Any], start: Triple, stop: Triple, bloc
 
 def _read(array: zarr.Array[Any], start: Triple, stop: Triple) -> UInt8:
     """What a box of the next level covers in this one: twice the coordinates, cut at the end of the array."""
-    z, y, x = (slice(2 * lo, 2 * hi) for lo, hi in zip(start, stop, strict=True))
-    return np.asarray(array[z, y, x], np.uint8)
+    return np.asarray(array[slices((times(start, (2, 2, 2)), times(stop, (2, 2, 2))))], np.uint8)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
+from vesuvius.volumes.box import triple
 
 T = TypeVar("T")
 Names = tuple[str | None, ...]
@@ -40,8 +41,7 @@ class Axes:
 
     def zyx_of(self, per_axis: Sequence[T]) -> tuple[T, T, T]:
         """Of one value per stored axis, those of z, y and x."""
-        z, y, x = (per_axis[axis] for axis in self.zyx)
-        return z, y, x
+        return triple(per_axis[axis] for axis in self.zyx)
 
     def others_of(self, per_axis: Sequence[T]) -> tuple[T, ...]:
         """Of one value per stored axis, those of the axes that `select` fixes."""
@@ -136,8 +136,7 @@ def _places(name: str, array: zarr.Array[Any], names: Names) -> Triple:
             f"a volume has three axes z, y, x, each once; got {_words(array, names)} in {name}; correct the names of "
             "the axes in its metadata (`axes`, `coordinateSystems` or `dimension_names`)"
         )
-    z, y, x = map(letters.index, _SPACE)
-    return z, y, x
+    return triple(map(letters.index, _SPACE))
 
 
 def _check_select(name: str, array: zarr.Array[Any], names: Names | None, axes: Axes) -> None:

@@ -2,43 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 from vesuvius.config import Triple
 
+T = TypeVar("T")
 Box = tuple[Triple, Triple]
 """(start_zyx, stop_zyx) in voxels, half open."""
 
 
+def triple(zyx: Iterable[T]) -> tuple[T, T, T]:
+    """Three values; raises ValueError where they are not three."""
+    z, y, x = zyx
+    return z, y, x
+
+
+def moved(start_zyx: Triple, by_zyx: Iterable[int]) -> Triple:
+    """The sum along each axis."""
+    return triple(start + by for start, by in zip(start_zyx, by_zyx, strict=True))
+
+
+def times(shape_zyx: Triple, factors: Triple) -> Triple:
+    """The product along each axis."""
+    return triple(size * factor for size, factor in zip(shape_zyx, factors, strict=True))
+
+
+def box_at(start_zyx: Triple, shape_zyx: Triple) -> Box:
+    """The box of this shape that starts there."""
+    return start_zyx, moved(start_zyx, shape_zyx)
+
+
+def box_along(ends: Iterable[tuple[int, int]]) -> Box:
+    """The box with this start and stop along each axis."""
+    starts, stops = zip(*ends, strict=True)
+    return triple(starts), triple(stops)
+
+
+def shifted(box: Box, by_zyx: Triple) -> Box:
+    """The box somewhere else."""
+    return moved(box[0], by_zyx), moved(box[1], by_zyx)
+
+
+def is_inside(box: Box, shape_zyx: Triple) -> bool:
+    """Whether a box has voxels, all of them in an array of this shape."""
+    return all(0 <= lo < hi <= size for lo, hi, size in zip(*box, shape_zyx, strict=True))
+
+
 def grid_shape(shape_zyx: Triple, chunk_zyx: Triple) -> Triple:
     """Chunks along each axis; the last one may be cut."""
-    z, y, x = (-(-size // chunk) for size, chunk in zip(shape_zyx, chunk_zyx, strict=True))
-    return z, y, x
+    return triple(-(-size // chunk) for size, chunk in zip(shape_zyx, chunk_zyx, strict=True))
 
 
 def chunk_box(index_zyx: Triple, chunk_zyx: Triple, shape_zyx: Triple) -> Box:
     """The voxels of a chunk, cut at the end of the array."""
-    z, y, x = (i * c for i, c in zip(index_zyx, chunk_zyx, strict=True))
-    ends = zip((z, y, x), chunk_zyx, shape_zyx, strict=True)
-    stop_z, stop_y, stop_x = (min(lo + c, size) for lo, c, size in ends)
-    return (z, y, x), (stop_z, stop_y, stop_x)
+    start = times(index_zyx, chunk_zyx)
+    return start, triple(map(min, moved(start, chunk_zyx), shape_zyx))
+
+
+def chunk_ranges(box: Box, chunk_zyx: Triple) -> tuple[range, range, range]:
+    """The chunks that a box touches, along each axis."""
+    return triple(range(lo // c, -(-hi // c)) for lo, hi, c in zip(*box, chunk_zyx, strict=True))
 
 
 def shape_of(box: Box) -> Triple:
     """Edge lengths."""
-    (z0, y0, x0), (z1, y1, x1) = box
-    return z1 - z0, y1 - y0, x1 - x0
+    return triple(hi - lo for lo, hi in zip(*box, strict=True))
 
 
 def slices(box: Box, origin: Triple = (0, 0, 0)) -> tuple[slice, slice, slice]:
     """The slices that cut a box out of an array that starts at `origin`."""
-    z, y, x = (slice(lo - o, hi - o) for lo, hi, o in zip(*box, origin, strict=True))
-    return z, y, x
+    return triple(slice(lo - o, hi - o) for lo, hi, o in zip(*box, origin, strict=True))
 
 
 def intersection(a: Box, b: Box) -> Box:
     """The box that two boxes share; its stop is not above its start where they share nothing."""
-    z0, y0, x0 = map(max, a[0], b[0])
-    z1, y1, x1 = map(min, a[1], b[1])
-    return (z0, y0, x0), (z1, y1, x1)
+    return triple(map(max, a[0], b[0])), triple(map(min, a[1], b[1]))
 
 
 def intersects(a: Box, b: Box) -> bool:

@@ -30,7 +30,7 @@ from zarr.core.buffer import default_buffer_prototype
 from vesuvius.config import Triple
 from vesuvius.errors import one_line
 from vesuvius.volumes.axes import Axes
-from vesuvius.volumes.box import Box, chunk_box, grid_shape
+from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, triple
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.source import Source
 
@@ -79,9 +79,7 @@ class ChunkGrid:
 
     def chunks_of(self, box: Box) -> Iterator[Triple]:
         """Coordinates of the chunks that a box touches."""
-        ranges = [range(lo // c, -(-hi // c)) for lo, hi, c in zip(*box, self.chunk_zyx, strict=True)]
-        z_range, y_range, x_range = ranges
-        yield from itertools.product(z_range, y_range, x_range)
+        return itertools.product(*chunk_ranges(box, self.chunk_zyx))
 
     def box_of(self, chunk: Triple) -> Box:
         """The voxels of a chunk, cut at the end of the array."""
@@ -99,8 +97,7 @@ class ChunkGrid:
 
     def object_index(self, chunk: Triple) -> Triple:
         """The index of the object that holds a chunk."""
-        z, y, x = (i * c // o for i, c, o in zip(chunk, self.chunk_zyx, self.object_zyx, strict=True))
-        return z, y, x
+        return triple(i * c // o for i, c, o in zip(chunk, self.chunk_zyx, self.object_zyx, strict=True))
 
     def object_box(self, chunk: Triple) -> Box:
         """The voxels of the object that holds a chunk, cut at the end of the array."""

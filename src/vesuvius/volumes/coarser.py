@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
-from vesuvius.volumes.box import Box, shape_of
+from vesuvius.volumes.box import Box, box_along, shape_of, triple
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.volume import Volume
 
@@ -45,16 +45,12 @@ class Upsampling:
     def coarse_box(self, box: Box) -> Box:
         """The coarse voxels that cover a box of fine ones.  Those beyond the coarse array are shown its last voxels."""
         ends = zip(*box, self.factors, self.coarse_zyx, strict=True)
-        (z0, z1), (y0, y1), (x0, x1) = ((min(lo // f, size - 1), min(-(-hi // f), size)) for lo, hi, f, size in ends)
-        return (z0, y0, x0), (z1, y1, x1)
+        return box_along((min(lo // f, size - 1), min(-(-hi // f), size)) for lo, hi, f, size in ends)
 
     def fine_box(self, box: Box) -> Box:
         """All fine voxels that a box of coarse ones is shown in."""
         ends = zip(*box, self.factors, self.coarse_zyx, self.fine_zyx, strict=True)
-        (z0, z1), (y0, y1), (x0, x1) = (
-            (lo * f, size if hi == last else min(hi * f, size)) for lo, hi, f, last, size in ends
-        )
-        return (z0, y0, x0), (z1, y1, x1)
+        return box_along((lo * f, size if hi == last else min(hi * f, size)) for lo, hi, f, last, size in ends)
 
     def read(
         self, box: Box, read: Callable[[Box, NDArray[Any] | None], NDArray[Any]], out: NDArray[Any] | None = None
@@ -87,12 +83,6 @@ class Upsampling:
         return out
 
 
-def times(shape_zyx: Triple, factors: Triple) -> Triple:
-    """The product along each axis."""
-    z, y, x = (size * factor for size, factor in zip(shape_zyx, factors, strict=True))
-    return z, y, x
-
-
 def factors_between(fine_zyx: Triple, coarse_zyx: Triple) -> Triple | None:
     """Fine voxels per coarse voxel along each axis; None where these are no whole numbers.  Pure.
 
@@ -104,8 +94,7 @@ def factors_between(fine_zyx: Triple, coarse_zyx: Triple) -> Triple | None:
     if not all(fitting):
         return None
     common = set.intersection(*fitting).intersection(_POWERS)
-    z, y, x = (min(common or factors.intersection(_POWERS) or factors) for factors in fitting)
-    return z, y, x
+    return triple(min(common or factors.intersection(_POWERS) or factors) for factors in fitting)
 
 
 def fits(fine: int, coarse: int, factor: int) -> bool:

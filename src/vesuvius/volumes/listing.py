@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
+from vesuvius.volumes.box import box_at, grid_shape, slices, times, triple
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.volume import Volume, metadata_hash
 
@@ -188,10 +189,9 @@ def _inner_occupancy(volume: Volume, shards: Bools) -> tuple[Bools, list[str]]:
     """Which inner chunks are stored, from the index of each stored shard; the rest as `_listed`."""
     grid = volume.grid
     assert grid.shard_zyx is not None
-    per_shard = [s // c for s, c in zip(grid.shard_zyx, grid.chunk_zyx, strict=True)]
+    per_shard = grid_shape(grid.shard_zyx, grid.chunk_zyx)
     occupancy = np.zeros(grid.counts_zyx, bool)
-    stored = np.argwhere(shards).tolist()
-    firsts: list[Triple] = [(z * per_shard[0], y * per_shard[1], x * per_shard[2]) for z, y, x in stored]
+    firsts = [times(triple(shard), per_shard) for shard in np.argwhere(shards).tolist()]
 
     def present_in(first: Triple) -> Bools | str:
         try:
@@ -206,8 +206,7 @@ def _inner_occupancy(volume: Volume, shards: Bools) -> tuple[Bools, list[str]]:
             if isinstance(present, str):
                 damaged.append(present)
                 continue
-            part = tuple(slice(i, i + n) for i, n in zip(first, per_shard, strict=True))
-            view = occupancy[part]
+            view = occupancy[slices(box_at(first, per_shard))]
             view[...] = present[tuple(slice(n) for n in view.shape)]
     return occupancy, damaged
 

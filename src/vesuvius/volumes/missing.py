@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
-from vesuvius.volumes.box import Box, format_box, intersection, slices
+from vesuvius.volumes.box import Box, box_along, chunk_ranges, format_box, intersection, moved, slices, triple
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.staged import StagedStore
@@ -39,8 +39,7 @@ class StoredChunks:
     @classmethod
     def of(cls, occupancy: NDArray[np.bool_]) -> StoredChunks:
         """From bool over the chunk grid (z, y, x)."""
-        z, y, x = occupancy.shape
-        return cls(np.packbits(occupancy), (z, y, x))
+        return cls(np.packbits(occupancy), triple(occupancy.shape))
 
     def __contains__(self, chunk: Triple) -> bool:
         z, y, x = chunk
@@ -133,22 +132,22 @@ class MissingChunks:
         """
         fill = self._grid.array.fill_value
         stored = _some_differ(out, 0 if fill is None else fill, box, self._grid.chunk_zyx)
-        first = tuple(lo // c for lo, c in zip(box[0], self._grid.chunk_zyx, strict=True))
-        seen = self._seen[tuple(slice(lo, lo + n) for lo, n in zip(first, stored.shape, strict=True))]
+        chunks = box_along((r.start, r.stop) for r in chunk_ranges(box, self._grid.chunk_zyx))
+        seen = self._seen[slices(chunks)]
         for place in np.argwhere(~stored).tolist():
-            z, y, x = (lo + i for lo, i in zip(first, place, strict=True))
-            if not self._is_absent((z, y, x)):
+            chunk = moved(chunks[0], place)
+            if not self._is_absent(chunk):
                 stored[tuple(place)] = True
                 continue
             known = "read before" if seen[tuple(place)] else "listed as stored"
-            gone = seen[tuple(place)] or (self.stored is not None and (z, y, x) in self.stored)
+            gone = seen[tuple(place)] or (self.stored is not None and chunk in self.stored)
             self._metadata.check(at_once=bool(gone))
             if gone:
-                whole_shard = not self._source.exists(self._grid.key_of((z, y, x)))
-                damaged = self._grid.object_box((z, y, x)) if whole_shard else self._grid.box_of((z, y, x))
-                raise UnreadableChunkError(self._name, box, (z, y, x), damaged, f"{known}, but missing")
+                whole_shard = not self._source.exists(self._grid.key_of(chunk))
+                damaged = self._grid.object_box(chunk) if whole_shard else self._grid.box_of(chunk)
+                raise UnreadableChunkError(self._name, box, chunk, damaged, f"{known}, but missing")
             if out.dtype.kind == "f":
-                out[slices(intersection(self._grid.box_of((z, y, x)), box), box[0])] = self._air
+                out[slices(intersection(self._grid.box_of(chunk), box), box[0])] = self._air
         seen |= stored
 
     def _is_absent(self, chunk: Triple) -> bool:

@@ -10,7 +10,6 @@ import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +44,7 @@ from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, 
 from vesuvius.training.validation.charts import draw_charts
 from vesuvius.training.validation.montage import draw_grid, magnification
 from vesuvius.volume_tools.partial import finished_record
-from vesuvius.volumes.box import Box
+from vesuvius.volumes.box import shape_of, shifted, triple
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
@@ -195,9 +194,7 @@ class _TiledVolume(AbstractContextManager["_TiledVolume"]):
                 f"--volume must be drawn by `vesuvius sample --shape`, whose record says where the tiles are; got "
                 f"{path}, which has none; name another"
             )
-        z, y, x = record["shape_zyx"]
-        pz, py, px = record.get("patch_zyx", patch_zyx)
-        tiling = Tiling((z, y, x), (pz, py, px), record["overlap"])
+        tiling = Tiling(triple(record["shape_zyx"]), triple(record.get("patch_zyx", patch_zyx)), record["overlap"])
         self._faces = [
             face_planes(starts, patch) for starts, patch in zip(tiling.starts, tiling.patch_zyx, strict=True)
         ]
@@ -224,14 +221,9 @@ class _TiledVolume(AbstractContextManager["_TiledVolume"]):
         found = seam_statistics(plane_differences(drawn.read, drawn.shape_zyx), self._faces)
         if any(lo >= size for lo, size in zip(first, real.shape_zyx, strict=True)):  # a box of another volume
             first = (0, 0, 0)
-        left = (size - lo for lo, size in zip(first, real.shape_zyx, strict=True))
-        z, y, x = map(min, drawn.shape_zyx, left)
-
-        def read(box: Box) -> NDArray[Any]:
-            (z0, y0, x0), (z1, y1, x1) = ([v + o for v, o in zip(end, first, strict=True)] for end in box)
-            return real.read(((z0, y0, x0), (z1, y1, x1)))
-
-        beside = {seam.axis: seam for seam in seam_statistics(plane_differences(read, (z, y, x)), self._faces)}
+        shape = triple(map(min, drawn.shape_zyx, shape_of((first, real.shape_zyx))))
+        differences = plane_differences(lambda box: real.read(shifted(box, first)), shape)
+        beside = {seam.axis: seam for seam in seam_statistics(differences, self._faces)}
         return [(seam, beside.get(seam.axis)) for seam in found]
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from vesuvius.config import AugmentConfig, Triple
+from vesuvius.volumes.box import box_at, slices, triple
 
 Float32 = NDArray[np.float32]
 
@@ -142,12 +143,10 @@ class TrainingSearch:
         starts, offsets = (torch.from_numpy(np.ravel_multi_index(tuple(p), region.shape)) for p in (shifts, points))
         shown = _standardised(torch.from_numpy(region.ravel())[starts[:, None] + offsets])
         fits = shown @ _standardised(torch.from_numpy(template[tuple(points)])[None])[0]
-        z, y, x = shifts[:, int(fits.argmax())].tolist()
-        return float(fits.max()), number, (z, y, x)
+        return float(fits.max()), number, triple(shifts[:, int(fits.argmax())].tolist())
 
     def _unexplained(self, template: Float32, number: int, start_zyx: Triple) -> float:
-        z, y, x = (slice(start, start + size) for start, size in zip(start_zyx, self._patch_zyx, strict=True))
-        there = self._regions[number][z, y, x]
+        there = self._regions[number][slices(box_at(start_zyx, self._patch_zyx))]
         if there.std() < _LEAST_STD:
             return 1.0
         return 1 - max(0.0, float(np.corrcoef(there.ravel(), template.ravel())[0, 1])) ** 2

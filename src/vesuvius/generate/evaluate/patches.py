@@ -23,7 +23,7 @@ from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
 from vesuvius.training.step.device import model_values
 from vesuvius.training.step.grey_values import grey_scales, normalised
-from vesuvius.volumes.box import Box, intersection, intersects, shape_of
+from vesuvius.volumes.box import Box, box_along, box_at, intersection, intersects, moved, shape_of, triple
 from vesuvius.volumes.volume import Volume
 
 log = logging.getLogger(__name__)
@@ -136,14 +136,14 @@ class RealSource:
 
     def values_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[np.float32]:
         """Real voxels at these places of a volume, as model values: [N, Z, Y, X].  Raises DataError."""
-        boxes = [_patch_box(start, self._config.patch_size) for start in starts_zyx]
+        boxes = [box_at(start, self._config.patch_size) for start in starts_zyx]
         raw = torch.from_numpy(np.stack([self.data.read("volume", number, box) for box in boxes]))
         values: NDArray[np.float32] = normalised(raw, self._scales[[number] * len(raw)]).numpy()
         return values
 
     def labels_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[Any]:
         """The condition there, as it is stored; a coarser one upsampled.  Raises DataError."""
-        boxes = [_patch_box(start, self._config.patch_size) for start in starts_zyx]
+        boxes = [box_at(start, self._config.patch_size) for start in starts_zyx]
         return np.stack([self.data.read_patch(self.data.read, "condition", number, box) for box in boxes])
 
     def _set_of(self, found: FixedPatches, rows: Sequence[int]) -> PatchSet:
@@ -184,9 +184,8 @@ class RealSource:
 
     def _around(self, number: int, start_zyx: Triple) -> Box:
         patch = self._config.patch_size
-        z0, y0, x0 = (start - size for start, size in zip(start_zyx, patch, strict=True))
-        z1, y1, x1 = (start + 2 * size for start, size in zip(start_zyx, patch, strict=True))
-        return intersection(((z0, y0, x0), (z1, y1, x1)), self.data.splits[number].train)
+        around = box_along((start - size, start + 2 * size) for start, size in zip(start_zyx, patch, strict=True))
+        return intersection(around, self.data.splits[number].train)
 
 
 def _cells(places: Sequence[tuple[int, int, int, int]], patch_zyx: Triple) -> NDArray[np.int64]:
@@ -195,16 +194,11 @@ def _cells(places: Sequence[tuple[int, int, int, int]], patch_zyx: Triple) -> ND
     return np.unique(cells, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
 
 
-def _patch_box(start_zyx: Triple, patch_zyx: Triple) -> Box:
-    z, y, x = (start + size for start, size in zip(start_zyx, patch_zyx, strict=True))
-    return start_zyx, (z, y, x)
-
-
 def _apart(found: FixedPatches, patch_zyx: Triple, count: int) -> list[int]:
     """Rows after the first `count` that share no voxel with those; up to `count`."""
 
     def box(row: int) -> Box:
-        return _patch_box(found.starts_zyx[row], patch_zyx)
+        return box_at(found.starts_zyx[row], patch_zyx)
 
     rows = range(count, len(found.volumes))
     first = [(found.volumes[row], box(row)) for row in range(count)]
@@ -261,7 +255,7 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
         record = json.loads((folder / CONDITIONS / ".zattrs").read_text()).get(RECORD, {})
         # Places in another volume (--condition) say nothing about the held-out voxels.
         if record.get("condition") == condition and "starts_zyx" in record:
-            starts = [(int(z), int(y), int(x)) for z, y, x in record["starts_zyx"]][:count]
+            starts = list(map(triple, record["starts_zyx"]))[:count]
     return GeneratedPatches(array[:count], starts, labels, np.arange(count))
 
 
@@ -281,13 +275,11 @@ def cut_generated(volume: Volume, patch_zyx: Triple, count: int, first_zyx: Trip
             "a larger one, or name samples to evaluate with --generated"
         )
     last = [size - patch for size, patch in zip(volume.shape_zyx, patch_zyx, strict=True)]
-    starts = [(z, y, x) for z, y, x in np.random.default_rng(0).integers(0, last, (count, 3), endpoint=True).tolist()]
-    stored = np.stack([volume.read(_patch_box(start, patch_zyx)) for start in starts])
+    starts = list(map(triple, np.random.default_rng(0).integers(0, last, (count, 3), endpoint=True).tolist()))
+    stored = np.stack([volume.read(box_at(start, patch_zyx)) for start in starts])
     groups = _cells([(0, *start) for start in starts], patch_zyx)
-    if first_zyx is not None:
-        (fz, fy, fx), places = first_zyx, starts
-        starts = [(z + fz, y + fy, x + fx) for z, y, x in places]
-    return GeneratedPatches(stored, None if first_zyx is None else starts, None, groups)
+    places = None if first_zyx is None else [moved(start, first_zyx) for start in starts]
+    return GeneratedPatches(stored, places, None, groups)
 
 
 def _opened(path: Path) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
-from vesuvius.volumes.box import Box, chunk_box, grid_shape
+from vesuvius.volumes.box import Box, chunk_box, grid_shape, triple
 
 _BLOCK = 256
 _MOST_BLOCKS = 256
@@ -50,10 +50,9 @@ def plane_differences(read: ReadBox, shape_zyx: Triple) -> list[NDArray[np.float
     grid = grid_shape(shape_zyx, (_BLOCK,) * 3)
     indices = list(itertools.product(*map(range, grid)))
     for number in sorted(np.random.default_rng(0).permutation(len(indices))[:_MOST_BLOCKS].tolist()):
-        iz, iy, ix = indices[number]
-        start, stop = chunk_box((iz, iy, ix), (_BLOCK,) * 3, shape_zyx)
-        z, y, x = before = tuple(max(0, lo - 1) for lo in start)  # the plane before is needed, too
-        voxels = read(((z, y, x), stop)).astype(np.float32)
+        start, stop = chunk_box(triple(indices[number]), (_BLOCK,) * 3, shape_zyx)
+        before = triple(max(0, lo - 1) for lo in start)  # the plane before is needed, too
+        voxels = read((before, stop)).astype(np.float32)
         for axis, low in enumerate(before):
             own = tuple(slice(None) if a == axis else slice(start[a] - before[a], None) for a in range(3))
             squares = np.diff(voxels[own], axis=axis) ** 2

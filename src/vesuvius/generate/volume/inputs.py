@@ -21,8 +21,21 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.step.grey_values import grey_scales, normalised
-from vesuvius.volumes.box import Box, chunk_box, format_box, grid_shape, intersection, shape_of, slices
-from vesuvius.volumes.coarser import Upsampling, fits, times
+from vesuvius.volumes.box import (
+    Box,
+    box_at,
+    chunk_box,
+    format_box,
+    grid_shape,
+    intersection,
+    is_inside,
+    shape_of,
+    shifted,
+    slices,
+    times,
+    triple,
+)
+from vesuvius.volumes.coarser import Upsampling, fits
 from vesuvius.volumes.geometry import FloatTriple
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
@@ -93,7 +106,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         found = {}
         for option, volume in self.volumes.items():
             assert self.shape_zyx is not None
-            box, upsampling = self._shifted(((0, 0, 0), self.shape_zyx)), self._upsampling_of(volume)
+            box, upsampling = box_at(self._origin, self.shape_zyx), self._upsampling_of(volume)
             box = upsampling.coarse_box(box) if upsampling else box
             found[option.strip("-")] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
         return found
@@ -108,8 +121,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         geometry = volume.geometry if volume is not None else None
         stored = own = geometry.voxel_size_um if geometry is not None else None
         if stored is not None and volume is not None and (upsampling := self._upsampling_of(volume)):
-            fine_z, fine_y, fine_x = (size / factor for size, factor in zip(stored, upsampling.factors, strict=True))
-            own = fine_z, fine_y, fine_x
+            own = triple(size / factor for size, factor in zip(stored, upsampling.factors, strict=True))
         z, y, x = scale = own or voxel_size_um or (1.0, 1.0, 1.0)
         oz, oy, ox = self._origin
         corner = (oz * z, oy * y, ox * x)
@@ -121,7 +133,7 @@ class Inputs(AbstractContextManager["Inputs"]):
 
     def read(self, volume: Volume, box: Box) -> NDArray[Any]:
         """Stored voxels, those of the condition upsampled.  Raises DataError."""
-        there, upsampling = self._shifted(box), self._upsampling_of(volume)
+        there, upsampling = shifted(box, self._origin), self._upsampling_of(volume)
         return upsampling.read(there, volume.read) if upsampling else volume.read(there)
 
     def _upsampling_of(self, volume: Volume) -> Upsampling | None:
@@ -142,10 +154,10 @@ class Inputs(AbstractContextManager["Inputs"]):
         if up is None or shape is None or up.factors == (1, 1, 1) or any(map(operator.mod, self._origin, up.factors)):
             return None
         assert self.condition is not None
-        (z, y, x), sums = (max(_BLOCK // f, 1) * f for f in up.factors), np.zeros(4)
-        for index in np.ndindex(grid_shape(shape, (z, y, x))):
-            box = chunk_box((index[0], index[1], index[2]), (z, y, x), shape)
-            shown = self.condition.read(up.coarse_box(self._shifted(box))).astype(np.float64)
+        block, sums = triple(max(_BLOCK // f, 1) * f for f in up.factors), np.zeros(4)
+        for index in np.ndindex(grid_shape(shape, block)):
+            box = chunk_box(triple(index), block, shape)
+            shown = self.condition.read(up.coarse_box(shifted(box, self._origin))).astype(np.float64)
             drawn = read(box).astype(np.float64)
             for axis, f in enumerate(up.factors):
                 starts = np.arange(0, drawn.shape[axis], f)[: shown.shape[axis]]
@@ -165,7 +177,7 @@ class Inputs(AbstractContextManager["Inputs"]):
             return masked
         volume = self.inpaint
         assert volume is not None
-        gaps, there = np.zeros(shape_of(box), np.bool_), self._shifted(box)
+        gaps, there = np.zeros(shape_of(box), np.bool_), shifted(box, self._origin)
         for chunk in volume.grid.absent(there):
             gaps[slices(intersection(volume.grid.box_of(chunk), there), there[0])] = True
         return gaps
@@ -176,10 +188,6 @@ class Inputs(AbstractContextManager["Inputs"]):
         stored = torch.from_numpy(self.read(self.inpaint, box)[None])
         values = schedule.standardised(normalised(stored, grey_scales([grey])))[0].numpy()
         return np.where(self.gaps(box), np.float32(np.nan), values)
-
-    def _shifted(self, box: Box) -> Box:
-        (z0, y0, x0), (z1, y1, x1) = ([v + o for v, o in zip(end, self._origin, strict=True)] for end in box)
-        return (z0, y0, x0), (z1, y1, x1)
 
 
 def _stored_stamp(volume: Volume, box: Box) -> str | None:
@@ -223,7 +231,7 @@ def _common_shape(
                 f"{first} and {option} must {much}; got {format_sizes(shape)} and {format_sizes(volume.shape_zyx)}; "
                 "give volumes (or levels, PATH@LEVEL) of the same region"
             )
-    if box is not None and any(not 0 <= lo < hi <= size for lo, hi, size in zip(*box, shape, strict=True)):
+    if box is not None and not is_inside(box, shape):
         raise ConfigError(
             f"--box must lie inside the volume; got {format_box(box)} in {format_sizes(shape)} of {first}; change --box"
         )

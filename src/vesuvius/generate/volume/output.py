@@ -19,7 +19,7 @@ from vesuvius.generate.watch import Watch
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import Kind, PartialCopy
-from vesuvius.volumes.box import Box, format_box, slices
+from vesuvius.volumes.box import Box, format_box, slices, triple
 
 DRAWING = Kind("drawing", "vesuvius sample")
 
@@ -41,9 +41,8 @@ class Greys:
 
 def output_plan(shape_zyx: Triple, voxel_bytes: int) -> CopyPlan:
     """Chunks of at most 128 voxels along each axis, and levels down to one chunk, at most six."""
-    z, y, x = (min(size, _CHUNK) for size in shape_zyx)
     levels = min(_LEVELS, max(1, (-(-max(shape_zyx) // _CHUNK) - 1).bit_length() + 1))
-    return CopyPlan(((0, 0, 0), shape_zyx), (z, y, x), levels, voxel_bytes, 1)
+    return CopyPlan(((0, 0, 0), shape_zyx), triple(min(size, _CHUNK) for size in shape_zyx), levels, voxel_bytes, 1)
 
 
 def write_volume(
@@ -84,7 +83,7 @@ def write_volume(
 
 
 def _missing(target: PartialCopy, level: int) -> list[Triple]:
-    return [(int(z), int(y), int(x)) for z, y, x in np.argwhere(~target.done[level])]
+    return list(map(triple, np.argwhere(~target.done[level]).tolist()))
 
 
 def _checked_known(box: Box, written: zarr.Array[Any], inputs: Inputs) -> int:

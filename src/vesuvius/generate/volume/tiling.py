@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
-from vesuvius.volumes.box import Box, chunk_box, grid_shape, intersection, slices
+from vesuvius.volumes.box import Box, box_at, chunk_box, chunk_ranges, grid_shape, intersection, slices, triple
 
 _MAX_OVERLAP = 0.75
 
@@ -53,8 +53,7 @@ class Tiling:
     @property
     def tile_grid(self) -> Triple:
         """Tiles along each axis."""
-        z, y, x = map(len, self.starts)
-        return z, y, x
+        return triple(map(len, self.starts))
 
     @property
     def tiles(self) -> int:
@@ -73,10 +72,8 @@ class Tiling:
 
     def tile_box(self, tile: int) -> Box:
         """The voxels of a tile."""
-        start = [starts[i] for starts, i in zip(self.starts, _place(tile, self.tile_grid), strict=True)]
-        z, y, x = start
-        stop_z, stop_y, stop_x = (lo + patch for lo, patch in zip(start, self.patch_zyx, strict=True))
-        return (z, y, x), (stop_z, stop_y, stop_x)
+        place = _place(tile, self.tile_grid)
+        return box_at(triple(starts[i] for starts, i in zip(self.starts, place, strict=True)), self.patch_zyx)
 
     def block_index(self, block: int) -> Triple:
         """Place of a block in the grid."""
@@ -97,10 +94,8 @@ class Tiling:
 
     def blocks_over(self, box: Box) -> list[int]:
         """The blocks that share a voxel with a box, in the order of their numbers."""
-        ends = zip(*box, self.patch_zyx, strict=True)
-        ranges = [range(lo // patch, -(-hi // patch)) for lo, hi, patch in ends]
         _, ny, nx = self.block_grid
-        return [(z * ny + y) * nx + x for z, y, x in itertools.product(*ranges)]
+        return [(z * ny + y) * nx + x for z, y, x in itertools.product(*chunk_ranges(box, self.patch_zyx))]
 
     @cached_property
     def shares(self) -> tuple[NDArray[np.float64], ...]:
