@@ -186,7 +186,7 @@ def is_gone(pid: int) -> bool:
 
 def test_a_closed_stream_is_not_closed_again_at_exit(volume: Path) -> None:
     with open_stream(make_job(volume)) as stream:
-        assert stream in closing._open
+        assert stream.close in closing._open
     assert not closing._open
     assert isinstance(stream, PatchStream)
 
@@ -260,4 +260,4 @@ def test_a_closed_stream_is_not_opened_again(volume: Path) -> None:
         stream.load_state_dict(state)
     with pytest.raises(StopIteration):
         next(stream)
-    assert stream not in closing._open
+    assert stream.close not in closing._open

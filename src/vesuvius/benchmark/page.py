@@ -77,24 +77,24 @@ def _row(result: Result, is_base: bool) -> dict[str, str]:
         "cell": result.label,
         "samples/s": "failed" if result.samples_s is None else _with_span(result.samples_s),
         "times as fast": "baseline" if is_base else _with_span(speed),
-        "level": "-" if result.samples_s is None else format_percent(result.samples_s.level),
+        "level": format_percent(result.samples_s.level if result.samples_s else None),
         "rounds": str(len(result.rates)),
     }
     if result.ranks:
         row |= {
-            "efficiency": _share(result.efficiency),
+            "efficiency": format_percent(result.efficiency),
             "band": result.band,
-            "exchange": f"{number(figures.get('comm_s'))} s, {_share(figures.get('comm_share'))}",
+            "exchange": f"{number(figures.get('comm_s'))} s, {format_percent(figures.get('comm_share'))}",
         }
     return row | {
         "step, s": number(figures.get("step_s")),
         "start, s": number(result.start_s),
-        "of that compilation, s": "-" if "compile_s" not in figures else number(figures["compile_s"]),
+        "of that compilation, s": number(figures.get("compile_s")),
         "break-even step": even if "batch" in figures else "-",
-        "data wait": _share(figures.get("data_share", figures.get("wait_share"))),
-        "RAM of rank 0" if result.ranks else "RAM": _size(figures.get("ram_bytes")),
-        "VRAM": _size(figures.get("vram_bytes")),
-        "largest worker": _size(figures.get("worker_bytes")),
+        "data wait": format_percent(figures.get("data_share", figures.get("wait_share"))),
+        "RAM of rank 0" if result.ranks else "RAM": size_text(figures.get("ram_bytes")),
+        "VRAM": size_text(figures.get("vram_bytes")),
+        "largest worker": size_text(figures.get("worker_bytes")),
     }
 
 
@@ -102,14 +102,6 @@ def _with_span(interval: Interval | None) -> str:
     if interval is None or interval.level <= 0:
         return number(interval.mid if interval else None)
     return f"{number(interval.mid)} ({span_words(interval)})"
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else format_percent(share)
-
-
-def _size(size_bytes: float | None) -> str:
-    return "-" if size_bytes is None else size_text(size_bytes)
 
 
 def _over_axis(results: Sequence[Result]) -> list[Chart]:

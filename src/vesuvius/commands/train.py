@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from vesuvius.commands.arguments.config import take_config
@@ -97,10 +98,11 @@ def main(argv: list[str]) -> int:
     if args.tune_worker:
         from vesuvius.training.ranks.part import one_rank
         from vesuvius.training.run import train
-        from vesuvius.tuning.worker import CommandPipe, tune_worker
+        from vesuvius.tuning.worker import CommandPipe, TuneWorker
 
         facts = args.config.with_name("data_facts.pt")  # reading what they are made of takes long on a slow store
-        return train(replace(request, config=one_rank(config), make_tuner=tune_worker(CommandPipe()), facts=facts))
+        worker = partial(TuneWorker, CommandPipe())
+        return train(replace(request, config=one_rank(config), make_tuner=worker, facts=facts))
     from vesuvius.launch.launch import launch
 
     if args.profile is not None:

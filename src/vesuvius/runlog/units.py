@@ -16,14 +16,16 @@ def gib(size_bytes: float | None) -> str:
     return "-" if size_bytes is None else f"{size_bytes / GIB:.2f}"
 
 
-def size_text(size_bytes: float) -> str:
-    """With its unit: '1.25 GiB', below a tenth of that '64 MiB'."""
+def size_text(size_bytes: float | None) -> str:
+    """With its unit: '1.25 GiB', below a tenth of that '64 MiB'; '-' = not known."""
+    if size_bytes is None:
+        return "-"
     return f"{gib(size_bytes)} GiB" if size_bytes >= 0.1 * GIB else f"{size_bytes / _MIB:.3g} MiB"
 
 
-def format_percent(share: float) -> str:
-    """'15 %', '1.3 %'."""
-    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+def format_percent(share: float | None) -> str:
+    """'15 %', '1.3 %'; '-' = not known."""
+    return "-" if share is None else f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
 def format_sizes(sizes: Iterable[object]) -> str:

@@ -7,29 +7,21 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import ExitStack, suppress
 from functools import cache
-from typing import Protocol
 
 from vesuvius.threads import on_thread
 
-
-class Closable(Protocol):
-    """A stream."""
-
-    def close(self) -> None: ...
+_open: set[Callable[[], None]] = set()
 
 
-_open: set[Closable] = set()
-
-
-def close_at_exit(stream: Closable) -> None:
-    """Close the stream when the interpreter exits, unless it is closed by then."""
+def close_at_exit(close: Callable[[], None]) -> None:
+    """Call the `close` of a stream when the interpreter exits, unless it is forgotten by then."""
     _register()
-    _open.add(stream)
+    _open.add(close)
 
 
-def forget(stream: Closable) -> None:
+def forget(close: Callable[[], None]) -> None:
     """The stream is closed."""
-    _open.discard(stream)
+    _open.discard(close)
 
 
 def done_within(seconds: float, act: Callable[[], None]) -> bool:
@@ -53,5 +45,5 @@ def _register() -> None:
 
 def _close_all() -> None:
     with ExitStack() as streams:  # one that cannot be closed does not keep the others open
-        for stream in _open:
-            streams.callback(stream.close)
+        for close in _open:
+            streams.callback(close)

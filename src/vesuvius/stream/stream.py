@@ -99,7 +99,7 @@ class PatchStream(Iterator[Batch]):
         self._temporary_notes: tempfile.TemporaryDirectory[str] | None = None
         if job.notes_dir is not None:
             log_crashes(claim_folder(Path(job.notes_dir)))
-        close_at_exit(self)
+        close_at_exit(self.close)
         try:
             self._open_readers()
         except BaseException:
@@ -142,7 +142,7 @@ class PatchStream(Iterator[Batch]):
         try:
             self._close_readers()
         finally:
-            forget(self)
+            forget(self.close)
             if self._session is not None:
                 self._session.close()
                 self._session = None

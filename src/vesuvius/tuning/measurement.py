@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, get_args
 
 from vesuvius.config import Config
@@ -58,11 +58,8 @@ class Setting:
 
     def changes(self, source: Setting) -> dict[Knob, Any]:
         """Return the values that differ from another setting, by knob, in the order of the knobs."""
-        return {
-            f.name: getattr(self, f.name)  # type: ignore[misc]
-            for f in fields(self)
-            if getattr(self, f.name) != getattr(source, f.name)
-        }
+        mine: dict[Knob, Any] = vars(self)  # type: ignore[assignment]
+        return {knob: value for knob, value in mine.items() if value != getattr(source, knob)}
 
     def overrides(self, source: Setting) -> list[str]:
         """Return the command-line overrides that turn a config with setting `source` into this one."""

@@ -32,7 +32,7 @@ from vesuvius.stream.options import batches_ahead, check_store_need
 from vesuvius.stream.reading.reader_figures import ReaderTotals
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.forecast.memory_plan import CONTEXT_BYTES
-from vesuvius.training.loop import MakeTuner, TrainingLoop
+from vesuvius.training.loop import TrainingLoop
 from vesuvius.training.reporting.report import StepReporter
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed, synchronize
 from vesuvius.training.step.step import learning_rate
@@ -56,10 +56,9 @@ Figures = dict[str, Any]
 
 
 class CommandPipe:
-    """Commands from a pipe.  At its end this process gets SIGTERM, and is ended if that is not enough."""
+    """Commands from standard input.  At its end this process gets SIGTERM, and is ended if that is not enough."""
 
-    def __init__(self, descriptor: int = 0) -> None:
-        self._descriptor = descriptor
+    def __init__(self) -> None:
         self._queue: SimpleQueue[Command] = SimpleQueue()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
@@ -75,7 +74,7 @@ class CommandPipe:
     def _read(self) -> None:
         rest = b""
         # Not `sys.stdin`: the interpreter cannot end while a thread reads from that.
-        while part := os.read(self._descriptor, 2**16):
+        while part := os.read(0, 2**16):
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
                 self._queue.put(Command(**json.loads(line)))
@@ -85,20 +84,13 @@ class CommandPipe:
         os._exit(EXIT_STOPPED)
 
 
-def tune_worker(commands: CommandPipe) -> MakeTuner:
-    """For `train`: a worker in the place of `training.autotune`."""
-    return lambda loop, reporter: TuneWorker(loop, reporter, commands)
-
-
 class TuneWorker:
     """Measures one block after another.  It is a script that is gone on with between two steps (`act`)."""
 
-    def __init__(self, loop: TrainingLoop, reporter: StepReporter, commands: CommandPipe) -> None:
+    def __init__(self, commands: CommandPipe, loop: TrainingLoop, reporter: StepReporter) -> None:
         self._loop, self._reporter, self._commands = loop, reporter, commands
         self._stream = loop.feed.stream
-        self._began_at = loop.run.progress.sample_index  # where the present readers began
-        self._before = self._stream.reader_totals
-        self._ram_bytes, self._looked = 0, time.time()
+        self._begin_with_readers()
         self._rehearsed = False
         self._rehearsal_bytes = 0  # what a validation and a save take more
         self._verdict: Verdict | None = None
@@ -154,9 +146,13 @@ class TuneWorker:
                 raise
             return one_line(error, 400)
         loop.monitor.readers_changed()
-        self._began_at, self._before = loop.run.progress.sample_index, self._stream.reader_totals
-        self._ram_bytes, self._looked = 0, time.time()
+        self._begin_with_readers()
         return ""
+
+    def _begin_with_readers(self) -> None:
+        """Remember where the present readers began."""
+        self._began_at, self._before = self._loop.run.progress.sample_index, self._stream.reader_totals
+        self._ram_bytes, self._looked = 0, time.time()
 
     # What is measured.
 

@@ -84,28 +84,19 @@ class PreparedData:
         Raises:
             DataError: a range must be estimated, and all sampled voxels are air or equal.
         """
-        conditions = () if config.condition_classes else self.conditions
-        read_patch = partial(self.read_patch, read or self.read)
-        return GreyRanges(
-            self._ranges("data.normalize", config.normalize, self.volumes, partial(read_patch, "volume")),
-            self._ranges(
-                "data.condition_normalize", config.condition_normalize, conditions, partial(read_patch, "condition")
-            ),
-        )
 
-    def _ranges(
-        self,
-        key: str,
-        normalize: NormalizeConfig,
-        volumes: tuple[Volume, ...],
-        read: Callable[[int, Box], NDArray[Any]],
-    ) -> tuple[GreyRange, ...]:
-        if normalize.low is not None and normalize.high is not None:
-            return (GreyRange(normalize.low, normalize.high),) * len(volumes)
-        plan = replace(self.plan, seed=_SEED)
-        return tuple(
-            estimate_grey_range(volume, plan, number, key, partial(read, number))
-            for number, volume in enumerate(volumes)
+        def ranges(
+            kind: Kind, key: str, normalize: NormalizeConfig, volumes: tuple[Volume, ...]
+        ) -> tuple[GreyRange, ...]:
+            if normalize.low is not None and normalize.high is not None:
+                return (GreyRange(normalize.low, normalize.high),) * len(volumes)
+            plan, read_patch = replace(self.plan, seed=_SEED), partial(self.read_patch, read or self.read, kind)
+            return tuple(estimate_grey_range(v, plan, n, key, partial(read_patch, n)) for n, v in enumerate(volumes))
+
+        conditions = () if config.condition_classes else self.conditions
+        return GreyRanges(
+            ranges("volume", "data.normalize", config.normalize, self.volumes),
+            ranges("condition", "data.condition_normalize", config.condition_normalize, conditions),
         )
 
     def describe(self, config: DataConfig, greys: GreyRanges) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -174,7 +174,7 @@ class Search:
         limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
         block = self._runner.measure(setting, kind, self.space.block_s, limit_s)
         if block.ended == "ok":
-            need = _need(self.blocks, setting, kind)
+            need = self._need(setting, kind)
             self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
         self.blocks.append(block)
         self.entries.append(Entry(planned, block))
@@ -192,12 +192,20 @@ class Search:
 
     def expected_s(self, setting: Setting, kind: BlockKind) -> float:
         """Seconds that a block takes: what has to be started or changed for it, and its measuring."""
-        need = _need(self.blocks, setting, kind)
+        need = self._need(setting, kind)
         other_s = self._besides_s.get(need, _ASSUMED_S[need[0]] + (20.0 if need == ("start", True) else 0.0))
         if need[0] == "start" and setting.compile and not any(b.setting.compile for b in self.blocks):
             other_s += _COMPILE_S
         rate = self.rates.expected(kind, setting)
         return other_s + max(self.space.block_s, _LEAST_STEPS * setting.global_batch / rate if rate else 0.0)
+
+    def _need(self, setting: Setting, kind: BlockKind) -> tuple[str, bool]:
+        """What a block needs besides measuring: a process, other readers or neither; and whether it is a whole run."""
+        last = self.blocks[-1] if self.blocks else None
+        if last is None or last.ended != "ok" or trainer_knobs(last.setting) != trainer_knobs(setting):
+            return "start", kind == "run"
+        in_force = next((b.setting for b in reversed(self.blocks) if b.kind != "step"), None)
+        return "readers" if kind != "step" and in_force != setting else "same", kind == "run"
 
     def trainer_rate(self) -> float:
         rate = self.rates.measured("step", self.best)
@@ -301,15 +309,6 @@ class Search:
             if a is None or b is None:
                 return found
             pairs.append((a, b))
-
-
-def _need(before: Sequence[Block], setting: Setting, kind: BlockKind) -> tuple[str, bool]:
-    """What a block needs besides measuring: a new process, other readers or neither; and whether it is a whole run."""
-    last = before[-1] if before else None
-    if last is None or last.ended != "ok" or trainer_knobs(last.setting) != trainer_knobs(setting):
-        return "start", kind == "run"
-    in_force = next((b.setting for b in reversed(before) if b.kind != "step"), None)
-    return "readers" if kind != "step" and in_force != setting else "same", kind == "run"
 
 
 def at_least(readers: float) -> int:
