@@ -116,8 +116,8 @@ def test_a_quota_that_brakes_is_caught(tmp_path: Path, throttled: int, level: st
 @pytest.mark.parametrize(("used", "level"), [(2, "ok"), (7, "warn")])
 def test_a_cgroup_that_is_nearly_full_is_caught(tmp_path: Path, used: int, level: str) -> None:
     roots = write_v2(tmp_path, limit=8 * GIB, anon=used * GIB)
-    write_process(roots, 10)
-    found = host.look_at_memory(pid=10)
+    write_process(roots, os.getpid())
+    found = host.look_at_memory()
     assert found.level == level
     assert found.value.startswith("8.00 GiB (memory.max of cgroup /)")
 

@@ -21,7 +21,7 @@ from vesuvius.commands.arguments.types import positive_number
 from vesuvius.commands.command import as_command, say
 from vesuvius.errors import EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
 from vesuvius.monitor.memcheck.inspection import Inspection, as_json
-from vesuvius.monitor.memcheck.inspector import Inspector, MachineInspector, ProcessInspector, Viewpoint
+from vesuvius.monitor.memcheck.inspector import Inspector, MachineInspector, ProcessInspector
 from vesuvius.monitor.memcheck.run_inspector import RunInspector
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.postmortem.death import death_lines
@@ -55,10 +55,10 @@ def main(argv: list[str]) -> int:
         assert run is not None
         return _post_mortem(run, args.json)
     with ExitStack() as stack:
-        viewpoint = Viewpoint(gpus=stack.enter_context(Gpus(within_s=5.0)))
+        gpus = stack.enter_context(Gpus(within_s=5.0))
         if args.config is not None:
-            return _plan(args.config, args.words, viewpoint, args.json)
-        return watch(_inspector(args, run, viewpoint), args)
+            return _plan(args.config, args.words, gpus, args.json)
+        return watch(_inspector(args, run, gpus), args)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,15 +103,15 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--post-mortem is about a run; give its directory or its name")
 
 
-def _inspector(args: argparse.Namespace, run: Path | None, viewpoint: Viewpoint) -> Inspector:
+def _inspector(args: argparse.Namespace, run: Path | None, gpus: Gpus) -> Inspector:
     if run is not None:
-        return RunInspector(run, viewpoint)
+        return RunInspector(run, gpus)
     if args.pid is not None:
-        return ProcessInspector(args.pid, viewpoint)
-    return MachineInspector(viewpoint, runs_at_work(viewpoint))
+        return ProcessInspector(args.pid, gpus)
+    return MachineInspector(gpus, runs_at_work())
 
 
-def runs_at_work(viewpoint: Viewpoint) -> tuple[str, ...]:
+def runs_at_work() -> tuple[str, ...]:
     """A line that names the living runs below `runs/`; empty where there is none."""
     sessions = [(path.parent.name, read_session(path)) for path in sorted(runs_root().glob("*/session.json"))]
     names = [name for name, session in sessions if session and session.end_time is None and is_alive(session)]
@@ -195,14 +195,14 @@ def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
     return EXIT_MEMORY_KILL if recent else EXIT_OK
 
 
-def _plan(config_path: Path, overrides: list[str], viewpoint: Viewpoint, as_lines_of_json: bool) -> int:
+def _plan(config_path: Path, overrides: list[str], gpus: Gpus, as_lines_of_json: bool) -> int:
     """What a config would need, below the state of the machine.  Warns as a dry run does.
 
     Raises:
         ConfigError: the config is wrong, or the project's packages are not installed.
         DataError: a volume cannot be used.
     """
-    found = MachineInspector(viewpoint).inspect()
+    found = MachineInspector(gpus).inspect()
     try:
         from vesuvius.commands.arguments.config import take_config
         from vesuvius.stream.start.prepare import prepare_data

@@ -77,14 +77,14 @@ def look_for_namesake(version_of: Callable[[str], str] = importlib.metadata.vers
     return Finding("fail", problem, remedy) if problem else Finding("ok", "no conflicting distribution")
 
 
-def look_at_cores(workers: int | None, ranks: int = 1, pid: int | None = None) -> Finding:
+def look_at_cores(workers: int | None, ranks: int = 1) -> Finding:
     """Processors, by affinity and quota, against the trainers and their readers; how often a quota brakes.
 
     Args:
         workers: readers of a rank; None = no config.
         ranks: that share this machine.
     """
-    pid = os.getpid() if pid is None else pid
+    pid = os.getpid()
     cores, (throttled, quota) = usable_cores(pid), throttling((), cpu_quotas(pid)) or (0.0, None)
     value = f"{cores:g} of {os.cpu_count()} processors"
     if workers is not None:
@@ -99,13 +99,13 @@ def look_at_cores(workers: int | None, ranks: int = 1, pid: int | None = None) -
     return Finding("ok", value)
 
 
-def busy(pid: int | None = None) -> str:
+def busy() -> str:
     """How busy the processors are where other work keeps them so; '' where it does not.
 
     By pressure stall information of the own cgroup or the machine (in a container these differ), averaged over a
     minute, in which this examination is too short to reach the limit; by the load where the kernel has none.
     """
-    _, chain = cgroup_chain(os.getpid() if pid is None else pid, "cpu")
+    _, chain = cgroup_chain(os.getpid(), "cpu")
     for path in (*(directory / "cpu.pressure" for _, directory in chain), Path(psutil.PROCFS_PATH, "pressure/cpu")):
         if found := re.search(r"^some .*avg60=([\d.]+)", read_text(path) or "", re.MULTILINE):
             waited = float(found[1]) / 100
@@ -114,9 +114,9 @@ def busy(pid: int | None = None) -> str:
     return f"load {load:.1f} on {cores} processors" if load > cores + 1 else ""  # one of them is this examination
 
 
-def look_at_memory(pid: int | None = None) -> Finding:
+def look_at_memory() -> Finding:
     """What kills for memory first, and how much is left to it."""
-    limit = tightest(sample_system(os.getpid() if pid is None else pid), Limits())
+    limit = tightest(sample_system(os.getpid()), Limits())
     value = f"{size_text(limit.limit_bytes)} ({limit.name}), {size_text(limit.used_bytes)} in use"
     if limit.left_bytes < _RAM_LEFT_SHARE * limit.limit_bytes:
         return Finding("warn", value, "stop what else runs here, or raise the limit (docker run --memory)")

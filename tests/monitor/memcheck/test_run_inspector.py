@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.moments import moments
-from vesuvius.monitor.memcheck.inspector import Viewpoint
 from vesuvius.monitor.memcheck.run_inspector import RunInspector, _silence
 from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.recent import RecentFile
 from vesuvius.monitor.session import begin_session, end_session
 from vesuvius.runlog.units import GIB
@@ -30,7 +30,7 @@ def test_the_rows_of_a_run_that_has_ended_add_up_to_its_total(tmp_path: Path, wo
         for moment in kept:
             recent.write(moment)
     end_session(tmp_path / "session.json", session, 75)
-    found = RunInspector(tmp_path, Viewpoint()).inspect()
+    found = RunInspector(tmp_path, Gpus()).inspect()
     rows = {row.part: row for row in found.rows}
     assert (found.state, found.exit_code) == ("ended", 0)
     sizes = {part: rows[part].now_bytes for part in ("root", "readers", "others", "store") if part in rows}
@@ -59,5 +59,5 @@ def test_growth_of_start_up_minutes_is_none_of_a_run_that_has_ended(tmp_path: Pa
         for moment in moments(session.begin_time + after_s, count=50, **uncounted):
             recent.write(moment)
     end_session(tmp_path / "session.json", session, 75)
-    rows = {row.part: row for row in RunInspector(tmp_path, Viewpoint()).inspect().rows}
+    rows = {row.part: row for row in RunInspector(tmp_path, Gpus()).inspect().rows}
     assert (rows["total"].trend is not None) == known

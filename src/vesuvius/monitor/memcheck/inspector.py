@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import psutil
@@ -32,25 +32,13 @@ class Inspector(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Viewpoint:
-    """Where one looks from: the system's files, and NVML if there is one."""
-
-    gpus: Gpus | None = None
-
-    @property
-    def no_gpus(self) -> str | None:
-        """Why no GPU is seen; None where some are."""
-        return self.gpus.reason if self.gpus else "not looked for"
-
-
 class ProcessInspector:
     """Any process and those below it."""
 
-    def __init__(self, pid: int, viewpoint: Viewpoint) -> None:
+    def __init__(self, pid: int, gpus: Gpus) -> None:
         self._pid = pid
-        self._viewpoint = viewpoint
-        self._watcher = Watcher(pid, viewpoint.gpus)
+        self._gpus = gpus
+        self._watcher = Watcher(pid, gpus)
         self._history: LiveHistory | None = None
         self._name = f"process {pid}"
         self._ray: dict[int, bool] = {}
@@ -73,7 +61,7 @@ class ProcessInspector:
             ray_share = ray_share_from_environment(os.environ, sample.machine.total_bytes) if has_ray else None
             limits = Limits(ray_share=ray_share)
             self._history = LiveHistory(limits, _PROCESS, self._pid, age_s, self._is_single)
-        found = Inspection(now, "process", self._name, "running", "running", no_gpus=self._viewpoint.no_gpus)
+        found = Inspection(now, "process", self._name, "running", "running", no_gpus=self._gpus.reason)
         names = {process.pid: short_name(process) for process in sample.processes}
         return self._history.add(found, sample, names=names)
 
@@ -93,8 +81,8 @@ class MachineInspector:
         remarks: what else is to be said of it.
     """
 
-    def __init__(self, viewpoint: Viewpoint, remarks: tuple[str, ...] = ()) -> None:
-        self._viewpoint = viewpoint
+    def __init__(self, gpus: Gpus, remarks: tuple[str, ...] = ()) -> None:
+        self._gpus = gpus
         self._remarks = remarks
         self._history = LiveHistory(Limits(), Labels(), None, _LONG_AGO_S)
 
@@ -106,10 +94,10 @@ class MachineInspector:
             f"machine {os.uname().nodename}",
             "running",
             "",
-            no_gpus=self._viewpoint.no_gpus,
+            no_gpus=self._gpus.reason,
             remarks=self._remarks,
         )
-        sample = sample_system(os.getpid(), self._viewpoint.gpus)
+        sample = sample_system(os.getpid(), self._gpus)
         return replace(self._history.add(found, sample), rows=(), page_cache_bytes=sample.machine.page_cache_bytes)
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 
 from vesuvius.monitor.memcheck.inspection import Inspection, Row, State, Steps
-from vesuvius.monitor.memcheck.inspector import Viewpoint
 from vesuvius.monitor.memcheck.live_history import LiveHistory
 from vesuvius.monitor.memcheck.parts import WARMUP_S, Figure, History, Labels, sizes_then
 from vesuvius.monitor.memory.risk import Level
 from vesuvius.monitor.postmortem.cause import KillCounts
 from vesuvius.monitor.postmortem.death import Death, headline, read_deaths
 from vesuvius.monitor.postmortem.post_mortem import examine_run, is_of_session
+from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.monitor.recent import MemorySample
 from vesuvius.monitor.run_files import RunFiles, RunState
@@ -36,9 +36,9 @@ _PROCESS_STATES = {
 class RunInspector:
     """Inspects the last session of a run; a new session is found by itself."""
 
-    def __init__(self, directory: Path, viewpoint: Viewpoint) -> None:
+    def __init__(self, directory: Path, gpus: Gpus) -> None:
         self._directory = directory
-        self._viewpoint = viewpoint
+        self._gpus = gpus
         self._files = RunFiles(directory)
         self._session: SessionRecord | None = None
         self._watcher: Watcher | None = None
@@ -60,7 +60,7 @@ class RunInspector:
             state,
             text,
             stalled=state == "hung" or (state == "elsewhere" and notes.hung is not None),
-            no_gpus=self._viewpoint.no_gpus,
+            no_gpus=self._gpus.reason,
             steps=_steps(notes, now),
             kills=self._kills(notes, sample, state),
             remarks=(*_remarks(notes, sample, now), *notes.ranks),
@@ -80,7 +80,7 @@ class RunInspector:
         if self._session is None or _identity(session) != _identity(self._session):
             self._session, self._death = session, None
             pid = find_pid(session)
-            self._watcher = Watcher(pid, self._viewpoint.gpus) if pid is not None else None
+            self._watcher = Watcher(pid, self._gpus) if pid is not None else None
             labels = Labels(others="Ray's own" if session.workers else "others")
             first_s = notes.moments[0].time if notes.moments else time.time()
             self._history = LiveHistory(session.limits, labels, pid, first_s - session.begin_time)

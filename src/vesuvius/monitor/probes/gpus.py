@@ -100,7 +100,14 @@ class Gpus:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Let NVML go, unless it hangs."""
+        if self._gpus:
+            self._gpus = []
+            if self._sample_all.is_running:
+                return
+            while self._xid_events:
+                self._ask("nvmlEventSetFree", self._xid_events.popitem()[1])
+            self._ask("nvmlShutdown")
 
     def sample(self) -> list[GpuUse]:
         """Each GPU once, without those that fail to answer.  Empty once closed, and while NVML hangs."""
@@ -109,16 +116,6 @@ class Gpus:
     @property
     def silent_s(self) -> float:
         return self._sample_all.silent_s
-
-    def close(self) -> None:
-        """Let NVML go, unless it hangs.  Safe to call again."""
-        if self._gpus:
-            self._gpus = []
-            if self._sample_all.is_running:
-                return
-            while self._xid_events:
-                self._ask("nvmlEventSetFree", self._xid_events.popitem()[1])
-            self._ask("nvmlShutdown")
 
     def _part(self, handle: Any, own: str | None) -> Any:
         """The instance of a GPU that is divided (MIG) which has this uuid; None where it has none."""

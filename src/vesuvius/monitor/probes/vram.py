@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class VramUse:
@@ -32,10 +34,10 @@ class Vram:
 
     Args:
         device: a `torch.device`, or the index of a GPU.
-        cuda: the module `torch.cuda`, or what stands for it in a test; None imports it with the first read.
+        cuda: the module `torch.cuda`, or what stands for it in a test.
     """
 
-    def __init__(self, device: Any, cuda: Any = None) -> None:
+    def __init__(self, device: Any, cuda: Any = torch.cuda) -> None:
         self._on_gpu = getattr(device, "type", "cuda") == "cuda"
         self._device = device
         self._cuda = cuda
@@ -50,13 +52,7 @@ class Vram:
             new_window: the peak starts over after this read.  One that comes and goes between the two calls to torch
                 is missed.
         """
-        if not self._on_gpu:
-            return None
-        if self._cuda is None:
-            import torch  # takes seconds, and a CPU's run of memcheck has none
-
-            self._cuda = torch.cuda
-        if not self._cuda.is_initialized():
+        if not self._on_gpu or not self._cuda.is_initialized():
             return None
         try:
             # The driver first: where it hangs, this call lets other threads run, and the allocator's calls do not.
@@ -84,6 +80,4 @@ def gpu_uuid(device: Any) -> str | None:
     """
     if device.type != "cuda":
         return None
-    import torch
-
     return str(torch.cuda.get_device_properties(device).uuid)
