@@ -36,6 +36,7 @@ from vesuvius.diffusion.randomness import Purpose, sample_noise, stratified_time
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.monitor.clock import HostClock
 from vesuvius.stream.options import StreamOptions
+from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import GreyRanges, PreparedData, prepare_data
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceFeed
@@ -104,8 +105,8 @@ class HeldOut:
     """Patches of the validation slabs with fixed noise and timesteps."""
 
     def __init__(self, config: Config, data: PreparedData, greys: GreyRanges, count: int, device: torch.device) -> None:
-        patches = [_held_out_patch(config, data, greys, number) for number in range(count)]
-        self._x_0 = torch.from_numpy(np.stack(patches)).to(device)
+        patches = torch.from_numpy(read_fixed_patches(data, config.data, count).patches)
+        self._x_0 = normalised(patches.unsqueeze(1), grey_scales(greys.volumes[:1])).to(device)
         shape = (1, *config.data.patch_size)
         self._eps = sample_noise(config.seed, range(count), shape, device, purpose=Purpose.VALIDATION)
         self._t = torch.from_numpy(stratified_timesteps(config.seed, 0, count, config.diffusion.timesteps)).to(device)
@@ -120,17 +121,6 @@ class HeldOut:
             prediction = step.denoiser("ema")(self._schedule.q_sample(x_0, eps, t), t)
             parts.append(loss_per_sample(prediction, x_0, eps, t, self._schedule, self._config.diffusion))
         return float(torch.cat(parts).mean())
-
-
-def _held_out_patch(config: Config, data: PreparedData, greys: GreyRanges, number: int) -> np.ndarray[Any, Any]:
-    split = data.splits[0]
-    assert split.validation is not None, "data.validation.fraction must be above 0"
-    rng = np.random.default_rng((config.seed, int(Purpose.VALIDATION), number))
-    start, stop = split.validation
-    size = config.data.patch_size
-    z, y, x = (int(rng.integers(lo, hi - n + 1)) for lo, hi, n in zip(start, stop, size, strict=True))
-    voxels = data.volumes[0].read(((z, y, x), (z + size[0], y + size[1], x + size[2])))
-    return normalised(torch.from_numpy(voxels[None]), grey_scales(greys.volumes[:1])).numpy()
 
 
 def _train(

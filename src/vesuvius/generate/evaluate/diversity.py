@@ -1,11 +1,9 @@
-"""How alike two patches are: multi-scale structural similarity.  Pure.
+"""The similarity of two patches: multi-scale structural similarity (MS-SSIM).  Pure.
 
 Source: Wang, Simoncelli & Bovik 2003; means of cubic windows in place of Gaussian ones.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,13 +19,8 @@ _PLACES = 32  # windows along an axis, about
 _LARGE = 2**18  # voxels
 
 
-@dataclass(frozen=True, eq=False)
-class Scales:
-    """A patch at the scales that are compared: of each, its voxels, and means and variances of their windows."""
-
-    voxels: list[Tensor]
-    means: list[Tensor]
-    variances: list[Tensor]
+Scales = list[tuple[Tensor, Tensor, Tensor]]
+"""A patch at the scales that are compared: its voxels, and the means and variances of their windows."""
 
 
 def scales_of(patch: NDArray[np.float32]) -> Scales:
@@ -36,15 +29,13 @@ def scales_of(patch: NDArray[np.float32]) -> Scales:
     An axis is halved from scale to scale as long as two windows fit in; there are as many scales as the longest axis
     has, up to five.  The first scale of a large patch is half its size.
     """
-    found = Scales([], [], [])
+    found: Scales = []
     voxels = torch.from_numpy(np.ascontiguousarray(patch)).clamp(-3, 3)[None, None]
     if voxels.numel() > _LARGE:
         voxels = F.avg_pool3d(voxels, 2)
     for _ in _WEIGHTS:
         mean = _means(voxels)
-        found.voxels.append(voxels)
-        found.means.append(mean)
-        found.variances.append(_means(voxels * voxels) - mean**2)
+        found.append((voxels, mean, _means(voxels * voxels) - mean**2))
         factors = [2 if size >= 2 * _WINDOW else 1 for size in voxels.shape[2:]]
         if max(factors) == 1:
             break
@@ -53,13 +44,12 @@ def scales_of(patch: NDArray[np.float32]) -> Scales:
 
 
 def ms_ssim(one: Scales, other: Scales) -> float:
-    """Similarity of two patches: 1 for equal ones, about 0 for those of nothing in common.
+    """Similarity of two patches: 1 for equal ones, about 0 for ones with nothing in common.
 
     The weights of the scales are scaled to a sum of 1.
     """
     terms: list[float] = []
-    scales = zip(one.voxels, one.means, one.variances, other.voxels, other.means, other.variances, strict=True)
-    for a, mean_a, var_a, b, mean_b, var_b in scales:
+    for (a, mean_a, var_a), (b, mean_b, var_b) in zip(one, other, strict=True):
         covariance = _means(a * b) - mean_a * mean_b
         terms.append(float(((2 * covariance + _C2) / (var_a + var_b + _C2)).mean()))
     terms[-1] *= float(((2 * mean_a * mean_b + _C1) / (mean_a**2 + mean_b**2 + _C1)).mean())
@@ -68,6 +58,6 @@ def ms_ssim(one: Scales, other: Scales) -> float:
 
 
 def _means(voxels: Tensor) -> Tensor:
-    """Of windows."""
+    """Return the means of windows that cover the patch."""
     windows = [min(_WINDOW, size) for size in voxels.shape[2:]]
     return F.avg_pool3d(voxels, windows, [max(1, size // _PLACES) for size in voxels.shape[2:]])

@@ -133,30 +133,17 @@ def _drawn(groups: NDArray[np.int64], number: int) -> Weights:
     return times if times.any() else np.ones_like(groups)
 
 
-def _beyond(distance: Estimate, floor: Estimate) -> bool:
-    return distance.low > floor.high or distance.high < floor.low
-
-
 def _textures(parts: dict[str, list[PatchTexture]], draws: dict[str, list[Weights]]) -> list[Figure]:
     whole = {name: joint_texture(each) for name, each in parts.items()}
     again = {
         name: [joint_texture([each[i] for i in np.repeat(np.arange(len(each)), weights)]) for weights in draws[name]]
         for name, each in parts.items()
     }
-    names = {
-        "air": "share of air",
-        "means_std": "std of patch means",
-        "planarity": "planarity",
-    }
-    figures = [
-        _levels(
-            key,
-            name,
-            {of: getattr(texture, key) for of, texture in whole.items()},
-            {of: [getattr(texture, key) for texture in textures] for of, textures in again.items()},
-        )
-        for key, name in names.items()
-    ]
+    figures = []
+    for key, name in (("air", "share of air"), ("means_std", "std of patch means"), ("planarity", "planarity")):
+        values = {of: getattr(texture, key) for of, texture in whole.items()}
+        drawn = {of: [getattr(texture, key) for texture in textures] for of, textures in again.items()}
+        figures.append(_levels(key, name, values, drawn))
     distances: dict[str, tuple[str, Callable[[Texture, Texture], float]]] = {
         "histogram_distance": ("histogram distance", histogram_distance),
         "spectrum_distance_db": ("spectrum distance, dB", spectrum_distance_db),
@@ -165,8 +152,8 @@ def _textures(parts: dict[str, list[PatchTexture]], draws: dict[str, list[Weight
     for key, (name, far) in distances.items():
         both = []
         for of in ("generated", "training"):
-            drawn = [far(a, b) for a, b in zip(again[of], again["held_out"], strict=True)]
-            found = estimate(far(whole[of], whole["held_out"]), drawn)
+            spread = [far(a, b) for a, b in zip(again[of], again["held_out"], strict=True)]
+            found = estimate(far(whole[of], whole["held_out"]), spread)
             both.append(replace(found, low=max(0.0, found.low)))
         figures.append(Figure(key, name, {}, both[0], both[1], both[0].low > both[1].high))
     return figures
@@ -180,10 +167,9 @@ def _levels(key: str, name: str, values: dict[str, float], drawn: dict[str, list
     beyond = distance.low > 0 or distance.high < 0
     if "training" in values:
         floor = estimate(values["training"] - real, list(np.array(drawn["training"]) - draws))
-        beyond = beyond and _beyond(distance, floor)
-    return Figure(
-        key, name, {of: estimate(value, drawn[of]) for of, value in values.items()}, distance, floor, beyond, note
-    )
+        beyond = beyond and (distance.low > floor.high or distance.high < floor.low)
+    estimates = {of: estimate(value, drawn[of]) for of, value in values.items()}
+    return Figure(key, name, estimates, distance, floor, beyond, note)
 
 
 def _diversity(sets: dict[str, PatchSet], draws: dict[str, list[Weights]]) -> Figure:
@@ -197,17 +183,15 @@ def _diversity(sets: dict[str, PatchSet], draws: dict[str, list[Weights]]) -> Fi
         values[name] = float(alike.mean())
         weights = [np.prod(times[pairs], axis=0) for times in draws[name]]
         drawn[name] = [float(alike @ w / w.sum()) if w.any() else float("nan") for w in weights]
-    note = "higher: less diverse"
-    return _levels("ms_ssim", "MS-SSIM of two patches", values, drawn, note)
+    return _levels("ms_ssim", "MS-SSIM of two patches", values, drawn, "higher: less diverse")
 
 
 def _auc(held_out: PatchSet, training: PatchSet, other: PatchSet, *, steps: int) -> Estimate:
     """Two classifiers, each trained on one half of `other` and tested on the other half and on held-out patches."""
     folds = []
     for train, test, real in _folds(other, held_out):
-        scores = two_sample_scores(
-            (training.values, other.values[train]), (held_out.values[real], other.values[test]), steps=steps
-        )
+        tests = (held_out.values[real], other.values[test])
+        scores = two_sample_scores((training.values, other.values[train]), tests, steps=steps)
         folds.append((real, test, pairs_in_order(*scores)))
 
     def auc(real_weights: Weights, other_weights: Weights) -> float:
@@ -247,12 +231,11 @@ def _nearest(
     values, drawn, copies = {}, {}, {}
     known = distances["held_out"][np.isfinite(distances["held_out"])]
     limit = _NEAR * float(np.quantile(known, 0.05)) if len(known) else 0.0
-    for name, found in distances.items():
-        rows = [np.repeat(found, times) for times in (np.ones(len(found), int), *draws[name])]
+    for of, found in distances.items():
+        rows = [np.repeat(found, times) for times in (np.ones(len(found), int), *draws[of])]
         medians = [float(np.nanmedian(row)) if np.isfinite(row).any() else float("nan") for row in rows]
-        values[name], drawn[name] = medians[0], medians[1:]
+        values[of], drawn[of] = medians[0], medians[1:]
         textured = found[np.isfinite(found)]
-        copies[name] = float((textured < limit).mean()) if len(textured) else 0.0
+        copies[of] = float((textured < limit).mean()) if len(textured) else 0.0
     note = f"copies: {copies['generated']:.0%}, of held-out ones {copies['held_out']:.0%}"
-    name = "nearest training place"
-    return _levels("nearest", name, values, drawn, note), distances, copies
+    return _levels("nearest", "nearest training place", values, drawn, note), distances, copies

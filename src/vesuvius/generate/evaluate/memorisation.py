@@ -6,10 +6,8 @@ places are compared at a few hundred points of a coarse picture; the best ones t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,16 +25,6 @@ _CANDIDATES = 32
 _TOGETHER = 32  # patches that share the reading of places
 _LEAST_STD = 0.05  # of model values: below it there is no texture to compare
 _DARKEST = 1.2  # air far below the material would decide alone
-
-
-@dataclass(frozen=True)
-class _Symmetry:
-    flips: tuple[bool, ...]
-    turns: int
-
-    def of(self, patch: Float32) -> Float32:
-        flipped = np.flip(patch, tuple(axis for axis in range(3) if self.flips[axis]))
-        return np.rot90(flipped, self.turns, (1, 2))
 
 
 class TrainingSearch:
@@ -62,10 +50,10 @@ class TrainingSearch:
         rng = np.random.default_rng(0)
         self._points = every[:, rng.permutation(every.shape[1])[:_POINTS]]
         self._window = window
-        flips = list(itertools.product((False, True), repeat=3)) if augment.flip else [(False, False, False)]
-        turns = range(4) if augment.turn else range(1)
-        # Two turns mirror y and x.
-        self._symmetries = [_Symmetry(f, t) for f in flips for t in turns if not (f[2] and augment.turn)]
+        # Mirrored axes and quarter turns; two turns mirror y and x.
+        mirrored: list[tuple[int, ...]] = [(), (2,), (1,), (1, 2), (0,), (0, 2), (0, 1), (0, 1, 2)]
+        mirrored, turns = mirrored if augment.flip else [()], range(4 if augment.turn else 1)
+        self._symmetries = [(axes, t) for axes in mirrored for t in turns if not (2 in axes and augment.turn)]
 
     def distances(self, patches: Sequence[Float32]) -> NDArray[np.float64]:
         """Of each patch, the share of its variance that the nearest place leaves unexplained.
@@ -77,12 +65,16 @@ class TrainingSearch:
         found = np.full(len(patches), math.nan)
         for first in range(0, len(textured), _TOGETHER):
             rows = textured[first : first + _TOGETHER]
-            templates = [[symmetry.of(clipped[row]) for symmetry in self._symmetries] for row in rows]
+            templates = [self._turned(clipped[row]) for row in rows]
             fits, regions, places = self._best_places([template for each in templates for template in each])
             for turned, row in enumerate(rows):
                 mine = slice(turned * len(self._symmetries), (turned + 1) * len(self._symmetries))
                 found[row] = self._distance(templates[turned], fits[:, mine], regions, places[:, mine])
         return found
+
+    def _turned(self, patch: Float32) -> list[Float32]:
+        """The patch in every symmetry: views, because copies would take gigabytes."""
+        return [np.rot90(np.flip(patch, axes), turns, (1, 2)) for axes, turns in self._symmetries]
 
     def _distance(
         self,

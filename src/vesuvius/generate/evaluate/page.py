@@ -15,7 +15,7 @@ from vesuvius.generate.evaluate.seams import Seam
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.model import RunReport, Table
 from vesuvius.training.validation.montage import MontageCell, middle_slice
-from vesuvius.training.validation.texture import HISTOGRAM_EDGES, Texture
+from vesuvius.training.validation.texture import HISTOGRAM_EDGES
 
 SHOWN = 24
 _NAMES = {"generated": "generated", "held_out": "held out", "training": "training"}
@@ -44,7 +44,8 @@ def build_page(
         seams: of the tiled volume, each beside the same of real voxels.
         notes: what limits the figures.
     """
-    tables = [figure_table(judgement.figures), seam_table(seams), Table("How to read it", ("",), _rows((_HOW, *notes)))]
+    how = Table("How to read it", ("",), tuple((text,) for text in (_HOW, *notes)))
+    tables = [figure_table(judgement.figures), seam_table(seams), how]
     return RunReport(
         name=name,
         directory=directory,
@@ -165,9 +166,9 @@ def _charts(judgement: Judgement) -> list[Chart]:
     )
     for axis in range(3):
         series = [
-            banded(_NAMES[of], np.arange(len(along)), along)
-            for of, along in ((of, _along(texture, axis)) for of, texture in textures.items())
-            if len(along)
+            banded(_NAMES[of], np.arange(len(texture.correlation[axis])), texture.correlation[axis])
+            for of, texture in textures.items()
+            if axis < len(texture.correlation)
         ]
         title = f"Two-point correlation along {'zyx'[axis]}"
         found += chart(f"correlation_{'zyx'[axis]}", title, "correlation", series, x_label="voxels apart")
@@ -179,18 +180,10 @@ def _charts(judgement: Judgement) -> list[Chart]:
     return found + chart("nearest", title, "share", series, x_label="% of patches that are nearer")
 
 
-def _along(texture: Texture, axis: int) -> NDArray[np.float64]:
-    return texture.correlation[axis] if axis < len(texture.correlation) else np.array([])
-
-
 def _text(found: Estimate | None) -> str:
     if found is None or math.isnan(found.value):
         return ""
     return f"{found.value:.3g} [{found.low:.3g}, {found.high:.3g}]"
-
-
-def _rows(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple((text,) for text in texts)
 
 
 def _json(value: Any) -> Any:
