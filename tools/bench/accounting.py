@@ -2,13 +2,13 @@
 
     python tools/bench/accounting.py -- python -m vesuvius.train --config configs/demo.yaml
 
-Runs a command in a new memory cgroup and looks at it every second, as the monitor does: private memory of all its
+Runs a command in a new memory cgroup and samples it every second, as the monitor does: private memory of all its
 processes and shared memory once (`SystemSample.used_bytes`) against what the kernel charges the cgroup with (version 1
 `total_rss` + `total_shmem`, version 2 `anon` + `shmem`).  Prints the median and the largest difference in percent of
-the kernel's figure, and the processor time that a look took.  Needs root.
+the kernel's figure, and the processor time of a sample.  Needs root.
 
-What the difference is made of: a look takes some milliseconds, in which a growing run grows, and a process that ends in
-between counts in one figure only (so looks without such a change are summed up in a line of their own); pages that a
+What the difference is made of: a sample takes some milliseconds, in which a run may grow, and a process that ends in
+between counts in one figure only (so samples without such a change have a line of their own); pages that a
 fork shares count twice; shared memory that no process holds open any more is the cgroup's alone.
 """
 
@@ -35,21 +35,14 @@ _RAY_ENDS_S = 5.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One look.
+    """One comparison."""
 
-    Attributes:
-        accounted_bytes, charged_bytes: ours and the kernel's.
-        shared_bytes: the part of ours that is shared memory.
-        cpu_s: processor time of the look.
-        steady: the processes were those of the look before.
-    """
-
-    accounted_bytes: int
-    charged_bytes: int
-    shared_bytes: int
-    cpu_s: float
+    accounted_bytes: int  # by us
+    charged_bytes: int  # by the kernel
+    shared_bytes: int  # the part of ours that is shared memory
+    cpu_s: float  # processor time of our sample
     processes: int
-    steady: bool
+    steady: bool  # the processes were those of the sample before
 
     @property
     def difference(self) -> float:
@@ -60,7 +53,7 @@ class Sample:
 def watch(
     command: Sequence[str], group: MemoryCgroup, every_s: float, seconds: float | None
 ) -> tuple[list[Sample], int]:
-    """Run a command in a cgroup and look at it until it ends, or for some seconds; returns the looks and its status."""
+    """Run a command in a cgroup and sample it until it ends, or for some seconds.  Returns samples and exit status."""
     began = time.monotonic()
     samples: list[Sample] = []
     before: set[int] = set()
@@ -93,10 +86,7 @@ def _sample(sample: SystemSample, cpu_s: float, steady: bool) -> Sample:
 
 def report(samples: Sequence[Sample]) -> None:
     """Print the comparison."""
-    for name, chosen in (
-        ("all looks", list(samples)),
-        ("processes unchanged", [sample for sample in samples if sample.steady]),
-    ):
+    for name, chosen in (("all samples", samples), ("processes unchanged", [s for s in samples if s.steady])):
         if not chosen:
             print(f"{name}: none")
             continue
@@ -112,16 +102,16 @@ def report(samples: Sequence[Sample]) -> None:
     )
     costs = [1000 * sample.cpu_s for sample in samples]
     print(
-        f"a look: median {statistics.median(costs):.2f} ms, largest {max(costs):.2f} ms of processor time, "
+        f"a sample: median {statistics.median(costs):.2f} ms, largest {max(costs):.2f} ms of processor time, "
         f"{max(sample.processes for sample in samples)} processes at most"
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every-s", type=float, default=1.0, help="seconds between looks")
+    parser.add_argument("--every-s", type=float, default=1.0, help="seconds between samples")
     parser.add_argument("--seconds", type=float, help="stop the command (SIGTERM) after so long")
-    parser.add_argument("--table", action="store_true", help="print each look")
+    parser.add_argument("--table", action="store_true", help="print each sample")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what to run, after --")
     arguments = parser.parse_args()
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
@@ -141,7 +131,7 @@ def main() -> int:
     if samples:
         report(samples)
     else:
-        print("the command ended before the first look, or its cgroup could not be read", file=sys.stderr)
+        print("the command ended before the first sample, or its cgroup could not be read", file=sys.stderr)
     return 0 if samples and (status == 0 or arguments.seconds is not None) else 1
 
 

@@ -36,10 +36,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # gpu_check builds the same networks
 
+from bench.machine import describe_machine
 from gpu.networks import (
     FULL_MONAI,
     FULL_OURS,

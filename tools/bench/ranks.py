@@ -28,7 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import timeit
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,25 +67,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Workload:
-    """One rank's part of a step.
+    """One rank's part of a step."""
 
-    Attributes:
-        compute_s: seconds of all its micro-batches.
-        last_backward_s: of these, the backward pass that the all-reduce may hide behind.
-        gradient_bytes: of the network.
-        samples: of one rank and step.
-        readers_samples_s: what one rank's readers deliver.
-        store_samples_s: what the store delivers to all ranks together.
-        overlap: share of that backward pass that really hides the all-reduce: the first bucket is ready only then.
-    """
-
-    compute_s: float
-    last_backward_s: float
+    compute_s: float  # of all its micro-batches
+    last_backward_s: float  # of these, the backward pass that the all-reduce may hide behind
     gradient_bytes: float
-    samples: int
-    readers_samples_s: float = float("inf")
-    store_samples_s: float = float("inf")
-    overlap: float = 0.8
+    samples: int  # of one rank and step
+    readers_samples_s: float = float("inf")  # what one rank's readers deliver
+    store_samples_s: float = float("inf")  # what the store delivers to all ranks together
+    overlap: float = 0.8  # share of that backward pass that hides the all-reduce: it starts with the first full bucket
 
 
 def all_reduce_s(ranks: int, gradient_bytes: float, link: Link) -> float:
@@ -200,8 +191,8 @@ def _measure_as_rank(config: Config) -> None:
     gradient = torch.cat([parameter.detach().flatten() for parameter in step.network.parameters()])
     sums, barriers = [], []
     for _ in range(30):
-        barriers.append(_timed(dist.barrier))
-        sums.append(_timed(lambda: dist.all_reduce(gradient)))
+        barriers.append(timeit.timeit(dist.barrier, number=1))
+        sums.append(timeit.timeit(lambda: dist.all_reduce(gradient), number=1))
     _compute(step, config)
     dist.barrier()
     count, began = 0, time.perf_counter()
@@ -216,12 +207,6 @@ def _measure_as_rank(config: Config) -> None:
         print(json.dumps(seconds | {"compute_s": computed.item(), "gradient_bytes": gradient.nbytes}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def _compute(step: TrainStep, config: Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
+import timeit
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vesuvius.diffusion.network import norm_silu
 from vesuvius.diffusion.network.layers import depth_to_space
+from vesuvius.runlog.units import format_sizes
 
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last_3d}
 MAIN_CONVOLUTIONS = 8
@@ -31,19 +32,14 @@ WARM_UP = 2  # the first of them compiles, or lets cuDNN try
 
 @dataclass(frozen=True)
 class Convolution:
-    """One shape of convolution of a network.
-
-    Attributes:
-        channels_in, channels_out, kernel_zyx, stride_zyx, padding_zyx: as in torch.
-        size_zyx: voxels of its input.
-    """
+    """One shape of convolution of a network, as in torch."""
 
     channels_in: int
     channels_out: int
     kernel_zyx: tuple[int, ...]
     stride_zyx: tuple[int, ...]
     padding_zyx: tuple[int, ...]
-    size_zyx: tuple[int, ...]
+    size_zyx: tuple[int, ...]  # voxels of its input
 
     @property
     def flops(self) -> int:
@@ -84,7 +80,7 @@ def main_convolutions(bench: Bench, spec: Spec) -> list[tuple[Convolution, int, 
 def convolution_row(bench: Bench, shape: Convolution, batch: int, layout: str, budget: Budget) -> Row:
     """Milliseconds and TFLOP/s of one convolution in bf16, forward and backward."""
     row: Row = {
-        "convolution": f"{shape.channels_in} -> {shape.channels_out}, {_times(shape.kernel_zyx)}",
+        "convolution": f"{shape.channels_in} -> {shape.channels_out}, {format_sizes(shape.kernel_zyx)}",
         "stride": shape.stride_zyx,
         "size": shape.size_zyx,
         "micro_batch": batch,
@@ -179,7 +175,7 @@ def seconds(bench: Bench, run: Callable[[], object]) -> float:
         run()
     synchronize(bench)
     if not bench.on_gpu:
-        return statistics.median(_host_seconds(run) for _ in range(REPEATS))
+        return statistics.median(timeit.repeat(run, number=1, repeat=REPEATS))
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPEATS)]
     for begin, end in events:
         begin.record()
@@ -187,13 +183,3 @@ def seconds(bench: Bench, run: Callable[[], object]) -> float:
         end.record()
     synchronize(bench)
     return statistics.median(begin.elapsed_time(end) for begin, end in events) / 1e3
-
-
-def _host_seconds(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-def _times(sizes: tuple[int, ...]) -> str:
-    return "x".join(map(str, sizes))

@@ -75,19 +75,12 @@ class Budget:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and on what is measured.
+    """Where and on what is measured."""
 
-    Attributes:
-        device: cuda, or in a rehearsal cpu.
-        patch_zyx: voxels of a patch.
-        seconds: least length of a timed window.
-        peak_tflops: of 16-bit and of TF32 products; None: unknown, no MFU.
-    """
-
-    device: torch.device
-    patch_zyx: Triple
-    seconds: float
-    peak_tflops: tuple[float, float] | None
+    device: torch.device  # cuda, or in a rehearsal cpu
+    patch_zyx: Triple  # voxels of a patch
+    seconds: float  # least length of a timed window
+    peak_tflops: tuple[float, float] | None  # of 16-bit and of TF32 products; None: unknown, no MFU
 
     @property
     def on_gpu(self) -> bool:

@@ -35,23 +35,15 @@ ANY_PATCH = ModelConfig(channels=(4,), stem_stride=(1, 1, 1), full_res_channels=
 
 @dataclass(frozen=True)
 class Spec:
-    """A network: all that is needed to build it, as plain data.
+    """A network: all that is needed to build it, as plain data."""
 
-    Attributes:
-        name: the line of the table.
-        kind: whose it is.
-        channels: width of each level, finest first.
-        architecture: further fields of `ModelConfig`, or arguments of the peer's constructor.
-        switches: fields of `TrainingConfig`; peers know `channels_last` and `compile` only.
-        steps: the first width is a multiple of the first number, the last width of the second.
-    """
-
-    name: str
+    name: str  # the line of the table
     kind: Literal["vesuvius", "monai", "diffusers"]
-    channels: tuple[int, ...]
+    channels: tuple[int, ...]  # width of each level, finest first
+    # further fields of `ModelConfig`, or arguments of the peer's constructor
     architecture: dict[str, Any] = field(default_factory=dict)
-    switches: dict[str, Any] = field(default_factory=dict)
-    steps: tuple[int, int] = (4, 4)
+    switches: dict[str, Any] = field(default_factory=dict)  # of `TrainingConfig`; peers: `channels_last` and `compile`
+    steps: tuple[int, int] = (4, 4)  # the first width is a multiple of the first number, the last width of the second
 
     def with_channels(self, channels: tuple[int, ...]) -> Spec:
         """The same with other widths; a full-resolution block of ours stays half as wide as the first level."""

@@ -1,4 +1,4 @@
-"""What a conditional model is shown while it draws samples: boxes of a condition volume that training has not seen."""
+"""The conditions of samples: boxes of a condition volume, by default of its held-out part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vesuvius.volumes.volume import open_volume
 
 
 class ConditionPatches(AbstractContextManager["ConditionPatches"]):
-    """Cuts the condition of each sample out of one volume's condition; the volume itself need not be there.
+    """Cuts the condition of each sample out of a condition volume; the data volume itself need not exist.
 
     Attributes:
         volume: the opened condition volume.
@@ -46,8 +46,8 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         Args:
             number: which of `data.volumes`.
             greys: grey range of each volume's condition; empty with labels.
-            given: another condition volume.
-            box: the place in it that all samples are shown, of the size of a patch; None = all of it.
+            given: a condition volume in place of the run's.
+            box: the place in it, of the size of a patch, that all samples are shown; None = all of it.
             shape_zyx: of the volume itself; None = as the condition says.
             factors: voxels of a sample, and of `box`, per voxel of the condition, along each axis.
         """

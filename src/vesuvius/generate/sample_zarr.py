@@ -1,4 +1,4 @@
-"""Last stop of a sample: OME-Zarr arrays, one chunk a sample, in a directory that gets its name when it is whole."""
+"""Samples on disk: OME-Zarr arrays with one chunk per sample, in a directory renamed into place when complete."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class SampleArray:
         dtype: np.dtype[Any],
         voxel_size_um: FloatTriple | None,
     ) -> None:
-        """Makes the group without samples yet.
+        """Creates the group, still without samples.
 
         Args:
             path: of the group.
             shape: (count, Z, Y, X).
-            voxel_size_um: edge lengths (z, y, x); None: unknown, the scale is 1 without a unit.
+            voxel_size_um: edge lengths (z, y, x); None = unknown, the scale is 1 without a unit.
         """
         unit = "micrometer" if voxel_size_um else None
         name = path.name.removesuffix(".zarr")
@@ -61,7 +61,7 @@ class SampleArray:
         self._array = new_array(path, "0", shape, dtype, (1, *shape[1:]), write_empty_chunks=True)
 
     def write(self, first: int, samples: NDArray[Any]) -> None:
-        """Put samples [n, Z, Y, X] of the array's dtype at numbers first, first + 1, ..."""
+        """Write samples [n, Z, Y, X] in the array's dtype; their numbers are first, first + 1, ..."""
         self._array[first : first + len(samples)] = samples
 
     def finish(self, record: dict[str, Any]) -> None:
@@ -112,13 +112,13 @@ def check_target(out: Path, overwrite: bool) -> None:
 def published_when_whole(out: Path, what: str = "samples") -> Iterator[Path]:
     """A new directory to write into, under a hidden name beside `out`; flushed and renamed to `out` at the end.
 
-    What was at `out` is removed then, or stays if anything goes wrong; after an error nothing new is left.
+    What was at `out` is replaced only then; an error leaves it as it was, and nothing new beside it.
 
     Args:
-        what: is written, for messages.
+        what: the noun for messages.
 
     Raises:
-        StorageError: the disk refuses.
+        StorageError: the disk is full or fails.
     """
     with storage_errors(
         f"{what} need a writable place with enough space",

@@ -1,7 +1,7 @@
 """`vesuvius sample`: from a checkpoint to samples of the size of a patch, on disk in grey values and as a picture.
 
-A sample follows from (seed, its number), bit by bit where it is computed in a batch of the same size: batches begin at
-multiples of the batch size, whatever the count, and the last one may be smaller.
+A sample depends on (seed, its number) alone, bit by bit for the same batch size: batches begin at multiples of the
+batch size, whatever the count, and the last one may be smaller.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def draw_samples(request: SampleRequest, on_progress: OnProgress = lambda what, 
     """Draw samples and write them with their conditions and a picture.
 
     Raises:
-        ConfigError: the checkpoint is none, arguments do not fit its config, or the output exists.
+        ConfigError: there is no checkpoint, arguments do not fit its config, or the output exists.
         DataError: a condition cannot be read.
         GpuMemoryError, NonFiniteError, StorageError, SamplingStoppedError: as they say; nothing is left behind.
     """
@@ -108,7 +108,7 @@ def _check_request(request: SampleRequest, info: CheckpointInfo) -> None:
 
 
 class _Drawing:
-    """One call: the network that draws, and the arrays and the picture that it fills batch by batch."""
+    """Draws the samples of a request batch by batch, into arrays and a picture."""
 
     def __init__(self, request: SampleRequest, info: CheckpointInfo, watch: Watch) -> None:
         self._request, self._info, self._watch = request, info, watch
@@ -127,7 +127,7 @@ class _Drawing:
         )
 
     def write(self, directory: Path) -> int:
-        """Draw all samples and write what `directory` is to hold; calls of the network per sample."""
+        """Draw all samples and write them into a directory.  Returns the network calls per sample."""
         request, info = self._request, self._info
         volume, grey = info.data.volumes[request.volume], info.data.greys.volumes[request.volume]
         cells: list[MontageCell] = []
@@ -202,13 +202,13 @@ class _Drawing:
         )
 
     def _step_done(self, step: int, x: Tensor) -> None:
-        """After each sampling step: report, and see whether to continue."""
+        """Report a sampling step, and end here if a stop is wanted."""
         self._steps_done += 1
         self._watch.tell("sampling steps", self._steps_done, self._steps)
         self._watch.check()
 
     def _on_host(self, x_0: Tensor, numbers: Sequence[int]) -> NDArray[np.float32]:
-        """The samples that are to be written, [len(numbers), Z, Y, X].  Raises NonFiniteError."""
+        """Copy samples to the host, [len(numbers), Z, Y, X].  Raises NonFiniteError."""
         values: NDArray[np.float32] = x_0[:, 0].cpu().numpy()
         bad = [number for number, sample in zip(numbers, values, strict=True) if not np.isfinite(sample).all()]
         if bad:
@@ -223,7 +223,7 @@ class _Drawing:
 def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
     """`runs/<name>/samples/step_00000600_dpmpp2m_50_seed0`; `samples/...` for a checkpoint outside a run.
 
-    Guidance, eta, volume and weights are named where they are not the usual ones.
+    Guidance, eta, volume and weights are named where they are not the defaults.
     """
     diffusion = info.config.diffusion
     parts = [f"step_{info.step:08d}", diffusion.sampler, str(diffusion.sampler_steps), f"seed{request.seed}"]
@@ -237,7 +237,7 @@ def default_out(request: SampleRequest, info: CheckpointInfo) -> Path:
 
 
 def describe(request: SampleRequest, info: CheckpointInfo, amp: AmpMode, evaluations: int) -> dict[str, Any]:
-    """How the samples were made, as plain JSON: what stands in the attributes of their array."""
+    """How the samples were made, as plain JSON for the attributes of their array."""
     return {
         "numbers": list(range(request.count)),
         "noise": info.config.diffusion.noise,

@@ -1,4 +1,4 @@
-"""What is told of a command that takes long, and whether it is to end before it is done."""
+"""Progress of a long command, and its early end on a signal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from vesuvius.errors import EXIT_INTERRUPTED, GpuMemoryError, VesuviusError
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with what is counted ("sampling steps"), how many of them are done, and how many there are."""
+"""Called with what is counted ("sampling steps"), how many are done, and how many there are in all."""
 T = TypeVar("T")
 
 
@@ -41,7 +41,7 @@ class SamplingStoppedError(VesuviusError):
 
 @dataclass
 class Watch:
-    """Passes on progress, and raises SamplingStoppedError once a stop is wanted."""
+    """Reports progress, and raises SamplingStoppedError once a stop is wanted."""
 
     stop: Stop | None = None
     on_progress: OnProgress = lambda what, done, total: None
@@ -55,12 +55,12 @@ class Watch:
             raise SamplingStoppedError(self.stop.exit_code, self._progress, self.resumable)
 
     def tell(self, what: str, done: int, total: int) -> None:
-        """Pass on how far it is."""
+        """Report progress."""
         self._progress = f"after {done} of {total} {what}"
         self.on_progress(what, done, total)
 
     def over(self, what: str, items: Sequence[T]) -> Iterator[T]:
-        """The items, each told of when it is done."""
+        """Yield the items, and report each one when it is done."""
         for number, item in enumerate(items):
             self.check()
             yield item
@@ -69,7 +69,7 @@ class Watch:
 
 @contextmanager
 def gpu_memory(batch_size: int) -> Iterator[None]:
-    """Turns torch's error of a GPU that is too small into one with a remedy."""
+    """Turns torch's out-of-memory error into one with a remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:

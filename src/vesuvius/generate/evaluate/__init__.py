@@ -1,1 +1,1 @@
-"""How near generated patches come to real ones.  In: arrays of patches, a volume.  Out: figures with floors, a page."""
+"""How close generated patches come to real ones.  In: patches, a volume.  Out: figures with floors, a page."""

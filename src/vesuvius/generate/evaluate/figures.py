@@ -1,7 +1,7 @@
-"""Sets of patches -> figures, each with an interval and with a floor: the same of training patches as if generated.
+"""Sets of patches -> figures, each with an interval and a floor: the figure of training patches in place of generated.
 
-A model that has learned its training voxels perfectly comes out at the floor.  Intervals are of 95 %, from 200 sets
-that are drawn with replacement (bootstrap); patches that share voxels are drawn together.  Pure.
+A model that has learned the distribution perfectly comes out at the floor.  Intervals are of 95 %, from 200 sets drawn
+with replacement (bootstrap); patches that share voxels are drawn together.  Pure.
 """
 
 from __future__ import annotations

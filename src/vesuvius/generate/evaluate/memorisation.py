@@ -1,7 +1,7 @@
-"""How near the nearest place of the training voxels comes to a patch: a model that repeats its data is found out.
+"""How well the most similar place of the training voxels matches a patch: this shows a model that repeats its data.
 
-A place counts at every shift and in every symmetry that training draws, and whatever its brightness and contrast.  All
-places are compared at a few hundred points of a coarse picture; the best ones then voxel by voxel, at every shift near.
+A place counts at every shift and in every symmetry that training draws, whatever its brightness and contrast.  All
+places are compared at a few hundred points of a coarse picture; the best ones then voxel by voxel, at shifts nearby.
 """
 
 from __future__ import annotations

@@ -34,17 +34,12 @@ _SEARCHED_VOXELS = 2**27
 
 @dataclass(frozen=True, eq=False)
 class PatchSet:
-    """Patches of one origin.
+    """Patches of one origin."""
 
-    Attributes:
-        values: float32 [N, Z, Y, X], model values.
-        groups: which of them share voxels, or may: int [N].  Those of one group count as one in intervals.
-        half: 0 or 1: the half of the held-out voxels that it lies in or was drawn under the condition of; -1 = both.
-            None: it has nothing to do with held-out voxels.
-    """
-
-    values: NDArray[np.float32]
-    groups: NDArray[np.int64]
+    values: NDArray[np.float32]  # [N, Z, Y, X], model values
+    groups: NDArray[np.int64]  # [N]; patches of one group may share voxels and count as one in intervals
+    # [N], the half of the held-out voxels that a patch lies in or was drawn under the condition of: 0, 1, or -1 = both.
+    # None = they have nothing to do with held-out voxels
     half: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Whether faces of tiles show in a volume: differences of neighbouring voxels across them against all others."""
+"""Whether tile faces show in a volume: differences of neighbouring voxels across them, against all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a classifier can tell generated patches from real ones: what no chosen figure of texture can overlook.
+"""Whether a classifier can tell generated patches from real ones, also by what no texture figure measures.
 
 Source: Lopez-Paz & Oquab 2017, classifier two-sample tests.
 """
@@ -30,7 +30,7 @@ def two_sample_scores(
 
     Patches are seen mirrored, and turned in the y-x plane where Y = X, as in training.  Of patches of more than 2^13
     voxels it sees a random part in full resolution and all of it in a lower one.  No voxel may be both in `train` and
-    in `tests`, or it knows the patch by heart.  Moves no global generator; the same numbers on the same machine.
+    in `tests`, or the classifier knows it by heart.  Moves no global generator; the same numbers on the same machine.
 
     Args:
         train: real and generated patches, as many of each as there are.

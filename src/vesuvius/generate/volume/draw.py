@@ -74,18 +74,18 @@ class VolumeSummary:
     levels: int
     known: int | None  # voxels of `--inpaint` that were kept, compared bit by bit after writing; None without it
     seconds: float
-    already: bool = False  # it was there, made with the same arguments
+    already: bool = False  # it existed, drawn with the same arguments
     # from a coarser condition of grey values, as in `Inputs.differences`; else None
     differences: tuple[float, float] | None = None
 
 
 def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, done, total: None) -> VolumeSummary:
-    """Draw a volume, or continue it; one that is there, made with the same arguments, is left as it is.
+    """Draw a volume, or continue one; a finished one that was drawn with the same arguments is left as it is.
 
     Raises:
         ConfigError: arguments do not fit the checkpoint or each other, or something else is at `out`.
         DataError: a given volume cannot be read.
-        StorageError: the disk refuses or is too small.
+        StorageError: the disk fails or is too small.
         GpuMemoryError, SamplingStoppedError, NonFiniteError: as they say; what is done stays.
     """
     started = time.monotonic()
@@ -124,7 +124,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
 
 
 def forecast_volume(request: VolumeRequest) -> VolumeForecast:
-    """What a volume takes in time, disk and memory: calls the network twice, writes nothing.   Raises as that."""
+    """The time, disk space and memory that a volume takes.  Calls the network twice, writes nothing."""
     with _prepared(request) as drawing, gpu_memory(request.batch_size):
         return measured_too(drawing.forecast(drawing.live(Watch())), drawing.job, drawing.request)
 
@@ -163,7 +163,7 @@ class _Drawing:
 
     @property
     def record(self) -> dict[str, Any]:
-        """All that the voxels follow from, as plain JSON: a drawing continues with the same, or not at all."""
+        """All that the voxels depend on, as plain JSON: a drawing is continued only if it is the same."""
         request, info = self.request, self._info
         return {
             "shape_zyx": list(self.shape_zyx),
@@ -186,7 +186,7 @@ class _Drawing:
         return live_blocks(self.tiling, self.inputs.gaps, watch)
 
     def fill(self, folder: Path, used: NDArray[np.bool_], watch: Watch) -> None:
-        """Bring the used blocks of the given volumes into the state."""
+        """Copy the used blocks of the given volumes into the state."""
         inputs, schedule, grey = self.inputs, self.greys.schedule, self.greys.grey
 
         def fill(field: Field, option: str, read: Callable[[Box], NDArray[Any]]) -> None:
@@ -203,7 +203,7 @@ class _Drawing:
             fill(shown, "--condition", lambda box: inputs.read(condition, box))
 
     def sampling(self, folder: Path, live: NDArray[np.bool_], watch: Watch) -> Sampling:
-        """All passes."""
+        """The passes over the volume, which continue from what is in the folder."""
         open_work = partial(open_network_work, self.job, folder, self.request)
         log.info(
             "drawing %s voxels from %s (%s weights): %d tiles, %d passes, %d worker(s) on %s",
@@ -225,12 +225,12 @@ class _Drawing:
             return self.inputs.differences(written.read)
 
     def forecast(self, live: NDArray[np.bool_]) -> VolumeForecast:
-        """What it takes but for time and memory."""
+        """The forecast, still without time and memory."""
         return forecast_of(self.job, self.plan.raw_bytes, self.workers, self.request.out, live)
 
 
 def _kept(note: Path, live: Callable[[], NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """What a file holds, which a start before this one wrote; or else `live`, which is written there."""
+    """The array that an earlier start has written to a file; else `live`, which is written there."""
     if not note.exists():
         npy = io.BytesIO()
         np.save(npy, live())

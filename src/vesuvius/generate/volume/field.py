@@ -1,7 +1,7 @@
 """Voxels of a state on disk: a zarr v2 array without compression, whose chunks are mapped into memory when read.
 
-A chunk is written under a temporary name and renamed, so that its file is whole where it exists: what is done is what
-is there.  Any zarr reader can open a field, also while it is being filled.
+A chunk is written under a temporary name and renamed, so a file that exists is complete, and the files alone say what
+is done.  Any zarr reader can open a field, also while it is being filled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vesuvius.volumes.box import Box, shape_of
 
 
 class Field:
-    """One value per voxel, in the blocks of a tiling.  Raises OSError where the disk refuses.
+    """One value per voxel, in the blocks of a tiling.  Raises OSError where the disk fails.
 
     Args:
         path: of the array's folder.
@@ -37,7 +37,7 @@ class Field:
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
     def create(self) -> None:
-        """Write the metadata, where they are not there."""
+        """Write the metadata, where they are missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         metadata = {
             "zarr_format": 2,
@@ -74,11 +74,11 @@ class Field:
         write_unflushed(self._file(block), np.ascontiguousarray(voxels, self._dtype))
 
     def flush(self, block: int) -> None:
-        """Have the voxels of a block on the disk itself, where they outlive a crash of the machine."""
+        """Flush a block to the disk, so that it survives a crash of the machine."""
         sync(self._file(block))
 
     def read(self, box: Box, used: NDArray[np.bool_] | None = None) -> NDArray[Any]:
-        """The voxels of a box.  All blocks that it touches must be written, or those that are `used`: else 0."""
+        """The voxels of a box.  All blocks that it touches must be written, or all that are `used`; others are 0."""
         out = np.zeros(shape_of(box), self._dtype)
         for block in self._tiling.blocks_over(box):
             if used is not None and not used[block]:
@@ -89,7 +89,7 @@ class Field:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block."""
+        """Size of a block."""
         return math.prod(self._tiling.patch_zyx) * self._dtype.itemsize
 
     def _file(self, block: int) -> Path:
@@ -101,7 +101,7 @@ class Field:
 
 
 class Predictions:
-    """What the network said about each tile in one pass; a file per tile, as long as a block needs it."""
+    """The estimates of x_0 in one pass: a file per tile, kept as long as a block needs it."""
 
     def __init__(self, path: Path, tiling: Tiling) -> None:
         self.path, self._tiling = path, tiling
@@ -136,14 +136,14 @@ class Predictions:
 
 
 def write_unflushed(file: Path, voxels: NDArray[Any]) -> None:
-    """Write a file that is whole where it exists, unless the machine crashes: workers do not wait for the disk."""
+    """Write a file that is complete where it exists, unless the machine crashes: workers do not wait for the disk."""
     beside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     voxels.tofile(beside)
     beside.replace(file)
 
 
 def mapped(file: Path, dtype: np.dtype[Any], shape: Triple) -> NDArray[Any]:
-    """A file as an array, of which only what is looked at is read.  (`np.memmap` takes several times as long.)"""
+    """A file as an array; only the pages that are used are read.  (`np.memmap` takes several times as long.)"""
     with file.open("rb", buffering=0) as opened:
         voxels: NDArray[Any] = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), dtype)
     return voxels.reshape(shape)

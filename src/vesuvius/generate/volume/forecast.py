@@ -1,4 +1,4 @@
-"""What a volume takes in time, disk and memory, before anything is written."""
+"""The time, disk space and memory that a volume will take, known before anything is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vesuvius.runlog.units import format_duration, format_sizes, size_text
 
 @dataclass(frozen=True)
 class VolumeForecast:
-    """What a volume takes."""
+    """The time, disk space and memory that a volume takes."""
 
     shape_zyx: Triple
     # tiles, evaluations: tiles per pass, and calls of the network for one tile in all (guidance calls it twice); of
@@ -70,7 +70,7 @@ class VolumeForecast:
 
 
 def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live: NDArray[np.bool_]) -> VolumeForecast:
-    """What follows from numbers alone.  Asks the disk of `out` for its free space.
+    """The forecast without time and memory, from numbers alone and the free space at `out`.
 
     Args:
         live: blocks with gaps near.
@@ -100,7 +100,7 @@ def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live
 
 
 def measured_too(forecast: VolumeForecast, job: VolumeJob, request: DrawRequest) -> VolumeForecast:
-    """The same with time and memory.  Calls the network twice."""
+    """The forecast with time and memory.  Calls the network twice."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

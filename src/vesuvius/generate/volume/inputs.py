@@ -141,7 +141,7 @@ class Inputs(AbstractContextManager["Inputs"]):
         return self._upsampling if volume is self.condition else None
 
     def differences(self, read: Callable[[Box], NDArray[Any]]) -> tuple[float, float] | None:
-        """How far a drawing is from a coarser condition: that, and the mean of the drawn voxels that each covers.
+        """Compare the voxels of a coarser condition with the means of the drawn voxels that each covers.
 
         Args:
             read: from a box to the drawing's voxels.
@@ -191,9 +191,9 @@ class Inputs(AbstractContextManager["Inputs"]):
 
 
 def _stored_stamp(volume: Volume, box: Box) -> str | None:
-    """What changes when voxels of a box are rewritten: of few bytes their content, else sizes and times of files.
+    """A hash that changes when voxels of a box are rewritten: of their content if small, else of file sizes and times.
 
-    None for a remote volume: of that only the metadata are compared.
+    None for a remote volume, of which only the metadata are compared.
     """
     if volume.source.remote:
         return None
@@ -211,7 +211,7 @@ def _stored_stamp(volume: Volume, box: Box) -> str | None:
 def _common_shape(
     volumes: dict[str, Volume], box: Box | None, asked_zyx: Triple | None, condition_factors: Triple
 ) -> Triple | None:
-    """The shape that all volumes have, and the box lies in; that of the condition counts times its factors."""
+    """The shape that all volumes have and the box lies in; the condition's shape is multiplied by its factors."""
     if not volumes:
         if box is not None:
             raise ConfigError(

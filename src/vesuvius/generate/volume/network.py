@@ -48,7 +48,7 @@ class Network:
         self._conditioner = Conditioner(config.data.condition_classes, data.greys.conditions, data.scalars, self.device)
 
     def condition_of(self, stored: NDArray[Any] | None, count: int) -> Condition:
-        """What the network is told of `count` samples; `stored`: their condition, [B, 1, Z, Y, X] in its dtype."""
+        """The network's condition of `count` samples, from its voxels, [B, 1, Z, Y, X] as they are stored."""
         raw = None if stored is None else torch.from_numpy(np.ascontiguousarray(stored))
         return self._conditioner(raw, [self._volume] * count)
 
@@ -56,18 +56,18 @@ class Network:
         """The estimate for a batch of tiles.
 
         Args:
-            stored: their condition, [B, 1, Z, Y, X] in its dtype; None = the network is shown none.
+            stored: their condition voxels, [B, 1, Z, Y, X] in their dtype; None = the condition is dropped.
         """
         config = self.info.config
         if stored is None and config.has_condition:
-            # Left out, as training has left it out: zeros, the presence flag included.
+            # Dropped as in training: zeros, the presence flag included.
             stored = np.zeros((tiles, 1, *config.data.patch_size), np.uint8)
         condition = self.condition_of(stored, tiles)
         return NetworkEstimate(self.denoiser, config.diffusion, condition, self.schedule.mean, self.schedule.std)
 
 
 def open_network_work(job: VolumeJob, folder: Path, request: DrawRequest, worker: int) -> Work:
-    """Open the network in a worker, and make what does the work with it."""
+    """Open the network in a worker and return what does the work with it."""
     torch.set_num_threads(1)  # sums are rounded in the same order wherever a tile is computed
     network = Network(request, worker)
     return Work(job, folder, lambda stored: network.estimate_for(stored, job.batch_size), network.device)

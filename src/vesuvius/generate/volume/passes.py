@@ -1,7 +1,7 @@
-"""The passes over a volume: at which noise level each asks the network, and how blocks go on.  Pure.
+"""The passes over a volume: the noise level of each, and the sampler step that follows it.  Pure.
 
-A pass asks the network about all tiles, takes the mean of what it says about x_0, and then one sampler step in each
-block.  Noise is drawn per block, from (seed, stream, pass, place of the block), and from nothing else.
+A pass evaluates the network on all tiles, blends their estimates of x_0, and takes one sampler step in each block.
+Noise is drawn per block, from (seed, stream, pass, place of the block) alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Hands out the parts of the work, pass by pass, until the last state is whole.
+"""Distributes the parts of the work, pass by pass, until the last state is complete.
 
-Everything that is done is a file, so there is no other record of progress: a new start looks which files are there.
-Parts are handed out in the order of the blocks, and a block follows as soon as its tiles are there, so predictions of
-two or three rows of tiles exist at a time.
+The files are the only record of progress: a restart continues from those that exist.  Parts are handed out in the order
+of the blocks, and a block as soon as its tiles are done, so predictions of two or three rows of tiles exist at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _DEATHS_WITHOUT_WORK = 3
 Part = tuple[Literal["start", "tiles", "block"], int, int, bool]
 """What to do, in which pass, with which block or batch, and whether the block has gaps near."""
 OpenWork = Callable[[int], Work]
-"""Makes what does the work in the process it is called in, from the number of that process; picklable."""
+"""Makes the `Work` of the process that it is called in, from the number of that process; picklable."""
 
 
 class Sampling:
@@ -68,7 +67,7 @@ class Sampling:
         self._deaths = 0
 
     def run(self) -> Field:
-        """Go on from what is there to the last state, and return it: the used blocks (`used_blocks`) have one.
+        """Continue from what is there to the last state, and return it; only used blocks (`used_blocks`) have one.
 
         Raises:
             SamplingStoppedError: a stop was wanted.
@@ -101,14 +100,16 @@ class Sampling:
         if not whole:
             return -1
         if states[0].number < whole[-1].number:
-            whole[-1].flush_all()  # a process that was killed has perhaps not
+            for block in blocks:  # a process that was killed may not have flushed them
+                whole[-1].flush(block)
+            whole[-1].flush_folders()
         for state in states:
             if state.number < whole[-1].number:
                 state.delete()
         return whole[-1].number
 
     def _one_pass(self, executor: Executor, flusher: Executor, number: int) -> None:
-        """Write all blocks of the next state that are missing, and have all of it on the disk itself."""
+        """Write all blocks of the next state that are missing, and flush all of it."""
         job = self._job
         if number >= 0:
             State(self._folder, job, number).create()
@@ -160,7 +161,7 @@ class Sampling:
 
 
 class _Parts:
-    """The parts of one pass that are still to be done, in the order in which they are handed out.
+    """The remaining parts of one pass, in the order in which they are handed out.
 
     Attributes:
         blocks_done: blocks of the next state that are there: bool [blocks].
@@ -231,14 +232,14 @@ class _Parts:
 
 
 class _Inline(Executor):
-    """Does each part at once, in this process."""
+    """Runs each part at once, in this process."""
 
     def __init__(self, open_work: OpenWork) -> None:
         global _work
         _work = open_work(0)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Do it."""
+        """Run it."""
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
@@ -264,7 +265,7 @@ def _begin(open_work: OpenWork, counter: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A killed process that hands out parts must not leave its workers behind."""
+    """End this worker when the process that hands out parts is killed."""
     process = multiprocessing.parent_process()
     if process is not None:
         process.join()

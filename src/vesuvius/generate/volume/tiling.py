@@ -1,4 +1,4 @@
-"""Where the tiles and blocks of a volume lie, and how much each tile counts at each voxel.  Pure.
+"""Where the tiles and blocks of a volume lie, and the weight of each tile at each voxel.  Pure.
 
 The network sees tiles, which have the size of a training patch and overlap.  State and noise are kept in blocks, which
 also have the size of a patch and do not overlap.  Both are numbered in C order.
@@ -99,7 +99,7 @@ class Tiling:
 
     @cached_property
     def shares(self) -> tuple[NDArray[np.float64], ...]:
-        """Along each axis, what each tile counts at each of its voxels: [tiles, patch], sums over tiles are 1.
+        """Along each axis, the weight of each tile at each of its voxels: [tiles, patch]; sums over tiles are 1.
 
         The window is sin^4, positive everywhere; with sin^2 (Hann) the faces of tiles show more.  The sum over all
         tiles is the product of one sum per axis, because the tiles form a grid; so the weight of a tile in the mean is
@@ -111,7 +111,7 @@ class Tiling:
         )
 
     def weight(self, tile: int, box: Box) -> NDArray[np.float32]:
-        """What a tile counts in the mean, over a box inside it: float32 [Z, Y, X]."""
+        """The weight of a tile in the mean, over a box inside it: float32 [Z, Y, X]."""
         origin = self.tile_box(tile)[0]
         places = _place(tile, self.tile_grid)
         z, y, x = (

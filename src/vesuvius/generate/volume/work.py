@@ -1,12 +1,12 @@
-"""The parts of the work, each from files to files, and each with the same result whoever does it and when.
+"""The parts of the work, each from files to files, with the same result in any process and any order.
 
     state/00007/x/          x_t before pass 7, a `Field`
     state/00007/x_0/        the estimate of the pass before, where the sampler needs it
-    state/00007/tiles/      what the network says in pass 7, a file per tile, as long as a block needs it
+    state/00007/tiles/      the estimates of x_0 in pass 7, a file per tile, as long as a block needs it
     state/known/            standardised values of known voxels, NaN in the gaps (inpainting)
     state/condition/        stored values of the condition
 
-A block of the next state is written last of all that it writes: where its file is, nothing of it is missing.
+A part writes the block of the next state last: where that file exists, nothing of the part is missing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EstimateFor = Callable[[NDArray[Any] | None], Estimate]
 
 @dataclass(frozen=True)
 class VolumeJob:
-    """What a volume follows from beside the network and the volumes it is given; picklable."""
+    """What a volume depends on, beside the network and the given volumes; picklable."""
 
     tiling: Tiling
     seed: int
@@ -81,33 +81,27 @@ class State:
     """The files of the state before one pass."""
 
     def __init__(self, folder: Path, job: VolumeJob, number: int) -> None:
-        self.number, self.path, self._blocks = number, folder / f"{number:05d}", job.tiling.blocks
+        self.number, self.path = number, folder / f"{number:05d}"
         self.x = Field(self.path / "x", job.tiling)
         self.x_0 = Field(self.path / "x_0", job.tiling)
         self.predictions = Predictions(self.path / "tiles", job.tiling)
 
     def create(self) -> None:
-        """Make the folders, where they are not there."""
+        """Make the folders, where they are missing."""
         for part in (self.x, self.x_0, self.predictions):
             part.create()
 
     def flush(self, block: int) -> None:
-        """Have the voxels of a block on the disk itself."""
+        """Flush the voxels of a block to the disk."""
         for part in (self.x_0, self.x):
             if part.has(block):
                 part.flush(block)
 
     def flush_folders(self) -> None:
-        """Have the names of all blocks on the disk itself."""
+        """Flush the names of all blocks to the disk."""
         for folder in (self.x_0.path, self.x.path, self.path, self.path.parent):
             if folder.exists():
                 sync(folder)
-
-    def flush_all(self) -> None:
-        """Have all of it on the disk itself."""
-        for block in range(self._blocks):
-            self.flush(block)
-        self.flush_folders()
 
     def delete(self) -> None:
         """Delete all of it."""
@@ -138,7 +132,7 @@ class Work:
         State(self._folder, job, 0).x.write(block, x.numpy())
 
     def tiles(self, number: int, batch: int) -> None:
-        """What the network says in a pass about a batch of tiles."""
+        """Evaluate the network on a batch of tiles in a pass."""
         job, state = self._job, State(self._folder, self._job, number)
         tiles = job.batch(batch)
         # The last batch is filled up, as results may depend on the size of a batch.
@@ -239,10 +233,10 @@ def state_numbers(folder: Path) -> list[int]:
 
 
 def forget_unflushed(job: VolumeJob, folder: Path, used: NDArray[np.bool_]) -> None:
-    """After a crash of the machine, delete what may not be on the disk as it was written.
+    """After a crash of the machine, delete what may not have reached the disk as it was written.
 
-    A state is flushed before the one before it is deleted; so the oldest whole one is sound, but for the first, which
-    has none before it.  Later ones, predictions and what was read of given volumes are made again.
+    A state is flushed before its predecessor is deleted, so the oldest complete one is sound, except for the first,
+    which has no predecessor.  Later ones, predictions and what was read of given volumes are made again.
     """
     now = f"{boot_id()}\n".encode()
     note = folder / "boot"
