@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vesuvius.stream.start.prepare import GreyRange
+if TYPE_CHECKING:  # else a training step alone (`tools/gpu_check.py`) would need what reads volumes
+    from vesuvius.stream.start.prepare import GreyRange
 
 # float32 holds all of their values.
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.float16, torch.float32)
