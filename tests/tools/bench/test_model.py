@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tools.bench import model
+from tools.gpu import networks
 from torch import nn
 
 from tests.conftest import REPOSITORY
@@ -19,8 +20,7 @@ pytestmark = pytest.mark.long
 
 Row = dict[str, Any]
 
-TOOLS = REPOSITORY / "tools"
-BENCH = TOOLS / "bench" / "model.py"
+BENCH = REPOSITORY / "tools" / "bench" / "model.py"
 
 
 def run_bench(folder: Path, *options: str) -> tuple[dict[str, list[Row]], str]:
@@ -31,16 +31,6 @@ def run_bench(folder: Path, *options: str) -> tuple[dict[str, list[Row]], str]:
     assert done.returncode == 0, done.stderr
     content: dict[str, list[Row]] = json.loads(file.read_text())
     return content, done.stdout
-
-
-@pytest.fixture(scope="module")
-def tools() -> dict[str, Any]:
-    """What `gpu/networks.py` defines."""
-    sys.path.insert(0, str(TOOLS))
-    try:
-        return runpy.run_path(str(TOOLS / "gpu" / "networks.py"), run_name="networks")
-    finally:
-        sys.path.remove(str(TOOLS))
 
 
 def test_each_system_is_measured_at_equal_parameters(tmp_path: Path) -> None:
@@ -76,19 +66,15 @@ def test_a_system_that_fails_is_missing_with_its_reason_and_the_others_go_on(tmp
 
 
 def test_figures_are_medians_and_ratios_their_quotients() -> None:
-    sys.path.insert(0, str(TOOLS))
-    bench = runpy.run_path(str(BENCH), run_name="model")
-    sys.path.remove(str(TOOLS))
-
     def samples(*seconds: float) -> list[Row]:
         return [{"step_s": one, "step_cpu_s": 2 * one, "saved_bytes": 100} for one in seconds]
 
     entries = [
-        bench["Entry"](bench["OURS"], 7, samples(1.0, 2.0, 30.0)),
-        bench["Entry"](bench["MONAI"], 7, samples(8.0)),
-        bench["Entry"](bench["DIFFUSERS"], 0, [], ["diffusers is not installed"]),
+        model.Entry(model.OURS, 7, samples(1.0, 2.0, 30.0)),
+        model.Entry(model.MONAI, 7, samples(8.0)),
+        model.Entry(model.DIFFUSERS, 0, [], ["diffusers is not installed"]),
     ]
-    ours, monai, missing = bench["make_rows"](entries, {"batch": 2})
+    ours, monai, missing = model.make_rows(entries, {"batch": 2})
     assert (ours["step_s"], ours["step_s_range"], ours["repeats"], ours["batch"]) == (2.0, [1.0, 30.0], 3, 2)
     assert (ours["step_s_to_monai"], monai["step_s_to_monai"], missing["step_s_to_monai"]) == (0.25, 1.0, None)
     assert missing["missing"] == "diffusers is not installed"
@@ -113,7 +99,7 @@ def test_the_default_model_keeps_at_most_a_third_of_the_bytes_of_monais(tmp_path
     assert "| monai, 4 levels | " in text
 
 
-def test_saved_bytes_count_storages_once_and_no_parameters(tools: dict[str, Any]) -> None:
+def test_saved_bytes_count_storages_once_and_no_parameters() -> None:
     layer = nn.Linear(4, 4)
     x = torch.ones(8, 4)
 
@@ -121,21 +107,21 @@ def test_saved_bytes_count_storages_once_and_no_parameters(tools: dict[str, Any]
         h = layer(x)  # keeps x and the weight
         return (h.exp() * h.t().t()).sum()  # keeps exp's result for two operations, and h as a view
 
-    assert tools["saved_bytes"](layer, forward) == 3 * 8 * 4 * 4  # x, exp(h) and h in float32
+    assert networks.saved_bytes(layer, forward) == 3 * 8 * 4 * 4  # x, exp(h) and h in float32
 
 
-def test_traced_bytes_are_the_measured_ones(tools: dict[str, Any]) -> None:
-    spec = tools["Spec"]("ours", "vesuvius", (8, 16), {"full_res_channels": 4, "attention_heads": 2})
+def test_traced_bytes_are_the_measured_ones() -> None:
+    spec = networks.Spec("ours", "vesuvius", (8, 16), {"full_res_channels": 4, "attention_heads": 2})
     patch = (16, 16, 16)
-    network = tools["build"](spec, tools["experiment"](spec, patch), torch.device("cpu"))
+    network = networks.build(spec, networks.experiment(spec, patch), torch.device("cpu"))
     x, t = torch.zeros(2, 1, *patch), torch.zeros(2, dtype=torch.int64)
-    real = tools["saved_bytes"](network, lambda: nn.functional.mse_loss(network(x, t), torch.zeros_like(x)))
-    assert tools["saved_bytes_without_memory"](spec, patch, "off", batch=2) == real
+    real = networks.saved_bytes(network, lambda: nn.functional.mse_loss(network(x, t), torch.zeros_like(x)))
+    assert networks.saved_bytes_without_memory(spec, patch, "off", batch=2) == real
 
 
-def test_widths_are_searched_near_the_proportions(tools: dict[str, Any]) -> None:
-    spec = tools["Spec"]("ours", "vesuvius", (8, 16, 32), {"full_res_channels": 4, "attention_heads": 2})
-    target = tools["count_parameters"](spec.with_channels((24, 48, 96)))
-    found = tools["matched"](spec, target)
+def test_widths_are_searched_near_the_proportions() -> None:
+    spec = networks.Spec("ours", "vesuvius", (8, 16, 32), {"full_res_channels": 4, "attention_heads": 2})
+    target = networks.count_parameters(spec.with_channels((24, 48, 96)))
+    found = networks.matched(spec, target)
     assert found.channels == (24, 48, 96)
     assert found.architecture["full_res_channels"] == 12

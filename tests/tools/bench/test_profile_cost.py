@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tools.bench.profile_cost import is_profiled, ratios
 
 from tests.conftest import REPOSITORY
 from tests.support.runs import WriteConfig
 from vesuvius.benchmark.paired import median_interval
-
-_SPEC = importlib.util.spec_from_file_location("profile_cost", REPOSITORY / "tools" / "bench" / "profile_cost.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-cost_of_profile = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(cost_of_profile)
 
 
 @pytest.mark.parametrize("cost", [1.0, 1.1])
@@ -26,8 +20,8 @@ def test_the_cost_is_found_under_a_drift_of_half_the_speed(cost: float) -> None:
     pairs, turn_steps = 20, 10
     drift = np.linspace(1.0, 1.5, 2 * pairs * turn_steps)
     noise = np.random.default_rng(0).normal(1.0, 0.02, drift.shape)
-    profiled = np.repeat([cost if cost_of_profile.is_profiled(turn) else 1.0 for turn in range(2 * pairs)], turn_steps)
-    found = cost_of_profile.ratios(drift * noise * profiled, turn_steps, pairs)
+    profiled = np.repeat([cost if is_profiled(turn) else 1.0 for turn in range(2 * pairs)], turn_steps)
+    found = ratios(drift * noise * profiled, turn_steps, pairs)
     interval = median_interval(found.tolist())
     assert interval is not None
     assert interval.low < cost < interval.high

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tools.bench import training
 
 from tests.conftest import REPOSITORY, write_array
 
@@ -43,15 +43,9 @@ def test_both_networks_train_on_the_same_data_at_equal_compute(tmp_path: Path) -
 
 
 def test_a_gpu_is_waited_for_before_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("bench_training", REPOSITORY / "tools" / "bench" / "training.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_training", tool)  # its dataclasses look there
-    spec.loader.exec_module(tool)
     acts: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: acts.append(str(device)))
-    monkeypatch.setattr(tool.time, "perf_counter", lambda: acts.append("clock"))
+    monkeypatch.setattr(training.time, "perf_counter", lambda: acts.append("clock"))
     for name in ("cuda", "cpu"):
-        tool.device_time(torch.device(name))
+        training.device_time(torch.device(name))
     assert acts == ["cuda", "clock", "clock"]

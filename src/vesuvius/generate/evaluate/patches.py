@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
 from vesuvius.generate.sample_zarr import CONDITIONS, RECORD, SAMPLES, as_stored
-from vesuvius.plan.plan import Augmentation
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
 from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
-from vesuvius.training.step.device import model_values
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volumes.box import Box, box_along, box_at, intersection, intersects, moved, shape_of, triple
 from vesuvius.volumes.volume import Volume
@@ -108,7 +106,7 @@ class RealSource:
                 count,
             )
         return RealPatches(
-            PatchSet(self._values(held_out), self._groups(held_out), self.halves(held_out)),
+            replace(self._set_of(held_out), half=self.halves(held_out)),
             self._set_of(found, chosen),
             self._set_of(found, beside),
             self._searched(found),
@@ -132,35 +130,26 @@ class RealSource:
     def values_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[np.float32]:
         """Real voxels at these places of a volume, as model values: [N, Z, Y, X].  Raises DataError."""
         boxes = [box_at(start, self._config.patch_size) for start in starts_zyx]
-        raw = torch.from_numpy(np.stack([self.data.read("volume", number, box) for box in boxes]))
-        values: NDArray[np.float32] = normalised(raw, self._scales[[number] * len(raw)]).numpy()
-        return values
+        return self._model_values([self.data.read("volume", number, box) for box in boxes], [number] * len(boxes))
 
     def labels_at(self, number: int, starts_zyx: Sequence[Triple]) -> NDArray[Any]:
         """The condition there, as it is stored; a coarser one upsampled.  Raises DataError."""
         boxes = [box_at(start, self._config.patch_size) for start in starts_zyx]
         return np.stack([self.data.read_patch(self.data.read, "condition", number, box) for box in boxes])
 
-    def _set_of(self, found: FixedPatches, rows: Sequence[int]) -> PatchSet:
-        picked = FixedPatches(
-            False,
-            tuple(found.volumes[row] for row in rows),
-            tuple(found.starts_zyx[row] for row in rows),
-            found.patches[list(rows)],
-            None,
-        )
-        return PatchSet(self._values(picked), self._groups(picked))
+    def _set_of(self, found: FixedPatches, rows: Sequence[int] | None = None) -> PatchSet:
+        """Some of these patches, or all.  Those that begin in the same cell, of the size of a patch, share voxels."""
+        rows = range(len(found.volumes)) if rows is None else rows
+        places = [(found.volumes[row], *found.starts_zyx[row]) for row in rows]
+        values = self._model_values([found.patches[row] for row in rows], [number for number, *_ in places])
+        return PatchSet(values, _cells(places, self._config.patch_size))
 
-    def _values(self, found: FixedPatches) -> NDArray[np.float32]:
-        scales = self._scales[list(found.volumes)]
-        raw = torch.from_numpy(np.ascontiguousarray(found.patches))
-        values: NDArray[np.float32] = model_values(raw, [Augmentation()] * len(raw), scales)[:, 0].numpy()
+    def _model_values(self, stored: Sequence[NDArray[Any]], volumes: Sequence[int]) -> NDArray[np.float32]:
+        """Stored voxels of the same shape as model values, each with the grey range of its volume."""
+        values: NDArray[np.float32] = normalised(
+            torch.from_numpy(np.stack(stored)), self._scales[list(volumes)]
+        ).numpy()
         return values
-
-    def _groups(self, found: FixedPatches) -> NDArray[np.int64]:
-        """Patches that begin in the same cell, of the size of a patch, share voxels."""
-        places = zip(found.volumes, found.starts_zyx, strict=True)
-        return _cells([(number, *start) for number, start in places], self._config.patch_size)
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
         """All training voxels, or where they are too many those around patches of training."""
@@ -173,8 +162,7 @@ class RealSource:
             left -= math.prod(shape_of(box))
             if left < 0:
                 break
-            raw = torch.from_numpy(np.ascontiguousarray(data.read("volume", number, box)))[None]
-            searched.append(normalised(raw, self._scales[[number]])[0].numpy())
+            searched.append(self._model_values([data.read("volume", number, box)], [number])[0])
         return searched
 
     def _around(self, number: int, start_zyx: Triple) -> Box:
