@@ -157,7 +157,7 @@ def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[T
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias from that of z: second half of `backward` with torch."""
     if weight.ndim == 2 and not _folds(x, weight):
-        samples = (part.split(1) for part in (grad, x, mean, rstd))
+        samples = (torch.split(part, 1) for part in (grad, x, mean, rstd))
         rows = [norm_backward(g, one, w, m, r) for g, one, m, r, w in zip(*samples, weight, strict=True)]
         grads_x, grads_weight, grads_bias = zip(*rows, strict=True)
         return torch.cat(grads_x), torch.stack(grads_weight), torch.stack(grads_bias)

@@ -146,9 +146,8 @@ class RealSource:
 
     def _model_values(self, stored: Sequence[NDArray[Any]], volumes: Sequence[int]) -> NDArray[np.float32]:
         """Stored voxels of the same shape as model values, each with the grey range of its volume."""
-        values: NDArray[np.float32] = normalised(
-            torch.from_numpy(np.stack(stored)), self._scales[list(volumes)]
-        ).numpy()
+        raw, scales = torch.from_numpy(np.stack(stored)), self._scales[list(volumes)]
+        values: NDArray[np.float32] = normalised(raw, scales).numpy()
         return values
 
     def _searched(self, found: FixedPatches) -> list[NDArray[np.float32]]:
