@@ -12,6 +12,7 @@ import timeit
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -129,44 +130,35 @@ def family_rows(bench: Bench, channels: int, size_zyx: tuple[int, ...], batch: i
     ]
 
 
-# What is run, and how many tensors of the size of x it must read and write.
-FAMILIES: dict[str, int] = {
-    "moments of groups (torch's var_mean)": 1,
-    "norm and SiLU, ours": 3,
-    "norm and SiLU, torch's": 5,
-    "norm and SiLU again": 2,
-    "norm and SiLU backward": 5,
-    "add": 3,
-    "SiLU": 2,
-    "copy": 2,
-    "copy to the other layout": 2,
-    "depth to space": 2,
+# What is run on the tensors `t`, and how many tensors of the size of x it must read and write.
+FAMILIES: dict[str, tuple[int, Callable[[Any], object]]] = {
+    "moments of groups (torch's var_mean)": (
+        1,
+        lambda t: torch.var_mean(t.x.unflatten(1, (t.groups, -1)), (2, 3, 4, 5), correction=0),
+    ),
+    "norm and SiLU, ours": (3, lambda t: norm_silu.forward(t.x, t.weight, t.bias, t.groups)),
+    "norm and SiLU, torch's": (5, lambda t: F.silu(F.group_norm(t.x, t.groups, *t.half))),
+    "norm and SiLU again": (2, lambda t: norm_silu.again(t.x, t.weight, t.bias, t.mean, t.rstd)),
+    "norm and SiLU backward": (5, lambda t: norm_silu.backward(t.y, None, t.x, t.weight, t.bias, t.mean, t.rstd)),
+    "add": (3, lambda t: t.x + t.y),
+    "SiLU": (2, lambda t: F.silu(t.x)),
+    "copy": (2, lambda t: t.x.clone()),
+    "copy to the other layout": (2, lambda t: t.x.contiguous(memory_format=t.other)),
+    "depth to space": (2, lambda t: depth_to_space(t.x, (1, 2, 2) if t.x.shape[1] % 8 else (2, 2, 2))),
 }
 
 
 def _family(bench: Bench, name: str, channels: int, size_zyx: tuple[int, ...], batch: int, layout: str) -> Row:
     order = LAYOUTS[layout]
-    other = next(format for format in LAYOUTS.values() if format != order)
-    groups = max(channels // 4, 1) if channels < 64 else 16
-    x = torch.randn(batch, channels, *size_zyx, device=bench.device).bfloat16().contiguous(memory_format=order)
-    weight, bias = torch.ones(channels, device=bench.device), torch.zeros(channels, device=bench.device)
-    y, _, mean, rstd = norm_silu.forward(x, weight, bias, groups)
-    of_groups = x.unflatten(1, (groups, -1))
-    half = weight.bfloat16(), bias.bfloat16()
-    run: dict[str, Callable[[], object]] = {
-        "moments of groups (torch's var_mean)": lambda: torch.var_mean(of_groups, (2, 3, 4, 5), correction=0),
-        "norm and SiLU, ours": lambda: norm_silu.forward(x, weight, bias, groups),
-        "norm and SiLU, torch's": lambda: F.silu(F.group_norm(x, groups, *half)),
-        "norm and SiLU again": lambda: norm_silu.again(x, weight, bias, mean, rstd),
-        "norm and SiLU backward": lambda: norm_silu.backward(y, None, x, weight, bias, mean, rstd),
-        "add": lambda: x + y,
-        "SiLU": lambda: F.silu(x),
-        "copy": x.clone,
-        "copy to the other layout": lambda: x.contiguous(memory_format=other),
-        "depth to space": lambda: depth_to_space(x, (1, 2, 2) if channels % 8 else (2, 2, 2)),
-    }
-    took_s = seconds(bench, run[name])
-    return {"ms": 1e3 * took_s, "gb_s": FAMILIES[name] * x.nbytes / took_s / 1e9}
+    t = SimpleNamespace(groups=max(channels // 4, 1) if channels < 64 else 16)
+    t.other = next(format for format in LAYOUTS.values() if format != order)
+    t.x = torch.randn(batch, channels, *size_zyx, device=bench.device).bfloat16().contiguous(memory_format=order)
+    t.weight, t.bias = torch.ones(channels, device=bench.device), torch.zeros(channels, device=bench.device)
+    t.half = t.weight.bfloat16(), t.bias.bfloat16()
+    t.y, _, t.mean, t.rstd = norm_silu.forward(t.x, t.weight, t.bias, t.groups)
+    tensors, run = FAMILIES[name]
+    took_s = seconds(bench, lambda: run(t))
+    return {"ms": 1e3 * took_s, "gb_s": tensors * t.x.nbytes / took_s / 1e9}
 
 
 def seconds(bench: Bench, run: Callable[[], object]) -> float:
