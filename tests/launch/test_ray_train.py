@@ -361,3 +361,19 @@ def test_a_rank_that_is_left_alone_of_several_reads_where_it_has_reserved_proces
     assert not reads_here(alone.cluster, world=1), "a run of one rank uses the whole cluster"
     anywhere = StreamOptions.from_config(TrainingConfig(ranks=2), cluster.model_copy(update={"reader_nodes": "any"}))
     assert not reads_here(anywhere.cluster, world=2)
+
+
+@pytest.mark.parametrize("before", ["", "of an earlier session\n"])
+def test_the_command_prints_what_rank_0_appends_to_its_log_a_whole_line_at_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str
+) -> None:
+    log = tmp_path / "train_full.log"
+    if before:
+        log.write_text(before)
+    lines = command._LogLines(log)
+    for appended, shown in (("", ""), ("step 1\nst", "step 1\n"), ("ep 2\n", "step 2\n")):
+        with log.open("a") as file:
+            file.write(appended)
+        lines.print_new()
+        assert capsys.readouterr().out == shown
+    assert lines.last == "step 1\nstep 2\n"

@@ -53,7 +53,7 @@ class RunState:
 
 
 class Tail:
-    """A file of JSON Lines from its end on: first the last records, after that each time what was appended.
+    """A file of lines, as a rule of JSON, from its end on: first the last ones, after that each time what was appended.
 
     Args:
         path: the file; it need not be there yet, and may be moved away and started over.
@@ -68,13 +68,17 @@ class Tail:
 
     def new(self) -> list[dict[str, Any]]:
         """The records since the last call; lines that are torn or not yet whole are passed over."""
+        return [record for line in self.lines().splitlines() if (record := _record(line)) is not None]
+
+    def lines(self) -> bytes:
+        """The whole lines since the last call."""
         try:
             with self._path.open("rb") as file:
                 return self._read(file.fileno())
         except OSError:
-            return []
+            return b""
 
-    def _read(self, descriptor: int) -> list[dict[str, Any]]:
+    def _read(self, descriptor: int) -> bytes:
         now = os.fstat(descriptor)
         if self._file is None:
             self._offset = max(now.st_size - self._first_bytes, 0)
@@ -84,7 +88,7 @@ class Tail:
         text = os.pread(descriptor, now.st_size - self._offset, self._offset)
         whole = text.rfind(b"\n") + 1
         self._offset += whole
-        return [record for line in text[:whole].splitlines() if (record := _record(line)) is not None]
+        return text[:whole]
 
 
 class RunFiles:

@@ -16,11 +16,7 @@ from vesuvius.runlog.records import JsonLines
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.stream.options import StreamOptions
 from vesuvius.training.checkpoint.progress import Progress
-from vesuvius.training.checkpoint.resume import (
-    ResumePoint,
-    restore,
-    run_state,
-)
+from vesuvius.training.checkpoint.resume import ResumePoint, restore, run_state
 from vesuvius.training.checkpoint.save import RetentionPolicy
 from vesuvius.training.checkpoint.writer import CheckpointWriter
 from vesuvius.training.context import RunContext

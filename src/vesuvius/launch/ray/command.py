@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import time
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
@@ -25,6 +26,7 @@ from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError, one_l
 from vesuvius.launch.ray.bulletin import Bulletin, answer
 from vesuvius.launch.ray.room import LEAST_STORE_BYTES, SAY_EVERY_S, check_room, have_gpus, living_nodes, look_for_ranks
 from vesuvius.launch.ray.worker import Job
+from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.run_dir import refuse_existing, run_dir
 from vesuvius.stream.options import StreamOptions, check_store, store_bytes
 from vesuvius.stream.ray.private import start_autoscaling_coordinator
@@ -131,20 +133,12 @@ class _LogLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._place = path.stat().st_size if path.exists() else 0
+        self._tail = Tail(path, first_bytes=0 if path.exists() else sys.maxsize)
+        self._tail.lines()  # from here on
         self.last = ""
 
     def print_new(self) -> None:
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._place)
-                text = file.read()
-        except OSError:  # not there yet
-            return
-        whole = text[: text.rfind(b"\n") + 1]
-        self._place += len(whole)
-        printed = whole.decode("utf-8", errors="replace")
+        printed = self._tail.lines().decode("utf-8", errors="replace")
         self.last = (self.last + printed)[-100_000:]
         print(printed, end="", flush=True)
 

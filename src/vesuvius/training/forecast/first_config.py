@@ -15,13 +15,7 @@ from vesuvius.stream.start.start_reads import StartReads
 from vesuvius.training.forecast.machine import Machine, look_at_machine
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.ram_plan import plan_ram
-from vesuvius.training.forecast.suggest import (
-    PATCH,
-    SPARSE,
-    Suggestion,
-    shape_zyx,
-    suggest,
-)
+from vesuvius.training.forecast.suggest import PATCH, SPARSE, Suggestion, shape_zyx, suggest
 from vesuvius.volume_tools.info import VolumeFacts, describe_volume
 from vesuvius.volumes.store.object_store import is_remote
 

@@ -30,6 +30,7 @@ from vesuvius.stream.reading.reader import STAGED_BYTES_MAX
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.preflight import checkpoint_sizes, fixed_count
+from vesuvius.training.step.batch_ring import pinned_bytes
 from vesuvius.training.step.step import choose_device, resolve_amp
 
 _MIB = 2**20
@@ -203,5 +204,5 @@ def _network(config: Config, gpu: bool) -> list[RamPart]:
 
 
 def _host_bytes(size: int, gpu: bool) -> int:
-    """Of a buffer: torch rounds a pinned one, which a GPU copies from, up to a power of two."""
-    return 1 << (size - 1).bit_length() if gpu and size else size
+    """Of a buffer, which is pinned where a GPU copies from it."""
+    return pinned_bytes(size) if gpu else size

@@ -55,8 +55,8 @@ class BatchRing:
 
     @property
     def slot_bytes(self) -> int:
-        """Memory of a slot where it is pinned: torch rounds each buffer up to a power of two."""
-        return sum(1 << (part.nbytes - 1).bit_length() for part in self._slots[0])
+        """Memory of a slot where it is pinned."""
+        return sum(pinned_bytes(part.nbytes) for part in self._slots[0])
 
     def wait(self) -> None:
         """The stream is about to fill the buffer of two batches ago: its copy must be over (it long is)."""
@@ -90,6 +90,11 @@ class BatchRing:
                 f"the batches ahead must fit into pinned memory; got {one_line(error)} for {count} buffers instead of "
                 f"{len(self)}; lower training.prefetch_factor"
             ) from error
+
+
+def pinned_bytes(size: int) -> int:
+    """Memory of a pinned buffer, which torch rounds up to a power of two.  Pure."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def exchange(stream: PatchStream, ring: BatchRing, count: int, **changes: Unpack[StreamChanges]) -> BatchRing:
