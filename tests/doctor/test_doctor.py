@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from vesuvius.doctor import data as doctor_data
 from vesuvius.doctor import device, examination, host, trial
 from vesuvius.doctor.check import THREADS, Check, Finding, examine
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_OK
+from vesuvius.runlog.run_dir import installed_version
 from vesuvius.runlog.units import GIB
 from vesuvius.trials import process
 
@@ -82,12 +84,19 @@ def test_torch_2_9_is_caught() -> None:
     assert device.look_at_torch("2.13.0").level == "ok"
 
 
-def test_a_gpu_that_torch_cannot_use_is_caught() -> None:
-    found = device.look_at_gpus(FakeNvml(), cuda_works=False)
+def test_a_gpu_that_torch_cannot_use_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = device.look_at_gpus()
     assert found.level == "fail"
     assert found.value.startswith("NVIDIA A100, driver 550.1, but a torch ")
-    assert device.look_at_gpus(FakeNvml(), cuda_works=True).value == "NVIDIA A100, driver 550.1"
-    assert device.look_at_gpus(NoNvml(), cuda_works=False).level == "warn"
+    monkeypatch.setitem(sys.modules, "pynvml", NoNvml())
+    assert device.look_at_gpus().level == "warn"
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
+    assert device.look_at_gpus().value == "NVIDIA A100, driver 550.1"
 
 
 @pytest.mark.parametrize(("version", "level"), [(91002, "fail"), (91500, "ok"), (90701, "ok")])
@@ -107,8 +116,9 @@ def test_a_convolution_that_is_wrong_is_caught(wrong: float) -> None:
 
 
 @pytest.mark.parametrize(("need", "level"), [(10, "ok"), (30, "warn"), (90, "fail")])
-def test_a_config_that_does_not_fit_the_gpu_is_caught(need: int, level: str) -> None:
-    assert device.look_at_vram(need * GIB, lambda: (20 * GIB, 80 * GIB)).level == level
+def test_a_config_that_does_not_fit_the_gpu_is_caught(monkeypatch: pytest.MonkeyPatch, need: int, level: str) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * GIB, 80 * GIB))
+    assert device.look_at_vram(need * GIB).level == level
 
 
 def test_volumes_are_opened_and_read(volume: Path) -> None:
@@ -200,10 +210,10 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
     "no write permission": ({"host._try_disk": refused}, ("fail", "disk", "Permission denied")),
     "unreachable store": ({"data._GIVE_UP_MINUTES": 0.2 / 60}, ("fail", "volumes", "http://127.0.0.1")),
     "wrong torch": (
-        {"host._version": lambda name, of: "2.9.1" if name == "torch" else of(name)},
+        {"host.installed_version": lambda name: "2.9.1" if name == "torch" else installed_version(name)},
         ("fail", "versions", "torch 2.9.1 where"),
     ),
-    "name clash": ({"host.namesake_problem": lambda of: "two own it; uninstall it"}, ("fail", "import name", "two")),
+    "name clash": ({"host.namesake_problem": lambda: "two own it; uninstall it"}, ("fail", "import name", "two")),
     "quota below the readers": ({"host.usable_cores": lambda pid: 0.5}, ("warn", "processors", "0.5 of ")),
     "old cuDNN": (
         {"device.choose_device": lambda: CUDA, "device.torch.backends.cudnn.version": lambda: 91002},

@@ -26,19 +26,14 @@ NEEDS = [
 GOOD = {"torch": "2.13.0+cpu", "ray": "2.60.0", "zarr": "3.2.0.dev1", "zarrs": "0.2.2", "numpy": "2.4.0"}
 
 
-def versions(**replaced: str | None) -> host.Finding:
-    installed = GOOD | replaced
-
-    def version_of(name: str) -> str:
-        if installed.get(name) is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return str(installed[name])
-
-    return host.look_at_versions(version_of, lambda name: NEEDS)
+def versions(monkeypatch: pytest.MonkeyPatch, **replaced: str | None) -> host.Finding:
+    monkeypatch.setattr(host, "installed_version", (GOOD | replaced).get)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: NEEDS)
+    return host.look_at_versions()
 
 
-def test_versions_that_fit_are_named() -> None:
-    found = versions()
+def test_versions_that_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = versions(monkeypatch)
     assert found.level == "ok"
     assert "torch 2.13.0+cpu, ray 2.60.0, zarr 3.2.0.dev1, zarrs 0.2.2" in found.value
 
@@ -51,8 +46,10 @@ def test_versions_that_fit_are_named() -> None:
         ({"zarr": None}, "zarr missing", "pip install 'zarr>=3.1.5'"),
     ],
 )
-def test_a_wrong_or_missing_package_is_caught(replaced: dict[str, str | None], value: str, remedy: str) -> None:
-    found = versions(**replaced)
+def test_a_wrong_or_missing_package_is_caught(
+    monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str | None], value: str, remedy: str
+) -> None:
+    found = versions(monkeypatch, **replaced)
     assert (found.level, found.remedy) == ("fail", remedy)
     assert found.value.startswith(value)
 
@@ -61,8 +58,9 @@ def test_our_own_requirements_are_met_here() -> None:
     assert host.look_at_versions().level == "ok"
 
 
-def test_the_name_clash_is_caught() -> None:
-    found = host.look_for_namesake(lambda name: {"vesuvius": "0.9"}[name])
+def test_the_name_clash_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"vesuvius": "0.9"}.__getitem__)
+    found = host.look_for_namesake()
     assert (found.level, found.value[:31]) == ("fail", "the distribution 'vesuvius' 0.9")
     assert "uninstall it" in found.remedy
 
@@ -139,27 +137,34 @@ def test_the_shm_size_that_is_named_is_enough(need: int) -> None:
     assert need < host.shm_gib(need) * GIB <= 1.1 * need + GIB
 
 
-def test_a_run_directory_without_write_permission_is_caught(tmp_path: Path) -> None:
+def test_a_run_directory_without_write_permission_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(directory: Path) -> float:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    found = host.look_at_disk(tmp_path / "runs" / "tiny", refused)
+    monkeypatch.setattr(host, "_try_disk", refused)
+    found = host.look_at_disk(tmp_path / "runs" / "tiny")
     assert (found.level, found.value) == ("fail", f"{tmp_path} must be writable; got Permission denied")
     assert "docker run --user" in found.remedy
 
 
-def test_a_disk_is_tried_where_the_run_will_be_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_disk_is_tried_where_the_run_will_be_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = host.look_at_disk(tmp_path / "runs" / "tiny")
     assert found.value.startswith(f"{tmp_path}: ")
     assert found.level in ("ok", "warn")  # a disk may be slow here
     assert list(tmp_path.iterdir()) == []
-    assert host.look_at_disk(tmp_path, lambda directory: 1e6).level == "warn"
+    monkeypatch.setattr(host, "_try_disk", lambda directory: 1e6)
+    assert host.look_at_disk(tmp_path).level == "warn"
     (tmp_path / "runs").write_text("")
     assert host.look_at_disk(tmp_path / "runs" / "tiny").level == "fail"
 
 
 @pytest.mark.parametrize(("free", "level"), [(400, "ok"), (399, "warn"), (99, "fail")])
-def test_checkpoints_that_do_not_fit_are_caught(tmp_path: Path, free: int, level: str) -> None:
-    found = host.look_at_checkpoints(tmp_path / "runs", 100 * GIB, 3, free * GIB)
+def test_checkpoints_that_do_not_fit_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str
+) -> None:
+    monkeypatch.setattr(host, "free_disk_bytes", lambda directory: free * GIB)
+    found = host.look_at_checkpoints(tmp_path / "runs", 100 * GIB, 3)
     assert found.level == level
     assert found.value.startswith("400.00 GiB for 4 checkpoints of 100.00 GiB")

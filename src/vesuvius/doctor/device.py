@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -22,29 +20,24 @@ def look_at_torch(version: str = torch.__version__) -> Finding:
     return Finding("ok", f"torch {version}, CUDA {torch.version.cuda or 'none: built for CPUs'}")
 
 
-def look_at_gpus(nvml: Any = None, cuda_works: bool | None = None) -> Finding:
-    """GPUs and driver, as NVML sees them, and whether torch can use one.
-
-    Args:
-        nvml: `pynvml` or what stands for it; None imports it.
-        cuda_works: None asks torch.
-    """
-    works = torch.cuda.is_available() if cuda_works is None else cuda_works
-    seen, driver = seen_by_driver(nvml)
+def look_at_gpus() -> Finding:
+    """GPUs and driver, as NVML sees them, and whether torch can use one."""
+    works = torch.cuda.is_available()
+    seen, driver = seen_by_driver()
     if seen and not works:
         built = "a torch without CUDA" if torch.version.cuda is None else "a torch that cannot use it"
         remedy = f"install a torch whose CUDA the driver {driver} supports (see pytorch.org), or a newer driver"
         return Finding("fail", f"{', '.join(seen)}, driver {driver}, but {built}", remedy)
     if not works:
         return Finding("warn", "no GPU: training runs on the CPU, for tests only", "docker run needs --gpus all")
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda_works is None else seen
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("ok", f"{', '.join(names)}, driver {driver or 'not known'}")
 
 
-def seen_by_driver(nvml: Any = None) -> tuple[list[str], str]:
+def seen_by_driver() -> tuple[list[str], str]:
     """Names of the GPUs, and the driver's version; empty where NVML does not answer."""
     try:
-        nvml = nvml or importlib.import_module("pynvml")
+        nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except Exception:  # no package, no driver, no GPU: each with an error of its own
         return [], ""
@@ -85,9 +78,9 @@ def look_at_kernels(config: Config | None, convolve: Convolve | None = None) -> 
     return Finding("ok", value)
 
 
-def look_at_vram(need_bytes: int, free_and_total: Callable[[], tuple[int, int]] | None = None) -> Finding:
+def look_at_vram(need_bytes: int) -> Finding:
     """The memory plan of a config against the GPU's memory."""
-    free, total = (free_and_total or torch.cuda.mem_get_info)()
+    free, total = torch.cuda.mem_get_info()
     value = f"{size_text(need_bytes)} planned, {size_text(free)} free of {size_text(total)}"
     if need_bytes > total:
         return Finding("fail", value, "lower training.train_batch_size and raise training.accumulate_steps")

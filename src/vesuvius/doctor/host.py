@@ -10,7 +10,6 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,6 +24,7 @@ from vesuvius.monitor.window import THROTTLED
 from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.namesake import namesake_problem
+from vesuvius.runlog.run_dir import installed_version
 from vesuvius.runlog.units import GIB, format_percent, size_text
 
 DISTRIBUTION = "vesuvius-diffusion"
@@ -38,24 +38,21 @@ LEAST_SHM_BYTES = 2**28
 """What Ray asks for at least."""
 
 
-def look_at_versions(
-    version_of: Callable[[str], str] = importlib.metadata.version,
-    requires: Callable[[str], list[str] | None] = importlib.metadata.requires,
-) -> Finding:
+def look_at_versions() -> Finding:
     """Python and the packages, held to what this distribution asks for."""
     from packaging.requirements import Requirement  # a dependency of Ray's
 
     try:
-        needs = [Requirement(line) for line in requires(DISTRIBUTION) or []]
+        needs = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
     except importlib.metadata.PackageNotFoundError:
         return Finding("warn", f"{DISTRIBUTION} is not installed: versions cannot be checked", "run `make install`")
-    found = {name: _version(name, version_of) for name in _SHOWN}
+    found = {name: installed_version(name) for name in _SHOWN}
     value = f"Python {platform.python_version()}, " + ", ".join(f"{name} {v or 'missing'}" for name, v in found.items())
     wrong = []
     for need in needs:
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
-        version = _version(need.name, version_of)
+        version = installed_version(need.name)
         if version is None or not need.specifier.contains(version, prereleases=True):
             wrong.append((f"{need.name} {version or 'missing'}", f"'{need.name}{need.specifier}'"))
     if wrong:
@@ -64,16 +61,9 @@ def look_at_versions(
     return Finding("ok", value)
 
 
-def _version(name: str, version_of: Callable[[str], str]) -> str | None:
-    try:
-        return version_of(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def look_for_namesake(version_of: Callable[[str], str] = importlib.metadata.version) -> Finding:
+def look_for_namesake() -> Finding:
     """Another distribution of the same import name."""
-    problem, _, remedy = namesake_problem(version_of).partition("; ")
+    problem, _, remedy = namesake_problem().partition("; ")
     return Finding("fail", problem, remedy) if problem else Finding("ok", "no conflicting distribution")
 
 
@@ -150,23 +140,23 @@ def shm_gib(need_bytes: int) -> int:
     return math.ceil(1.1 * need_bytes / GIB)
 
 
-def free_shm(path: Path = Path("/dev/shm")) -> int | None:
-    """Free bytes there; None where there is no such folder."""
+def free_shm() -> int | None:
+    """Free bytes of /dev/shm; None where there is no such folder."""
+    path = Path("/dev/shm")
     return shutil.disk_usage(path).free if path.is_dir() else None
 
 
-def look_at_disk(directory: Path, write: Callable[[Path], float] | None = None) -> Finding:
+def look_at_disk(directory: Path) -> Finding:
     """Whether the run directory can be written and locked, and how fast.
 
     Args:
         directory: that will be; its nearest existing parent is tried.
-        write: writes there and returns bytes/s; raises OSError.
     """
     there = nearest_existing(directory)
     if not there.is_dir():
         return Finding("fail", f"{there} must be a folder; got a file", "move it away, or set VESUVIUS_RUNS")
     try:
-        bytes_s = (write or _try_disk)(there)
+        bytes_s = _try_disk(there)
     except OSError as error:
         remedy = "give this user permission (docker run --user, or chown), or set VESUVIUS_RUNS to another folder"
         return Finding("fail", f"{there} must be writable; got {error.strerror or error}", remedy)
@@ -179,9 +169,9 @@ def look_at_disk(directory: Path, write: Callable[[Path], float] | None = None) 
     return Finding("ok", value)
 
 
-def look_at_checkpoints(directory: Path, checkpoint_bytes: int, kept: int, free_bytes: int | None = None) -> Finding:
+def look_at_checkpoints(directory: Path, checkpoint_bytes: int, kept: int) -> Finding:
     """Room for the checkpoints that are kept, and for one that is being written."""
-    free = free_disk_bytes(directory) if free_bytes is None else free_bytes
+    free = free_disk_bytes(directory)
     need = (kept + 1) * checkpoint_bytes
     value = f"{size_text(need)} for {kept + 1} checkpoints of {size_text(checkpoint_bytes)}, {size_text(free)} free"
     if need <= free:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -99,28 +99,12 @@ class HostClock:
             self._spent[part] += time.perf_counter() - started
 
 
-class DeviceEvent(Protocol):
-    """What the clock uses of `torch.cuda.Event`."""
-
-    def record(self) -> None:
-        """On the current stream; again means anew."""
-        ...
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds."""
-        ...
-
-
 @dataclass
 class _Stretch:
     """Events at the begin and the end of something that the device does."""
 
-    begin: DeviceEvent
-    end: DeviceEvent
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
 
     @property
     def seconds(self) -> float:
@@ -163,11 +147,11 @@ class CudaClock:
     """
 
     def __init__(
-        self, new_event: Callable[[], DeviceEvent] | None = None, now: Callable[[], float] = time.perf_counter
+        self, new_event: Callable[[], torch.cuda.Event] | None = None, now: Callable[[], float] = time.perf_counter
     ) -> None:
         self._new_event = new_event or partial(torch.cuda.Event, enable_timing=True)
         self._now = now
-        self._free: list[DeviceEvent] = []
+        self._free: list[torch.cuda.Event] = []
         self._end_before = self._recorded()
         self._step: list[_Computed] = []  # the computing of the present step, in order
         self._meanwhile = _Meanwhile()
@@ -212,7 +196,7 @@ class CudaClock:
             end = step[-1].stretch.end
             if wait:
                 end.synchronize()
-            elif not end.query():
+            elif not end.query():  # type: ignore[no-untyped-call]
                 break
             done.append(_split_step(step, self._end_before))
             stretches = [stretch for each in step for stretch in (each.stretch, *each.meanwhile.copied)]
@@ -222,7 +206,7 @@ class CudaClock:
             self._pending.popleft()
         return done
 
-    def _recorded(self) -> DeviceEvent:
+    def _recorded(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else self._new_event()
         event.record()
         return event
@@ -236,7 +220,7 @@ class CudaClock:
             keep(_Stretch(begin, self._recorded()))
 
 
-def _split_step(step: Sequence[_Computed], end_before: DeviceEvent) -> StepTimes:
+def _split_step(step: Sequence[_Computed], end_before: torch.cuda.Event) -> StepTimes:
     """Read the events of a step that the device has finished."""
     step_s = _seconds(end_before, step[-1].stretch.end)
     spent: dict[Part, float] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0, "comm": 0.0}
@@ -277,5 +261,5 @@ def _seconds_within(gap: _Stretch, copy: _Stretch) -> float:
     return max(0.0, min(since_begin_s, gap_s) - min(since_end_s, gap_s))
 
 
-def _seconds(begin: DeviceEvent, end: DeviceEvent) -> float:
+def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(begin.elapsed_time(end)) / 1000

@@ -9,7 +9,7 @@ from typing import Any
 
 from vesuvius.monitor.memory.risk import Risk
 from vesuvius.monitor.probes.gpus import GpuUse
-from vesuvius.monitor.probes.system_sample import Rates, SystemSample
+from vesuvius.monitor.probes.system_sample import FLOWS, Rates, SystemSample
 from vesuvius.monitor.probes.vram import VramUse
 from vesuvius.runlog.units import DATE_FORMAT, GIB
 
@@ -87,10 +87,7 @@ def _rates_figures(window: SystemWindow) -> dict[str, Any]:
             str(pid): round(rates.process_cores[pid], 2) for pid in window.readers if pid in rates.process_cores
         },
         "trainer_cores": round(rates.process_cores.get(trainer, 0.0), 2),
-        "disk_read_bytes_s": round(rates.disk_read_bytes_s, -3),
-        "disk_written_bytes_s": round(rates.disk_written_bytes_s, -3),
-        "net_received_bytes_s": round(rates.net_received_bytes_s, -3),
-        "net_sent_bytes_s": round(rates.net_sent_bytes_s, -3),
+        **{f"{name}_s": round(getattr(rates, f"{name}_s"), -3) for name in FLOWS},
     }
 
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 
-
-def namesake_problem(version_of: Callable[[str], str] | None = None) -> str:
-    """What is installed and what to do; '' where nothing is.  Takes some hundredths of a second.
-
-    Args:
-        version_of: as `importlib.metadata.version`, which it is by default.
-    """
+def namesake_problem() -> str:
+    """What is installed and what to do; '' where nothing is.  Takes some hundredths of a second."""
     import importlib.metadata  # takes as long to import as all else that memcheck needs
 
     try:
-        version = (version_of or importlib.metadata.version)("vesuvius")
+        version = importlib.metadata.version("vesuvius")
     except importlib.metadata.PackageNotFoundError:
         return ""
     return (

@@ -11,6 +11,9 @@ from vesuvius.monitor.probes.gpus import Gpus, GpuUse
 from vesuvius.monitor.probes.machine import MachineUse, read_machine
 from vesuvius.monitor.probes.processes import ProcessTree, ProcessUse, largest_processes
 
+FLOWS = ("disk_read_bytes", "disk_written_bytes", "net_received_bytes", "net_sent_bytes")
+"""Counters of `MachineUse` that `Rates` has as well, a second."""
+
 
 @dataclass(frozen=True)
 class SystemSample:
@@ -112,26 +115,16 @@ def rates_between(before: SystemSample, after: SystemSample) -> Rates | None:
     flows = _differences(_flows(before), _flows(after))
     if seconds <= 0 or cores is None or busy is None or flows is None:
         return None
-    disk_read, disk_written, received, sent = (flow / seconds for flow in flows)
     return Rates(
         # A look may come sooner than the next tick of the clock that counts them.
         core_busy=tuple(min(work / whole, 1.0) if whole > 0 else 0.0 for work, whole in zip(busy, cores, strict=True)),
         process_cores=_process_cores(before, after, seconds),
-        disk_read_bytes_s=disk_read,
-        disk_written_bytes_s=disk_written,
-        net_received_bytes_s=received,
-        net_sent_bytes_s=sent,
+        **{f"{name}_s": flow / seconds for name, flow in zip(FLOWS, flows, strict=True)},
     )
 
 
-def _flows(sample: SystemSample) -> tuple[int, int, int, int]:
-    machine = sample.machine
-    return (
-        machine.disk_read_bytes,
-        machine.disk_written_bytes,
-        machine.net_received_bytes,
-        machine.net_sent_bytes,
-    )
+def _flows(sample: SystemSample) -> list[int]:
+    return [getattr(sample.machine, name) for name in FLOWS]
 
 
 def _differences(before: Sequence[float], after: Sequence[float]) -> list[float] | None:
