@@ -10,11 +10,25 @@ from typing import Any
 import numpy as np
 import zarr
 from numcodecs import Blosc
+from numpy.typing import NDArray
+
+from vesuvius.config import Triple
 
 
 def codec_for(dtype: np.dtype[Any]) -> Blosc:
     """As the published scrolls are compressed."""
     return Blosc(cname="zstd", clevel=3, shuffle=Blosc.SHUFFLE if dtype.itemsize > 1 else Blosc.NOSHUFFLE)
+
+
+def encoded(voxels: NDArray[Any], chunk_zyx: Triple, fill_value: np.generic) -> bytes:
+    """A chunk as it is stored.
+
+    Args:
+        voxels: of the array's dtype; smaller than a chunk at the end of an axis.
+    """
+    padded = np.full(chunk_zyx, fill_value, voxels.dtype.newbyteorder("<"))
+    padded[tuple(map(slice, voxels.shape))] = voxels
+    return bytes(codec_for(voxels.dtype).encode(padded))
 
 
 def new_array(
@@ -49,12 +63,11 @@ def move_into_place(staged: Sequence[Path], targets: Sequence[Path], scratch: Pa
     """
     moves = [(target, scratch / f"old-{target.name}") for target in targets if os.path.lexists(target)]
     moves += zip(staged[::-1], targets[::-1], strict=True)
-    done: list[tuple[Path, Path]] = []
     try:
         for source, target in moves:
             source.rename(target)
-            done.append((source, target))
     except BaseException:
-        for source, target in reversed(done):
-            target.rename(source)
+        for source, target in reversed(moves):
+            if not os.path.lexists(source):
+                target.rename(source)
         raise

@@ -32,9 +32,9 @@ from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.records import parsed
 from vesuvius.volume_tools.copy_plan import CopyPlan
-from vesuvius.volume_tools.ome_writer import codec_for, new_array
+from vesuvius.volume_tools.ome_writer import encoded, new_array
 from vesuvius.volume_tools.pyramid import halve
-from vesuvius.volumes.box import slices, times
+from vesuvius.volumes.box import doubled, slices
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ class PartialCopy:
         self.cache = self.path / "cache"
         self._out, self._record, self._plan, self._air, self._kind = out, record, plan, air, kind
         self._dtype, self._fill = dtype.newbyteorder("<"), dtype.type(fill_value)
-        self._codec = codec_for(dtype)
         self._volume = self.path / "volume.zarr"
         self._first = np.cumsum([0, *map(math.prod, plan.counts)]).tolist()
         os.ftruncate(air, plan.chunk_count)
@@ -114,7 +113,7 @@ class PartialCopy:
                 place = self._first[level] + int(np.ravel_multi_index(chunk, self._plan.counts[level]))
                 os.pwrite(self._air, b"\1", place)
             else:
-                data = self._encoded(voxels)
+                data = encoded(voxels, self._plan.chunk_zyx, self._fill)
                 folder = self._volume / f"{level}/{z}/{y}"
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(folder / str(x), data)
@@ -132,8 +131,7 @@ class PartialCopy:
 
     def halved(self, level: int, chunk: Triple, finer: zarr.Array[Any]) -> NDArray[Any]:
         """The voxels of a chunk from those of the level before.  Reads them."""
-        start, stop = self._plan.box_of(level, chunk)
-        return halve(np.asarray(finer[slices((times(start, (2, 2, 2)), times(stop, (2, 2, 2))))]))
+        return halve(np.asarray(finer[slices(doubled(self._plan.box_of(level, chunk)))]))
 
     def publish(self, multiscale: dict[str, Any]) -> None:
         """Write the group's metadata and give the whole volume its name.  Raises StorageError."""
@@ -142,13 +140,6 @@ class PartialCopy:
             group.attrs.put({"multiscales": [multiscale], self._kind.attribute: self._record})
             self._volume.rename(self._out)
             shutil.rmtree(self.path)
-
-    def _encoded(self, voxels: NDArray[Any]) -> bytes:
-        if voxels.shape != self._plan.chunk_zyx:
-            padded = np.full(self._plan.chunk_zyx, self._fill, self._dtype)
-            padded[tuple(map(slice, voxels.shape))] = voxels
-            voxels = padded
-        return bytes(self._codec.encode(np.ascontiguousarray(voxels, self._dtype)))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ at all.  The voxels come from `phantom`; a reader then meets a volume like any o
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import time
@@ -18,10 +17,10 @@ import zarr
 
 from vesuvius.config import Triple
 from vesuvius.errors import ConfigError, DataError
-from vesuvius.volume_tools.ome_writer import move_into_place, new_array
+from vesuvius.volume_tools.ome_writer import encoded, move_into_place, new_array
 from vesuvius.volume_tools.phantom import Phantom, UInt8
 from vesuvius.volume_tools.pyramid import halve, level_shapes, multiscale
-from vesuvius.volumes.box import chunk_box, grid_shape, slices, times
+from vesuvius.volumes.box import Box, chunk_box, doubled, grid_shape, slices, triple
 
 VOXEL_UM = 7.91
 MIN_SIZE_VOXELS = 16
@@ -37,19 +36,12 @@ class PhantomReport:
     shape_zyx: Triple
     levels: int
     stored_bytes: int  # chunks of both, all levels
-    # raw / stored bytes over the level-0 grey chunks without masked air; None where there is no such chunk
-    ratio: float | None
     seconds: float
 
 
 def labels_path_of(path: Path) -> Path:
     """`OUT.labels.zarr` for `OUT.zarr`."""
     return path.with_suffix(".labels.zarr")
-
-
-def count_chunks(shape_zyx: Triple, chunk: int, levels: int) -> int:
-    """How often `write_phantom` will call `on_chunk`: once per chunk of every level, grey and label together."""
-    return sum(math.prod(grid_shape(shape, (chunk,) * 3)) for shape in level_shapes(shape_zyx, levels))
 
 
 def write_phantom(
@@ -60,13 +52,16 @@ def write_phantom(
     chunk: int = 128,
     levels: int = 3,
     overwrite: bool = False,
-    on_chunk: Callable[[], None] | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> PhantomReport:
     """Write a phantom and its sheet labels as two OME-Zarr 0.4 groups laid out like the published scrolls.
 
     Chunk by chunk: memory is the texture tables and about 40 chunks, whatever the shape.  Level k + 1 is made from
     level k as stored: grey values by the rounded mean of 2x2x2 voxels, labels by their majority (a tie is papyrus).
     Both groups are written under a hidden name beside `path` and renamed when whole.
+
+    Args:
+        on_progress: called once per chunk of every level, grey and label together: what is counted, done, total.
 
     Raises:
         ConfigError: the arguments are wrong, or something is at `path` and `overwrite` is not set.
@@ -80,8 +75,8 @@ def write_phantom(
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as scratch:
             staged = tuple(Path(scratch) / target.name for target in targets)
-            sizes = _write_groups(
-                staged, Phantom(seed, shape_zyx), shape_zyx, chunk, levels, on_chunk or (lambda: None)
+            stored_bytes = _write_groups(
+                staged, Phantom(seed, shape_zyx), level_shapes(shape_zyx, levels), (chunk,) * 3, on_progress
             )
             move_into_place(staged, targets, Path(scratch))
     except OSError as error:
@@ -89,7 +84,7 @@ def write_phantom(
             f"a phantom needs a writable place with enough space; got {error} while writing {path}; free space or "
             "choose another path"
         ) from error
-    return PhantomReport(*targets, shape_zyx, levels, *sizes, time.monotonic() - started)
+    return PhantomReport(*targets, shape_zyx, levels, stored_bytes, time.monotonic() - started)
 
 
 def _check_arguments(shape_zyx: Triple, seed: int, chunk: int, levels: int) -> None:
@@ -118,47 +113,44 @@ def _check_targets(targets: tuple[Path, Path], overwrite: bool) -> None:
 
 
 def _write_groups(
-    roots: tuple[Path, ...], phantom: Phantom, shape_zyx: Triple, chunk: int, levels: int, on_chunk: Callable[[], None]
-) -> tuple[int, float | None]:
-    """Write all levels of the grey and the label group; stored bytes and ratio as in `PhantomReport`."""
-    shapes = level_shapes(shape_zyx, levels)
-    groups = [_create_group(root, shapes, chunk) for root in roots]
-    stored_bytes = inner_raw_bytes = inner_stored_bytes = 0
-    for level, shape in enumerate(shapes):
-        for index in np.ndindex(grid_shape(shape, (chunk,) * 3)):
-            start, stop = chunk_box(index, (chunk,) * 3, shape)
-            if level == 0:
-                blocks = phantom.box(start, stop)
-            else:
-                grey, label = (halve(_read(arrays[level - 1], start, stop)) for arrays in groups)
-                blocks = grey, label
-            sizes = [
-                _store(root, arrays[level], start, stop, block)
-                for root, arrays, block in zip(roots, groups, blocks, strict=True)
-            ]
-            stored_bytes += sum(sizes)
-            if level == 0 and blocks[0].all():
-                inner_raw_bytes += blocks[0].nbytes
-                inner_stored_bytes += sizes[0]
-            on_chunk()
-    return stored_bytes, inner_raw_bytes / inner_stored_bytes if inner_stored_bytes else None
+    roots: tuple[Path, ...],
+    phantom: Phantom,
+    shapes: list[Triple],
+    chunk_zyx: Triple,
+    on_progress: Callable[[str, int, int], None],
+) -> int:
+    """Write all levels of the grey and the label group; the bytes of their chunks.
+
+    zarr would write chunks on a thread of its own, which goes on after Ctrl-C, while the folder is being removed.
+    """
+    groups = [_create_group(root, shapes, chunk_zyx) for root in roots]
+    places = [
+        (level, triple(index))
+        for level, shape in enumerate(shapes)
+        for index in np.ndindex(grid_shape(shape, chunk_zyx))
+    ]
+    stored_bytes = 0
+    for number, (level, index) in enumerate(places, 1):
+        box = chunk_box(index, chunk_zyx, shapes[level])
+        blocks = [halve(_read(arrays[level - 1], box)) for arrays in groups] if level else phantom.box(*box)
+        for root, block in zip(roots, blocks, strict=True):
+            if block.any():  # else air, and absent
+                data = encoded(block, chunk_zyx, np.uint8(0))
+                file = root.joinpath(str(level), *map(str, index))
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(data)
+                stored_bytes += len(data)
+        on_progress("chunks", number, len(places))
+    return stored_bytes
 
 
-def _create_group(root: Path, shapes: list[Triple], chunk: int) -> list[zarr.Array[Any]]:
+def _create_group(root: Path, shapes: list[Triple], chunk_zyx: Triple) -> list[zarr.Array[Any]]:
     """An OME-Zarr 0.4 group without voxels yet; its arrays, finest first."""
     metadata = multiscale(root.name.removesuffix(".zarr"), len(shapes), [VOXEL_UM] * 3, ["micrometer"] * 3)
     zarr.create_group(root, zarr_format=2, attributes={"multiscales": [metadata]})
-    return [new_array(root, str(k), shape, np.dtype("u1"), (chunk,) * 3) for k, shape in enumerate(shapes)]
+    return [new_array(root, str(k), shape, np.dtype("u1"), chunk_zyx) for k, shape in enumerate(shapes)]
 
 
-def _store(root: Path, array: zarr.Array[Any], start: Triple, stop: Triple, block: UInt8) -> int:
-    """Write one whole chunk; its bytes on disk, 0 where it is all air and therefore absent."""
-    array[slices((start, stop))] = block
-    index = (str(lo // size) for lo, size in zip(start, array.chunks, strict=True))
-    file = root.joinpath(array.path, *index)
-    return file.stat().st_size if file.exists() else 0
-
-
-def _read(array: zarr.Array[Any], start: Triple, stop: Triple) -> UInt8:
+def _read(array: zarr.Array[Any], box: Box) -> UInt8:
     """What a box of the next level covers in this one: twice the coordinates, cut at the end of the array."""
-    return np.asarray(array[slices((times(start, (2, 2, 2)), times(stop, (2, 2, 2))))], np.uint8)
+    return np.asarray(array[slices(doubled(box))], np.uint8)

@@ -44,6 +44,11 @@ def shifted(box: Box, by_zyx: Triple) -> Box:
     return moved(box[0], by_zyx), moved(box[1], by_zyx)
 
 
+def doubled(box: Box) -> Box:
+    """What a box of the next level of a pyramid covers; it may end a voxel after the array."""
+    return times(box[0], (2, 2, 2)), times(box[1], (2, 2, 2))
+
+
 def is_inside(box: Box, shape_zyx: Triple) -> bool:
     """Whether a box has voxels, all of them in an array of this shape."""
     return all(0 <= lo < hi <= size for lo, hi, size in zip(*box, shape_zyx, strict=True))

@@ -1,4 +1,4 @@
-"""How far sampling is: a bar on a terminal, lines in a log."""
+"""How far a command is: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SECONDS_PER_LINE = 10.0
 
 
 @contextmanager
-def progress(name: str) -> Iterator[Callable[[str, int, int], None]]:
+def progress(name: str) -> Iterator[Callable[..., None]]:
     """A bar where stderr is a terminal, from the first step on, else a line in the log every 10 s.
 
     Yields:
-        What to call with what is counted, the number of those done and of all.  Another thing that is counted starts
-        another estimate of the time left.
+        `tell(what, done, total, more="")`: what is counted, the number of those done and of all, and what else there is
+        to say.  Another thing that is counted starts another estimate of the time left.
     """
     if not sys.stderr.isatty():
         counted, said, began, first = "", 0.0, 0.0, 0
 
-        def say_line(what: str, done: int, total: int) -> None:
+        def say_line(what: str, done: int, total: int, more: str = "") -> None:
             nonlocal counted, said, began, first
             now = time.monotonic()
             if what != counted:
@@ -40,7 +40,7 @@ def progress(name: str) -> Iterator[Callable[[str, int, int], None]]:
             elif now - said >= SECONDS_PER_LINE and done > first:
                 said = now
                 left = format_duration((now - began) * (total - done) / (done - first))
-                log.info("%s: %d of %d %s, about %s left", name, done, total, what, left)
+                log.info("%s: %d of %d %s, about %s left", name, done, total, _joined(what, more), left)
 
         yield say_line
         return
@@ -48,17 +48,20 @@ def progress(name: str) -> Iterator[Callable[[str, int, int], None]]:
 
     columns = (MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with terminal_bar(name, BarColumn(), *columns, transient=True) as move:
-        yield lambda what, done, total: move(done, total, what, what)
+        yield lambda what, done, total, more="": move(done, total, _joined(what, more), what)
+
+
+def _joined(what: str, more: str) -> str:
+    return f"{what}, {more}" if more else what
 
 
 @contextmanager
 def terminal_bar(
-    name: str, *columns: ProgressColumn, at_once: bool = False, stderr: bool = True, **options: Any
+    name: str, *columns: ProgressColumn, stderr: bool = True, **options: Any
 ) -> Iterator[Callable[..., None]]:
-    """A bar with these columns after its name and the log's lines above it.
+    """A bar with these columns after its name and the log's lines above it, from the first move on.
 
     Args:
-        at_once: it is shown before anything is known, else with the first move.
         stderr: where it is shown, else on standard output.
         options: of rich's `Progress`.
 
@@ -71,21 +74,15 @@ def terminal_bar(
     bar = Progress(name, *columns, console=Console(stderr=stderr), **options)
     with ExitStack() as shown:
 
-        def show() -> None:
-            shown.enter_context(bar)
-            # as they are: `print` breaks lines at the width and colours numbers
-            shown.enter_context(terminal_lines_through(lambda line: bar.console.out(line, highlight=False)))
-
         def move(done: int, total: int, text: str = "", counted: str = "") -> None:
             if not bar.live.is_started:
-                show()
+                shown.enter_context(bar)
+                # as they are: `print` breaks lines at the width and colours numbers
+                shown.enter_context(terminal_lines_through(lambda line: bar.console.out(line, highlight=False)))
             if not bar.tasks or bar.tasks[-1].fields["counted"] != counted:
                 for task in bar.task_ids:
                     bar.remove_task(task)
                 bar.add_task(text, total=total, counted=counted)
             bar.update(bar.task_ids[-1], completed=done, total=total, description=text)
 
-        if at_once:
-            show()
-            bar.add_task("", total=None, counted="")
         yield move

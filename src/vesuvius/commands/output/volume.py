@@ -27,11 +27,10 @@ _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 def synth_text(report: PhantomReport) -> str:
     """One line about a phantom that was written."""
-    ratio = "-" if report.ratio is None else f"{report.ratio:.2f}"
     shape = ",".join(str(size) for size in report.shape_zyx)
     return (
         f"{report.path} (sheets: {report.labels_path.name}) shape {shape} levels {report.levels} "
-        f"stored_mib {report.stored_bytes / 2**20:.1f} ratio {ratio} seconds {report.seconds:.1f}"
+        f"stored_mib {report.stored_bytes / 2**20:.1f} seconds {report.seconds:.1f}"
     )
 
 
@@ -56,10 +55,10 @@ def sidecar_text(facts: SidecarFacts) -> str:
     return f"{facts.path}: grid {format_sizes(facts.grid_zyx)}, {_stored(facts.occupancy)}"
 
 
-def progress_line(figures: CopyFigures) -> str:
-    """How far a copy is."""
-    failed = f", {figures.failed} FAILED" if figures.failed else ""
-    return f"{figures.done} of {figures.chunks} chunks{failed}, {_rates(figures)}"
+def copy_line(figures: CopyFigures) -> str:
+    """How a copy goes."""
+    failed = f"{figures.failed} FAILED, " if figures.failed else ""
+    return f"{failed}{_rates(figures)}"
 
 
 def _rates(figures: CopyFigures) -> str:
@@ -92,8 +91,8 @@ def verify_json(figures: VerifyFigures) -> str:
 
 
 def verify_line(figures: VerifyFigures) -> str:
-    """How far a verification is."""
-    return f"{figures.done} of {figures.objects} objects, {figures.chunks} chunks read, {len(figures.broken)} broken"
+    """How a verification goes."""
+    return f"{figures.chunks} chunks read, {len(figures.broken)} broken"
 
 
 def verify_text(figures: VerifyFigures) -> str:
