@@ -21,7 +21,7 @@ from tests.support.tiny import tiny_sections
 from vesuvius.benchmark.cells import command as command_cells
 from vesuvius.benchmark.cells.loader import setup_of
 from vesuvius.benchmark.cells.peers import store_of
-from vesuvius.benchmark.cells.training import Bounds, TrainingLab
+from vesuvius.benchmark.cells.training import Bounds, Lab, measure_training
 from vesuvius.benchmark.grid import Cell
 from vesuvius.benchmark.ledger import Measurement
 from vesuvius.benchmark.session import BenchRequest, _write, memory_over_time
@@ -113,8 +113,8 @@ def test_a_real_bench_with_a_cell_that_fails_interrupted_and_resumed(
 
 
 def measured(config: Path, tmp_path: Path, limit_s: float = _HANG_S, *overrides: str) -> Measurement:
-    lab = TrainingLab(tmp_path / "cells", Bounds(0.2, limit_s), None)
-    return lab.measure(read_config(config, overrides), 1, Measurement(0, 0, "ok"))
+    lab = Lab(tmp_path / "cells", Bounds(0.2, limit_s), None)
+    return measure_training(lab, read_config(config, overrides), 1, Measurement(0, 0, "ok"))
 
 
 def test_what_does_not_fit_into_memory_is_not_started(config: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from vesuvius.benchmark.cells.command import measure_command
-from vesuvius.benchmark.cells.training import Bounds
+from vesuvius.benchmark.cells.training import Bounds, Lab
 from vesuvius.benchmark.grid import Cell
 from vesuvius.benchmark.ledger import BenchLedger, Measurement
 from vesuvius.benchmark.results import Result, results_of
@@ -42,11 +42,11 @@ def bench_pair(slower: float, rounds: int, seconds: float, folder: Path) -> Resu
     """The result of the slower one over the faster one."""
     products = [_PRODUCTS, round(slower * _PRODUCTS)]
     cells = [Cell(f"{n} products", (), (sys.executable, "-c", _PROGRAM, str(n))) for n in products]
-    config, bounds = parse_stored(_CONFIG), Bounds(seconds, 600.0)
+    config, lab = parse_stored(_CONFIG), Lab(folder, Bounds(seconds, 600.0), None)
 
     def measure(cell: int, round: int) -> Measurement:
         blank = Measurement(cell, round, "ok")
-        return measure_command(cells[cell].command, config, folder, bounds, None, lambda: False, blank)
+        return measure_command(lab, cells[cell].command, config, blank)
 
     ledger = BenchLedger(folder / "ledger.json", {})
     ledger.measure_rounds(2, rounds, measure, lambda done: None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from vesuvius.benchmark.cells.command import measure_command
-from vesuvius.benchmark.cells.training import Bounds, TrainingLab
+from vesuvius.benchmark.cells.training import Bounds, Lab, measure_training
 from vesuvius.benchmark.grid import Cell
 from vesuvius.benchmark.ledger import BenchLedger, Measurement
 from vesuvius.benchmark.page import Memory, build_page
@@ -95,14 +95,13 @@ def _measure(
     cells, most = request.cells, max(map(_ranks_of, configs))
     if most > 1 and choose_device().type == "cpu":  # as many threads for each rank, however many there are
         os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // most, 1)))
-    runs = folder / "cells"
-    lab = TrainingLab(runs, request.bounds, lock_fd, lambda: bool(came))
+    lab = Lab(folder / "cells", request.bounds, lock_fd, lambda: bool(came))
 
     def measure(cell: int, round: int) -> Measurement:
-        blank, config, command = Measurement(cell, round, "ok"), configs[cell], cells[cell].command
-        if command:
-            return measure_command(command, config, runs, request.bounds, lock_fd, lambda: bool(came), blank)
-        return lab.measure(config, _ranks_of(config), blank)
+        blank, config = Measurement(cell, round, "ok"), configs[cell]
+        if command := cells[cell].command:
+            return measure_command(lab, command, config, blank)
+        return measure_training(lab, config, _ranks_of(config), blank)
 
     def on_done(done: Measurement) -> None:
         where = f"round {done.round + 1} of {request.rounds}: {cells[done.cell].label}"

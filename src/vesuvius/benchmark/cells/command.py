@@ -7,19 +7,18 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 from vesuvius.benchmark.cells.loader import OURS, PEERS, setup_of
-from vesuvius.benchmark.cells.training import Bounds
+from vesuvius.benchmark.cells.training import Lab
 from vesuvius.benchmark.grid import Cell
 from vesuvius.benchmark.ledger import Measurement
 from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.errors import ConfigError, one_line
-from vesuvius.trials.ended import Ended, TrialInterrupted
+from vesuvius.trials.ended import Ended
 from vesuvius.trials.process import TrialProcess
 
 _POLL_S = 0.1
@@ -53,32 +52,23 @@ def _own(system: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "vesuvius.benchmark.cells.loader", system)
 
 
-def measure_command(
-    command: Sequence[str],
-    config: Config,
-    directory: Path,
-    bounds: Bounds,
-    lock_fd: int | None,
-    stopping: Callable[[], bool],
-    blank: Measurement,
-) -> Measurement:
+def measure_command(lab: Lab, command: Sequence[str], config: Config, blank: Measurement) -> Measurement:
     """Run it once, ended with its children.  Raises TrialInterrupted or OSError."""
     if shutil.which(command[0]) is None:
         return replace(blank, ended="failed", cause=f"there is no program {command[0]}")
-    directory.mkdir(parents=True, exist_ok=True)
-    source = directory / f"{blank.cell:03d}-{blank.round}.yaml"
+    lab.directory.mkdir(parents=True, exist_ok=True)
+    source = lab.directory / f"{blank.cell:03d}-{blank.round}.yaml"
     source.write_text(dump_config(config), encoding="utf-8")
-    setup, log, began = setup_of(config, bounds.seconds), source.with_suffix(".log"), time.monotonic()
+    setup, log, began = setup_of(config, lab.bounds.seconds), source.with_suffix(".log"), time.monotonic()
     options = ["--config", str(source)]
     if command[:3] != _own(OURS)[:3]:
         patch = ",".join(map(str, setup.patch_zyx))
         options = [f"--volume={setup.volume}", f"--level={setup.level}", f"--patch={patch}"]
         options += [f"--batch={setup.batch}", f"--workers={setup.workers}"]
-    with TrialProcess([*command, *options, f"--seconds={bounds.seconds}"], log, {}, lock_fd) as process:
+    with TrialProcess([*command, *options, f"--seconds={lab.bounds.seconds}"], log, {}, lab.lock_fd) as process:
         while not process.wait(_POLL_S):
-            if stopping():
-                raise TrialInterrupted("the bench was interrupted while it measured; continue with --resume")
-            if time.monotonic() - began >= bounds.limit_s:
+            lab.check_stop()
+            if time.monotonic() - began >= lab.bounds.limit_s:
                 break
         code = process.code
     seconds = time.monotonic() - began

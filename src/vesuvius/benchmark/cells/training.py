@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -31,62 +32,58 @@ class Bounds:
     limit_s: float
 
 
-class TrainingLab:
-    """Measures configs, one process at a time.
+@dataclass(frozen=True)
+class Lab:
+    """What all measurements of a bench share; one process at a time."""
 
-    Args:
-        directory: of the run directories.
-        stopping: whether the bench was asked to stop.
+    directory: Path  # of the run directories
+    bounds: Bounds
+    lock_fd: int | None
+    stopping: Callable[[], bool] = lambda: False  # whether the bench was asked to stop
+
+    def check_stop(self) -> None:
+        """Raises TrialInterrupted where the bench was asked to stop."""
+        if self.stopping():
+            raise TrialInterrupted("the bench was interrupted while it measured; continue with --resume")
+
+
+_prepared = cache(prepare_data)
+
+
+def measure_training(lab: Lab, config: Config, ranks: int, blank: Measurement) -> Measurement:
+    """Fill in a measurement.
+
+    Raises:
+        TrialInterrupted: the bench was asked to stop; the process and its children are gone.
+        StorageError, OSError: the disk cannot be written.
     """
-
-    def __init__(
-        self, directory: Path, bounds: Bounds, lock_fd: int | None, stopping: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._directory, self._bounds = directory, bounds
-        self._lock_fd, self._stopping = lock_fd, stopping
-        self._prepared: dict[str, PreparedData] = {}
-
-    def measure(self, config: Config, ranks: int, blank: Measurement) -> Measurement:
-        """Fill in a measurement.
-
-        Raises:
-            TrialInterrupted: the bench was asked to stop; the process and its children are gone.
-            StorageError, OSError: the disk cannot be written.
-        """
-        began, launched_s = time.monotonic(), time.time()
-        try:
-            data = self._data_of(config)
-            if obstacle := _obstacle(config, data, ranks):
-                return replace(blank, ended="failed", cause=f"not started: {obstacle}")
-            run = trainer_config(config, next_number(self._directory))
-            # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
-            run = run.with_training(max_hours=self._bounds.limit_s / 3600)
-        except (VesuviusError, ValidationError) as error:
-            return replace(blank, ended="failed", cause=one_line(error, 400))
-        pace = Pace(Demand.of(config, data, ranks, self._bounds.seconds))
-        trainer = Trainer.start(run, self._directory, self._lock_fd, takes_commands=False)
-        found = replace(blank, run=run.name)
-        try:
-            while True:
-                if self._stopping():
-                    raise TrialInterrupted("the bench was interrupted while it measured; continue with --resume")
-                has_ended = trainer.process.wait(_POLL_S)  # first: what it wrote before its end is read then
-                steps = (record for record in trainer.new_records() if record["kind"] == "step")
-                elapsed_s = time.monotonic() - began
-                if any(pace.add(step) for step in steps):
-                    figures, start_s = pace.figures(), pace.start_s(launched_s)
-                    return replace(found, seconds=elapsed_s, samples_s=pace.samples_s, start_s=start_s, figures=figures)
-                if has_ended or trainer.guard_text or elapsed_s >= self._bounds.limit_s:
-                    ended, cause, ram_bytes = trainer.fail(elapsed_s)
-                    return replace(found, ended=ended, cause=cause, seconds=elapsed_s, figures={"ram_bytes": ram_bytes})
-        finally:
-            trainer.close()
-
-    def _data_of(self, config: Config) -> PreparedData:
-        key = f"{config.seed} {config.data.model_dump_json()}"
-        if key not in self._prepared:
-            self._prepared[key] = prepare_data(config.seed, config.data)
-        return self._prepared[key]
+    began, launched_s = time.monotonic(), time.time()
+    try:
+        data = _prepared(config.seed, config.data)
+        if obstacle := _obstacle(config, data, ranks):
+            return replace(blank, ended="failed", cause=f"not started: {obstacle}")
+        run = trainer_config(config, next_number(lab.directory))
+        # Also without a bench that ends it, as after SIGKILL, a trainer ends at the limit.
+        run = run.with_training(max_hours=lab.bounds.limit_s / 3600)
+    except (VesuviusError, ValidationError) as error:
+        return replace(blank, ended="failed", cause=one_line(error, 400))
+    pace = Pace(Demand.of(config, data, ranks, lab.bounds.seconds))
+    trainer = Trainer.start(run, lab.directory, lab.lock_fd, takes_commands=False)
+    found = replace(blank, run=run.name)
+    try:
+        while True:
+            lab.check_stop()
+            has_ended = trainer.process.wait(_POLL_S)  # first: what it wrote before its end is read then
+            steps = (record for record in trainer.new_records() if record["kind"] == "step")
+            elapsed_s = time.monotonic() - began
+            if any(pace.add(step) for step in steps):
+                figures, start_s = pace.figures(), pace.start_s(launched_s)
+                return replace(found, seconds=elapsed_s, samples_s=pace.samples_s, start_s=start_s, figures=figures)
+            if has_ended or trainer.guard_text or elapsed_s >= lab.bounds.limit_s:
+                ended, cause, ram_bytes = trainer.fail(elapsed_s)
+                return replace(found, ended=ended, cause=cause, seconds=elapsed_s, figures={"ram_bytes": ram_bytes})
+    finally:
+        trainer.close()
 
 
 def _obstacle(config: Config, data: PreparedData, ranks: int) -> str:

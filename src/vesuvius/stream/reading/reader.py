@@ -160,7 +160,7 @@ class Reader:
         self._damaged = set(job.quarantined)
         self._staged: list[_RegionKey] = []
         self._last_cause = "all of them touch known damage"
-        self._since = _Tally(self._opened)
+        self._since, self._fetched = _Tally(), _fetched(self._opened)
         notes_dir = Path(job.notes_dir) if job.notes_dir else None
         self._reads = GuardedReader(notes_dir, "reader" if actor else "trainer", actor)
         if actor:  # the trainer's own sources say it themselves
@@ -285,9 +285,28 @@ class Reader:
         check_quarantine(len(self._damaged), self._job.max_quarantined, record)
 
     def _write_head(self, visit: Visit) -> None:
-        head = pickle.dumps(BlockHead(visit, self._since.report(self._node, self._actor)))
+        head = pickle.dumps(BlockHead(visit, self._report()))
         assert len(head) <= HEAD_BYTES, f"a head must fit into {HEAD_BYTES} bytes; got {len(head)}"
         self._block[: len(head)] = np.frombuffer(head, np.uint8)
+
+    def _report(self) -> BlockReport:
+        """The figures; they start again from zero."""
+        now, tally = _fetched(self._opened), self._since
+        since = {name: value - self._fetched[name] for name, value in now.items()}
+        self._since, self._fetched = _Tally(), now
+        waited_s = since.pop("wait_s")
+        remote = any(volume.source.remote for volume in self._opened)
+        return BlockReport(
+            pid=os.getpid(),
+            node=self._node,
+            actor=self._actor,
+            rss_anon_bytes=rss_anon_bytes(),
+            read_s=waited_s if remote else None,
+            decode_s=max(tally.decode_s - waited_s, 0.0),
+            bytes_read=tally.bytes_read,
+            quarantined=tally.quarantined,
+            **since,
+        )
 
 
 _RegionKey = tuple[int, Box]  # volume number and region
@@ -300,39 +319,13 @@ def _open_arrays(spec: VolumeConfig, job: ReaderJob) -> list[tuple[Volume, Upsam
     return [(array, Upsampling.between(arrays[0], array, "a condition")) for array in arrays]
 
 
+@dataclass
 class _Tally:
-    """What happened since the last block."""
+    """What happened since the last block, beside what the sources count."""
 
-    def __init__(self, volumes: list[Volume]) -> None:
-        self._volumes = volumes
-        self._fetched = _fetched(volumes)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.decode_s = 0.0
-        self.bytes_read = 0
-        self.quarantined: list[dict[str, Any]] = []
-
-    def report(self, node: str, actor: str) -> BlockReport:
-        """The figures; they start again from zero."""
-        now = _fetched(self._volumes)
-        since = {name: value - self._fetched[name] for name, value in now.items()}
-        self._fetched = now
-        waited_s = since.pop("wait_s")
-        remote = any(volume.source.remote for volume in self._volumes)
-        report = BlockReport(
-            pid=os.getpid(),
-            node=node,
-            actor=actor,
-            rss_anon_bytes=rss_anon_bytes(),
-            read_s=waited_s if remote else None,
-            decode_s=max(self.decode_s - waited_s, 0.0),
-            bytes_read=self.bytes_read,
-            quarantined=self.quarantined,
-            **since,
-        )
-        self._clear()
-        return report
+    decode_s: float = 0.0
+    bytes_read: int = 0
+    quarantined: list[dict[str, Any]] = field(default_factory=list)
 
 
 def _fetched(volumes: list[Volume]) -> dict[str, Any]:

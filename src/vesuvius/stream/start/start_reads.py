@@ -18,7 +18,6 @@ import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 from numpy.typing import NDArray
@@ -65,9 +64,7 @@ class StartReads:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
         self._held.close()
 
