@@ -32,9 +32,8 @@ def launch(request: Request, on_step: Callable[[int], None] = lambda step: None)
 
         return train_with_ray(request)
     from vesuvius.launch.rank import train_as_rank
-    from vesuvius.training.run import train
 
-    return train(request, on_step) if launched is None else train_as_rank(request, on_step)
+    return train_as_rank(request, on_step)
 
 
 def with_number_of_ranks(request: Request, launched: int | None) -> Request:

@@ -1,4 +1,4 @@
-"""One rank of a run, in a process that torchrun or Ray Train has started."""
+"""One rank of a run: the only one, or one in a process that torchrun or Ray Train has started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train_as_rank(
     stop: StopRequest | None = None,
     restart: Restart | None = None,
 ) -> int:
-    """Train as the rank that the environment says this process is, and return its exit code.
+    """Train as the rank that the environment says this process is, the only one without it, and return its exit code.
 
     Args:
         stop: a request that this process already listens to.

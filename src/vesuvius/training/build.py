@@ -92,7 +92,6 @@ def build_loop(
     writer: CheckpointWriter,
     monitor: Monitor,
     guard_actions: GuardActions,
-    deaths: Deaths,
     make_tuner: MakeTuner,
 ) -> TrainingLoop:
     """Join what feeds the steps, what is due between them, and what watches them."""
@@ -115,6 +114,6 @@ def build_loop(
         milestones=Milestones(run, train_step, reference, preflight.spectrum, writer, state),
         monitor=monitor,
         guard_actions=guard_actions,
-        deaths=deaths,
+        deaths=Deaths(run, monitor, guard_actions),
         make_tuner=make_tuner,
     )

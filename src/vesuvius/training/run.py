@@ -30,7 +30,7 @@ from vesuvius.training.quarantine import log_replaced
 from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.ranks.part import part_of
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
-from vesuvius.training.reporting.deaths import Deaths, log_killed_session, log_last_session
+from vesuvius.training.reporting.deaths import log_killed_session, log_last_session
 from vesuvius.training.reporting.monitoring import open_metrics, open_monitor, open_session
 from vesuvius.training.request import Request
 from vesuvius.training.step.step import TrainStep, choose_device
@@ -241,11 +241,8 @@ def _train(run: RunContext, preflight: Preflight, train_step: TrainStep, make_tu
     config, progress, stop = run.config, run.progress, run.stop
     guard_actions = GuardActions(run, preflight.data.job.patch_bytes)
     with run.watchdog, open_monitor(run, guard_actions.exit) as monitor, open_writer(run, train_step) as writer:
-        deaths = Deaths(run, monitor, guard_actions)
-        loop = build_loop(
-            run, preflight, train_step, writer, monitor, guard_actions, deaths, make_tuner or make_autotuner
-        )
-        milestones = loop.milestones
+        loop = build_loop(run, preflight, train_step, writer, monitor, guard_actions, make_tuner or make_autotuner)
+        milestones, deaths = loop.milestones, loop.deaths
         try:
             if not stop.wanted() or run.ranks.world > 1:  # several stop together, which they do in the loop
                 loop.run_steps()
