@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -242,8 +242,12 @@ def _ours_against(config: Config, batches: Sequence[Batch], turns: Turns) -> Tur
     with (
         mock.patch.object(vesuvius.training.step.device, "PatchStream", MemoryStream),
         mock.patch.object(Watcher, "sample", sample_in_our_turn),
-        _terminal_read_by_nobody(),
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.ExitStack() as ended,
     ):
+        ended.callback(close_logs)
+        log_to_terminal()
         vesuvius.training.run.train(Request(config, source, resume=False), turns)
     return turns
 
@@ -254,16 +258,6 @@ def _bare_against_itself(arguments: argparse.Namespace, one: BareLoop, other: Ba
         one.step()
         turns(step)
     return turns
-
-
-@contextlib.contextmanager
-def _terminal_read_by_nobody() -> Iterator[None]:
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        log_to_terminal()
-        try:
-            yield
-        finally:
-            close_logs()
 
 
 def _read_batches(config: Config, data: PreparedData) -> list[Batch]:

@@ -20,14 +20,15 @@ from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.checkpoint.files import sync
 from vesuvius.volume_tools.ome_writer import move_into_place, new_array
+from vesuvius.volume_tools.partial import Kind
 from vesuvius.volume_tools.pyramid import multiscale
 from vesuvius.volumes.geometry import FloatTriple
 
 log = logging.getLogger(__name__)
 
 SAMPLES, CONDITIONS, MONTAGE, NPY = "samples.zarr", "conditions.zarr", "montage.png", "samples.npy"
-RECORD = "vesuvius_sample"
-"""Attribute of a group that says how its samples were made."""
+SAMPLE = Kind("sample", "vesuvius sample")
+"""Its `attribute` of a group says how the samples were made."""
 
 
 class SampleArray:
@@ -66,7 +67,7 @@ class SampleArray:
 
     def finish(self, record: dict[str, Any]) -> None:
         """Write the metadata; `record`, plain JSON, says how the samples were made."""
-        self._group.attrs.put({"multiscales": [self._multiscale], RECORD: record})
+        self._group.attrs.put({"multiscales": [self._multiscale], SAMPLE.attribute: record})
 
 
 def to_greys(x_0: NDArray[np.float32], grey: GreyRange, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -6,24 +6,16 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from vesuvius.errors import EXIT_INTERRUPTED, GpuMemoryError, VesuviusError
+from vesuvius.training.stop import StopRequest
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is counted ("sampling steps"), how many are done, and how many there are in all."""
 T = TypeVar("T")
-
-
-class Stop(Protocol):
-    """Says whether to end early."""
-
-    exit_code: int | None
-
-    def wanted(self) -> bool:
-        """Whether to end now."""
 
 
 class SamplingStoppedError(VesuviusError):
@@ -43,7 +35,7 @@ class SamplingStoppedError(VesuviusError):
 class Watch:
     """Reports progress, and raises SamplingStoppedError once a stop is wanted."""
 
-    stop: Stop | None = None
+    stop: StopRequest | None = None
     on_progress: OnProgress = lambda what, done, total: None
     resumable: bool = False  # the same command continues from what is done
     _progress: str = "before the first step"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from vesuvius.config import ArrayConfig, Triple
 from vesuvius.errors import ConfigError
@@ -30,7 +31,7 @@ from vesuvius.generate.evaluate.patches import (
     open_generated,
 )
 from vesuvius.generate.evaluate.seams import Seam, face_planes, plane_differences, seam_statistics
-from vesuvius.generate.sample_zarr import RECORD, SAMPLES, published_when_whole
+from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, published_when_whole
 from vesuvius.generate.sampling import SampleRequest, default_out, describe, draw_samples
 from vesuvius.generate.volume.output import DRAWING
 from vesuvius.generate.volume.tiling import Tiling
@@ -167,10 +168,7 @@ def _samples(request: EvaluationRequest, info: CheckpointInfo, on_step: OnProgre
     out = place.with_name(f"{place.name}_{request.count}")
     if out.exists():
         wanted = describe(asked, info, "off", 0)
-        try:
-            there = json.loads((out / SAMPLES / ".zattrs").read_text()).get(RECORD, {})
-        except (OSError, ValueError):
-            there = {}
+        there = finished_record(out / SAMPLES, SAMPLE) or {}
         differing = [k for k in wanted if k not in ("amp", "evaluations_per_sample") and there.get(k) != wanted[k]]
         if differing:
             raise ConfigError(
@@ -275,8 +273,6 @@ def _pictures(folder: Path, rows: dict[str, NDArray[np.float32]], judgement: Jud
     montage = draw_grid(montage_cells(rows, scale, _COLUMNS), f"{name}: {kinds}, middle slices across z", _COLUMNS)
     montage.save(folder / "montage.png", format="PNG")
     curves = draw_charts(1080, judgement.textures["generated"], judgement.textures["held_out"])
-    from PIL import Image
-
     Image.fromarray(curves).save(folder / "curves.png", format="PNG")
     small = io.BytesIO()
     montage.convert("RGB").save(small, format="JPEG", quality=85, optimize=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Sequence
@@ -17,10 +16,11 @@ from numpy.typing import NDArray
 
 from vesuvius.config import DataConfig, Triple
 from vesuvius.errors import ConfigError, DataError, one_line
-from vesuvius.generate.sample_zarr import CONDITIONS, RECORD, SAMPLES, as_stored
+from vesuvius.generate.sample_zarr import CONDITIONS, SAMPLE, SAMPLES, as_stored
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches, read_training_patches
 from vesuvius.stream.start.prepare import GreyRange, PreparedData, prepare_data
 from vesuvius.training.step.grey_values import grey_scales, normalised
+from vesuvius.volume_tools.partial import finished_record
 from vesuvius.volumes.box import Box, box_along, box_at, intersection, intersects, moved, shape_of, triple
 from vesuvius.volumes.volume import Volume
 
@@ -234,7 +234,7 @@ def open_generated(path: Path, patch_zyx: Triple, count: int, condition: str | N
     count = min(count, shape[0])
     if folder is not None and (folder / CONDITIONS / ".zattrs").is_file():
         labels = _opened(folder / CONDITIONS)[:count]
-        record = json.loads((folder / CONDITIONS / ".zattrs").read_text()).get(RECORD, {})
+        record = finished_record(folder / CONDITIONS, SAMPLE) or {}
         # Places in another volume (--condition) say nothing about the held-out voxels.
         if record.get("condition") == condition and "starts_zyx" in record:
             starts = list(map(triple, record["starts_zyx"]))[:count]
