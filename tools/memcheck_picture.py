@@ -14,7 +14,6 @@ from rich.console import Console
 
 from vesuvius.commands.memcheck import find_run
 from vesuvius.monitor.memcheck.inspection import Inspection
-from vesuvius.monitor.memcheck.inspector import Viewpoint
 from vesuvius.monitor.memcheck.memory_table import memory_table
 from vesuvius.monitor.memcheck.run_inspector import RunInspector
 from vesuvius.monitor.probes.gpus import Gpus
@@ -28,7 +27,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=100, metavar="COLUMNS")
     args = parser.parse_args()
     with Gpus() as gpus:
-        found = RunInspector(find_run(args.run), Viewpoint(gpus=gpus)).inspect()
+        found = RunInspector(find_run(args.run), gpus).inspect()
     args.out.write_text(table_svg(found, f"vesuvius memcheck {args.run}", args.width), encoding="utf-8")
 
 
