@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import obstore
 from obstore.exceptions import BaseError
@@ -86,6 +87,21 @@ class RunStore:
     def list_keys(self, prefix: str | None = None) -> list[str]:
         """Raises BaseError."""
         return [entry["path"] for batch in obstore.list(self._store, prefix) for entry in batch]
+
+    def tried(self, act: Callable[..., T], *arguments: Any) -> T:
+        """What one of these reads returns, tried a few times.  Raises StorageError."""
+        for pause_s in _PAUSES_S:
+            try:
+                return act(*arguments)
+            except _Failure:
+                time.sleep(pause_s)
+        try:
+            return act(*arguments)
+        except _Failure as error:
+            raise StorageError(
+                f"cluster.storage_path must be readable at the start; got {reason(error)} for {self.address}; try "
+                "again, correct the address or the AWS_* and GOOGLE_* environment, or set it to null"
+            ) from error
 
     def delete_checkpoint(self, name: str) -> None:
         """Raises BaseError."""
@@ -187,7 +203,7 @@ class Mirror:
         there = {path.name: path for path in list_checkpoints(self._directory.checkpoints)}
         for name in sorted(there, reverse=True):
             if self._uploaded_checkpoints.get(name) != _identity(there[name]):
-                yield f"checkpoints/{name}", lambda path=there[name]: self._upload_checkpoint(path)  # type: ignore[misc]
+                yield f"checkpoints/{name}", partial(self._upload_checkpoint, there[name])
         yield "older checkpoints to be deleted there", self._prune
 
     def _upload_checkpoint(self, path: Path) -> None:
@@ -240,7 +256,7 @@ class Mirror:
             for file in (Path(folder, name) for name in sorted(files) if not name.startswith(".")):
                 key = file.relative_to(top).as_posix()
                 if at_once or time.monotonic() >= self._not_before.get(key, 0.0):
-                    yield key, lambda key=key, file=file: self._upload_record(key, file)  # type: ignore[misc]
+                    yield key, partial(self._upload_record, key, file)
 
     def _upload_record(self, key: str, file: Path) -> None:
         if not file.is_file():
@@ -293,9 +309,7 @@ def stored_config(config: Config) -> str | None:
     if config.cluster.storage_path is None:
         return None
     store, key = RunStore(config), "config.resolved.yaml"
-    if key not in _tried(store.list_keys, store.address):
-        return None
-    return _tried(lambda: store.read(key), store.address).decode()
+    return store.tried(store.read, key).decode() if key in store.tried(store.list_keys) else None
 
 
 def fetch_run(store: RunStore, directory: RunDir) -> None:
@@ -306,7 +320,7 @@ def fetch_run(store: RunStore, directory: RunDir) -> None:
     """
     here = reversed(list_checkpoints(directory.checkpoints))
     local = next((step_of(path) for path in here if find_damage(path) is None), 0)
-    keys = _tried(store.list_keys, store.address)
+    keys = store.tried(store.list_keys)
     whole = [key for key in keys if re.fullmatch(rf"checkpoints/{_STEP}/{re.escape(MANIFEST)}", key)]
     newer = sorted((key.split("/")[1] for key in whole if step_of(Path(key).parent) > local), reverse=True)
     if not newer:
@@ -319,27 +333,27 @@ def fetch_run(store: RunStore, directory: RunDir) -> None:
         return
     for name in newer:
         path = directory.checkpoints / name
-        partial = path.with_name(f".partial-{name}")
-        shutil.rmtree(partial, ignore_errors=True)
+        fetched = path.with_name(f".partial-{name}")
+        shutil.rmtree(fetched, ignore_errors=True)
         try:
             for key in (key for key in keys if key.startswith(f"checkpoints/{name}/")):
-                _tried(lambda key=key: store.get(key, partial / Path(key).name), store.address)  # type: ignore[misc] # noqa: B023
+                store.tried(store.get, key, fetched / Path(key).name)
         except StorageError:
-            shutil.rmtree(partial, ignore_errors=True)  # gigabytes on a disk that may be full
+            shutil.rmtree(fetched, ignore_errors=True)  # gigabytes on a disk that may be full
             raise
-        if (damage := find_damage(partial)) is None:
+        if (damage := find_damage(fetched)) is None:
             break
         log.warning("checkpoint %s in %s is damaged (%s) and is skipped", name, store.address, damage)
-        shutil.rmtree(partial)
+        shutil.rmtree(fetched)
     else:
         raise StorageError(
             f"one checkpoint of a run must be intact; got {', '.join(newer)} in {store.address}, all damaged; restore "
             "one from a backup, or set cluster.storage_path=null"
         )
     for key in (key for key in keys if not key.startswith("checkpoints/")):
-        _tried(lambda key=key: store.get(key, directory.path / key), store.address)  # type: ignore[misc]
+        store.tried(store.get, key, directory.path / key)
     shutil.rmtree(path, ignore_errors=True)  # one of this step is damaged, or it would have counted as local
-    partial.rename(path)
+    fetched.rename(path)
     log.info("%s and the records of the run come from %s", name, store.address)
 
 
@@ -357,23 +371,8 @@ def _step(checkpoint: str) -> int:
 
 def refuse_stored(store: RunStore) -> None:
     """Raises ConfigError where a new run would overwrite another one's objects, StorageError without an answer."""
-    if _tried(lambda: store.list_keys("checkpoints"), store.address):
+    if store.tried(store.list_keys, "checkpoints"):
         raise ConfigError(
             f"a new run needs a place of its own; got {store.address}, where there are checkpoints; continue from "
             "them with --resume, or choose another name"
         )
-
-
-def _tried(act: Callable[[], T], address: str) -> T:
-    """What `act` returns, tried a few times.  Raises StorageError."""
-    for pause_s in (*_PAUSES_S, None):
-        try:
-            return act()
-        except _Failure as error:
-            if pause_s is None:
-                raise StorageError(
-                    f"cluster.storage_path must be readable at the start; got {reason(error)} for {address}; try "
-                    "again, correct the address or the AWS_* and GOOGLE_* environment, or set it to null"
-                ) from error
-            time.sleep(pause_s)
-    raise AssertionError
