@@ -100,8 +100,12 @@ def test_a_gpu_that_torch_cannot_use_is_caught(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("version", "level"), [(91002, "fail"), (91500, "ok"), (90701, "ok")])
-def test_a_cudnn_that_torch_convolves_without_is_caught(version: int, level: str) -> None:
-    found = device.look_at_cudnn(config_of("x", amp="bf16"), CUDA, version)
+def test_a_cudnn_that_torch_convolves_without_is_caught(
+    monkeypatch: pytest.MonkeyPatch, version: int, level: str
+) -> None:
+    monkeypatch.setattr(device, "choose_device", lambda: CUDA)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    found = device.look_at_cudnn(config_of("x", amp="bf16"))
     assert found.level == level
     if level == "fail":
         assert found.remedy == "set training.channels_last=true or install cuDNN 9.15 or newer"

@@ -48,18 +48,17 @@ def seen_by_driver() -> tuple[list[str], str]:
         nvml.nvmlShutdown()
 
 
-def look_at_cudnn(config: Config | None, device: torch.device | None = None, version: int | None = None) -> Finding:
+def look_at_cudnn(config: Config | None) -> Finding:
     """Whether 16-bit 3D convolutions run on cuDNN."""
-    device = device or choose_device()
+    device = choose_device()
     if device.type != "cuda":
         return Finding("ok", "not needed on a CPU")
     amp = _amp(config, device)
-    problem = cudnn_problem(device, amp, config is not None and config.training.channels_last, version)
+    problem = cudnn_problem(device, amp, config is not None and config.training.channels_last)
     if problem:
         value, _, remedy = problem.rpartition("; ")
         return Finding("fail", value, remedy)
-    found = torch.backends.cudnn.version() if version is None else version  # type: ignore[no-untyped-call]
-    return Finding("ok", f"cuDNN {found}, amp {amp}")
+    return Finding("ok", f"cuDNN {torch.backends.cudnn.version()}, amp {amp}")  # type: ignore[no-untyped-call]
 
 
 def look_at_kernels(config: Config | None, convolve: Convolve | None = None) -> Finding:

@@ -133,7 +133,8 @@ class Monitor:
         self._samples: deque[SystemSample] = deque(maxlen=max(round(_RATES_OVER_S / sample_every_s), 1) + 1)
         self._here: set[int] = set()
         self._notices = Notices(gpu_uuid)
-        self._cost = _Cost()
+        # processor time of the sampling thread, and when it was read; infinite = not yet
+        self._spent_s = 0.0, math.inf
         self._stop = threading.Event()
         self._judging = threading.Lock()
         self.told = LoopStatus()
@@ -308,6 +309,8 @@ class Monitor:
         self._writer.later(lambda: self._recent.write(moment))
 
     def _window(self, samples: list[SystemSample], vrams: list[VramUse]) -> SystemWindow:
+        (spent_before, then), self._spent_s = self._spent_s, (time.thread_time(), time.monotonic())
+        spent, now = self._spent_s
         return SystemWindow(
             step=self.told.step,
             samples=samples,
@@ -316,7 +319,7 @@ class Monitor:
             readers=self._moments[-1].reader_bytes,
             risk=self.risk,
             rates=self.rates(),
-            monitor_cores=self._cost.share(),
+            monitor_cores=(spent - spent_before) / (now - then) if now > then else None,
         )
 
     def _write(self, window: SystemWindow) -> None:
@@ -332,15 +335,3 @@ class Monitor:
             self._say(notice)
         use = self._disk.use
         return None if use is None else {"free_bytes": use.free_bytes, "run_bytes": use.run_bytes}
-
-
-class _Cost:
-    """Processor time of the thread that asks, as a share of one core since it last asked."""
-
-    def __init__(self) -> None:
-        self._before: tuple[float, float] | None = None
-
-    def share(self) -> float | None:
-        now = time.thread_time(), time.monotonic()
-        before, self._before = self._before, now
-        return None if before is None or now[1] <= before[1] else (now[0] - before[0]) / (now[1] - before[1])

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vesuvius.errors import one_line
-from vesuvius.stream.closing import done_within
 from vesuvius.stream.ray import private
 from vesuvius.stream.reading.notes import Note, Place
+from vesuvius.threads import on_thread
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +69,17 @@ class ReaderDeath:
 
 def exit_of(pid: int, node_id: bytes) -> private.WorkerExit | None:
     """How Ray says that a process ended; None where it does not say within two seconds.  Never raises."""
-    found: list[private.WorkerExit] = []
-
-    def ask() -> None:
-        deadline = time.monotonic() + _LAG_S
-        while not found and time.monotonic() < deadline:
-            found.extend(row for row in private.worker_exits() if (row.pid, row.node_id) == (pid, node_id))
-            time.sleep(0 if found else 0.1)
-
     try:
-        done_within(_ASK_S, ask)
+        return on_thread(_last_exit, pid, node_id, name="ray-exit").result(_ASK_S)
     except Exception as error:  # only one line of a report depends on it
         log.debug("Ray does not say how reader %d ended: %s", pid, one_line(error))
-    return max(list(found), key=lambda row: row.time, default=None)
+        return None
+
+
+def _last_exit(pid: int, node_id: bytes) -> private.WorkerExit | None:
+    deadline = time.monotonic() + _LAG_S
+    while True:
+        found = [row for row in private.worker_exits() if (row.pid, row.node_id) == (pid, node_id)]
+        if found or time.monotonic() >= deadline:
+            return max(found, key=lambda row: row.time, default=None)
+        time.sleep(0.1)
