@@ -294,10 +294,10 @@ def test_what_came_corrupt_is_fetched_anew_and_does_not_stay_in_the_cache(
     server.set_faults([{"path": CHUNK_KEYS, "kind": "corrupt", "times": 1}])
     expected = textured(SHAPE)[tuple(slice(*pair) for pair in zip(*box, strict=True))]
     np.testing.assert_array_equal(volume.read(box), expected)
-    assert (volume.figures.retries, server.stats()["faults"]["corrupt"]) == (1, 1)
+    assert (volume.source.figures.retries, server.stats()["faults"]["corrupt"]) == (1, 1)
     again = open_volume(spec, store)
     np.testing.assert_array_equal(again.read(box), expected)
-    assert again.figures.retries == 0
+    assert again.source.figures.retries == 0
 
 
 def test_volumes_of_other_metadata_at_one_address_do_not_mix(server: ChunkServer, tmp_path: Path) -> None:

@@ -199,10 +199,10 @@ def test_a_permuted_volume_is_staged_from_a_server_chunk_by_chunk(
     volume = open_at(server.url_of(tmp_path / "v.zarr"), tuple(fixed.values()))
     volume.stage(BOX)
     np.testing.assert_array_equal(volume.read(BOX), as_zyx(stored, order, **fixed)[3:18, 5:24, 6:20])
-    staged = volume.figures.requests
+    staged = volume.source.figures.requests
     server.reset()
     again = open_at(server.url_of(tmp_path / "v.zarr"), tuple(fixed.values()))
-    at_opening = again.figures.requests
+    at_opening = again.source.figures.requests
     assert staged - at_opening == len(again.grid.requests(BOX)), "zarr asked for nothing that was not staged"
     volume.close()
     again.close()

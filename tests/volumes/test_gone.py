@@ -46,7 +46,7 @@ def open_at(address: str) -> Volume:
 def test_a_listed_chunk_that_is_gone_is_damaged(tmp_path: Path, address: Address, layout: str) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     volume = open_at(address(path))
-    volume.expect(StoredChunks.of(list_chunks(open_at(str(path)))))
+    volume.missing.stored = StoredChunks.of(list_chunks(open_at(str(path))))
     (path / CHUNK[layout]).unlink()
     with pytest.raises(UnreadableChunkError, match="listed as stored, but missing") as caught:
         volume.read(WHOLE)
@@ -69,7 +69,7 @@ def test_what_was_never_stored_is_air_whatever_the_listing_knows(tmp_path: Path,
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     (path / "1/0/2").unlink()
     volume = open_at(address(path))
-    volume.expect(StoredChunks.of(list_chunks(open_at(str(path)))))
+    volume.missing.stored = StoredChunks.of(list_chunks(open_at(str(path))))
     for _ in range(2):
         read = volume.read(WHOLE)
         assert not read[32:, :32, 64:].any()
@@ -82,7 +82,7 @@ def test_a_stored_chunk_of_nothing_but_air_is_not_gone(tmp_path: Path, address: 
     path = write_array(tmp_path / "v.zarr", voxels, compressors=None)
     (path / "1/0/2").write_bytes(bytes(32**3))
     volume = open_at(address(path))
-    volume.expect(StoredChunks.of(np.ones((2, 2, 3), bool)))
+    volume.missing.stored = StoredChunks.of(np.ones((2, 2, 3), bool))
     np.testing.assert_array_equal(volume.read(WHOLE), voxels)
 
 
@@ -185,7 +185,7 @@ def test_a_volume_that_is_deleted_is_gone_at_the_next_read(
     path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
     volume = open_at(address(path))
     if listed:
-        volume.expect(StoredChunks.of(np.ones((2, 2, 3), bool)))
+        volume.missing.stored = StoredChunks.of(np.ones((2, 2, 3), bool))
     shutil.rmtree(path)
     with pytest.raises(DataError, match=r"the volume is gone \(deleted, or its file system") as caught:
         volume.read(((0, 0, 0), (32, 32, 32)))
@@ -212,7 +212,7 @@ def test_metadata_that_are_away_for_a_moment_are_an_outage(server: ChunkServer, 
     volume = open_volume(ArrayConfig(path=server.url_of(path)), StoreConfig(max_pause_s=0.02, outage_minutes=1))
     server.set_faults([{"path": ".zarray", "kind": "status", "times": 20}])
     assert not volume.read(((0, 0, 0), (32, 32, 32))).any()
-    assert volume.figures.retries == 20
+    assert volume.source.figures.retries == 20
 
 
 @pytest.mark.parametrize("layout", ["v2", "v3"])

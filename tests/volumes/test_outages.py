@@ -41,7 +41,9 @@ def address(server: ChunkServer, tmp_path: Path) -> str:
 
 def source_at(address: str, config: StoreConfig = FAST) -> Source:
     """A source whose volume is open."""
-    return Source(address, config, cache_scope="volume", known=True)
+    source = Source(address, config, known=True)
+    source.cache_scope = "volume"
+    return source
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 408])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from pathlib import Path
 
@@ -25,7 +24,6 @@ def main(argv: list[str]) -> int:
         parser.error("--ranks excludes other axes: each number of ranks is compared with the first, all else equal")
     if args.peer and not args.loader:
         parser.error("--peer is about loaders; use it with --loader")
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
     from vesuvius.benchmark.cells.command import loader_cells  # these import torch
     from vesuvius.benchmark.cells.training import Bounds
     from vesuvius.benchmark.grid import make_cells, parse_axis

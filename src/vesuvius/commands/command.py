@@ -63,6 +63,9 @@ def end_soon(exit_code: int) -> None:
 
 def _run_command(main: Callable[[list[str]], int], argv: list[str], check_install: bool) -> int:
     log_to_terminal()
+    # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
+    # docs/performance.md has the figures.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if check_install:
         warn_of_namesake()
     try:

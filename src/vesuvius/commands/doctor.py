@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +40,6 @@ def main(argv: list[str]) -> int:
             say(line("fail", "config", one_line(error, 400), "correct it; the machine alone is examined now"))
     # The checks say in their lines what the package would log: an outage, a slow disk.
     logging.getLogger("vesuvius").setLevel(logging.CRITICAL)
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
     from vesuvius.doctor.examination import examination
 
     count = dict.fromkeys(("ok", "warn", "fail"), 0)

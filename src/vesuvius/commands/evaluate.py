@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from pathlib import Path
 
@@ -58,7 +57,6 @@ def main(argv: list[str]) -> int:
     )
     add_keys(parser)
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
     from vesuvius.generate.evaluate.evaluate import EvaluationRequest, evaluate  # imports torch
 
     options = {name: getattr(arguments, name) for name in (

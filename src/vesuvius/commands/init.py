@@ -38,7 +38,6 @@ def main(argv: list[str]) -> int:
     name = args.name or default_name(args.volume)
     out = args.out or Path("configs") / f"{name}.yaml"
     _check_new(name, out)
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`, whose speed is measured
     from vesuvius.training.forecast.first_config import first_config  # imports torch
 
     text, words = first_config(name, ArrayConfig(path=args.volume, level=args.level, select=args.select))

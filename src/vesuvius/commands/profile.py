@@ -43,7 +43,6 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_intermixed_args(argv)
     config = take_config(args.config, args.overrides)
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch.profiler prints what it begins and ends
     from vesuvius.profiling.session import ProfileRequest, profile  # imports torch
 

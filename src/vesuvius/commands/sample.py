@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING, Any
 
 from vesuvius.commands.arguments import sample as sample_arguments
@@ -24,8 +23,6 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if problem := sample_arguments.check_options(arguments):
         parser.error(problem)
-    # As in `vesuvius train`: docs/performance.md has the figures.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     common = {name: getattr(arguments, name) for name in ("checkpoint", "weights", "seed", "batch_size", "volume")}
     common["overrides"] = sample_arguments.overrides_of(arguments)
     draw = _volume if sample_arguments.wants_volume(arguments) else _patches

@@ -80,9 +80,6 @@ def main(argv: list[str]) -> int:
         parser.error("--allow-drift is about resuming; use it with --resume")
     if args.restart_damaged and not resume:
         parser.error("--restart-damaged is about existing checkpoints; use it with --resume")
-    # Before torch loads its OpenMP: threads that spin for a partner which is not running hold the core it needs.
-    # docs/performance.md has the figures.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if config.training.cuda_allocator == "expandable":
         _let_segments_grow()
     # torch takes seconds to import: not needed for what came before

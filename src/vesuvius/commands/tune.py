@@ -57,7 +57,6 @@ def main(argv: list[str]) -> int:
         parser.error("--scale-batch lets train_batch_size grow, which --keep forbids; drop one of them")
     environment = tuple(variables(os.environ))
     written, config = read_config(args.config), take_config(args.config, args.overrides)
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in `vesuvius train`
     from vesuvius.tuning.session import TuneRequest, plan, tune  # imports torch
 
     request = TuneRequest(

@@ -39,7 +39,7 @@ def _speed(data: PreparedData, volume: int, config: DataConfig) -> str:
         voxels_bytes += data.read("volume", volume, box).nbytes
         patches += 1
     seconds, opened = time.perf_counter() - began, data.volumes[volume]
-    fetched = opened.figures.bytes_fetched
+    fetched = opened.source.figures.bytes_fetched
     of_store = f", {number(fetched / 1e6)} MB fetched since it was opened" if fetched else ""
     shape = format_sizes(opened.shape_zyx)
     return (

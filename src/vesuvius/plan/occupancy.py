@@ -45,7 +45,7 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
         )
     occupancy = chunk_occupancy(volume, config.max_quarantined)
     if occupancy.shape == volume.grid.counts_zyx:  # of a stored shard any chunk may be absent
-        volume.expect(StoredChunks.of(occupancy))
+        volume.missing.stored = StoredChunks.of(occupancy)
     return occupancy_map(volume, occupancy)
 
 

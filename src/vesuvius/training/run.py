@@ -35,7 +35,7 @@ from vesuvius.training.reporting.monitoring import open_metrics, open_monitor, o
 from vesuvius.training.request import Request
 from vesuvius.training.step.step import TrainStep, choose_device
 from vesuvius.training.stop import StoppedError, StopRequest, unless_stopped
-from vesuvius.volumes.store.object_store import prepare_cache
+from vesuvius.volumes.store.object_store import open_cache
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ def _train_other_rank(config: Config, ranks: Ranks, stop: StopRequest) -> int:
         open_log(checked.directory.log)
         close_terminal()  # rank 0 says what there is to say
         log_last_session(checked.directory, ranks)
-        if ranks.local_rank == 0:
-            prepare_cache(config.data.store)
+        if ranks.local_rank == 0 and (cache := open_cache(config.data.store)):
+            cache.prepare()
         return _train_and_record(without_listeners(config), checked, stop, lambda step: None, None, ranks)
 
 
@@ -136,7 +136,8 @@ def _before_the_run(request: Request, directory: RunDir, ranks_here: int) -> Pre
     if facts is not None and (known is None or known.volumes != checked.facts.volumes):
         with contextlib.suppress(OSError):  # they save time, no more
             write_facts(facts, config.data, checked.facts)
-    prepare_cache(config.data.store)
+    if cache := open_cache(config.data.store):
+        cache.prepare()
     return checked
 
 

@@ -205,7 +205,7 @@ def _serve(pipe: connection.Connection, reading: Reading, note: sharedctypes.Syn
     with suppress(EOFError, BrokenPipeError):
         try:
             volume = open_volume(reading.spec, reading.store, known=True)
-            volume.expect(reading.stored)
+            volume.missing.stored = reading.stored
             while True:
                 _read_task(volume, pipe.recv(), note, send)
                 send(None)

@@ -233,7 +233,7 @@ class _Copier:
     def _report(self) -> None:
         self.figures.seconds = time.monotonic() - self.started
         if self.volume.source.remote:
-            self.figures.fetched_bytes = self.volume.figures.bytes_fetched
+            self.figures.fetched_bytes = self.volume.source.figures.bytes_fetched
         self.on_progress(self.figures)
 
 

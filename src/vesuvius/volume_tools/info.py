@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 import zarr
-from obstore.store import HTTPStore
 
 from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, StoreConfig, Triple, VolumeConfig
 from vesuvius.errors import ConfigError, DataError, one_line, storage_errors
@@ -26,7 +25,6 @@ from vesuvius.volume_tools.grey_statistics import GreyStatistics, grey_statistic
 from vesuvius.volumes.axes import Names
 from vesuvius.volumes.geometry import Geometry, multiscale_of
 from vesuvius.volumes.listing import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
-from vesuvius.volumes.store.object_store import open_store
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
@@ -288,7 +286,7 @@ def _occupancy(volume: Volume, listing: bool) -> tuple[Occupancy, Bools | None]:
 def _why_not_listed(volume: Volume, listing: bool) -> str | None:
     """The reason why chunks are not counted by a listing; None where they are."""
     source, grid = volume.source, volume.grid
-    if source.remote and isinstance(open_store(source.address, source.config), HTTPStore):
+    if not source.can_list:
         return "a web server cannot list"
     if listing:
         return None

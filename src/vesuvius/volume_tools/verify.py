@@ -25,16 +25,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from obstore.store import HTTPStore
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.records import parsed, records_in
 from vesuvius.volume_tools.child_reads import BrokenChunk, FinishedTask, Reading, read_in_children
+from vesuvius.volumes.box import chunk_box, grid_shape, triple
+from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.listing import Bools, kept_file, list_objects, read_sidecar
 from vesuvius.volumes.missing import StoredChunks
-from vesuvius.volumes.store.object_store import open_store
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ def verify_volume(
     with closing(open_volume(spec, store)) as volume:
         objects, stored = _objects(volume)
         numbers = np.flatnonzero(objects)
-        per_task = max(_CHUNKS_PER_TASK // _chunks_per_object(volume), 1)
+        grid = volume.grid
+        per_task = max(_CHUNKS_PER_TASK // math.prod(grid_shape(grid.object_zyx, grid.chunk_zyx)), 1)
         figures = VerifyFigures(volume.name, len(numbers))
         with _Journal.held(kept_file(volume, "verify", ".jsonl"), _identity(volume, objects, per_task)) as journal:
             for task in journal.finished.values():
@@ -88,7 +89,7 @@ def verify_volume(
             figures.before = figures.done
             figures.before_since = journal.began if figures.before else None
             tasks = (
-                (number, _chunks_of(volume, objects.shape, numbers[number * per_task : (number + 1) * per_task]))
+                (number, _chunks_of(grid, numbers[number * per_task : (number + 1) * per_task]))
                 for number in range(-(-len(numbers) // per_task))
                 if number not in journal.finished
             )
@@ -115,10 +116,7 @@ def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
     sidecar = read_sidecar(volume)
     grid = volume.grid
     counts = grid.object_counts_zyx
-    if volume.source.remote and isinstance(open_store(volume.source.address, volume.source.config), HTTPStore):
-        objects = np.ones(counts, bool) if sidecar is None else np.zeros(counts, bool)
-    else:
-        objects = list_objects(volume)
+    objects = list_objects(volume) if volume.source.can_list else np.full(counts, sidecar is None)
     if sidecar is None:
         return objects, None
     per_object = [-(-n // c) for n, c in zip(sidecar.shape, counts, strict=True)]
@@ -126,21 +124,11 @@ def _objects(volume: Volume) -> tuple[Bools, StoredChunks | None]:
     return objects, StoredChunks.of(sidecar) if sidecar.shape == grid.counts_zyx else None
 
 
-def _chunks_per_object(volume: Volume) -> int:
-    shard, chunk = volume.grid.shard_zyx or volume.grid.chunk_zyx, volume.grid.chunk_zyx
-    return math.prod(s // c for s, c in zip(shard, chunk, strict=True))
-
-
-def _chunks_of(volume: Volume, counts: tuple[int, ...], numbers: NDArray[np.int64]) -> list[Triple]:
+def _chunks_of(grid: ChunkGrid, numbers: NDArray[np.int64]) -> list[Triple]:
     """The chunks in objects of these flat numbers."""
-    grid = volume.grid
-    if grid.shard_zyx is None:
-        return [(int(z), int(y), int(x)) for z, y, x in zip(*np.unravel_index(numbers, counts), strict=True)]
-    found: list[Triple] = []
-    for place in zip(*np.unravel_index(numbers, counts), strict=True):
-        z, y, x = (int(i) * s // c for i, s, c in zip(place, grid.shard_zyx, grid.chunk_zyx, strict=True))
-        found += grid.chunks_of(grid.object_box((z, y, x)))
-    return found
+    places = np.stack(np.unravel_index(numbers, grid.object_counts_zyx), axis=1).tolist()
+    boxes = (chunk_box(triple(place), grid.object_zyx, grid.shape_zyx) for place in places)
+    return [chunk for box in boxes for chunk in grid.chunks_of(box)]
 
 
 def _identity(volume: Volume, objects: Bools, per_task: int) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class MissingChunks:
         treatment: `data.missing_chunk`.
 
     Attributes:
-        stored: the chunks that a listing has found, where one was made.
+        stored: the chunks that a listing has found, where one was made: one of them that is absent is damaged, not air.
     """
 
     def __init__(

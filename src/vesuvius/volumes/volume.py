@@ -37,10 +37,10 @@ from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
 from vesuvius.volumes.errors import ClosedError, FetchError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
 from vesuvius.volumes.levels import Level, pick_level
-from vesuvius.volumes.missing import MetadataCheck, MissingChunks, StoredChunks
+from vesuvius.volumes.missing import MetadataCheck, MissingChunks
 from vesuvius.volumes.staged import StagedStore
 from vesuvius.volumes.store.object_store import is_remote
-from vesuvius.volumes.store.source import Source, SourceFigures
+from vesuvius.volumes.store.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +102,6 @@ class Volume:
         return np.dtype(self.array.dtype).newbyteorder("=")
 
     @property
-    def select(self) -> tuple[int, ...]:
-        """Where the axes other than z, y, x are fixed."""
-        return self.axes.select
-
-    @property
     def voxel_size_um(self) -> FloatTriple | None:
         """Edge lengths (z, y, x) where the metadata give them in units of length, else None."""
         return None if self.geometry is None else self.geometry.voxel_size_um
@@ -126,24 +121,10 @@ class Volume:
         """Which library decodes the chunks: 'zarrs' or 'zarr-python'."""
         return "zarrs" if getattr(self.array.async_array.codec_pipeline, "impl", None) is not None else "zarr-python"
 
-    @property
-    def figures(self) -> SourceFigures:
-        """What was fetched so far; on disk only what zarrs did not read itself."""
-        return self.source.figures
-
     def stage(self, box: Box) -> None:
         """Start to fetch the chunks of a box from a remote store; on disk nothing.  Does not wait."""
         if self._staged is not None:
             self._staged.stage(self.grid, box)
-
-    def expect(self, stored: StoredChunks | None) -> None:
-        """From now on a chunk that a listing says is stored, and that is absent, is damaged rather than air."""
-        self.missing.stored = stored
-
-    @property
-    def stored(self) -> StoredChunks | None:
-        """The chunks that a listing has found, where one was made; see `expect`."""
-        return self.missing.stored
 
     def unstage(self) -> None:
         """Forget what was staged and will not be read."""

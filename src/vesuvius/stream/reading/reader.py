@@ -155,7 +155,7 @@ class Reader:
         self._node, self._actor = node, actor
         self._arrays = [_open_arrays(spec, job) for spec in job.volumes]
         for ((volume, _), *_), stored in zip(self._arrays, job.stored, strict=False):
-            volume.expect(stored)
+            volume.missing.stored = stored
         self._opened = [volume for arrays in self._arrays for volume, _ in arrays]
         self._damaged = set(job.quarantined)
         self._staged: list[_RegionKey] = []
@@ -330,7 +330,7 @@ class _Tally:
 
 def _fetched(volumes: list[Volume]) -> dict[str, Any]:
     """The sum of the sources' figures, and of the seconds spent waiting for them."""
-    totals = [asdict(volume.figures) | {"wait_s": volume.wait_s} for volume in volumes]
+    totals = [asdict(volume.source.figures) | {"wait_s": volume.wait_s} for volume in volumes]
     return {name: sum(total[name] for total in totals) for name in totals[0]}
 
 

@@ -171,7 +171,7 @@ def prepare_data(
         store=config.store,
         missing_chunk=config.missing_chunk,
         max_quarantined=config.max_quarantined,
-        stored=tuple(volume.stored for volume in volumes),
+        stored=tuple(volume.missing.stored for volume in volumes),
         max_reader_deaths=config.max_reader_deaths,
         rank=rank,
         world=world,

@@ -30,7 +30,7 @@ from vesuvius.training.step.conditioning import volume_scalars
 from vesuvius.training.step.network import lay_out_network
 from vesuvius.training.step.step import check_initial_weights, choose_device, parameter_count, saved_copies
 from vesuvius.training.validation.data_spectrum import measure_spectrum
-from vesuvius.volumes.store.object_store import check_cache
+from vesuvius.volumes.store.object_store import open_cache
 
 READERS_PER_CORE = 4
 """Readers of a remote store mostly wait, so more of them than processors are useful, but not more than these."""
@@ -133,7 +133,8 @@ def preflight(
         check_store_need(data.job, options)
         if not store_is_there():
             check_store(data.job, options, ranks_here)
-        check_cache(config.data.store)
+        if cache := open_cache(config.data.store):
+            cache.check()
         resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None
         facts = known if known and known.volumes == trained_volumes(data) else None
         if resumed:

@@ -77,17 +77,3 @@ def open_cache(config: StoreConfig) -> DiskCache | None:
     if config.cache_dir is None:
         return None
     return DiskCache(Path(config.cache_dir), int(config.cache_gib * 2**30))
-
-
-def check_cache(config: StoreConfig) -> None:
-    """Raises ConfigError where the disk cache cannot be used.  Changes nothing."""
-    cache = open_cache(config)
-    if cache is not None:
-        cache.check()
-
-
-def prepare_cache(config: StoreConfig) -> None:
-    """Create the folder of the disk cache and shrink it to its limit.  Raises as `check_cache`."""
-    cache = open_cache(config)
-    if cache is not None:
-        cache.prepare()

@@ -39,7 +39,7 @@ _WHOLE_BYTES_MAX = 64 * 2**20
 
 @dataclass
 class SourceFigures:
-    """What a source has done so far."""
+    """What a source has done so far; on disk without what zarrs has read itself."""
 
     requests: int = 0  # reads that reached the store, tries included
     retries: int = 0  # tries after a failed one
@@ -65,10 +65,10 @@ class Source:
         metadata_key: the object with the array's metadata, once whoever opens the volume has found it.
     """
 
-    def __init__(self, address: str, config: StoreConfig, cache_scope: str = "", known: bool = False) -> None:
+    def __init__(self, address: str, config: StoreConfig, known: bool = False) -> None:
         self.address = address
         self.config = config
-        self.cache_scope = cache_scope
+        self.cache_scope = ""
         self.remote = is_remote(address)
         self.figures = SourceFigures()
         self.forbidden: str | None = None
@@ -128,6 +128,11 @@ class Source:
         found = [self._start(self.exists, key) for key in keys]
         return [key for key, there in zip(keys, found, strict=True) if not there.result()]
 
+    @property
+    def can_list(self) -> bool:
+        """Whether the store can list its objects, which plain web servers cannot."""
+        return not isinstance(self._store, HTTPStore)
+
     def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order.  On a disk links to folders are followed.
 
@@ -135,7 +140,7 @@ class Source:
             folders_too: on a disk also the folders, which may lie where a file should.
 
         Raises:
-            DataError: the store cannot list (plain web servers cannot), or access is refused, if only to one folder.
+            DataError: the store cannot list, or access is refused, if only to one folder.
         """
         with self._listing_errors():
             if not self.remote:  # obstore would look at the size of each file
@@ -177,7 +182,7 @@ class Source:
 
     @contextmanager
     def _listing_errors(self) -> Iterator[None]:
-        if isinstance(self._store, HTTPStore):
+        if not self.can_list:
             raise DataError(
                 f"a listing of chunks needs a store that can list; got {self.address}, a web server; put a "
                 "`.chunk_occupancy.npz` beside level 0, or set data.foreground.source=level"
