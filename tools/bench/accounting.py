@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests use th
 
 from tests.support.real_cgroup import MemoryCgroup, memory_cgroup
 
-from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
+from vesuvius.monitor.probes.system_sample import Watcher
 from vesuvius.runlog.units import GIB
 
 _RAY_ENDS_S = 5.0
@@ -70,18 +70,14 @@ def watch(
             cpu_s = time.thread_time() - started
             now = {use.pid for use in sample.processes}
             if sample.cgroup is not None and sample.cgroup.path.endswith(group.path.name):
-                samples.append(_sample(sample, cpu_s, steady=now == before))
+                charged = max(sample.cgroup.anon_bytes + sample.cgroup.shmem_bytes, 1)
+                count, steady = len(sample.processes), now == before
+                samples.append(Sample(sample.used_bytes, charged, sample.shared_bytes, cpu_s, count, steady))
             before = now
     finally:
         process.terminate()
         process.wait()
     return samples, process.returncode
-
-
-def _sample(sample: SystemSample, cpu_s: float, steady: bool) -> Sample:
-    assert sample.cgroup is not None
-    charged = sample.cgroup.anon_bytes + sample.cgroup.shmem_bytes
-    return Sample(sample.used_bytes, max(charged, 1), sample.shared_bytes, cpu_s, len(sample.processes), steady)
 
 
 def report(samples: Sequence[Sample]) -> None:

@@ -99,12 +99,14 @@ def switched(spec: Spec, compiled: bool) -> list[Spec]:
 # ---- the child: one measurement
 
 
-def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int) -> Row:
+def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int, threads: int | None) -> Row:
     """Seconds of each step and the saved bytes of one, in this process."""
     import torch
     from torch import Tensor
     from torch.nn import functional
 
+    if threads:
+        torch.set_num_threads(threads)
     config = experiment(spec, patch_zyx, batch)
     network = build(spec, config, torch.device("cpu"))
     run = torch.compile(network, dynamic=False) if config.training.compile else network
@@ -129,11 +131,10 @@ def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int) -> Row:
     }
 
 
-def measure_here(arguments: argparse.Namespace) -> int:
+def measure_here(spec: dict[str, Any], *arguments: Any) -> int:
     """One measurement, then a line of JSON, or one that says what went wrong; the exit code."""
-    spec = Spec(**ast.literal_eval(arguments.measure))
     try:
-        print(json.dumps(measure(spec, arguments.patch, arguments.batch, arguments.steps)))
+        print(json.dumps(measure(Spec(**spec), *arguments)))
     except Exception as error:
         traceback.print_exc()
         print(f"{type(error).__name__}: {one_line(error)}", file=sys.stderr)
@@ -166,14 +167,8 @@ def measure_in_turn(entries: Sequence[Entry], arguments: argparse.Namespace) -> 
 
 
 def _measure_once(entry: Entry, arguments: argparse.Namespace) -> None:
-    options = {
-        "measure": repr(dataclasses.asdict(entry.spec)),
-        "patch": ",".join(map(str, arguments.patch)),
-        "batch": arguments.batch,
-        "steps": arguments.steps,
-        "threads": arguments.threads or 0,
-    }
-    command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in options.items())]
+    what = (dataclasses.asdict(entry.spec), arguments.patch, arguments.batch, arguments.steps, arguments.threads)
+    command = [sys.executable, __file__, f"--measure={what!r}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, env=SPIN | os.environ)
     except subprocess.TimeoutExpired:
@@ -301,7 +296,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--full-size", action="store_true", help="also the bytes of the default model at 72x136x136")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)  # one system, once, in this process
+    parser.add_argument("--measure", type=ast.literal_eval, help=argparse.SUPPRESS)  # one system, once, in this process
     arguments = parser.parse_args()
     if unknown := set(arguments.systems) - set(SYSTEMS):
         parser.error(f"--systems must be of {', '.join(SYSTEMS)}; got {', '.join(sorted(unknown))}")
@@ -317,11 +312,7 @@ def _names(text: str) -> list[str]:
 def main() -> int:
     arguments = parse()
     if arguments.measure:
-        import torch
-
-        if arguments.threads:
-            torch.set_num_threads(arguments.threads)
-        return measure_here(arguments)
+        return measure_here(*arguments.measure)
     about: Row = {
         "patch_size": arguments.patch,
         "batch": arguments.batch,

@@ -261,9 +261,9 @@ def through_ray(config: Path, overrides: Sequence[str], rounds: int) -> None:
     for way, found in figures.items():
         starts, steps_s = zip(*found, strict=True)
         _print_row(way, f"{statistics.median(starts):.1f}", f"{statistics.median(steps_s):.4f}")
-    plain, ray = (dict(enumerate(figures[way])) for way in _WAYS)
-    ratios = [ray[number][1] / plain[number][1] - 1 for number in plain]
-    starts_s = [ray[number][0] - plain[number][0] for number in plain]
+    rounds_of_both = list(zip(*figures.values(), strict=True))
+    ratios = [through[1] / plain[1] - 1 for plain, through in rounds_of_both]
+    starts_s = [through[0] - plain[0] for plain, through in rounds_of_both]
     print(f"a step takes {statistics.median(ratios):+.1%} (rounds {min(ratios):+.1%} to {max(ratios):+.1%})")
     print(f"the start takes {statistics.median(starts_s):+.1f} s")
 

@@ -1,1 +1,1 @@
-"""The 3D U-Net.  In: x_t (B, C, Z, Y, X), t, condition.  Out: a prediction of the same shape."""
+"""The 3D U-Net.  In: x_t and the condition, [B, C, Z, Y, X], t, scalars.  Out: a prediction, [B, 1, Z, Y, X]."""
