@@ -30,11 +30,9 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from vesuvius.training.request import Request
@@ -55,9 +53,8 @@ from vesuvius.config.load import dump_config
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.monitor.probes.system_sample import SystemSample, Watcher
 from vesuvius.runlog.logfile import close_logs, log_to_terminal
-from vesuvius.stream.feeder import Batch, FeederFigures
+from vesuvius.stream.feeder import Batch
 from vesuvius.stream.options import StreamOptions
-from vesuvius.stream.reading.reader_figures import ReaderTotals
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.stream import PatchStream
 from vesuvius.training.step.network import build_network
@@ -66,8 +63,8 @@ from vesuvius.training.step.step import autocast, choose_device, parameter_count
 _BATCHES = 8
 
 
-class MemoryStream:
-    """In place of `PatchStream`: the same few batches again and again, from memory.
+class MemoryStream(PatchStream):
+    """The same few batches again and again, from memory; nothing is read.
 
     Attributes:
         kept: these batches; of the class, because the run makes the object.
@@ -75,46 +72,19 @@ class MemoryStream:
 
     kept: Sequence[Batch] = ()
 
-    def __init__(self, job: Any, options: Any, *, first: int, stop: int, buffers: Sequence[Any] = (), **_: Any) -> None:
+    def _open_readers(self) -> None:
         self._batches = itertools.cycle(self.kept)
-        self._buffers = itertools.cycle(buffers) if buffers else None
-        self._first = first
-        self.options = options
-        self.readers: dict[int, Any] = {}
-        self.reader_deaths = self.readers_with_work = 0
-        self.reader_totals = ReaderTotals()
-        self.feeder_figures = FeederFigures()
-        self.events: deque[Any] = deque()
-        self.quarantined: list[dict[str, Any]] = []
-
-    def __enter__(self) -> MemoryStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+        self._ring = itertools.cycle(self._buffers[0]) if self._buffers[0] else None
 
     def __next__(self) -> Batch:
         kept = next(self._batches)
         patches = kept.patches
-        if self._buffers is not None:
-            buffer = next(self._buffers)
-            np.copyto(buffer, patches)
-            patches = buffer
-        samples = tuple(replace(sample, index=self._first + n) for n, sample in enumerate(kept.samples))
-        self._first += len(patches)
+        if self._ring is not None:
+            patches = next(self._ring)
+            np.copyto(patches, kept.patches)
+        samples = tuple(replace(sample, index=self._next_sample + n) for n, sample in enumerate(kept.samples))
+        self._next_sample += len(patches)
         return Batch(patches, samples)
-
-    def reader_memory(self) -> dict[int, int]:
-        return {}
-
-    def readers_here(self) -> frozenset[int]:
-        return frozenset()
-
-    def waiting_for(self) -> str:
-        return "memory"
-
-    def dump_reader_stacks(self, path: Path) -> None:
-        pass
 
 
 class BareLoop:
