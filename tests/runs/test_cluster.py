@@ -203,7 +203,8 @@ def test_readers_of_two_ranks_run_on_a_node_beside_them_and_deliver_what_one_ran
     assert trainers | readers == raylets
     logs = [(part / "logs/train_full.log").read_text() for part in parts]
     assert [set(re.findall(r"readers: (.*)", log)) for log in logs] == [{f"1 on {platform.node()} (no GPU)"}] * 2
-    with Session(tiny_config("one", training=plain | {"workers": 0}), tmp_path, "name=one", module="records") as one:
+    whole = {"workers": 0, "accumulate_steps": 2}
+    with Session(tiny_config("one", training=plain | whole), tmp_path, "name=one", module="records") as one:
         assert one.end() == 0, one.text()
     samples = samples_of(tmp_path / "name=two.samples", 4)
     assert len(samples) == 80

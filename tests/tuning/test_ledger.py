@@ -14,10 +14,10 @@ from vesuvius.config import Config
 from vesuvius.config.load import read_config
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.trials.machine import MachineFacts
-from vesuvius.tuning.ledger import RecordingRunner, TuneLedger, check_same
-from vesuvius.tuning.measurement import Block
+from vesuvius.tuning.ledger import TuneLedger, check_same
+from vesuvius.tuning.measurement import Block, SearchSpace
 from vesuvius.tuning.search.policy import recommend
-from vesuvius.tuning.search.search import Search
+from vesuvius.tuning.search.search import Entry, Search
 
 MACHINE = MachineFacts("box", 12.0, 170.0, "A100", 80.0)
 SIMULATED = BY_NAME["knee"]
@@ -43,9 +43,18 @@ def new(path: Path, config: Config) -> TuneLedger:
 
 def begun(path: Path, config: Config, blocks: list[Block] = BLOCKS) -> TuneLedger:
     with new(path, config) as ledger:
-        for block in blocks:
-            ledger.end(block)
+        for number, block in enumerate(blocks):
+            ledger.end(number, block)
     return ledger
+
+
+def search_of(ledger: TuneLedger, lab: SimulatedRunner, space: SearchSpace) -> Search:
+    """A tune that goes on from a ledger, as its session does."""
+
+    def on_block(entry: Entry) -> None:
+        ledger.end(entry.planned.number, entry.block)
+
+    return Search(lab, space, BiasedPlanner(SIMULATED), on_block=on_block, earlier=ledger.blocks)
 
 
 def test_a_ledger_reads_back_equal(path: Path, config: Config) -> None:
@@ -69,7 +78,7 @@ def test_a_tune_goes_on_from_its_ledger_to_the_same_end(path: Path, config: Conf
     for block in BLOCKS[:count]:  # the machine goes on where it was
         lab.measure(block.setting, block.kind, SPACE.block_s, SPACE.budget_s)
     with TuneLedger.read(path) as ledger:
-        found = recommend(Search(RecordingRunner(ledger, lab), SPACE, BiasedPlanner(SIMULATED)))
+        found = recommend(search_of(ledger, lab, SPACE))
     assert found == tune(SIMULATED, 0)[1]
     assert TuneLedger.read(path).blocks == BLOCKS
 
@@ -81,7 +90,7 @@ def test_a_ledger_of_another_tune_is_refused(path: Path, config: Config) -> None
         TuneLedger.read(path) as ledger,
         pytest.raises(ConfigError, match=r"a run block of workers 3 -> 2 where this tune has a run block"),
     ):
-        recommend(Search(RecordingRunner(ledger, SimulatedRunner(SIMULATED, 0)), other, BiasedPlanner(SIMULATED)))
+        recommend(search_of(ledger, SimulatedRunner(SIMULATED, 0), other))
 
 
 def test_a_block_that_a_full_disk_ended_is_measured_again(path: Path, config: Config) -> None:
@@ -90,9 +99,8 @@ def test_a_block_that_a_full_disk_ended_is_measured_again(path: Path, config: Co
             raise StorageError("full")
 
     with new(path, config) as ledger, pytest.raises(StorageError):
-        RecordingRunner(ledger, FullDisk(SIMULATED, 0)).measure(SPACE.source, "run", 10.0, 600.0)
-    with TuneLedger.read(path) as ledger:
-        assert RecordingRunner(ledger, SimulatedRunner(SIMULATED, 0)).earlier == []
+        recommend(search_of(ledger, FullDisk(SIMULATED, 0), SPACE))
+    assert TuneLedger.read(path).blocks == []
 
 
 def test_a_new_tune_keeps_the_ledger_of_the_one_before(path: Path, config: Config) -> None:

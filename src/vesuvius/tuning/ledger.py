@@ -15,7 +15,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.plain import from_plain
 from vesuvius.runlog.records import JsonLines, read_records
 from vesuvius.trials.machine import MachineFacts
-from vesuvius.tuning.measurement import Block, BlockKind, Runner, SearchSpace, Setting, in_words
+from vesuvius.tuning.measurement import Block, SearchSpace
 
 
 class TuneLedger:
@@ -75,8 +75,10 @@ class TuneLedger:
             ) from error
         return ledger
 
-    def end(self, block: Block) -> None:
-        """Record a finished block."""
+    def end(self, number: int, block: Block) -> None:
+        """Record a finished block, unless it is there from an earlier session."""
+        if number < len(self.blocks):
+            return
         self.blocks.append(block)
         self._write("block", block=asdict(block))
 
@@ -90,33 +92,6 @@ class TuneLedger:
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
-
-
-class RecordingRunner:
-    """A runner that records its blocks, and that returns those of an earlier session before it measures.
-
-    The policy is a function of the blocks alone, so it asks for the same ones again.
-
-    Attributes:
-        earlier: blocks of an earlier session that are left.
-    """
-
-    def __init__(self, ledger: TuneLedger, runner: Runner) -> None:
-        self._ledger, self._runner, self.earlier = ledger, runner, list(ledger.blocks)
-
-    def measure(self, setting: Setting, kind: BlockKind, seconds: float, limit_s: float) -> Block:
-        """As `Runner`.  Raises ConfigError where the earlier session measured something else."""
-        if not self.earlier:
-            block = self._runner.measure(setting, kind, seconds, limit_s)
-            self._ledger.end(block)
-            return block
-        block = self.earlier.pop(0)
-        if (block.setting, block.kind) != (setting, kind):
-            raise ConfigError(
-                f"a ledger must have the same config, limits and options; got one with a {block.kind} block of "
-                f"{in_words(block.setting, setting)} where this tune has a {kind} block; drop --resume to start over"
-            )
-        return block
 
 
 def check_same(

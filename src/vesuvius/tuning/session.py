@@ -26,7 +26,7 @@ from vesuvius.training.ranks.part import one_rank
 from vesuvius.trials.alone import locked, run_storage_errors, signals_to
 from vesuvius.trials.ended import TrialInterrupted
 from vesuvius.trials.machine import describe_machine
-from vesuvius.tuning.ledger import RecordingRunner, TuneLedger, check_same
+from vesuvius.tuning.ledger import TuneLedger, check_same
 from vesuvius.tuning.measurement import Goal, Knob, key_of
 from vesuvius.tuning.report import (
     block_line,
@@ -91,21 +91,21 @@ def tune(request: TuneRequest) -> int:
         with ledger, trials as runner, signals_to(runner.stop) as came:
             log.info("tuning %s on %s", request.source, ledger.machine.words())
             _warn_of_neighbours(request.config)
-            recording = RecordingRunner(ledger, runner)
 
             def on_planned(planned: PlannedBlock) -> None:
                 if came:
                     raise TrialInterrupted(
                         f"the tune was interrupted before block {planned.number}; continue with --resume"
                     )
-                if not recording.earlier:
+                if planned.number >= len(ledger.blocks):
                     log.info("%s", planned_line(planned))
 
             def on_block(entry: Entry) -> None:
+                ledger.end(entry.planned.number, entry.block)
                 level = logging.INFO if entry.block.ended == "ok" else logging.WARNING
                 log.log(level, "%s", block_line(entry))
 
-            search = Search(recording, ledger.space, planner, on_planned, on_block)
+            search = Search(runner, ledger.space, planner, on_planned, on_block, ledger.blocks)
             try:
                 found = recommend(search)
                 code = EXIT_ERROR if found.verdict == "none" else EXIT_OK

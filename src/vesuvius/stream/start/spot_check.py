@@ -43,15 +43,12 @@ class SpotCheck:
 
     def line(self) -> str:
         """What was found, without the broken ones' names."""
-        found = [
-            text
-            for count, text in (
-                (len(self.broken), f"{len(self.broken)} BROKEN"),
-                (self.absent, f"{self.absent} not stored (air)"),
-                (self.quarantined, f"{self.quarantined} in quarantine skipped"),
-            )
-            if count
-        ]
+        counts = {
+            "BROKEN": len(self.broken),
+            "not stored (air)": self.absent,
+            "in quarantine skipped": self.quarantined,
+        }
+        found = [f"{count} {what}" for what, count in counts.items() if count]
         return f"{self.read} of {self.chunks} of {self.name} read: {', '.join(found) or 'all intact'}"
 
     def problem(self, max_quarantined: int) -> str | None:

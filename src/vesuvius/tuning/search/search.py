@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_duration
 from vesuvius.tuning.measurement import (
     Block,
@@ -108,6 +109,8 @@ class Search:
     Args:
         runner: measures.
         on_planned, on_block: told of each block before and after it is measured.
+        earlier: blocks of an earlier session, in order; the policy is a function of the blocks alone, so it asks for
+            the same ones again.
 
     Attributes:
         entries, blocks: all blocks so far.
@@ -127,6 +130,7 @@ class Search:
         planner: Planner,
         on_planned: Callable[[PlannedBlock], None] = lambda planned: None,
         on_block: Callable[[Entry], None] = lambda entry: None,
+        earlier: Sequence[Block] = (),
     ) -> None:
         self.space = space
         self.planner = planner
@@ -140,6 +144,7 @@ class Search:
         self.with_base: list[tuple[float, float]] = []
         self.undecided: list[str] = []
         self.why_failed = ""
+        self._earlier = tuple(earlier)
         self._runner, self._on_planned, self._on_block = runner, on_planned, on_block
         self._besides_s: dict[tuple[str, bool], float] = {}  # the longest that a block has taken besides measuring
         self._supplies: dict[object, list[tuple[float, float]]] = {}
@@ -156,6 +161,7 @@ class Search:
 
         Raises:
             SearchEndedError: it takes longer than is left.
+            ConfigError: the earlier session measured something else.
         """
         if (obstacle := self.memory.obstacle(setting)) is not None:
             self.why_failed = f"{in_words(setting, self.space.source)}: {obstacle}"
@@ -172,7 +178,16 @@ class Search:
         self._on_planned(planned)
         share = 2 if not self.blocks else 3 if setting.compile else 6
         limit_s = min(left_s, max(self.space.budget_s / share, 2 * self.space.block_s + 40.0))
-        block = self._runner.measure(setting, kind, self.space.block_s, limit_s)
+        if len(self.blocks) < len(self._earlier):
+            block = self._earlier[len(self.blocks)]
+            if (block.setting, block.kind) != (setting, kind):
+                words = f"a {block.kind} block of {in_words(block.setting, setting)} where this tune has a {kind} block"
+                raise ConfigError(
+                    "a ledger must have the same config, limits and options; got one with "
+                    f"{words}; drop --resume to start over"
+                )
+        else:
+            block = self._runner.measure(setting, kind, self.space.block_s, limit_s)
         if block.ended == "ok":
             need = self._need(setting, kind)
             self._besides_s[need] = max(self._besides_s.get(need, 0.0), block.seconds - block.measured_s)
