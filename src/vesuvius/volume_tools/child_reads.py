@@ -20,8 +20,10 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from logging.handlers import QueueHandler
 from multiprocessing import connection, sharedctypes
 from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
 from typing import Any
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
@@ -142,8 +144,9 @@ class _Child:
         match message:
             case BrokenChunk():
                 self._finished.broken.append(message)
-            case (int(level), str(text)):
-                log.log(level, "%s", text)
+            case logging.LogRecord():
+                if log.isEnabledFor(message.levelno):
+                    log.handle(message)
             case DataError():
                 raise message
             case None:
@@ -201,7 +204,7 @@ def _serve(pipe: connection.Connection, reading: Reading, note: sharedctypes.Syn
 
     package = logging.getLogger("vesuvius")
     package.setLevel(logging.INFO)
-    package.addHandler(_PipeHandler(send))
+    package.addHandler(QueueHandler(SimpleNamespace(put_nowait=send)))
     with suppress(EOFError, BrokenPipeError):
         try:
             volume = open_volume(reading.spec, reading.store, known=True)
@@ -228,18 +231,6 @@ def _read_task(volume: Volume, chunks: list[Triple], note: sharedctypes.Synchron
             lost = error.box
             send(BrokenChunk(error.chunk, volume.grid.key_of(error.chunk), error.cause, error.box))
     volume.unstage()
-
-
-class _PipeHandler(logging.Handler):
-    """Lines of the log go to the parent."""
-
-    def __init__(self, send: Any) -> None:
-        super().__init__(logging.INFO)
-        self._send = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError):
-            self._send((record.levelno, record.getMessage()))
 
 
 def _end_with_parent() -> None:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.runlog.files.disk_use import free_disk_bytes
+from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.copy_plan import CopyPlan
 from vesuvius.volume_tools.partial import (
     PartialCopy,
@@ -68,15 +69,14 @@ class CopyFigures:
     source_box: Box  # what is copied
     chunks: int  # of the copy, all levels
     before: int = 0  # chunks that earlier processes have done
-    # written, air, failed: chunks of this process; air is not stored
+    # written, air: chunks of this process; air is not stored
     written: int = 0
     air: int = 0
-    failed: int = 0
     raw_bytes: int = 0  # voxels of the finest level that this process has read
     stored_bytes: int = 0  # what it has written
     fetched_bytes: int | None = None  # what came from a remote store; None for a source on a disk
     seconds: float = 0.0
-    failures: list[UnreadableChunkError] = field(default_factory=list)
+    failures: list[UnreadableChunkError] = field(default_factory=list)  # one a chunk
 
     @property
     def done(self) -> int:
@@ -97,7 +97,9 @@ class UnfinishedCopyError(DataError):
 
 
 def copy_box(
-    request: CopyRequest, store: StoreConfig = StoreConfig(), on_progress: Callable[[CopyFigures], None] | None = None
+    request: CopyRequest,
+    store: StoreConfig = StoreConfig(),
+    on_progress: Callable[[CopyFigures], None] = lambda figures: None,
 ) -> CopyFigures:
     """Copy a box, or resume its copy; a finished copy is left as it is.
 
@@ -131,7 +133,7 @@ def copy_box(
                 cached = {"cache_dir": str(target.cache), "cache_gib": cache_bytes / 2**30}
                 volume = open_volume(request.source, store.model_copy(update=cached))
             figures.before = sum(map(np.count_nonzero, target.done))
-            _Copier(volume, plan, target, figures, on_progress or (lambda figures: None), started).run(request.out)
+            _Copier(volume, plan, target, figures, on_progress, started).run(request.out)
     finally:
         volume.close()
     return figures
@@ -197,7 +199,6 @@ class _Copier:
                 return
             log.warning("chunk %s cannot be read and is skipped for now: %s", list(error.chunk), error.cause)
             self.figures.failures.append(error)
-            self.figures.failed += 1
             self._report()
             return
         self.figures.raw_bytes += voxels.nbytes
@@ -221,8 +222,8 @@ class _Copier:
     def _unfinished(self, out: Path) -> UnfinishedCopyError:
         first = self.figures.failures[0]
         return UnfinishedCopyError(
-            f"every chunk of the box must be readable; got {self.figures.failed} that cannot be read, the first chunk "
-            f"{list(first.chunk)} of {first.volume}: {first.cause}; restore the chunk, then run the same "
+            f"every chunk of the box must be readable; got {len(self.figures.failures)} that cannot be read, the first "
+            f"chunk {list(first.chunk)} of {first.volume}: {first.cause}; restore the chunk, then run the same "
             f"command again: {self._so_far(out)}",
             self.figures,
         )
@@ -245,14 +246,14 @@ def _checked_box(request: CopyRequest, volume: Volume) -> Box:
     box = box_at(start, size)
     if not is_inside(box, shape):
         raise ConfigError(
-            f"a box must lie inside the level; got start {_commas(start)} and size {_commas(size)} in {volume.name} of "
-            f"{_commas(shape)} voxels; change --start or --size"
+            f"a box must lie inside the level; got start {list(start)} and size {list(size)} in {volume.name} of "
+            f"{format_sizes(shape)} voxels; change --start or --size"
         )
     most = (max(size) - 1).bit_length() + 1
     if not 1 <= request.levels <= most:
         raise ConfigError(
             f"a copy has at least 1 level, and at most {most}, where the last one is a single voxel; got "
-            f"{request.levels} for a box of {_commas(size)}; change --levels"
+            f"{request.levels} for a box of {format_sizes(size)}; change --levels"
         )
     return box
 
@@ -298,7 +299,3 @@ def _multiscale_of(volume: Volume, plan: CopyPlan, out: Path) -> dict[str, Any]:
     offset = zip(geometry.translation_zyx, geometry.scale_zyx, plan.source_box[0], strict=True)
     corner = [t + size * lo for t, size, lo in offset]
     return multiscale(out.stem, plan.levels, geometry.scale_zyx, geometry.units_zyx, corner)
-
-
-def _commas(sizes: Sequence[int]) -> str:
-    return ",".join(map(str, sizes))

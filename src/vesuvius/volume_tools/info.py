@@ -23,7 +23,7 @@ from vesuvius.plan.split import split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.grey_statistics import GreyStatistics, grey_statistics
 from vesuvius.volumes.axes import Names
-from vesuvius.volumes.geometry import Geometry, multiscale_of
+from vesuvius.volumes.geometry import Geometry, version_and_title
 from vesuvius.volumes.listing import SIDECAR, Bools, list_chunks, read_sidecar, sidecar_signature, write_sidecar
 from vesuvius.volumes.volume import Volume, open_volume
 
@@ -131,8 +131,9 @@ def describe_volume(
     """
     volume = open_volume(spec, store)
     try:
-        grouped = bool(volume.level_paths)
-        multiscale = multiscale_of(zarr.open_group(volume.array.store, mode="r")) if grouped else None
+        version, title = None, None
+        if volume.level_paths:
+            version, title = version_and_title(zarr.open_group(volume.array.store, mode="r"))
         chosen = _level_facts(volume, spec.level)
         levels, broken = _all_levels(spec, chosen, volume.level_paths, store)
         occupancy, stored = _occupancy(volume, listing)
@@ -144,8 +145,8 @@ def describe_volume(
     return VolumeFacts(
         spec=spec,
         patch_zyx=patch_zyx,
-        ome_version=multiscale.version if multiscale else None,
-        title=multiscale.title if multiscale else None,
+        ome_version=version,
+        title=title,
         axes=volume.axis_names if any(volume.axis_names) else None,
         levels=levels,
         broken=broken,

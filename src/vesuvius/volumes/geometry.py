@@ -99,20 +99,12 @@ class Space:
         )
 
 
-@dataclass(frozen=True)
-class Multiscale:
+def version_and_title(group: zarr.Group) -> tuple[str | None, str | None]:
     """What an OME-Zarr group says of its pyramid."""
-
-    version: str | None
-    title: str | None
-
-
-def multiscale_of(group: zarr.Group) -> Multiscale:
-    """The metadata of an OME-Zarr group."""
     ome = ome_attributes(group)
     entry: Any = ome["multiscales"][0]
     version, title = entry.get("version", ome.get("version")), entry.get("name")
-    return Multiscale(None if version is None else str(version), None if title is None else str(title))
+    return None if version is None else str(version), None if title is None else str(title)
 
 
 def ome_attributes(group: zarr.Group) -> Any:

@@ -170,8 +170,7 @@ class Volume:
             out = np.empty_like(out)
             self._read_chunk_by_chunk(box, out)
         finally:
-            if self._staged is not None:
-                self._staged.release(box)
+            self.release(box)
         return out
 
     def read_with_care(
@@ -186,8 +185,7 @@ class Volume:
         try:
             self._read_chunk_by_chunk(box, out, around)
         finally:
-            if self._staged is not None:
-                self._staged.release(box)
+            self.release(box)
         return out
 
     def close(self) -> None:

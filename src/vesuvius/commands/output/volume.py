@@ -57,7 +57,7 @@ def sidecar_text(facts: SidecarFacts) -> str:
 
 def copy_line(figures: CopyFigures) -> str:
     """How a copy goes."""
-    failed = f"{figures.failed} FAILED, " if figures.failed else ""
+    failed = f"{len(figures.failures)} FAILED, " if figures.failures else ""
     return f"{failed}{_rates(figures)}"
 
 
@@ -78,7 +78,7 @@ def copy_text(figures: CopyFigures, out: Path, source: str) -> str:
     before = f"; {figures.before} were done earlier" if figures.before else ""
     fetched = "" if figures.fetched_bytes is None else f"{_bytes(figures.fetched_bytes)} fetched, "
     rows = [
-        ("chunks", f"{figures.written} written, {figures.air} air, {figures.failed} failed{before}"),
+        ("chunks", f"{figures.written} written, {figures.air} air, {len(figures.failures)} failed{before}"),
         ("bytes", f"{_bytes(figures.raw_bytes)} of voxels, {fetched}{_bytes(figures.stored_bytes)} stored"),
         ("time", f"{figures.seconds:.1f} s, {_rates(figures)}"),
     ]
