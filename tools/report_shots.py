@@ -1,13 +1,13 @@
-"""Looks at pages of `vesuvius` with a headless Chromium: on a phone, in the dark, on paper, without a network.
+"""Renders pages of `vesuvius` with a headless Chromium: on a phone, in dark mode, on paper, without a network.
 
     python tools/report_shots.py runs/demo/reports/*/report.html --out shots
     python tools/report_shots.py runs/demo/reports/*/report.html --picture docs/report.png --height 1420
     python tools/report_shots.py runs/demo/profiles/*/profile.html --picture docs/operators.png --height 790 \\
         --only "Memory of tensors" --only "operators that take longest"
 
-Writes NAME-phone.png (390 pixels wide), NAME-dark.png and NAME.pdf of each page, and says what is wrong with it: it
-scrolls sideways, asks for something beyond itself, or has a picture that cannot be decoded; then the exit code is 1.
-Needs `chromium` (apt-get install chromium) or `chromium-browser`, `google-chrome`, and nothing of Python's beside.
+Writes NAME-phone.png (390 pixels wide), NAME-dark.png and NAME.pdf of each page, and reports problems: it scrolls
+sideways, requests anything from outside, or has a picture that cannot be decoded; then the exit code is 1.  Needs
+`chromium` (apt-get install chromium), `chromium-browser` or `google-chrome`, and no Python packages.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="+", type=Path)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--out", type=Path, metavar="DIR", help="look at all pages")
+    where.add_argument("--out", type=Path, metavar="DIR", help="check all pages")
     where.add_argument("--picture", type=Path, metavar="FILE", help="of the last page, 1024 pixels wide, for the docs")
     parser.add_argument("--height", type=int, default=1090, help="of that picture")
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="its figures and sections")

@@ -1,13 +1,13 @@
-"""The time left that a step line promises after a tenth of a session, against the time that was left.
+"""The time left according to a step line after a tenth of a session, against the time that was really left.
 
-Five real runs of a small network with validations, previews and saves in other proportions, the last with a limit of
-hours, behind a short run that finds how many steps fill their time.  Needs a quiet machine, as other programs change a
-run's pace:
+Five real runs of a small network with different shares of validations, previews and saves, the last with `max_hours`.
+A short run before them finds how many steps fill their time.  Needs a quiet machine, as other programs change a run's
+pace:
 
     python tools/bench/eta.py [--seconds 240]
 
-takes about six times so many seconds (25 minutes), and prints a line for each run.  A tenth of a run should hold more
-than the 20 s beside which Ray still starts processes.
+takes about six times as long (25 minutes), and prints a line for each run.  A tenth of a run should be longer than the
+20 s in which Ray still starts processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from vesuvius.runlog.records import read_records
 
-# So many validations, previews and saves in the whole run.
+# How many validations, previews and saves a run has.
 RUNS: dict[str, dict[str, int]] = {
     "validations": {"validate_every": 20},
     "few validations": {"validate_every": 4},

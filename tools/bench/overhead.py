@@ -6,14 +6,14 @@
 Ours is the whole of `training/run.py`: clock, log file and terminal (the null device), metrics.jsonl, TensorBoard,
 monitor, reporter, the check for numbers that are not finite, clipping, EMA, noise that depends on (seed, sample) alone,
 random symmetries.  The bare loop has what a script would have: noise from `torch.randn`, the network, mean squared
-error, `clip_grad_norm_`, fused AdamW, an EMA by one `lerp_` a tensor; it logs nothing, mirrors nothing, and never looks
-at its loss.
+error, `clip_grad_norm_`, fused AdamW, an EMA by one `lerp_` a tensor; it logs nothing, mirrors nothing, and never reads
+its loss.
 
 Both have the same network, batch, accumulation and precision (float32 on a CPU, bf16 on a GPU) and take their voxels
 from the same few batches in memory.  So the readers, Ray and the copy out of shared memory are not compared
 (`vesuvius bench --loader`), nor are checkpoints, validation and previews, which come every so many steps.
 
-The two take turns in one process, `--turn-steps` steps each, so that what else the machine does disturbs both alike.
+The two take turns in one process, `--turn-steps` steps each, so that other load on the machine disturbs both alike.
 The monitor's thread works in our turns only, and is charged to them in full.  Figures are medians over the turns; the
 overhead is the median over pairs of turns.  With `--same` the bare loop is compared with itself: what the method adds.
 With `--monitor` ours with its monitor is compared with ours without (`--turn-steps` should then be some seconds).

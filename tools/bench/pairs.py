@@ -1,10 +1,10 @@
-"""How often `vesuvius bench` orders two programs rightly whose speeds are known, on the machine as it is.
+"""How often `vesuvius bench` ranks two programs of known speed correctly on this machine.
 
-    python tools/bench/pairs.py                # 10 benches as `vesuvius bench` makes them by default; 22 minutes
+    python tools/bench/pairs.py                # 10 benches with the defaults of `vesuvius bench`; 22 minutes
     python tools/bench/pairs.py --slower 1.03 --seconds 1
 
 Both programs multiply matrices; a sample of one takes `--slower` times as many products as one of the other, so that
-the truth is known whatever the machine does beside them.  Each measurement is a process, as in any bench.
+the truth is known whatever else the machine does.  Each measurement is a process, as in any bench.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a profile costs: steps that are profiled against steps of the same run that are not, in turns.
+"""What profiling costs: profiled steps against other steps of the same run, in turns.
 
     python tools/bench/profile_cost.py --config configs/demo.yaml training.train_batch_size=12
 
 A profiled turn has what `vesuvius profile` adds to `vesuvius train`: its observer between two steps, and a record of
-the monitor each second instead of every ten.  Turns go A B B A, so that a drift disturbs both alike; the first two
-steps of a turn are left out.  Wall time is that of the step clock, with what lies between the steps; processor time is
-that of the trainer's process, all threads.  Figures are medians over pairs of turns, with the interval of a bench.
+the monitor each second instead of every ten.  Turns go A B B A, so that drift disturbs both alike; the first two
+steps of a turn are left out.  Wall time is that of the step clock, including what lies between the steps; processor
+time is that of all threads of the trainer's process.  Figures are medians over pairs of turns, with a bench's interval.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     vesuvius volume synth volumes/bench_training.zarr --shape 128,384,384
     python tools/bench/training.py --volume volumes/bench_training.zarr --steps 600 --json training.json
 
-Both networks see the same patches, noise and timesteps in the same order, in turns of a few steps, so that what else
-the machine does disturbs both alike.  The plain one has three levels of 1 : 2 : 4 channels at full, half and quarter
+Both networks see the same patches, noise and timesteps in the same order, in turns of a few steps, so that other
+load on the machine disturbs both alike.  The plain one has three levels of 1 : 2 : 4 channels at full, half and quarter
 resolution, no stem and no full-resolution ends; its width is the one whose forward pass costs most nearly as many
 floating-point operations.  The validation loss is the training loss of the averaged weights on patches of the held-out
 slab, with fixed noise and timesteps that cover all noise levels evenly.  Seconds are those of training steps alone.

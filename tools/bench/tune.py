@@ -3,11 +3,11 @@
 A synthetic scroll lies behind an HTTP server with latency; the config begins with workers 1, prefetch_factor 1 and
 train_batch_size 1.  First the tune; then every setting of the grid workers x prefetch_factor x train_batch_size (same
 effective batch), each in a trainer of its own; last the tuned setting and the grid's best one, in turns.  The tune
-keeps requests, compile and channels_last, so that on a CPU it turns what the grid turns and no more.
+keeps requests, compile and channels_last, so that on a CPU it varies exactly what the grid varies.
 
     python tools/bench/tune.py [--only tune|grid|compare] [--latency-ms 200] [--repeats 3] [--tunes 1] [--folder DIR]
 
-With `--tunes 5` it also tells how often the recommendation is the same; tunes are added to those in DIR.
+`--tunes 5` also shows how often the recommendation is the same; tunes are added to those in DIR.
 """
 
 from __future__ import annotations

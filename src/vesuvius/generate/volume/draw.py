@@ -94,7 +94,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
         if os.path.lexists(out):
             check_record(out, finished_record(out, DRAWING), drawing.record, DRAWING)
             shutil.rmtree(partial_path(out), ignore_errors=True)
-            return VolumeSummary(out, drawing.shape_zyx, dtype.name, plan.levels, None, 0.0, already=True)
+            return VolumeSummary(out, drawing.tiling.shape_zyx, dtype.name, plan.levels, None, 0.0, already=True)
         with StopRequest(None) as stop, gpu_memory(request.batch_size):
             watch, live = Watch(stop, on_progress, resumable=True), None
             if not is_begun(out, DRAWING):
@@ -120,7 +120,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
         differences = drawing.differences()
     kept = known if drawing.inputs.inpaint else None
     seconds = time.monotonic() - started
-    return VolumeSummary(out, drawing.shape_zyx, dtype.name, plan.levels, kept, seconds, differences=differences)
+    return VolumeSummary(out, drawing.tiling.shape_zyx, dtype.name, plan.levels, kept, seconds, differences=differences)
 
 
 def forecast_volume(request: VolumeRequest) -> VolumeForecast:
@@ -137,7 +137,6 @@ class _Drawing:
         self.inputs, self.request, self._info = inputs, request, info
         shape = request.shape_zyx or inputs.shape_zyx
         assert shape is not None
-        self.shape_zyx = shape
         source = inputs.inpaint
         dtype = source.dtype if source is not None else facts.volumes[request.volume].dtype
         schedule = Schedule.from_config(config.diffusion, facts.spectrum)
@@ -166,7 +165,7 @@ class _Drawing:
         """All that the voxels depend on, as plain JSON: a drawing is continued only if it is the same."""
         request, info = self.request, self._info
         return {
-            "shape_zyx": list(self.shape_zyx),
+            "shape_zyx": list(self.tiling.shape_zyx),
             "patch_zyx": list(self.tiling.patch_zyx),
             "checkpoint": str(info.checkpoint.resolve()),
             "overlap": request.overlap,
@@ -189,7 +188,7 @@ class _Drawing:
         """Copy the used blocks of the given volumes into the state."""
         inputs, schedule, grey = self.inputs, self.greys.schedule, self.greys.grey
 
-        def fill(field: Field, option: str, read: Callable[[Box], NDArray[Any]]) -> None:
+        def copy_blocks(field: Field, option: str, read: Callable[[Box], NDArray[Any]]) -> None:
             field.create()
             missing = [block for block in np.flatnonzero(used).tolist() if not field.has(block)]
             for block in watch.over(f"blocks of {option} read", missing):
@@ -197,17 +196,17 @@ class _Drawing:
 
         if inputs.inpaint is not None:
             known = Field(folder / "known", self.tiling)
-            fill(known, "--inpaint", lambda box: inputs.known(box, grey, schedule))
+            copy_blocks(known, "--inpaint", lambda box: inputs.known(box, grey, schedule))
         if (condition := inputs.condition) is not None:
             shown = Field(folder / "condition", self.tiling, condition.dtype)
-            fill(shown, "--condition", lambda box: inputs.read(condition, box))
+            copy_blocks(shown, "--condition", lambda box: inputs.read(condition, box))
 
     def sampling(self, folder: Path, live: NDArray[np.bool_], watch: Watch) -> Sampling:
         """The passes over the volume, which continue from what is in the folder."""
         open_work = partial(open_network_work, self.job, folder, self.request)
         log.info(
             "drawing %s voxels from %s (%s weights): %d tiles, %d passes, %d worker(s) on %s",
-            format_sizes(self.shape_zyx),
+            format_sizes(self.tiling.shape_zyx),
             self._info.checkpoint,
             self.request.weights,
             self.tiling.tiles,
