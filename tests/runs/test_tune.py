@@ -160,7 +160,7 @@ def test_the_trainers_of_a_tune_get_its_settings_rather_than_the_variables_that_
     trained = [read_config(path) for path in TUNE.glob("trials/*/config.resolved.yaml")]
     assert {config.global_batch for config in trained} == {8}
     text = Path("tiny.tuned.yaml").read_text()
-    assert "by default; VESUVIUS_TRAINING__LR was set for the tune" in text
+    assert "lr: 0.002  # was 0.001; VESUVIUS_TRAINING__LR was set for the tune" in text
 
 
 @pytest.mark.long
