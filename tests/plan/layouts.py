@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 
 from vesuvius.config import AugmentConfig, DataConfig, Triple, ValidationConfig, VolumeConfig
+from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import split_volume
@@ -58,6 +60,11 @@ def planned(layout: Layout, name: str = "v", weight: float = 1.0, **more: Any) -
 
 def plan_of(layout: Layout, seed: int = 0, **more: Any) -> Plan:
     return make_plan(seed, data_config(layout.patch, **layout.options), [planned(layout, **more)])
+
+
+def patch_fraction(foreground: ForegroundMap, start_zyx: Triple, patch_zyx: Triple) -> float:
+    """Foreground share, 0..1, of a patch: the mean over its voxels of their cell's fraction."""
+    return foreground.patch_sum(start_zyx, patch_zyx) / (255 * math.prod(patch_zyx))
 
 
 def chi_square_p(counts: Any, expected: Any) -> float:

@@ -213,8 +213,7 @@ def test_a_failed_rename_puts_the_old_volumes_back(tmp_path, monkeypatch, error)
         ({"shape_zyx": (16, 15, 16)}, "at least 16 voxels"),
         ({"chunk": 33}, "even number"),
         ({"chunk": 0}, "even number"),
-        ({"levels": 0}, "levels must be at least 1"),
-        ({"seed": -1}, "seed at least 0"),
+        ({"seed": -1}, "seed must be at least 0"),
         ({"path": Path("scroll")}, r"end in \.zarr"),
     ],
 )

@@ -31,8 +31,6 @@ from vesuvius.volume_tools.verify import verify_volume
 
 log = logging.getLogger(__name__)
 
-LEVELS = 3
-
 
 @as_command
 def main(argv: list[str]) -> int:
@@ -71,7 +69,6 @@ def _synth(arguments: argparse.Namespace) -> str:
             arguments.shape,
             arguments.seed,
             chunk=arguments.chunk,
-            levels=LEVELS,
             overwrite=arguments.overwrite,
             on_progress=tell,
         )

@@ -63,13 +63,6 @@ class ForegroundMap:
         digest.update(np.ascontiguousarray(self.fraction).data)
         return digest.hexdigest()[:16]
 
-    def patch_fraction(self, start_zyx: Triple, patch_zyx: Triple) -> float:
-        """Foreground share, 0..1, of the patch at `start_zyx`: the mean over its voxels of their cell's fraction."""
-        sizes = zip(start_zyx, patch_zyx, self.shape_zyx, strict=True)
-        if any(start < 0 or patch < 1 or start + patch > size for start, patch, size in sizes):
-            raise ValueError(f"a patch must lie inside the volume; got {patch_zyx} at {start_zyx} in {self.shape_zyx}")
-        return self.patch_sum(start_zyx, patch_zyx) / (_FULL * math.prod(patch_zyx))
-
     def patch_sum(self, start_zyx: Triple, patch_zyx: Triple) -> int:
         """Foreground of the patch at `start_zyx`, inside the volume, in 255ths of a voxel."""
         where, overlap = zip(*map(_overlap, start_zyx, patch_zyx, self.cell_zyx), strict=True)

@@ -24,6 +24,7 @@ from vesuvius.volumes.box import Box, chunk_box, doubled, grid_shape, slices, tr
 
 VOXEL_UM = 7.91
 MIN_SIZE_VOXELS = 16
+LEVELS = 3
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class PhantomReport:
     path: Path
     labels_path: Path
     shape_zyx: Triple
-    levels: int
     stored_bytes: int  # chunks of both, all levels
     seconds: float
 
@@ -50,7 +50,6 @@ def write_phantom(
     seed: int,
     *,
     chunk: int = 128,
-    levels: int = 3,
     overwrite: bool = False,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> PhantomReport:
@@ -69,14 +68,14 @@ def write_phantom(
     """
     started = time.monotonic()
     targets = (path, labels_path_of(path))
-    _check_arguments(shape_zyx, seed, chunk, levels)
+    _check_arguments(shape_zyx, seed, chunk)
     _check_targets(targets, overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as scratch:
             staged = tuple(Path(scratch) / target.name for target in targets)
             stored_bytes = _write_groups(
-                staged, Phantom(seed, shape_zyx), level_shapes(shape_zyx, levels), (chunk,) * 3, on_progress
+                staged, Phantom(seed, shape_zyx), level_shapes(shape_zyx, LEVELS), (chunk,) * 3, on_progress
             )
             move_into_place(staged, targets, Path(scratch))
     except OSError as error:
@@ -84,10 +83,10 @@ def write_phantom(
             f"a phantom needs a writable place with enough space; got {error} while writing {path}; free space or "
             "choose another path"
         ) from error
-    return PhantomReport(*targets, shape_zyx, levels, stored_bytes, time.monotonic() - started)
+    return PhantomReport(*targets, shape_zyx, stored_bytes, time.monotonic() - started)
 
 
-def _check_arguments(shape_zyx: Triple, seed: int, chunk: int, levels: int) -> None:
+def _check_arguments(shape_zyx: Triple, seed: int, chunk: int) -> None:
     if min(shape_zyx) < MIN_SIZE_VOXELS:
         raise ConfigError(
             f"a phantom's sizes z, y, x must be at least {MIN_SIZE_VOXELS} voxels; got {shape_zyx}; enlarge the shape"
@@ -96,8 +95,8 @@ def _check_arguments(shape_zyx: Triple, seed: int, chunk: int, levels: int) -> N
         raise ConfigError(
             f"chunk must be an even number of at least 8 voxels; got {chunk}; use 128 as the real scrolls do"
         )
-    if levels < 1 or seed < 0:
-        raise ConfigError(f"levels must be at least 1 and seed at least 0; got {levels} and {seed}; change them")
+    if seed < 0:
+        raise ConfigError(f"seed must be at least 0; got {seed}; change it")
 
 
 def _check_targets(targets: tuple[Path, Path], overwrite: bool) -> None:

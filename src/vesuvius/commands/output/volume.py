@@ -16,7 +16,7 @@ from vesuvius.runlog.units import format_sizes
 from vesuvius.volume_tools.copy import CopyFigures
 from vesuvius.volume_tools.grey_statistics import PERCENTILES, GreyStatistics
 from vesuvius.volume_tools.info import LevelFacts, Occupancy, SidecarFacts, VolumeFacts
-from vesuvius.volume_tools.phantom_zarr import PhantomReport
+from vesuvius.volume_tools.phantom_zarr import LEVELS, PhantomReport
 from vesuvius.volume_tools.verify import VerifyFigures
 from vesuvius.volumes.axes import spatial
 from vesuvius.volumes.box import format_box
@@ -29,7 +29,7 @@ def synth_text(report: PhantomReport) -> str:
     """One line about a phantom that was written."""
     shape = ",".join(str(size) for size in report.shape_zyx)
     return (
-        f"{report.path} (sheets: {report.labels_path.name}) shape {shape} levels {report.levels} "
+        f"{report.path} (sheets: {report.labels_path.name}) shape {shape} levels {LEVELS} "
         f"stored_mib {report.stored_bytes / 2**20:.1f} seconds {report.seconds:.1f}"
     )
 
