@@ -27,7 +27,7 @@ from vesuvius.training.ranks.errors import RankError
 from vesuvius.training.replay.file import MicroBatch, ReplayWriter
 from vesuvius.training.reporting.deaths import Deaths
 from vesuvius.training.reporting.rank_news import RankNews
-from vesuvius.training.reporting.report import StepReporter
+from vesuvius.training.reporting.report import Launched, StepReporter
 from vesuvius.training.step.device import DeviceBatch, DeviceFeed
 from vesuvius.training.step.step import TrainStep, learning_rate
 
@@ -178,7 +178,7 @@ class TrainingLoop:
             batches.append((batch.stored, t))
         result = self.train_step.apply(lr, clock.computing)
         clock.step_done()
-        reporter.launched(progress.step + 1, progress.sample_index, lr, result, batches)
+        reporter.launched(Launched(progress.step + 1, progress.sample_index, lr, result, batches))
         progress.advance(config.global_batch)
         self.run.watchdog.expects("step", "what is done between two steps")
         reporter.report()

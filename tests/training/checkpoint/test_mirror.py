@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,3 +342,26 @@ def test_a_run_goes_on_from_the_store_on_another_machine(
         assert session.end() == 0, session.text()
     assert final_difference(tmp_path / "runs/r", tmp_path / "runs/whole") is None
     assert "checkpoints/step_00000004/manifest.json" in store.list_keys()
+
+
+def test_a_file_that_grows_is_uploaded_for_a_twentieth_of_the_time_at_most(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole files are uploaded: the log of a run of weeks would otherwise take all of a slow line."""
+    now, uploads = [1000.0], []
+
+    def put(key: str, file: Path) -> None:
+        uploads.append(key)
+        now[0] += 6.0
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    store: Any = SimpleNamespace(put=put, address="s3://slow/r")
+    mirror = Mirror(run, store, TWO)
+    for line in range(300):
+        with run.metrics.open("a") as file:
+            file.write(f"{line}\n")
+        for _, job in mirror._record_jobs(at_once=False):
+            job()
+        now[0] += 30.0
+    assert 0.03 < 6.0 * len(uploads) / (now[0] - 1000.0) <= 0.05
+    assert [key for key, _ in mirror._record_jobs(at_once=True)] == ["metrics.jsonl"], "the last look takes all"

@@ -33,7 +33,7 @@ from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.checkpoint.format import list_checkpoints, load_checkpoint
 from vesuvius.training.replay.file import ReplayWriter, read_nonfinite_step
 from vesuvius.training.replay.replay import replay
-from vesuvius.training.reporting.report import StepReporter
+from vesuvius.training.reporting.report import Launched, StepReporter
 from vesuvius.training.step.conditioning import Conditioner, volume_scalars
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.network import build_network
@@ -99,7 +99,7 @@ class Session:
                     self.kept.append(weakref.ref(batch.stored.patches))
                 result = self.step.apply(1e-3)
                 self.clock.step_done()
-                self.reporter.launched(number + 1, number * config.global_batch, 1e-3, result, batches)
+                self.reporter.launched(Launched(number + 1, number * config.global_batch, 1e-3, result, batches))
                 del batches, batch
                 self.reporter.report()
             self.reporter.report(wait=True)

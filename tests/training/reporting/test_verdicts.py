@@ -33,7 +33,7 @@ from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.ranks.ranks import SINGLE, Ranks
 from vesuvius.training.replay.file import ReplayWriter
-from vesuvius.training.reporting.report import StepReporter
+from vesuvius.training.reporting.report import Launched, StepReporter
 from vesuvius.training.reporting.verdicts import Verdicts
 from vesuvius.training.step.conditioning import Conditioner, volume_scalars
 from vesuvius.training.step.device import DeviceFeed
@@ -74,7 +74,7 @@ def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any
                 batches.append((batch.stored, t))
             result = step.apply(1e-3, clock.computing)
             clock.step_done()
-            reporter.launched(number + 1, number * config.global_batch, 1e-3, result, batches)
+            reporter.launched(Launched(number + 1, number * config.global_batch, 1e-3, result, batches))
             reporter.report()
         reporter.finish()
     run.metrics.close()

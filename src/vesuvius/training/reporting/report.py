@@ -34,10 +34,10 @@ _RECENT_STEPS = 10
 
 
 @dataclass(frozen=True)
-class _Launched:
+class Launched:
     """A step whose figures may still be on the device, and its batches, which are kept if it was not finite."""
 
-    step: int
+    step: int  # counted from 1
     first_sample: int
     lr: float
     result: StepResult
@@ -84,17 +84,15 @@ class StepReporter:
         self._stream = stream
         self._machine = machine
         self.verdicts = Verdicts(run, stream, machine, on_verdict)
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[Launched] = deque()
         self._reported = 0
         self._work_s: deque[float] = deque(maxlen=_ROLLING_STEPS)
         self._replays = replays
         self._seconds_at_peak = seconds_at_peak(run.config, run.device, run.part)
 
-    def launched(
-        self, step: int, first_sample: int, lr: float, result: StepResult, batches: Sequence[MicroBatch]
-    ) -> None:
-        """Note a step (counted from 1) given to the device, and hold its batches until it is reported."""
-        self._launched.append(_Launched(step, first_sample, lr, result, batches))
+    def launched(self, step: Launched) -> None:
+        """Note a step given to the device, and hold its batches until it is reported."""
+        self._launched.append(step)
 
     def report(self, wait: bool = False) -> None:
         """Log the steps finished since the last call; with `wait`, all of them.
@@ -118,7 +116,7 @@ class StepReporter:
         self.report(wait=True)
         self.verdicts.finish()
 
-    def _report(self, launched: _Launched, times: StepTimes) -> None:
+    def _report(self, launched: Launched, times: StepTimes) -> None:
         outcome = launched.result.read()
         self._reported += 1
         if self._reported > 1:
@@ -142,7 +140,7 @@ class StepReporter:
         if not (outcome.finite or outcome.overflowed):
             self._nonfinite(launched, outcome)
 
-    def _nonfinite(self, launched: _Launched, outcome: StepOutcome) -> None:
+    def _nonfinite(self, launched: Launched, outcome: StepOutcome) -> None:
         indices, timesteps = self._samples_of(launched)
         offending = [place for place, loss in enumerate(outcome.losses) if not math.isfinite(loss)]
         last = outcome.nonfinite_in_a_row >= self._config.training.max_nonfinite
@@ -178,7 +176,7 @@ class StepReporter:
                 launched.step,
             )
 
-    def _samples_of(self, launched: _Launched) -> tuple[list[int], list[int]]:
+    def _samples_of(self, launched: Launched) -> tuple[list[int], list[int]]:
         """Indices and timesteps of the global batch, in its order; this rank holds some of the samples."""
         indices = [int(index) for batch, _ in launched.batches for index in batch.indices]
         timesteps = [int(t) for _, part in launched.batches for t in part]
@@ -189,7 +187,7 @@ class StepReporter:
             timesteps = t.tolist()
         return indices, timesteps
 
-    def _gather(self, launched: _Launched, outcome: StepOutcome, times: StepTimes) -> StepFigures:
+    def _gather(self, launched: Launched, outcome: StepOutcome, times: StepTimes) -> StepFigures:
         config, workers = self._config, self._stream.options.workers
         left = self._progress.time_left(config, launched.step, self._run.stop.left_s())
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
