@@ -11,7 +11,8 @@ import pytest
 from tests.conftest import textured, write_array
 from vesuvius.config import DataConfig
 from vesuvius.generate.sample_conditions import ConditionPatches, random_start
-from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.stream.start.prepare import GreyRange, GreyRanges
+from vesuvius.training.checkpoint.data_facts import DataFacts, TrainedVolume
 
 PATCH = (8, 16, 16)
 
@@ -19,6 +20,11 @@ PATCH = (8, 16, 16)
 def data_config(condition: Path, **data: Any) -> DataConfig:
     volume = {"path": "gone.zarr", "condition": {"path": str(condition)}}
     return DataConfig.model_validate({"volumes": (volume,), "patch_size": PATCH} | data)
+
+
+def facts(*greys: GreyRange) -> DataFacts:
+    volume = TrainedVolume("gone.zarr", np.dtype(np.uint8), None)
+    return DataFacts((volume,), GreyRanges((), greys), None, np.zeros((1, 0), np.float32))
 
 
 def test_a_place_follows_from_seed_and_number_and_every_one_in_the_box_may_come() -> None:
@@ -35,7 +41,7 @@ def test_conditions_come_from_the_held_out_part_and_from_all_where_nothing_is_he
 ) -> None:
     voxels = textured((32, 128, 32))
     config = data_config(write_array(tmp_path / "condition.zarr", voxels), validation={"fraction": fraction})
-    with ConditionPatches(config, 0, 0, [GreyRange(0.0, 200.0)]) as conditions:
+    with ConditionPatches(config, facts(GreyRange(0.0, 200.0)), 0, 0) as conditions:
         starts = [conditions.start_zyx(number) for number in range(50)]
         read = conditions.read(range(50))
     for (z, y, x), patch in zip(starts, read, strict=True):
@@ -47,8 +53,8 @@ def test_conditions_come_from_the_held_out_part_and_from_all_where_nothing_is_he
 def test_greys_and_labels_are_spread_from_black_to_white_for_the_picture(tmp_path: Path) -> None:
     path = write_array(tmp_path / "condition.zarr", textured((32, 128, 32)))
     stored = np.array([0, 1, 2, 100, 200], np.uint8)
-    with ConditionPatches(data_config(path), 0, 0, [GreyRange(100.0, 200.0)]) as greys:
+    with ConditionPatches(data_config(path), facts(GreyRange(100.0, 200.0)), 0, 0) as greys:
         np.testing.assert_allclose(greys.to_model_values(stored)[3:], [-1, 1], atol=1e-6)  # rounding near 1
     for classes, expected in ((3, [-1, 0, 1]), (1, [-1, 1, 3])):
-        with ConditionPatches(data_config(path, condition_classes=classes), 0, 0, []) as labels:
+        with ConditionPatches(data_config(path, condition_classes=classes), facts(), 0, 0) as labels:
             assert labels.to_model_values(stored)[:3].tolist() == expected

@@ -16,6 +16,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.plan.split import split_volume
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.step.grey_values import grey_scales, normalised
 from vesuvius.volumes.box import Box, box_at, format_box, is_inside, shape_of, times, triple
 from vesuvius.volumes.coarser import Upsampling
@@ -33,29 +34,27 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
     def __init__(
         self,
         config: DataConfig,
+        facts: DataFacts,
         number: int,
         seed: int,
-        greys: Sequence[GreyRange],
         given: ArrayConfig | None = None,
         box: Box | None = None,
-        shape_zyx: Triple | None = None,
-        factors: Triple = (1, 1, 1),
     ) -> None:
         """Reads metadata.  Raises DataError where the condition volume cannot be used.
 
         Args:
+            facts: the grey ranges of conditions, and the shapes and factors of volumes.
             number: which of `data.volumes`.
-            greys: grey range of each volume's condition; empty with labels.
             given: a condition volume in place of the run's.
-            box: the place in it, of the size of a patch, that all samples are shown; None = all of it.
-            shape_zyx: of the volume itself; None = as the condition says.
-            factors: voxels of a sample, and of `box`, per voxel of the condition, along each axis.
+            box: the place in it that all samples are shown, of the size of a patch in voxels of a sample; None = any.
         """
         spec = given or config.volumes[number].condition
         assert spec is not None
         self.volume = open_volume(spec, config.store, config.missing_chunk)
         self._patch_zyx, self._seed = config.patch_size, seed
-        shape = (None if given else shape_zyx) or times(self.volume.shape_zyx, factors)
+        volume = facts.volumes[number]
+        factors = volume.condition_factors
+        shape = (None if given else volume.shape_zyx) or times(self.volume.shape_zyx, factors)
         self._upsampling = Upsampling(shape, self.volume.shape_zyx, factors)
         if given is None:
             split = split_volume(self.volume.name, shape, config.patch_size, config.validation)
@@ -63,7 +62,7 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         else:
             self._box = _checked(box or ((0, 0, 0), shape), shape, self.volume.name, config.patch_size)
         labels = config.condition_classes
-        self._grey = GreyRange(0, max(1, labels - 1)) if labels else greys[number]
+        self._grey = GreyRange(0, max(1, labels - 1)) if labels else facts.greys.conditions[number]
 
     def __exit__(self, *_: object) -> None:
         self.volume.close()
@@ -81,19 +80,17 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
 
     def read(self, samples: Sequence[int]) -> NDArray[Any]:
         """The conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
-        return np.stack([self._read(self.start_zyx(sample)) for sample in samples])
+        boxes = [box_at(self.start_zyx(sample), self._patch_zyx) for sample in samples]
+        return np.stack([self._upsampling.read(box, self.volume.read) for box in boxes])
 
     def to_model_values(self, stored: NDArray[Any]) -> NDArray[np.float32]:
         """For a picture: low grey, or label 0, becomes -1, high grey, or the last label, +1.  Pure."""
         values: NDArray[np.float32] = normalised(torch.from_numpy(stored), grey_scales([self._grey])).numpy()
         return values
 
-    def _read(self, start_zyx: Triple) -> NDArray[Any]:
-        return self._upsampling.read(box_at(start_zyx, self._patch_zyx), self.volume.read)
-
 
 def _checked(box: Box, shape_zyx: Triple, name: str, patch_zyx: Triple) -> Box:
-    """The box, which leaves one place for a patch.  Raises ConfigError where it does not."""
+    """The box, which holds exactly one patch.  Raises ConfigError where it does not."""
     if not is_inside(box, shape_zyx) or shape_of(box) != patch_zyx:
         raise ConfigError(
             f"samples are shown a box of the size of a patch, {format_sizes(patch_zyx)}, inside the condition; "

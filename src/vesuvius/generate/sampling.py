@@ -173,17 +173,7 @@ class _Drawing:
         config, request, facts = self._info.config, self._request, self._info.data
         if not config.has_condition:
             return nullcontext()
-        volume = facts.volumes[request.volume]
-        return ConditionPatches(
-            config.data,
-            request.volume,
-            request.seed,
-            facts.greys.conditions,
-            request.condition,
-            request.box,
-            volume.shape_zyx,
-            volume.condition_factors,
-        )
+        return ConditionPatches(config.data, facts, request.volume, request.seed, request.condition, request.box)
 
     def _generate(self, numbers: Sequence[int], stored: NDArray[Any] | None) -> Generated:
         """Draw one batch, on the device."""
