@@ -46,7 +46,7 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
             facts: the grey ranges of conditions, and the shapes and factors of volumes.
             number: which of `data.volumes`.
             given: a condition volume in place of the run's.
-            box: the place in it that all samples are shown, of the size of a patch in voxels of a sample; None = any.
+            box: its part that all samples are shown, of the size of a patch, in voxels of a sample; None = all of it.
         """
         spec = given or config.volumes[number].condition
         assert spec is not None
