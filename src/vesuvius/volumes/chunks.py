@@ -275,7 +275,7 @@ class ChunkGrid:
         spec = self.array.metadata.get_chunk_spec(
             (), ArrayConfig("C", write_empty_chunks=False), default_buffer_prototype()
         )
-        return self._codec.compute_encoded_size(0, spec)
+        return self._codec.compute_encoded_size(0, spec)  # of no chunks: the index alone
 
     @cached_property
     def _index_metadata(self) -> dict[str, Any]:
