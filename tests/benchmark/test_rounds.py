@@ -203,3 +203,14 @@ def test_a_cell_that_failed_is_left_out_and_keeps_its_cause(tmp_path: Path) -> N
     a, b, c = results_of(CELLS, ledger.measurements)
     assert (len(a.rates), len(b.rates), len(c.rates)) == (4, 1, 4)
     assert (a.cause, b.cause, c.cause) == ("", "gpu_memory: needs 90 GiB", "")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"asked": {}, "measure', "[]", '{"asked": {}, "measurements": [{"cell": 0}]}', "\xff"]
+)
+def test_a_ledger_that_cannot_be_read_is_named_and_kept(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ledger.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"ledger\.json, which cannot be read; drop --resume"):
+        BenchLedger(path, {})
+    assert path.read_bytes() == text.encode("latin-1")

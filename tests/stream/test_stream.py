@@ -228,6 +228,13 @@ def test_a_ring_that_is_too_short_is_refused_and_the_stream_goes_on(job: ReaderJ
         assert next(stream).indices.tolist() == [0, 1, 2, 3]
 
 
+def test_what_a_running_stream_cannot_change_is_refused_and_it_goes_on(job: ReaderJob) -> None:
+    with open_stream(job) as stream:
+        with pytest.raises(TypeError, match=r"can change workers, prefetch_factor, .*; got batch_size"):
+            stream.reconfigure(batch_size=3)  # type: ignore[call-arg]
+        assert next(stream).indices.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("workers", "ahead"), [(0, 1), (0, 5), (1, 3), (2, 7), (4, 3), (12, 100)])
 def test_a_stream_can_be_given_any_number_of_batches_ahead(workers: int, ahead: int) -> None:
     options = replace(StreamOptions(8, 3, 2, prefetch_bytes=10), **changes_to(2048, 8, workers, ahead))

@@ -11,7 +11,8 @@ from typing import Any
 
 from vesuvius.errors import ConfigError, StorageError
 from vesuvius.runlog.files.whole_file import write_whole
-from vesuvius.runlog.records import make_record
+from vesuvius.runlog.plain import from_plain
+from vesuvius.runlog.records import make_record, parsed
 from vesuvius.trials.ended import Ended, TrialInterrupted
 
 _KILLED_TWICE = "the bench was killed twice during this measurement, so it is not repeated"
@@ -53,13 +54,18 @@ class BenchLedger:
     def __init__(self, path: Path, asked: Mapping[str, Any], retry_failed: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._asked = path, asked
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        before = parsed(path.read_bytes()) if path.exists() else {}
+        if before is None:
+            raise _unreadable(path)
         if differ := [key for key, value in before.get("asked", {}).items() if value != asked.get(key)]:
             raise ConfigError(
                 f"a resumed bench must repeat the earlier request; got a different {', '.join(differ)} than in "
                 f"{path.parent}; drop --resume to start over"
             )
-        measured = [Measurement(**each) for each in before.get("measurements", ())]
+        try:
+            measured = [from_plain(Measurement, each) for each in before.get("measurements", ())]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise _unreadable(path) from None
         self.measurements = [each for each in measured if each.ended == "ok" or not retry_failed]
         self.session: int = before.get("session", 0) + 1
         # How often the measurement that comes next was begun and not ended, as the bench was killed in it.
@@ -108,3 +114,10 @@ class BenchLedger:
         state = {"session": self.session, "asked": self._asked, "begun": self._begun}
         record = make_record("bench", **state, measurements=[asdict(each) for each in self.measurements])
         write_whole(self._path, json.dumps(record).encode())
+
+
+def _unreadable(path: Path) -> ConfigError:
+    return ConfigError(
+        f"--resume needs a ledger of this version of vesuvius; got {path}, which cannot be read; drop --resume to "
+        "start over"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_intermixed_args(argv)
     if args.overrides and args.config is None:
         parser.error("key.path=value changes a config; use it with --config")
+    # Its checks start processes in sessions of their own: where a terminal closes they end as by Ctrl-C.
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     failed = False
     config: Config | None = None
     if args.config is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +31,10 @@ def examination(config: Config | None) -> Iterator[tuple[str, Finding]]:
         yield from examine(_Examination(config).checks(), TOTAL_S, host.busy)
     finally:
         trial.end_all()
+        until = time.monotonic() + _CLEAN_UP_S
         for thread in threading.enumerate():
             if thread.name.startswith(THREADS):
-                thread.join(_CLEAN_UP_S)
+                thread.join(max(until - time.monotonic(), 0.0))
 
 
 class _Examination:

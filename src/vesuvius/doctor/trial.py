@@ -92,8 +92,11 @@ def run(command: Sequence[str], within_s: float, environment: dict[str, str] | N
     with tempfile.NamedTemporaryFile() as output:
         with TrialProcess(command, Path(output.name), environment or {}, None) as process:
             _running.append(process)
-            code = process.code if process.wait(within_s) else None
-        _running.remove(process)
+            try:
+                code = process.code if process.wait(within_s) else None
+                process.kill()
+            finally:
+                _running.remove(process)
         return code, output.read().decode("utf-8", "replace")
 
 

@@ -8,6 +8,7 @@ import torch
 
 from vesuvius.errors import EXIT_ERROR, VesuviusError
 from vesuvius.training.ranks.join import open_ranks
+from vesuvius.training.ranks.part import launched_ranks
 from vesuvius.training.ranks.ranks import Restart
 from vesuvius.training.request import Request
 from vesuvius.training.run import train
@@ -27,7 +28,8 @@ def train_as_rank(
         restart: the ranks were started anew.
     """
     config = request.config
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    several = launched_ranks() not in (None, 1)  # a single one asks later, when Ctrl-C ends a driver that hangs
+    device_type = "cuda" if several and torch.cuda.is_available() else "cpu"
     with open_ranks(device_type, 60 * config.cluster.rank_timeout_minutes, config.global_batch) as ranks:
         ranks.restart = restart
         try:

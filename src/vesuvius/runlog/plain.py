@@ -42,8 +42,13 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
+@cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)
+
+
 def _typed(hint: Any, value: Any) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin, arguments = _parts(hint)
     if origin is UnionType:  # X | None
         return None if value is None else _typed(next(kind for kind in arguments if kind is not NoneType), value)
     if origin is Literal:

@@ -196,10 +196,16 @@ class PatchStream(Iterator[Batch]):
                 the old ones.  Old buffers may be among them once nobody uses the batches delivered in them.
 
         Raises:
+            TypeError: an option that a running stream cannot change.
             ConfigError: /dev/shm is too small, a ring has fewer than 3 buffers, or the stream is closed; it stays as it
                 was.  Where new readers cannot start, `next` raises the error until another call succeeds.
         """
         self._check_open()
+        if unknown := changes.keys() - StreamChanges.__annotations__.keys():
+            raise TypeError(
+                f"a running stream can change {', '.join(StreamChanges.__annotations__)}; got {', '.join(unknown)}; "
+                "make another stream"
+            )
         check_rings((buffers or (), condition_buffers))
         options = replace(self._options, **changes)
         need = (options.workers, self._job.world, store_bytes(self._job, options))

@@ -84,6 +84,8 @@ class Milestones:
 
         Raises StorageError: the checkpoint cannot be written.
         """
+        if not self._run.ranks.is_main:
+            return
         self.prepare()
         if self._validation is not None:
             self._validate()

@@ -197,7 +197,7 @@ def finished_record(out: Path, kind: Kind = COPY) -> Any:
     """The arguments that a finished volume was made with; None for any other volume."""
     try:
         attributes = parsed((out / ".zattrs").read_text())
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
     return attributes.get(kind.attribute) if attributes else None
 

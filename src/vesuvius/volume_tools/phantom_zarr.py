@@ -4,6 +4,7 @@ at all.  The voxels come from `phantom`; a reader then meets a volume like any o
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -72,7 +73,10 @@ def write_phantom(
     _check_targets(targets, overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.parent) as scratch:
+        # After Ctrl-C zarr's thread may still create metadata in it: that is not the error to report.
+        with tempfile.TemporaryDirectory(
+            prefix=f".{path.name}.", suffix=".partial", dir=path.parent, ignore_cleanup_errors=True
+        ) as scratch:
             staged = tuple(Path(scratch) / target.name for target in targets)
             stored_bytes = _write_groups(
                 staged, Phantom(seed, shape_zyx), level_shapes(shape_zyx, LEVELS), (chunk,) * 3, on_progress
@@ -123,11 +127,8 @@ def _write_groups(
     zarr would write chunks on a thread of its own, which goes on after Ctrl-C, while the folder is being removed.
     """
     groups = [_create_group(root, shapes, chunk_zyx) for root in roots]
-    places = [
-        (level, triple(index))
-        for level, shape in enumerate(shapes)
-        for index in np.ndindex(grid_shape(shape, chunk_zyx))
-    ]
+    grids = [grid_shape(shape, chunk_zyx) for shape in shapes]
+    places = ((level, triple(index)) for level, grid in enumerate(grids) for index in np.ndindex(grid))
     stored_bytes = 0
     for number, (level, index) in enumerate(places, 1):
         box = chunk_box(index, chunk_zyx, shapes[level])
@@ -139,7 +140,7 @@ def _write_groups(
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(data)
                 stored_bytes += len(data)
-        on_progress("chunks", number, len(places))
+        on_progress("chunks", number, sum(map(math.prod, grids)))
     return stored_bytes
 
 

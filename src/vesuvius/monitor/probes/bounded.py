@@ -53,4 +53,7 @@ class BoundedCall(Generic[_T]):
         if self._late:
             return None
         call, self._call = self._call, None
-        return call.result()
+        try:
+            return call.result()
+        finally:
+            del call  # an error that it holds refers to this frame

@@ -60,11 +60,14 @@ class Session:
                 "process; start another process, or set training.workers=0 to run without Ray"
             )
         if not ray.is_initialized():
-            is_chosen = _AUTH_MODE in os.environ
-            start_ray(config, self._cpus, store_bytes)
-            Session._ours = True
-            if not is_chosen:  # Ray sets it for good, but the next cluster may have no tokens
+            if _AUTH_MODE not in os.environ:  # Ray sets it for good, but the next cluster may have no tokens
                 Session._held.callback(os.environ.pop, _AUTH_MODE, None)
+            try:
+                start_ray(config, self._cpus, store_bytes)
+            except BaseException:
+                Session._held.close()
+                raise
+            Session._ours = True
             Session._held.enter_context(private.daemon_messages(lambda lines: log.debug("Ray: %s", lines)))
         Session._uses += 1
         self._open = True
