@@ -378,7 +378,9 @@ def test_a_byte_budget_limits_what_is_read_ahead(job: ReaderJob) -> None:
         read_by_default = figures.bytes_read
     with PatchStream(job, replace(free, workers=0), stop=400) as stream:
         next(stream)
-        time.sleep(0.5)
+        until = time.monotonic() + 30
+        while next(iter(stream.readers.values())).bytes_read <= 4 * read_by_default and time.monotonic() < until:
+            time.sleep(0.01)
         (figures,) = stream.readers.values()
     assert figures.bytes_read > 4 * read_by_default
 
