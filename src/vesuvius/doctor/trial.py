@@ -94,7 +94,6 @@ def run(command: Sequence[str], within_s: float, environment: dict[str, str] | N
             _running.append(process)
             try:
                 code = process.code if process.wait(within_s) else None
-                process.kill()
             finally:
                 _running.remove(process)
         return code, output.read().decode("utf-8", "replace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -53,8 +54,8 @@ class OutageLog:
             log.info("%s answers again after %.0f s", address, now - outage.since)
 
 
-class Poller:
-    """Calls `_poll` every so often on a thread of its own, and continues where that raises."""
+class Poller(ABC):
+    """Calls `_poll` every so often on a thread that its `__init__` starts, and continues where that raises."""
 
     _every_s: float  # the pause between two calls
     _blind: str  # logged, with the error, when the first of several calls fails
@@ -72,8 +73,9 @@ class Poller:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
 
+    @abstractmethod
     def _poll(self) -> None:
-        raise NotImplementedError
+        """Look once."""
 
     def _run(self) -> None:
         failing = False
