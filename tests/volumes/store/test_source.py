@@ -14,6 +14,7 @@ from obstore.store import GCSStore, S3Store
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import collect, make_job, open_stream
 from tests.support.chunk_server import ChunkServer
+from tests.support.object_server import serving
 from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
@@ -252,3 +253,11 @@ def test_a_listing_that_is_refused_says_why() -> None:
     source = Source("s3://no-such-bucket/v", FAST)
     with pytest.raises(DataError, match=r"must be listable; got .*404 Not Found.*allow listing, or set"):
         list(source.list_keys(""))
+
+
+@pytest.mark.parametrize("answer", [403, 404, 405, 501])
+def test_what_a_server_delivers_is_there_whatever_it_says_to_head(answer: int) -> None:
+    """A program that asks by HEAD, or takes each refusal of it for absence, fails."""
+    with serving({"/data": b"x" * 9, "/empty": b"", "/whole": b"y" * 9}, head=answer, no_ranges={"/whole"}) as address:
+        source = Source(address, FAST)
+        assert source.absent(["data", "empty", "whole", "none"]) == ["none"]
