@@ -459,3 +459,21 @@ def test_importing_the_config_loads_no_heavy_library() -> None:
     code = "import sys, vesuvius.config.load; print(*{'torch', 'ray', 'zarr', 'numpy'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_a_key_that_was_removed_is_refused_with_what_takes_its_place_and_without_its_value(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: a\ndata: {volumes: [{path: v}]}\nmonitor:\n  webhook: https://h/s3cr3t\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml:4: monitor\.webhook: was removed; Prometheus") as refused:
+        read_config(path)
+    assert "s3cr3t" not in str(refused.value)
+    path.write_text("name: a\ndata: {volumes: [{path: v}]}\nmonitor: {webhook: null}\n")
+    read_config(path)  # as in the resolved config of an older run
+    with pytest.raises(ConfigError, match=r"VESUVIUS_MONITOR__WEBHOOK: monitor\.webhook was removed; Prometheus"):
+        read_config(path, environment={"VESUVIUS_MONITOR__WEBHOOK": "https://h/s3cr3t"})
+
+
+def test_a_stored_config_with_a_key_that_was_removed_is_read() -> None:
+    """A checkpoint of an earlier version resumes and samples."""
+    stored = parse_config("name: a\ndata: {volumes: [{path: v}]}\n").model_dump(mode="json")
+    assert parse_stored(stored | {"monitor": stored["monitor"] | {"webhook": "https://h/s"}}) == parse_stored(stored)

@@ -11,7 +11,6 @@ import torch
 
 from tests.conftest import textured, write_array
 from tests.support.runs import WriteConfig, records_of, steps_of, vesuvius_train
-from tests.support.webhook_server import WebhookServer
 from vesuvius.errors import DataError
 from vesuvius.monitor.clock import HostClock
 from vesuvius.runlog.records import read_records
@@ -88,19 +87,17 @@ def test_a_nonfinite_loss_stops_the_run_with_exit_5_and_is_never_applied(
     data = {"volumes": [{"path": str(path)}], "normalize": {"low": 0.0, "high": 1.0}}
     # edm standardises: there 1e30 is as good as any other number.
     config = tiny_config(data=data, training={"max_nonfinite": 3}, diffusion={"noise": "cosine"})
-    with WebhookServer() as server:
-        assert vesuvius_train(config, f"monitor.webhook={server.url}") == 5
-    assert [post["event"] for post in server.posts] == ["nonfinite"] * 3 + ["run_end"]
-    assert (server.posts[-1]["step"], server.posts[-1]["exit_code"]) == (3, 5)
-    assert "loss and gradient must be finite" in server.posts[-1]["cause"]
+    assert vesuvius_train(config) == 5
     error = capsys.readouterr().err
     assert "must be finite" in error
     assert "3 in a row" in error
-    events = [r for r in read_records(Path("runs/tiny/metrics.jsonl")) if r["kind"] == "event"]
+    records = read_records(Path("runs/tiny/metrics.jsonl"))
+    events = [record for record in records if record["kind"] == "event"]
     assert [(e["step"], e["samples"], e["loss"]) for e in events] == [
         (n + 1, [4 * n, 4 * n + 4], None) for n in range(3)
     ]
     state = load_checkpoint(list_checkpoints(Path("runs/tiny/checkpoints"))[-1])
     assert state["step"] == 3, "a resume goes on behind the bad steps"
     assert float(state["averages"]["ema"]["updates"]) == 0
-    assert read_records(Path("runs/tiny/metrics.jsonl"))[-1]["exit_code"] == 5
+    assert (records[-1]["kind"], records[-1]["step"], records[-1]["exit_code"]) == ("run_end", 3, 5)
+    assert "loss and gradient must be finite" in records[-1]["cause"]

@@ -16,6 +16,7 @@ from vesuvius.doctor.check import THREADS
 from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_INTERRUPTED, EXIT_STOPPED, StorageError, VesuviusError
 from vesuvius.runlog.logfile import close_logs, log_to_terminal, silence
 from vesuvius.runlog.namesake import namesake_problem
+from vesuvius.runlog.redact import redact
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +89,11 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str], check_instal
         close_logs()
 
 
-def say(text: str, end: str = "\n") -> None:
-    """Print a command's output.  A reader that closes the pipe early, as `| head` does, is not an error.
+def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
+    """Print a command's output, without secrets.  A reader that closes the pipe early, as `| head`, is not an error.
+
+    Args:
+        exact: print secrets too: what is read back needs them.
 
     Raises:
         StorageError: the output is a file on a full disk.
@@ -97,7 +101,7 @@ def say(text: str, end: str = "\n") -> None:
     if sys.stdout is None:  # closed when the process started
         return
     try:
-        print(text, end=end, flush=True)
+        print(text if exact else redact(text), end=end, flush=True)
     except BrokenPipeError:
         silence(sys.stdout)
     except OSError as error:

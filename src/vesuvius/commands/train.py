@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
             parser.error("--replay trains nothing; it takes overrides only")
         return _replay(args.replay, args.overrides)
     if args.print_config:
-        say(explain_config(args.config, args.overrides, os.environ).rstrip("\n"))
+        say(explain_config(args.config, args.overrides, os.environ).rstrip("\n"), exact=True)
         return EXIT_OK
     config = take_config(args.config, args.overrides)
     resume = args.resume or config.training.resume == "auto"

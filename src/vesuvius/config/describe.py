@@ -17,6 +17,11 @@ from vesuvius.config import Config
 KeyPath = tuple[str | int, ...]
 JsonSchema = dict[str, Any]
 
+REMOVED = {
+    "monitor.webhook": "Prometheus alert rules (docs/prometheus) or W&B alerts (monitor.trackers) notify an operator",
+}
+"""Keys of earlier versions, by what takes their place."""
+
 _LONGEST_VALUE = 80  # characters of a received value that a message quotes
 _CORE_SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -98,6 +103,8 @@ def explain(error: ErrorDetails) -> dict[KeyPath, str]:
             return dict.fromkeys(_required_below(path), "required key is missing")
         case "missing":
             path = path[:-1]
+        case "extra_forbidden" if removed := REMOVED.get(dotted(path, index="[]")):
+            return {path: f"was removed; {removed}; delete the key"}
         case "extra_forbidden":
             return {path: f"unknown key; got {show(value)}{_suggest(path)}"}
         case "value_error":

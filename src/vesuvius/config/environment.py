@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from vesuvius.config.describe import dotted, iter_keys
+from vesuvius.config.describe import REMOVED, dotted, iter_keys
 from vesuvius.config.written import LineError, Origin
 
 PREFIX = "VESUVIUS_"
@@ -43,6 +43,8 @@ def key_of_variable(name: str) -> str:
     known = [key for key, _ in iter_keys()]
     if name.isupper() and dotted(steps, index="[]").removesuffix("[]") in known:
         return dotted(steps)
+    if removed := REMOVED.get(dotted(steps, index="[]")):
+        raise LineError(origin_of(name), f"{dotted(steps)} was removed; {removed}; unset the variable")
     likely = max(map(_name_of, known), key=lambda candidate: _likeness(name.upper(), candidate))
     raise LineError(
         origin_of(name), f"names no config key; did you mean {likely}? unset it if it is not meant for vesuvius"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
@@ -30,23 +28,6 @@ def _check_name(name: str) -> str:
     return name
 
 
-def is_web_address(url: str) -> bool:
-    """Whether it is http or https with a host, and without a user in it."""
-    try:
-        parts = urlsplit(url)
-        return (
-            parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
-        )
-    except ValueError:  # a port that is no number
-        return False
-
-
-def _check_webhook(url: str) -> str:
-    if not is_web_address(url) and not re.fullmatch(r"\$[A-Za-z_]\w*", url):
-        raise ValueError("must be an http or https address without user and password, or $NAME of a variable with one")
-    return url
-
-
 class MonitorConfig(Section):
     """What is looked at beside the steps, where it goes, and when the guard steps in."""
 
@@ -67,11 +48,6 @@ class MonitorConfig(Section):
         "127.0.0.1",
         min_length=1,
         description="address on which that port is opened; 0.0.0.0 = all interfaces, readable by anyone",
-    )
-    webhook: Annotated[str, AfterValidator(_check_webhook)] | None = Field(
-        None,
-        description="http(s) address that gets a POST of JSON at the end of the run, guard actions, hangs, non-finite "
-        "steps and failed saves; $NAME = from that environment variable",
     )
     verdict_every: NonNegativeInt = Field(
         50, description="optimizer steps between verdicts on the bottleneck; 0 = none"

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from vesuvius.config import Config
-from vesuvius.config.describe import KeyPath, dotted, explain, schema_at, show, to_yaml
+from vesuvius.config.describe import REMOVED, KeyPath, dotted, explain, schema_at, show, to_yaml
 from vesuvius.config.environment import key_of_variable, origin_of, variables
 from vesuvius.config.written import LineError, Origin, Text, Value
 from vesuvius.errors import ConfigError
@@ -83,7 +83,15 @@ def parse_stored(stored: Any, overrides: Sequence[str] = (), source: str = "conf
     if isinstance(diffusion, dict) and "schedule" in diffusion:  # the key's name in earlier versions
         renamed = {key: value for key, value in diffusion.items() if key != "schedule"}
         stored = stored | {"diffusion": renamed | {"noise": diffusion["schedule"]}}
-    return parse_config(to_yaml(stored), overrides, source)
+    return parse_config(to_yaml(_without_removed(stored)), overrides, source)
+
+
+def _without_removed(stored: Any, path: KeyPath = ()) -> Any:
+    """Without keys that this version no longer has: what was trained does not depend on them."""
+    if not isinstance(stored, dict):
+        return stored
+    kept = {key: item for key, item in stored.items() if dotted((*path, key)) not in REMOVED}
+    return {key: _without_removed(item, (*path, key)) for key, item in kept.items()}
 
 
 def read_source(path: Path) -> bytes:
@@ -236,6 +244,10 @@ def _validated(draft: _Draft, overrides: Sequence[str], environment: Mapping[str
         draft.set_from(variable, value)
     for override in overrides:
         draft.override(override)
+    for *section, name in (key.split(".") for key in REMOVED):  # null, as in the resolved config of an older run
+        around, found = draft.root.at(tuple(section)), draft.root.at((*section, name))
+        if around and found and found.content is None:
+            del around.content[name]
     try:
         # As JSON: in strict mode pydantic then takes a list for a tuple, and still converts nothing else.
         config = Config.model_validate_json(json.dumps(draft.root.plain()))

@@ -10,7 +10,7 @@ from vesuvius.config.experiment import Config
 # More steps than a run ever has; a period of them never comes round.
 NEVER = 10**9
 
-_LISTENERS_OFF = {"tensorboard": False, "prometheus_port": None, "webhook": None, "trackers": ()}
+_LISTENERS_OFF = {"tensorboard": False, "prometheus_port": None, "trackers": ()}
 _STARTS_AFRESH_AND_SAVES_NOTHING = {
     "max_hours": None,
     "resume": "never",

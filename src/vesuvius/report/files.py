@@ -16,6 +16,7 @@ from vesuvius.report.model import RunReport, build
 from vesuvius.report.pictures import Picture, embed
 from vesuvius.report.records import read_run
 from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.redact import redact, redacted
 
 FOLDER = "reports"
 _MOST_BYTES = 1_900_000  # of a page
@@ -40,11 +41,14 @@ def write_report(runs: Sequence[Path], out: Path | None, command: str) -> Path:
 def write_pages(
     folder: Path, name: str, reports: Sequence[RunReport], made: str, pictures: Sequence[Picture] = ()
 ) -> None:
-    """Write NAME.html, of less than 2 MB, and NAME.md, each whole or not at all.  Raises StorageError.
+    """Write NAME.html, of less than 2 MB, and NAME.md, each whole or not at all, and without secrets.
+
+    Raises StorageError.
 
     Args:
         pictures: beside the previews of the runs.
     """
+    reports, pictures, made = redacted(list(reports)), redacted(list(pictures)), redact(made)
     tables, charts = comparison(reports)
     for points in _POINTS:
         thin = [replace(each, charts=tuple(thinned(chart, points) for chart in each.charts)) for each in reports]

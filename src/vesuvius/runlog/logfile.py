@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from vesuvius.runlog.files.append_file import AppendFile
+from vesuvius.runlog.redact import redact
 from vesuvius.runlog.step_times import StepTimes
 from vesuvius.runlog.units import DATE_FORMAT, GIB, format_duration
 
@@ -78,13 +79,20 @@ def open_log(path: Path) -> None:
     Raises OSError: the file cannot be opened.
     """
     handler = _LogFile(path)
-    handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
+    handler.setFormatter(_Formatter(FORMAT, DATE_FORMAT))
     logging.getLogger("vesuvius").addHandler(handler)
 
 
 def close_logs() -> None:
     """Close the files of `open_log`."""
     _close_handlers(_LogFile)
+
+
+class _Formatter(logging.Formatter):
+    """Keeps secrets out of the log, whoever quotes them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
 
 class _LogFile(logging.Handler):
@@ -125,7 +133,7 @@ def log_to_terminal() -> None:
     package.propagate = False
     if not any(isinstance(handler, _TerminalHandler) for handler in package.handlers):
         handler = _TerminalHandler()
-        handler.setFormatter(logging.Formatter(FORMAT, DATE_FORMAT))
+        handler.setFormatter(_Formatter(FORMAT, DATE_FORMAT))
         package.addHandler(handler)
 
 

@@ -23,6 +23,7 @@ from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.find_run import runs_root
+from vesuvius.runlog.redact import redacted
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ def describe_environment() -> dict[str, Any]:
     import torch  # takes seconds: who only asks where a run is need not wait for it
 
     return {
-        "command": [sys.executable, *sys.argv],
+        "command": redacted([sys.executable, *sys.argv]),
         "directory": os.getcwd(),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -100,7 +100,7 @@ def test_stacks_that_cannot_be_written_do_not_hide_the_error(tmp_path: Path, cap
 def test_a_disk_that_hangs_under_the_log_and_the_records_holds_no_word_of_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event is what the webhook posts."""
+    """The event is what Prometheus counts."""
     monkeypatch.setattr("vesuvius.monitor.alerts.watchdog._WITHIN_S", 0.1)
     answers, begun = threading.Event(), []
 

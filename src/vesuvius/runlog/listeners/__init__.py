@@ -1,1 +1,1 @@
-"""Who gets the records as they are written.  In: records.  Out: TensorBoard, Prometheus, a webhook, trackers."""
+"""Who gets the records as they are written.  In: records.  Out: TensorBoard, Prometheus, trackers."""

@@ -23,8 +23,8 @@ from vesuvius.monitor.session import SessionRecord, begin_session, end_session
 from vesuvius.runlog.listeners.prometheus import Exporter
 from vesuvius.runlog.listeners.tensorboard import TensorBoard, tensorboard_thread
 from vesuvius.runlog.listeners.trackers import Tracker
-from vesuvius.runlog.listeners.webhook import Webhook
 from vesuvius.runlog.records import JsonLines
+from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import RunDir
 from vesuvius.runlog.units import GIB
 from vesuvius.training.context import RunContext
@@ -76,7 +76,7 @@ def open_session(config: Config, directory: RunDir, ranks_here: int = 1) -> Iter
 
 @contextmanager
 def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
-    """`metrics.jsonl`, and whoever else wants its records: TensorBoard, Prometheus, the webhook, trackers."""
+    """`metrics.jsonl`, and whoever else wants its records: TensorBoard, Prometheus, trackers."""
     monitor = config.monitor
     listeners: list[Callable[[dict[str, object]], None]] = []
     with ExitStack() as opened:
@@ -86,8 +86,6 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
         if monitor.prometheus_port is not None:
             exporter = opened.enter_context(Exporter(monitor.prometheus_port, config.name, monitor.prometheus_address))
             listeners.append(exporter.take)
-        if monitor.webhook is not None:
-            listeners.append(opened.enter_context(Webhook(monitor.webhook, config.name)).take)
         for name in dict.fromkeys(monitor.trackers):
             messages = directory.log.with_name(f"{name}.log")
             tracker = Tracker(name, config.name, directory.path, messages, _settings(config))
@@ -98,8 +96,8 @@ def open_metrics(config: Config, directory: RunDir) -> Iterator[JsonLines]:
 
 
 def _settings(config: Config) -> dict[str, object]:
-    """For people who compare runs; the webhook's address may be a secret."""
-    return {key: value for key, value in flatten(config.model_dump(mode="json")).items() if key != "monitor.webhook"}
+    """For people who compare runs, on a server of others."""
+    return flatten(redacted(config.model_dump(mode="json")))
 
 
 @contextmanager

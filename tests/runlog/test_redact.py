@@ -1,0 +1,111 @@
+"""No secret leaves with what is shown or shared; everything else stays as it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import WriteConfig
+from vesuvius.commands.command import say
+from vesuvius.config.load import dump_config, read_config
+from vesuvius.report.files import write_report
+from vesuvius.runlog.logfile import close_logs, open_log
+from vesuvius.runlog.redact import redact, redacted
+
+SECRET = "s3cr3t"
+WITH_SECRET = [
+    f"https://me:{SECRET}@host:8080/v.zarr",
+    f"https://{SECRET}@host/v.zarr",
+    f"https://me:a@{SECRET}@host/v.zarr",  # "@" in the password
+    f"https://me:{SECRET} b@host/v.zarr",  # a blank by mistake
+    f"https://me:{SECRET}?b@host/v.zarr",
+    f"s3://key:{SECRET}@bucket/v.zarr",
+    f"https://host/v.zarr?X-Amz-Signature={SECRET}&X-Amz-Expires=60",
+    f"https://host/v.zarr?sv=2022&sig={SECRET}",
+    f"HTTPS://host/v.zarr?{SECRET}",
+    f"https://storage.googleapis.com/b/v.zarr?X-Goog-Signature={SECRET}",
+    f"WANDB_API_KEY={SECRET} vesuvius train",
+    f"AWS_SECRET_ACCESS_KEY='{SECRET} {SECRET}'",
+    f'--token="{SECRET}"',
+    f"http.api-key={SECRET}",
+]
+HARMLESS = [
+    "s3://bucket/scan?v=2",  # of S3 keys every character is meant literally
+    "s3://bucket/a@b.zarr",
+    "Cannot reach http://127.0.0.1:9000/v.zarr: connection refused; ask me@example.org",
+    "training.lr=1e-4 tokens=2601 author=me",
+    "~/.ray/auth_token: no such file",
+    "http://www.w3.org/2000/svg",
+]
+
+
+@pytest.mark.parametrize("text", WITH_SECRET)
+@pytest.mark.parametrize("form", ["{}", "got '{}'; check", 'path: "{}", level: 0', "a {} b {} c"])
+def test_secrets_of_every_form_are_hidden_wherever_they_stand(text: str, form: str) -> None:
+    shown = redact(form.replace("{}", text), {})
+    assert SECRET not in shown
+    assert "***" in shown
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert redact(text, {"HOME": "/home/me"}) == text
+
+
+def test_the_host_and_the_path_stay_as_they_say_which_volume_is_meant() -> None:
+    assert redact("https://me:pw@host:80/a/v.zarr?sig=1; check", {}) == "https://***@host:80/a/v.zarr?*** check"
+
+
+def test_values_of_secret_variables_are_hidden_in_whatever_holds_them() -> None:
+    environment = {"WANDB_API_KEY": "0123456789abcdef", "AWS_PROFILE": "research1", "MY_TOKEN": "1"}
+    environment |= {"GOOGLE_APPLICATION_CREDENTIALS": "/home/me/key.json"}
+    text = "401 for 0123456789abcdef of research1, try 1: /home/me/key.json"
+    assert redact(text, environment) == "401 for *** of research1, try 1: /home/me/key.json"
+
+
+def test_redacted_reaches_every_text_of_nested_data_and_leaves_numbers() -> None:
+    data = {"a": [1, 2.5, None, True, f"https://x:{SECRET}@h"], "b": ({"c": f"k_TOKEN={SECRET}"},)}
+    assert redacted(data) == {"a": [1, 2.5, None, True, "https://***@h"], "b": ({"c": "k_TOKEN=***"},)}
+
+
+def test_log_lines_and_what_commands_print_hold_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    open_log(tmp_path / "log")
+    try:
+        logging.getLogger("vesuvius.x").warning("cannot read %s", f"https://me:{SECRET}@h/v")
+        try:
+            raise OSError(f"https://me:{SECRET}@h/v")
+        except OSError:
+            logging.getLogger("vesuvius.x").warning("with a traceback", exc_info=True)
+    finally:
+        close_logs()
+    say(f"volume https://me:{SECRET}@h/v")
+    printed = capsys.readouterr()
+    for text in (tmp_path.joinpath("log").read_text(), printed.out):
+        assert "https://***@h/v" in text
+        assert SECRET not in text
+    say(f"https://me:{SECRET}@h/v", exact=True)
+    assert SECRET in capsys.readouterr().out, "what --print-config prints reads back"
+
+
+def test_a_report_holds_none_though_the_run_directory_does(tiny_config: WriteConfig, tmp_path: Path) -> None:
+    """In the config, in the events and in the command."""
+    address = f"https://me:{SECRET}@h.org/v.zarr?sig={SECRET}&x=<1>"
+    config = read_config(tiny_config(), [f'data.volumes=[{{path: "{address}", level: 0}}]'])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.resolved.yaml").write_text(dump_config(config))
+    lines = [
+        {"kind": "run_start", "time": 1.0, "step": 0},
+        {"kind": "event", "time": 2.0, "event": "quarantine", "step": 0, "text": f"damaged: {address}"},
+        {"kind": "run_end", "time": 3.0, "step": 0, "exit_code": 6, "cause": f"{address} is gone"},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = write_report([run], tmp_path / "out", f"vesuvius report {address}")
+    for name in ("report.html", "report.md"):
+        page = (folder / name).read_text()
+        assert "@h.org/v.zarr" in page
+        assert SECRET not in page
+    assert SECRET in (run / "config.resolved.yaml").read_text()
