@@ -33,7 +33,13 @@ from vesuvius.training.reporting.deaths import Deaths
 from vesuvius.training.step.conditioning import Conditioner
 from vesuvius.training.step.device import DeviceFeed
 from vesuvius.training.step.network import build_network
-from vesuvius.training.step.self_test import check_convolution, check_cudnn, check_norm
+from vesuvius.training.step.self_test import (
+    check_convolution,
+    check_convolutions,
+    check_cudnn,
+    check_norm,
+    network_convolutions,
+)
 from vesuvius.training.step.step import TrainStep, choose_kernels
 from vesuvius.training.validation.reference import Reference
 
@@ -45,7 +51,8 @@ def build_step(config: Config, preflight: Preflight, device: torch.device, part:
     schedule = Schedule.from_config(config.diffusion, preflight.spectrum)
     train_step = TrainStep(config, network, schedule, device, part, ranks)
     check_cudnn(device, train_step.amp, config.training.channels_last)
-    check_convolution(device, train_step.amp)
+    check_convolution(device, "off")
+    check_convolutions(network_convolutions(config), device, train_step.amp, config.training.channels_last)
     check_norm(device, train_step.amp, config.training.channels_last)
     log_network(config, network, device, train_step.amp)
     return train_step
