@@ -87,11 +87,11 @@ def network_convolutions(config: Config) -> list[Convolution]:
     return list(recorder.seen)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Keeps what each convolution is called with."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: dict[Convolution, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
