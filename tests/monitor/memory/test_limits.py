@@ -106,6 +106,27 @@ def test_ray_does_not_know_of_memory_high():
     assert killers["Ray's memory monitor"].limit_bytes == 24 * GIB
 
 
+def test_ray_counts_the_caches_of_the_kernel_where_the_kernels_own_kill_does_not():
+    """Many chunk files: 3 GiB of names of files are charged to the container, and could be given back."""
+    level = CgroupLevel("/", "memory.max", 8 * GIB, 4 * GIB, True, True, charged_bytes=7 * GIB)
+    killers = killers_of(sample(0, 24 * GIB, 9 * GIB, levels=[level]), Limits(ray_share=0.95))
+    assert killers[0].name == "Ray's memory monitor", "it kills first"
+    assert (killers[0].used_bytes, killers[0].limit_bytes) == (7 * GIB, 8 * GIB)
+    assert _named(killers)["memory.max of cgroup /"].used_bytes == 4 * GIB
+
+
+@pytest.mark.parametrize(
+    ("swap_left", "free", "kills_at_gib"),
+    [(None, 4, 12), (None, 0, 8), (2 * GIB, 4, 10), (6 * GIB, 4, 12), (0, 4, 8), (-GIB, 4, 7)],
+)
+def test_a_cgroup_kills_once_what_it_may_swap_is_in_swap(swap_left: int | None, free: int, kills_at_gib: int):
+    level = CgroupLevel("/a", "memory.max", 8 * GIB, 4 * GIB, True, swap_left_bytes=swap_left)
+    swap = {"swap_used_bytes": GIB, "swap_total_bytes": (1 + free) * GIB}
+    killers = _named(killers_of(sample(0, 24 * GIB, 9 * GIB, levels=[level], **swap), Limits(ray_share=0.95)))
+    killer = killers["memory.max of cgroup /a"]
+    assert (killer.limit_bytes, killer.kills_at_bytes) == (8 * GIB, kills_at_gib * GIB)
+
+
 def test_the_configured_limit_counts_the_run_alone():
     at = sample(0, 24 * GIB, 20 * GIB, processes={1: 2 * GIB, 2: 1 * GIB})
     killer = _named(killers_of(at, Limits(configured_bytes=4 * GIB)))["monitor.ram_limit_gib"]

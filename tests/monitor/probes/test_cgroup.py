@@ -71,6 +71,73 @@ def test_version_2_of_an_older_kernel_that_gives_the_parts_only(tmp_path: Path) 
     assert use.levels[0].used_bytes == 100 + 600 + 20 + 3 + 4 + 5
 
 
+# Parts of a cgroup's memory in MiB, each counted once, and which of them kernels of several ages name: 4.19, 5.15, 5.17
+# (which has `vmalloc` and no sum), 6.1 and 6.18 (with huge pages charged to it).
+PARTS = {"anon": 4096, "file": 1024, "shmem": 256, "sock": 8, "hugetlb": 512}
+KERNEL = {"kernel_stack": 16, "pagetables": 64, "percpu": 4, "vmalloc": 32, "sec_pagetables": 2, "zswap": 1638}
+SLAB = {"slab_reclaimable": 700, "slab_unreclaimable": 120}
+KERNELS = {
+    "4.19": ({"hugetlb", "percpu", "vmalloc", "sec_pagetables", "zswap", "pagetables"}, False),
+    "5.15": ({"hugetlb", "vmalloc", "sec_pagetables", "zswap"}, False),
+    "5.17": ({"hugetlb", "sec_pagetables", "zswap"}, False),
+    "6.1": ({"hugetlb"}, True),
+    "6.18": (set(), True),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_version_2_counts_each_byte_of_memory_current_once_on_every_kernel(tmp_path: Path, kernel: str) -> None:
+    lacks, has_sum = KERNELS[kernel]
+    pages = {name: size for name, size in PARTS.items() if name not in lacks}
+    own = {name: size for name, size in KERNEL.items() if name not in lacks}
+    whole = sum(own.values()) + sum(SLAB.values())
+    stat = pages | own | SLAB | {"slab": sum(SLAB.values()), "zswapped": 5000, "file_mapped": 900, "swapcached": 3}
+    stat |= {"inactive_file": 600, "active_file": 160, "inactive_anon": 9000, "unevictable": 70, "anon_thp": 2048}
+    stat |= {"kernel": whole} if has_sum else {}
+    current = sum(pages.values()) - pages["shmem"] + whole  # `file` has `shmem` in it
+    roots = write_v2(tmp_path, limit=12 * GIB)
+    folder = roots.sys / "fs/cgroup"
+    (folder / "memory.stat").write_text("".join(f"{name} {size * MIB}\n" for name, size in stat.items()))
+    (folder / "memory.current").write_text(f"{current * MIB}\n")
+    use = read(roots)
+    (level,) = use.levels
+    assert level.used_bytes + use.file_bytes + SLAB["slab_reclaimable"] * MIB == current * MIB
+    assert level.charged_bytes == (current - 760) * MIB, "as Ray counts: all but files, with the caches of file names"
+
+
+def test_what_is_charged_is_unknown_where_the_kernel_does_not_say(tmp_path: Path) -> None:
+    roots = write_v2(tmp_path, limit=12 * GIB)
+    (roots.sys / "fs/cgroup/memory.current").write_text("5000\n")
+    assert read(roots).levels[0].charged_bytes is None
+
+
+def test_version_2_may_swap_what_the_tightest_limit_above_leaves(tmp_path: Path) -> None:
+    roots = write_v2(tmp_path, path="/pods/run", limit=8 * GIB)
+    assert read(roots).levels[0].swap_left_bytes is None, "no swap accounting: all that the machine has"
+    inner, outer = (roots.sys / "fs/cgroup" / path for path in ("pods/run", "pods"))
+    (inner / "memory.swap.max").write_text("max\n")
+    assert read(roots).levels[0].swap_left_bytes is None
+    (outer / "memory.swap.max").write_text(f"{3 * GIB}\n")
+    (outer / "memory.swap.current").write_text(f"{GIB}\n")
+    assert read(roots).levels[0].swap_left_bytes == 2 * GIB
+    (inner / "memory.swap.max").write_text("0\n")
+    (inner / "memory.swap.current").write_text("4096\n")
+    assert read(roots).levels[0].swap_left_bytes == 0
+
+
+def test_version_1_limits_memory_and_swap_together(tmp_path: Path) -> None:
+    roots = write_v1(tmp_path, path="/a", limit=8 * GIB, anon=GIB)
+    folder = roots.sys / "fs/cgroup/memory/a"
+    with (folder / "memory.stat").open("a") as stat:
+        stat.write(f"total_swap {GIB}\ntotal_inactive_file {2 * GIB}\ntotal_active_file {GIB}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{5 * GIB}\n")
+    (level,) = read(roots).levels
+    assert level.swap_left_bytes is None
+    assert level.charged_bytes == 2 * GIB, "Ray counts the kernel's memory, which version 1 does not tell apart"
+    (folder / "memory.memsw.limit_in_bytes").write_text(f"{12 * GIB}\n")
+    assert read(roots).levels[0].swap_left_bytes == 3 * GIB
+
+
 def test_version_2_charges_the_nearest_ancestor_whose_controller_is_on(tmp_path: Path) -> None:
     roots = write_v2(tmp_path, path="/user.slice/run.scope")
     for file in (roots.sys / "fs/cgroup/user.slice/run.scope").iterdir():

@@ -150,19 +150,24 @@ def largest_share(killers: Iterable[MemoryLimit], limits: Limits) -> float:
 def _machine(sample: SystemSample) -> MemoryLimit:
     """Shares are of memory without swap: beyond it a run crawls.  But nothing is killed before free swap is full."""
     machine = sample.machine
-    swap_free = max(machine.swap_total_bytes - machine.swap_used_bytes, 0)
-    return MemoryLimit("the machine", machine.used_bytes, machine.total_bytes, machine.total_bytes + swap_free)
+    return MemoryLimit(
+        "the machine", machine.used_bytes, machine.total_bytes, machine.total_bytes + _swap_free_bytes(sample)
+    )
+
+
+def _swap_free_bytes(sample: SystemSample) -> int:
+    return max(sample.machine.swap_total_bytes - sample.machine.swap_used_bytes, 0)
 
 
 def _cgroups(sample: SystemSample) -> list[MemoryLimit]:
-    """Levels whose limit can be reached.  Their swap is not known here, so it postpones nothing."""
-    levels = sample.cgroup.levels if sample.cgroup else ()
+    """Levels whose limit can be reached.  They too are killed for only once what they may swap out is in swap."""
+    levels, free = sample.cgroup.levels if sample.cgroup else (), _swap_free_bytes(sample)
     return [
         MemoryLimit(
             f"{level.file} of cgroup {level.path}" + ("" if level.kills else " (slows the run to a crawl)"),
             level.used_bytes,
             level.limit_bytes,
-            level.limit_bytes,
+            level.limit_bytes + (free if level.swap_left_bytes is None else min(free, level.swap_left_bytes)),
         )
         for level in levels
         if 0 < level.limit_bytes < sample.machine.total_bytes
@@ -174,12 +179,15 @@ def _ray(sample: SystemSample, share: float) -> MemoryLimit:
 
     It takes the smaller of the machine's memory and the hard limit at the root of the mounted cgroup file system (a
     container sees its own limit there, a process in a slice of the machine does not), and counts what belongs to it:
-    the machine's total less available, or the cgroup's usage less its page cache.  No swap.
+    the machine's total less available, or all that the cgroup is charged for but file pages.  The kernel's caches of
+    file names are counted there, though they could be given back.  No swap, unless RAY_count_swap_in_memory_monitor is
+    set, which is not looked at here.
     """
     used, total = sample.machine.used_bytes, sample.machine.total_bytes
     for level in sample.cgroup.levels if sample.cgroup else ():
         if level.is_top and level.kills and 0 < level.limit_bytes <= total:
-            used, total = min(level.used_bytes, level.limit_bytes), level.limit_bytes
+            counted = level.used_bytes if level.charged_bytes is None else level.charged_bytes
+            used, total = min(counted, level.limit_bytes), level.limit_bytes
     return MemoryLimit(RAY_NAME, used, total, int(total * share))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -37,6 +37,10 @@ class CgroupLevel:
     kills: bool  # whether the kernel kills beyond the limit; beyond `memory.high` it slows down instead
     # whether it is at the top of the mounted hierarchy, as a container's own is, whatever its path
     is_top: bool = False
+    # all that is charged to it but file pages: what Ray counts, caches of the kernel among it; None = not known
+    charged_bytes: int | None = None
+    # that may still be swapped out under the limits of the cgroup and its ancestors; None = all that the machine has
+    swap_left_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ def read_cgroup(pid: int) -> CgroupUse | None:
     What counts as used is what the kernel could not give back if it had to: private memory (version 2 `anon`, version 1
     `total_rss`) and shared memory (`shmem`, `total_shmem`), which live in memory or swap only.  Page cache is not
     counted, dirty or not: it can be written and dropped.  Of the kernel's own memory version 2 tells what are caches of
-    file names (`slab_reclaimable`), so the rest of it, buffers of sockets and compressed swap are counted.  Version 1
-    tells one sum, most of which are such caches where many files are read; it is left out.
+    file names (`slab_reclaimable`), so the rest of it is counted (`_unreclaimable_v2`).  Version 1 tells one sum, most
+    of which are such caches where many files are read; it is left out.
 
     Does I/O: some ten small files.
     """
@@ -144,14 +148,11 @@ def _chain(path: str, mounts: Sequence[tuple[Path, str]]) -> list[tuple[str, Pat
 
 def _read_v2(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
     use, levels = None, []
-    for path, directory in chain:
+    for number, (path, directory) in enumerate(chain):
         stat = read_counts(directory / "memory.stat")
         if "anon" not in stat:  # the controller is not switched on so far down: an ancestor is charged
             continue
         anon, shmem = stat["anon"], stat.get("shmem", 0)
-        # Kernels before 5.18 do not give the sum.
-        kernel = stat.get("kernel", sum(stat.get(part, 0) for part in ("slab", "kernel_stack", "pagetables", "percpu")))
-        fixed = max(kernel - stat.get("slab_reclaimable", 0), 0) + stat.get("sock", 0) + stat.get("zswap", 0)
         # Counts the victims that belonged to this cgroup or to one below, whoever's limit it was.  The ancestors'
         # counts would add the deaths of strangers only.
         use = use or CgroupUse(
@@ -163,12 +164,46 @@ def _read_v2(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
             oom_kills=read_counts(directory / "memory.events").get("oom_kill"),
             pressure=parse_pressure(read_text(directory / "memory.pressure")),
         )
+        used, charged = _unreclaimable_v2(stat), _without_files(directory / "memory.current", stat, "")
         for file, kills in (("memory.max", True), ("memory.high", False)):
             limit = _limit(read_text(directory / file))
             if limit is not None:
-                is_top = directory == chain[-1][1]
-                levels.append(CgroupLevel(path, file, limit, anon + shmem + fixed, kills, is_top))
+                is_top, swap_left = directory == chain[-1][1], _swap_left_v2([above for _, above in chain[number:]])
+                levels.append(CgroupLevel(path, file, limit, used, kills, is_top, charged, swap_left))
     return use and replace(use, levels=tuple(levels))
+
+
+def _unreclaimable_v2(stat: Mapping[str, int]) -> int:
+    """Private, shared and huge pages, buffers of sockets, and the kernel's own memory without what it can give back.
+
+    `memory.current` is `anon` + `file` (with `shmem`) + `kernel` + `sock` + `hugetlb` (where that is charged).
+    Everything else in the file is part of one of these: of `kernel` its stacks, page tables, `percpu`, `vmalloc`,
+    `slab` and, also where the documentation does not say so, `sec_pagetables` and `zswap`, which are charged as the
+    kernel's.  `zswapped` is what the pages in zswap would take uncompressed.  Kernels before 5.18 give the parts of
+    `kernel` alone.
+    """
+    parts = ("slab", "kernel_stack", "pagetables", "percpu", "vmalloc")
+    kernel = stat.get("kernel", sum(stat.get(part, 0) for part in parts))
+    pages = sum(stat.get(name, 0) for name in ("anon", "shmem", "sock", "hugetlb"))
+    return pages + max(kernel - stat.get("slab_reclaimable", 0), 0)
+
+
+def _without_files(usage: Path, stat: Mapping[str, int], prefix: str) -> int | None:
+    """All that is charged to a cgroup but the pages of files, as Ray counts; None where the kernel does not say."""
+    charged = _limit(read_text(usage))
+    files = [stat.get(f"{prefix}{name}") for name in ("inactive_file", "active_file")]
+    return None if charged is None or None in files else max(charged - sum(size or 0 for size in files), 0)
+
+
+def _swap_left_v2(directories: Sequence[Path]) -> int | None:
+    """`directories`: of a cgroup and its ancestors; each may have a limit of its own."""
+    limits = [(directory, _limit(read_text(directory / "memory.swap.max"))) for directory in directories]
+    left = [
+        max(limit - (_limit(read_text(directory / "memory.swap.current")) or 0), 0)
+        for directory, limit in limits
+        if limit is not None
+    ]
+    return min(left, default=None)
 
 
 def _read_v1(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
@@ -194,7 +229,10 @@ def _read_v1(chain: Sequence[tuple[str, Path]]) -> CgroupUse | None:
         limit = _limit(read_text(directory / "memory.limit_in_bytes"))
         if limit is not None:
             used, is_top = anon + shmem, directory == chain[-1][1]
-            levels.append(CgroupLevel(path, "memory.limit_in_bytes", limit, used, kills=True, is_top=is_top))
+            charged = _without_files(directory / "memory.usage_in_bytes", stat, "total_")
+            both = _limit(read_text(directory / "memory.memsw.limit_in_bytes"))  # of memory and swap together
+            swap_left = None if both is None else both - stat.get("total_swap", 0) - limit
+            levels.append(CgroupLevel(path, "memory.limit_in_bytes", limit, used, True, is_top, charged, swap_left))
     if use is not None and hidden_limit is not None and all(level.limit_bytes > hidden_limit for level in levels):
         # A container sees its own part of the tree, but is told of a limit above it.
         file, above = "memory.limit_in_bytes", f"an ancestor of {use.path}"
