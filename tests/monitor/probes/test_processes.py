@@ -142,6 +142,57 @@ def test_a_stranger_with_the_pid_of_a_former_child_is_none_of_ours(roots: Roots)
     assert pids(tree) == [10]
 
 
+def test_a_stranger_whose_dead_parents_pid_is_ours_now_is_none_of_ours(roots: Roots) -> None:
+    """The kernel has handed the stranger to process 1, which only a fresh look tells."""
+    write_process(roots, 10)
+    write_process(roots, 30, started_s=50)
+    write_process(roots, 31, 30, started_s=60)
+    tree = ProcessTree(10, rescan_every_s=1e9)
+    assert pids(tree) == [10]
+    shutil.rmtree(roots.proc / "30")
+    write_process(roots, 31, 1, started_s=60)
+    assert pids(tree) == [10]
+    write_process(roots, 30, 10, started_s=200)
+    assert pids(tree) == [10, 30]
+    write_process(roots, 32, 30, started_s=210)
+    assert pids(tree) == [10, 30, 32], "its own child is"
+
+
+def test_a_child_of_a_stranger_with_the_pid_of_a_reader_is_none_of_ours(roots: Roots) -> None:
+    write_process(roots, 10)
+    write_process(roots, 11, 10)
+    tree = ProcessTree(10, rescan_every_s=1e9)
+    assert pids(tree) == [10, 11]
+    write_process(roots, 11, 1, started_s=200)  # the reader has ended, all within one second
+    write_process(roots, 12, 11, started_s=201)
+    assert pids(tree) == [10]
+    assert pids(tree) == [10]
+
+
+def test_a_child_with_the_pid_of_a_stranger_that_has_just_ended_is_found_with_the_next_rescan(roots: Roots) -> None:
+    write_process(roots, 10)
+    write_process(roots, 30, started_s=50)
+    tree = ProcessTree(10, rescan_every_s=0.0)
+    assert pids(tree) == [10]
+    write_process(roots, 30, 10, started_s=200)
+    assert pids(tree) == [10, 30]
+
+
+def test_a_reader_named_by_its_pid_is_not_whoever_has_the_pid_after_it(roots: Roots) -> None:
+    write_process(roots, 10)
+    write_process(roots, 40, started_s=50)
+    tree = ProcessTree(10, rescan_every_s=0.0)
+    tree.also([40])
+    assert pids(tree) == [10, 40]
+    write_process(roots, 40, started_s=200)
+    for _ in range(2):
+        tree.also([40])
+        assert pids(tree) == [10]
+    tree.also([])
+    tree.also([40])  # named anew
+    assert pids(tree) == [10, 40]
+
+
 def test_a_zombie_child_holds_nothing(roots: Roots) -> None:
     write_process(roots, 10)
     write_process(roots, 11, parent=10, state="Z")

@@ -60,7 +60,7 @@ class Notices:
 
     def __init__(self, gpu_uuid: str | None = None) -> None:
         self._gpu_uuid = gpu_uuid
-        self._stopped_since_s: dict[int, float] = {}
+        self._stopped_since_s: dict[tuple[int, float], float] = {}  # by pid and start
         self._slowed_since_s: dict[str, float] = {}
         self._silent = False
         self._ecc: dict[str, int] = {}  # errors that ECC could not correct, of each GPU when it last told
@@ -76,7 +76,7 @@ class Notices:
 
     def _stopped(self, sample: SystemSample) -> list[Notice]:
         """Once for each process that a signal has stopped and that stays so."""
-        stopped = [process.pid for process in sample.processes if process.is_stopped]
+        stopped = [(process.pid, process.started_s) for process in sample.processes if process.is_stopped]
         self._stopped_since_s, late = _lasting(self._stopped_since_s, stopped, sample.clock_s, _STOPPED_S)
         return [
             Notice(
@@ -84,7 +84,7 @@ class Notices:
                 f"process {pid} of this run has been stopped (SIGSTOP, or a debugger) for {_STOPPED_S:.0f} s; "
                 f"kill -CONT {pid} resumes it",
             )
-            for pid in late
+            for pid, _ in late
         ]
 
     def _slowed(self, sample: SystemSample) -> list[Notice]:

@@ -41,7 +41,7 @@ class ProcessInspector:
         self._watcher = Watcher(pid, gpus)
         self._history: LiveHistory | None = None
         self._name = f"process {pid}"
-        self._ray: dict[int, bool] = {}
+        self._ray: dict[tuple[int, float], bool] = {}  # by pid and start
 
     def inspect(self) -> Inspection:
         """What it holds now.  Raises NoRunError: there is no such process."""
@@ -69,9 +69,10 @@ class ProcessInspector:
         return is_reader(process) or not self._is_ray(process)
 
     def _is_ray(self, process: ProcessUse) -> bool:
-        if process.pid not in self._ray:
-            self._ray[process.pid] = is_ray(process.pid)
-        return self._ray[process.pid]
+        identity = process.pid, process.started_s
+        if identity not in self._ray:
+            self._ray[identity] = is_ray(process.pid)
+        return self._ray[identity]
 
 
 class MachineInspector:

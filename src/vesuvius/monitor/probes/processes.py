@@ -51,9 +51,10 @@ class ProcessUse:
 class ProcessTree:
     """A process and its descendants, sampled again and again.
 
-    Each sample lists the machine's processes and asks only new ones for their parents.  Titles, mappings and open files
-    of shared memory are read every `rescan_every_s` seconds and whenever a process was found.  A descendant stays one
-    when its parent ends and it is handed to another.
+    Each sample lists the machine's processes and asks only new ones for their parents, all of them every
+    `rescan_every_s` seconds.  So often, and whenever a process was found, titles, mappings and open files of shared
+    memory are read too.  A descendant stays one when its parent ends and it is handed to another.  A pid is given out
+    again: whoever is taken in must have a living member for its parent now, whatever was said of its pid before.
 
     A forked child shares its parent's pages until one of them writes, or the child executes another program within
     milliseconds.  A newcomer that is an image of its parent is therefore left out of its first sample; if it stays
@@ -68,15 +69,15 @@ class ProcessTree:
         self._rescan_every_s = rescan_every_s
         root = _find_member(pid)
         self._members = {pid: root} if root else {}
-        self._also: Collection[int] = ()
-        self._parents: dict[int, int] = {}  # of all processes of the machine, when they were first seen
+        self._also: dict[int, float | None] = {}  # pids, with the start of each once it was seen
+        self._parents: dict[int, int] = {}  # of all processes of the machine, when they were last asked
         self._shared_files: dict[_FileId, list[str]] = {}
         self._scanned_at = -float("inf")
         self._uses: list[ProcessUse] = []
 
     def also(self, pids: Collection[int]) -> None:
         """Take processes in from other trees, such as readers of a Ray that somebody else has started."""
-        self._also = pids
+        self._also = {pid: self._also.get(pid) for pid in pids}
 
     def sample(self) -> list[ProcessUse]:
         """The root first, then its living descendants."""
@@ -106,22 +107,37 @@ class ProcessTree:
 
     def _find_new(self) -> list[int]:
         """Add descendants that began since the last sample, and return them, parents before their children."""
-        parents = {pid: self._parents.get(pid) or _parent_of(pid) for pid in {*psutil.pids(), *self._members}}
+        due = time.monotonic() - self._scanned_at >= self._rescan_every_s
+        known = {} if due else self._parents
+        parents = {pid: known.get(pid) or _parent_of(pid) for pid in {*psutil.pids(), *self._members}}
         self._parents = {pid: parent for pid, parent in parents.items() if parent is not None}
         found: list[int] = []
         last: Iterable[int] = [*self._members]
-        others = self._also
+        others: Collection[int] = self._also
         while children := [
             pid
             for pid, parent in self._parents.items()
             if pid not in self._members and (parent in last or pid in others)
         ]:
             others = ()
-            members = {pid: member for pid in children if (member := _find_member(pid)) is not None}
+            members = {pid: member for pid in children if (member := self._take_in(pid)) is not None}
             self._members |= members
             found += members
             last = members
         return found
+
+    def _take_in(self, pid: int) -> _Member | None:
+        """A process that seems to belong here, if it does."""
+        member = _find_member(pid)
+        if member is None:
+            return None
+        if pid in self._also:
+            began_s = self._also[pid] = self._also[pid] or member.started_s
+            if began_s == member.started_s:
+                return member
+        self._parents[pid] = parent = _parent_of(pid) or 0
+        ours = parent in self._members and self._members[parent].process.is_running()
+        return member if ours else None
 
     def _rescan(self) -> None:
         """Read all titles and open files of shared memory again."""
