@@ -241,23 +241,41 @@ def test_starts_of_several_volumes_are_drawn_alike_within_each_and_by_weight() -
     assert chi_square_p(counts, expected) > 0.01
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_ranks_read_what_their_samples_need_and_nothing_else(world: int) -> None:
-    plan, read = plan_of(SMALL), []
+@pytest.mark.parametrize("world", [1, 2, 3, 6, 8, 12, 16, 32, 64, 100])
+@pytest.mark.parametrize("options", [{}, {"regions_in_flight": 24}, {"regions_in_flight": 5}, {"order": "independent"}])
+def test_a_rank_reads_the_regions_of_its_samples_once_and_no_other(world: int, options: dict[str, Any]) -> None:
+    """Against the samples themselves, from the middle of a round to the middle of another."""
+    plan, first, stop = plan_of(SMALL._replace(options=SMALL.options | options)), 50, 1203
+    needed = {(index % world, plan.mixing.slot_of(index)) for index in range(first, stop)}
+    read = []
     for rank in range(world):
-        slots = [slot for task in plan.tasks(48, 1200, rank, world) for slot in task.slots]
-        wanted = {plan.mixing.slot_of(index) for index in range(48, 1200) if index % world == rank}
-        assert set(slots) == wanted
-        assert slots == sorted(slots), "in the order of the plan, none twice"
-        read += slots
-    assert len(read) == len(set(read)), "no region is read by two ranks"
+        tasks = list(plan.tasks(first, stop, rank, world))
+        slots = [slot for task in tasks for slot in task.slots]
+        assert slots == sorted(slots), "in the order of the plan"
+        assert all(len({slot // plan.regions_per_task for slot in task.slots}) == 1 for task in tasks)
+        read += [(rank, slot) for slot in slots]
+    assert len(read) == len(set(read)), "none twice"
+    assert set(read) == needed
 
 
-def test_more_ranks_than_groups_share_regions_and_miss_none() -> None:
-    plan = plan_of(SMALL)
-    for rank in range(16):
-        slots = {slot for task in plan.tasks(0, 640, rank, 16) for slot in task.slots}
-        assert slots >= {plan.mixing.slot_of(index) for index in range(rank, 640, 16)}
+@pytest.mark.parametrize(
+    ("world", "reads"), [(1, 1), (2, 1), (3, 3), (4, 1), (8, 1), (16, 2), (24, 3), (32, 4), (64, 7.75), (128, 13.18)]
+)
+def test_reads_per_region_of_a_long_run(world: int, reads: float) -> None:
+    """What `--dry-run` and the log say, with K = 26 and M = 64; counted here over other slots.
+
+    Expected: s (1 - (1 - 1/s)^K) for s ranks that a sample of a region may come to.
+    """
+    plan = plan_of(LAYOUTS["u8"])
+    first, stop = 100 * 64, 152 * 64
+    needed = {(index % world, plan.mixing.slot_of(index)) for index in range(first, stop)}
+    whole = [
+        slot for slot in plan.mixing.slots(first, stop) if set(plan.mixing.samples_of(slot)) <= {*range(first, stop)}
+    ]
+    counted = sum(slot in whole for _, slot in needed) / len(whole)
+    assert plan.reads_per_region(world) == pytest.approx(reads, abs=0.15)
+    assert counted == pytest.approx(reads, abs=0.3)
+    assert plan.read_amplification(0, world) == plan.read_amplification(0) * plan.reads_per_region(world)
 
 
 def test_tasks_are_the_same_wherever_a_stream_starts() -> None:

@@ -157,12 +157,12 @@ def test_the_last_batch_may_be_short(job: ReaderJob) -> None:
         assert [len(batch.indices) for batch in stream] == [4, 4, 2]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 16, 48])
 def test_the_ranks_of_a_step_deliver_together_the_samples_of_one_rank(job: ReaderJob, world: int) -> None:
     """By the hashes of indices and voxels of each global batch: none is missing, none there twice."""
 
     def hashes(rank: int, world: int) -> list[list[str]]:
-        with open_stream(replace(job, rank=rank, world=world), batch_size=8 // world) as stream:
+        with open_stream(replace(job, rank=rank, world=world), batch_size=48 // world) as stream:
             batches = [next(stream) for _ in range(6)]
             return [[_hash(*one) for one in zip(batch.indices, batch.patches, strict=True)] for batch in batches]
 

@@ -35,6 +35,7 @@ _ORDER, _START, _AUGMENT, _SUBSTITUTE, _PASS, _PROPOSAL, _RETRY = 1, 3, 4, 5, 7,
 # Steps of a lattice that fills a box evenly (Roberts' R3 sequence: powers of the root of x^4 = x + 1).
 _LATTICE = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
 _VERSION = 2
+_COUNTED_SLOTS = 256
 
 
 @dataclass(frozen=True)
@@ -240,11 +241,19 @@ class Plan:
         """Changes when any sample could."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()[:16]
 
-    def read_amplification(self, number: int) -> float:
-        """Bytes decoded per byte of patch delivered from this volume, on average over all starts."""
+    def read_amplification(self, number: int, world: int = 1) -> float:
+        """Bytes that so many ranks decode per byte of patch delivered from this volume, on average over all starts."""
         volume = self.volumes[number]
-        decoded = volume.cells.decoded_voxels(self.patch_zyx, volume.chunk_zyx)
+        decoded = volume.cells.decoded_voxels(self.patch_zyx, volume.chunk_zyx) * self.reads_per_region(world)
         return decoded / (self.patches_per_region * math.prod(self.patch_zyx))
+
+    def reads_per_region(self, world: int) -> float:
+        """Mean number of ranks, of so many, that a region gives samples to; each of them reads it.
+
+        1 if `world` divides `mixing.GROUPS`.
+        """
+        slots = range(self.regions_in_flight, self.regions_in_flight + _COUNTED_SLOTS)
+        return sum(len({index % world for index in self.mixing.samples_of(slot)}) for slot in slots) / len(slots)
 
     def _pass(self, number: int, again: int) -> tuple[Triple, int]:
         """The phases of pass `again` over a volume, and the position of its first visit, times the visits."""
@@ -282,12 +291,9 @@ class Plan:
 
     def _is_needed(self, slot: int, first: int, stop: int, rank: int, world: int) -> bool:
         """Whether one of the samples first <= i < stop, i = rank modulo world, is cut from this slot."""
-        if self.mixing.groups % world == 0 and slot % self.mixing.groups % world != rank:
-            return False
-        rounds, size = self.mixing.rounds_of(slot), self.mixing.regions
-        if first <= rounds.start * size and rounds.stop * size <= stop:
-            return True
-        return any(first <= index < stop for index in self.mixing.samples_of(slot))
+        if (slot - rank) % math.gcd(self.mixing.groups, world):
+            return False  # samples are equal to their slots modulo this, so it is another rank's
+        return any(first <= index < stop and index % world == rank for index in self.mixing.samples_of(slot))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

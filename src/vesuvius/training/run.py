@@ -95,7 +95,7 @@ def train(
             held.enter_context(Mirror(directory, storage, retention(config, checked.resumed)))
         if checked.resumed is None and list_with_replaced(directory.checkpoints):
             log.warning("the damaged checkpoints are kept in %s", set_aside(directory.checkpoints))
-        log_start(config, checked, lost=resume and existed)
+        log_start(config, checked, ranks.world, lost=resume and existed)
         log_last_session(directory, ranks)
         ranks.publish((shared, for_other_ranks(checked), directory.mark()))
         checked = of_rank(checked, 0, ranks.world)

@@ -134,7 +134,7 @@ def _data_lines(config: Config, preflight: Preflight) -> list[str]:
             f"chunks {format_sizes(volume.chunk_zyx)}, decoded by {volume.codec_pipeline}",
             f"  split    training {format_box(split.train)}; validation {validation}",
             f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
-            f"  regions  {_regions(data, number)}",
+            f"  regions  {_regions(data, number, 1 if config.training.ranks == 'auto' else config.training.ranks)}",
         ]
     return [
         *lines,
@@ -149,10 +149,10 @@ def _read_chunks(config: Config, preflight: Preflight) -> list[SpotCheck]:
         return list(spot_check(preflight.data, config.data, reads.read, known))
 
 
-def _regions(data: PreparedData, number: int) -> str:
+def _regions(data: PreparedData, number: int, ranks: int) -> str:
     planned = data.plan.volumes[number]
     largest = planned.cells.region_zyx(data.plan.patch_zyx)
-    amplification = data.plan.read_amplification(number)
+    amplification = data.plan.read_amplification(number, ranks)
     return f"{planned.visits_per_pass} a pass, of up to {format_sizes(largest)}, read amplification {amplification:.2f}"
 
 

@@ -26,8 +26,11 @@ log = logging.getLogger(__name__)
 _CHANGES_TRAINING = ("data.", "training.train_batch_size", "training.accumulate_steps")
 
 
-def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
-    """The checkpoint, what has changed since, and the volumes.  `lost`: the run existed, so there should be one."""
+def log_start(config: Config, preflight: Preflight, world: int, lost: bool) -> None:
+    """The checkpoint, what has changed since, and the volumes, as `world` ranks read them.
+
+    `lost`: the run existed, so there should be a checkpoint.
+    """
     if preflight.resumed is not None:
         log.info("continuing from %s", preflight.resumed.checkpoint)
     elif lost:
@@ -41,7 +44,7 @@ def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
         _log_drift(preflight)
     data = preflight.data
     for number, (volume, planned) in enumerate(zip(data.volumes, data.plan.volumes, strict=True)):
-        amplification = data.plan.read_amplification(number)
+        amplification = data.plan.read_amplification(number, world)
         log.info(
             "volume %s: %s %s, %d regions a pass, %.2f bytes decoded per byte of patch, decoded by %s",
             volume.name,
@@ -54,13 +57,16 @@ def log_start(config: Config, preflight: Preflight, lost: bool) -> None:
         # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
         small = planned.visits_per_pass < 4 * data.plan.regions_in_flight
         if amplification > 1 and not small and not data.plan.independent:
+            reads = data.plan.reads_per_region(world)
             log.warning(
-                "at most 1 byte should be decoded per byte of patch; got %.2f for %s in chunks of %s; raise "
-                "data.patches_per_region (now %d), or write the volume with smaller chunks",
+                "%.2f bytes are decoded per byte of patch of %s, in chunks of %s%s; raise data.patches_per_region (now "
+                "%d) in a new run, %s",
                 amplification,
                 volume.name,
                 format_sizes(volume.chunk_zyx),
+                f" that {reads:.1f} of {world} ranks read" if reads > 1 else "",
                 data.plan.patches_per_region,
+                "or start 2, 4 or 8 ranks" if reads > 1 else "or write the volume with smaller chunks",
             )
     log.info("plan %s: %s", data.plan.hash, mixing_text(data.job))
     if data.plan.repeats:
