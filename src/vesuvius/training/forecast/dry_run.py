@@ -11,14 +11,13 @@ from vesuvius.config import Config
 from vesuvius.errors import ConfigError, DataError
 from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.run_dir import run_dir
-from vesuvius.runlog.units import GIB, format_duration, format_sizes, gib, size_text
+from vesuvius.runlog.units import GIB, format_sizes, gib, size_text
 from vesuvius.stream.reading.quarantine import damaged_boxes
 from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.stream.start.spot_check import SpotCheck, spot_check
 from vesuvius.stream.start.start_reads import StartReads
 from vesuvius.training.checkpoint.resume import checkpoint_to_resume
 from vesuvius.training.forecast.gpu_memory import leaner
-from vesuvius.training.forecast.machine import reachable_flops_s
 from vesuvius.training.forecast.memory_plan import (
     LARGEST_PLANNED_BATCH,
     MemoryPlan,
@@ -29,6 +28,7 @@ from vesuvius.training.forecast.memory_plan import (
 from vesuvius.training.forecast.preflight import Preflight, doubts, preflight, too_few_tasks
 from vesuvius.training.forecast.ram_plan import plan_ram, ram_limit, ram_warning
 from vesuvius.training.forecast.start_log import mixing_text, noise_text
+from vesuvius.training.forecast.step_time import predict_step_time
 from vesuvius.training.quarantine import read_quarantine
 from vesuvius.training.step.step import choose_device, resolve_amp
 from vesuvius.volumes.box import format_box
@@ -72,7 +72,7 @@ def dry_run(
     sizes = f"{training.train_batch_size} x {training.accumulate_steps}{ranks}"
     yield f"batch      {sizes} = {config.global_batch} samples a step"
     plan = plan_memory(config)
-    yield _time_line(config, plan, device, checked.resumed.step if checked.resumed else 0, vram_gib)
+    yield from _time_lines(config, plan, checked, vram_gib)
     vram_bytes, whose = _vram(device, vram_gib)
     yield from _memory_lines(config, plan, vram_bytes, whose)
     gpu = device.type == "cuda" or vram_gib is not None
@@ -156,19 +156,23 @@ def _regions(data: PreparedData, number: int, ranks: int) -> str:
     return f"{planned.visits_per_pass} a pass, of up to {format_sizes(largest)}, read amplification {amplification:.2f}"
 
 
-def _time_line(config: Config, plan: MemoryPlan, device: torch.device, done: int, vram_gib: float | None) -> str:
-    """How long steps take here, at the rate of a convolution that is timed now."""
-    flops = plan.flops_per_step
+def _time_lines(config: Config, plan: MemoryPlan, checked: Preflight, vram_gib: float | None) -> list[str]:
+    """Predicted time of a step and of the run."""
+    flops, device = plan.flops_per_step, choose_device()
     compute = (f"{flops / 1e12:.1f} TFLOP" if flops >= 1e11 else f"{flops / 1e9:.3g} GFLOP") + " a step"
     if vram_gib is not None and device.type == "cpu":
-        return f"time       {compute}; its time on a GPU that is not here is unknown"
-    flops_s = reachable_flops_s(device, resolve_amp(config.training.amp, device))
-    step_s, steps = flops / flops_s, max(config.stop_step - done, 0)
-    step_text = f"{step_s:.2g} s" if step_s < 60 else format_duration(step_s)
-    return (
-        f"time       {compute}, about {step_text} on this {'GPU' if device.type == 'cuda' else 'CPU'} at "
-        f"{flops_s / 1e12:.2g} TFLOP/s: {format_duration(steps * step_s)} for {steps} steps, if data never waits"
-    )
+        return [f"time       {compute}; its time on a GPU that is not here is unknown"]
+    found = predict_step_time(config, checked.spectrum, device, flops)
+    steps = max(config.stop_step - (checked.resumed.step if checked.resumed else 0), 0)
+    how = "measured" if found.measured else "estimated from its operations"
+    lines = [
+        f"time       {compute}, {found.step_text} on this {'GPU' if device.type == 'cuda' else 'CPU'} ({how}): "
+        f"{found.run_text(steps)} for {steps} steps, if data never waits"
+    ]
+    if found.others:
+        effect = "steps are faster on a quiet machine" if found.measured else "steps will take longer until they end"
+        lines.append(f"  load     {found.others}: {effect}")
+    return lines
 
 
 def _memory_lines(config: Config, plan: MemoryPlan, vram_bytes: int, whose: str) -> list[str]:
