@@ -10,11 +10,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 
 from vesuvius.doctor.check import THREADS
 from vesuvius.errors import EXIT_ERROR, EXIT_GUARD, EXIT_INTERRUPTED, EXIT_STOPPED, StorageError, VesuviusError
-from vesuvius.runlog.logfile import close_logs, log_to_terminal, silence
+from vesuvius.runlog.logfile import close_logs, is_lost_terminal, log_to_terminal, silence
 from vesuvius.runlog.namesake import namesake_problem
 from vesuvius.runlog.redact import redact
 
@@ -54,8 +53,10 @@ def end_soon(exit_code: int) -> None:
 
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with suppress(OSError, ValueError):
+            try:
                 stream.flush()
+            except (OSError, ValueError):
+                silence(stream)  # else Python tries again at exit, and ends with 120
     hangs = any(thread.name.startswith(THREADS) for thread in threading.enumerate())
     if hangs or exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_GUARD):
         os._exit(exit_code)
@@ -90,7 +91,8 @@ def _run_command(main: Callable[[list[str]], int], argv: list[str], check_instal
 
 
 def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
-    """Print a command's output, without secrets.  A reader that closes the pipe early, as `| head`, is not an error.
+    """Print a command's output, without secrets.  A reader that closes the pipe early, as `| head`, or a
+    terminal that has closed, is not an error.
 
     Args:
         exact: print secrets too: what is read back needs them.
@@ -102,10 +104,11 @@ def say(text: str, end: str = "\n", *, exact: bool = False) -> None:
         return
     try:
         print(text if exact else redact(text), end=end, flush=True)
-    except BrokenPipeError:
-        silence(sys.stdout)
     except OSError as error:
+        lost = isinstance(error, BrokenPipeError) or is_lost_terminal(sys.stdout)
         silence(sys.stdout)  # else Python tries to flush it again at exit
+        if lost:
+            return
         raise StorageError(
             f"the output must be writable; got {error}; free some space or write it elsewhere"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from vesuvius.errors import EXIT_INTERRUPTED, GpuMemoryError, VesuviusError
+from vesuvius.errors import GpuMemoryError, VesuviusError
 from vesuvius.training.stop import StopRequest
 
 OnProgress = Callable[[str, int, int], None]
@@ -21,8 +20,7 @@ T = TypeVar("T")
 class SamplingStoppedError(VesuviusError):
     """A signal came before all was drawn and written."""
 
-    def __init__(self, exit_code: int, progress: str, resumable: bool) -> None:
-        name = signal.SIGINT.name if exit_code == EXIT_INTERRUPTED else signal.SIGTERM.name
+    def __init__(self, exit_code: int, name: str, progress: str, resumable: bool) -> None:
         left = "what is done is kept" if resumable else "nothing of them is kept"
         super().__init__(
             f"samples are complete when all are drawn and written; got {name} {progress}; {left}: run the same "
@@ -43,8 +41,7 @@ class Watch:
     def check(self) -> None:
         """Raises SamplingStoppedError."""
         if self.stop is not None and self.stop.wanted():
-            assert self.stop.exit_code is not None
-            raise SamplingStoppedError(self.stop.exit_code, self._progress, self.resumable)
+            raise SamplingStoppedError(*self.stop.asked(), self._progress, self.resumable)
 
     def tell(self, what: str, done: int, total: int) -> None:
         """Report progress."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -175,6 +178,27 @@ def silence(stream: TextIO) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, descriptor)
         os.close(null)
+
+
+def silence_lost_terminal() -> None:
+    """Silence standard output and error where each is a terminal that has closed, or else every write raises."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and is_lost_terminal(stream):
+            silence(stream)
+
+
+def is_lost_terminal(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that has closed."""
+    try:
+        descriptor = stream.fileno()
+        if not stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            return False
+        termios.tcgetattr(descriptor)
+    except (OSError, ValueError):  # ValueError: closed
+        return False
+    except termios.error as error:
+        return bool(error.args[0] == errno.EIO)
+    return False
 
 
 class _TerminalHandler(logging.Handler):

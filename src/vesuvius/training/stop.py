@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TypeVar
 
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError
+from vesuvius.runlog.logfile import silence_lost_terminal
 from vesuvius.threads import on_thread
 
 log = logging.getLogger(__name__)
@@ -29,11 +30,18 @@ class StoppedError(Exception):
     """A stop was requested before there was anything to save."""
 
 
-class StopRequest:
-    """Turns SIGTERM, Ctrl-C and a time limit into a request that the loop checks after each step.
+def stop_signals() -> list[signal.Signals]:
+    """Those that ask a long command to end: SIGTERM, Ctrl-C, and the end of its terminal, unless `nohup` ignores it."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if ignores_hangup else [signal.SIGHUP])]
 
-    A second signal ends the process at once; the last checkpoint stays whole.  A context manager, which restores the
-    signal handlers.
+
+class StopRequest:
+    """Turns SIGTERM, SIGHUP, Ctrl-C and a time limit into a request that the loop checks after each step.
+
+    A second signal ends the process at once; the last checkpoint stays whole.  SIGHUP never counts as one of the two:
+    when a terminal closes, the kernel, the shell and systemd send it several times, and SIGTERM with it.  A context
+    manager, which restores the signal handlers.
     """
 
     def __init__(self, max_hours: float | None) -> None:
@@ -43,7 +51,7 @@ class StopRequest:
         self.reason: str | None = None
         self._signalled = False
         self._since_s: float | None = None
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {number: signal.getsignal(number) for number in stop_signals()}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # not in a worker of Ray Train
@@ -100,14 +108,20 @@ class StopRequest:
             log.info("%s: stopping", reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signalled:
+        name, hangup = signal.Signals(number).name, number == signal.SIGHUP
+        if hangup:
+            silence_lost_terminal()
+        elif self._signalled:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self._signalled = True
+        self._signalled = self._signalled or not hangup
         if self.exit_code is None:
             self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_STOPPED
-            self.reason = signal.Signals(number).name
-        log.info("%s: stopping after the current step; send the signal again to exit now", signal.Signals(number).name)
+            self.reason = name
+        elif hangup:
+            return
+        again = "" if hangup else "; send the signal again to exit now"
+        log.info("%s: stopping after the current step%s", name, again)
 
 
 def unless_stopped(work: Callable[[], T], stopping: Callable[[], bool]) -> T:

@@ -12,10 +12,10 @@ from types import FrameType
 
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
+from vesuvius.runlog.logfile import silence_lost_terminal
+from vesuvius.training.stop import stop_signals
 
 log = logging.getLogger(__name__)
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -49,11 +49,11 @@ def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         came.append(signal.Signals(number))
+        silence_lost_terminal()
         stop()
         log.info("%s: ending the trainer", came[-1].name)
 
-    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, on_signal) for number in heard}
+    before = {number: signal.signal(number, on_signal) for number in stop_signals()}
     try:
         yield came
     finally:

@@ -190,7 +190,8 @@ class _Child:
 
 def _serve(pipe: connection.Connection, reading: Reading, note: sharedctypes.Synchronized[int]) -> None:
     """What a child does: read the chunks of each task that comes, until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of a terminal's processes; the parent ends us
+    for number in (signal.SIGINT, signal.SIGHUP):  # they go to all of a terminal's processes; the parent ends us
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # numcodecs makes a lock for blosc.  A spawned process gives it a name, and where it is terminated Python's resource
     # tracker complains of a leak; of the fork kind it has none.  No process is started from here.

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from vesuvius.runlog.logfile import terminal_lines_through
@@ -72,17 +72,22 @@ def terminal_bar(
     from rich.progress import Progress
 
     bar = Progress(name, *columns, console=Console(stderr=stderr), **options)
-    with ExitStack() as shown:
+    shown = ExitStack()
 
-        def move(done: int, total: int, text: str = "", counted: str = "") -> None:
-            if not bar.live.is_started:
+    def move(done: int, total: int, text: str = "", counted: str = "") -> None:
+        if not bar.live.is_started:
+            with suppress(OSError):  # the terminal has closed
                 shown.enter_context(bar)
-                # as they are: `print` breaks lines at the width and colours numbers
-                shown.enter_context(terminal_lines_through(lambda line: bar.console.out(line, highlight=False)))
-            if not bar.tasks or bar.tasks[-1].fields["counted"] != counted:
-                for task in bar.task_ids:
-                    bar.remove_task(task)
-                bar.add_task(text, total=total, counted=counted)
-            bar.update(bar.task_ids[-1], completed=done, total=total, description=text)
+            # as they are: `print` breaks lines at the width and colours numbers
+            shown.enter_context(terminal_lines_through(lambda line: bar.console.out(line, highlight=False)))
+        if not bar.tasks or bar.tasks[-1].fields["counted"] != counted:
+            for task in bar.task_ids:
+                bar.remove_task(task)
+            bar.add_task(text, total=total, counted=counted)
+        bar.update(bar.task_ids[-1], completed=done, total=total, description=text)
 
+    try:
         yield move
+    finally:
+        with suppress(OSError):
+            shown.close()

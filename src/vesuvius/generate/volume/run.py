@@ -255,7 +255,8 @@ _work: Work | None = None
 def _begin(open_work: OpenWork, counter: Any) -> None:
     """Prepare a worker process."""
     global _work
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the one that hands out decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's reach all processes; the one that hands out decides
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     with counter.get_lock():

@@ -27,6 +27,7 @@ from vesuvius.launch.ray.bulletin import Bulletin, answer
 from vesuvius.launch.ray.room import LEAST_STORE_BYTES, SAY_EVERY_S, check_room, have_gpus, living_nodes, look_for_ranks
 from vesuvius.launch.ray.worker import Job
 from vesuvius.monitor.run_files import Tail
+from vesuvius.runlog.logfile import silence, silence_lost_terminal
 from vesuvius.runlog.run_dir import refuse_existing, run_dir
 from vesuvius.stream.options import StreamOptions, check_store, store_bytes
 from vesuvius.stream.ray.private import start_autoscaling_coordinator
@@ -34,6 +35,7 @@ from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
 from vesuvius.training.request import Request
+from vesuvius.training.stop import stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -140,11 +142,14 @@ class _LogLines:
     def print_new(self) -> None:
         printed = self._tail.lines().decode("utf-8", errors="replace")
         self.last = (self.last + printed)[-100_000:]
-        print(printed, end="", flush=True)
+        try:
+            print(printed, end="", flush=True)
+        except OSError:  # its reader has left, or the terminal has closed
+            silence(sys.stdout)
 
 
 class _Signals:
-    """Puts SIGTERM and Ctrl-C on the bulletin; a second one, or none to hear the first, ends everything at once.
+    """Puts SIGTERM, SIGHUP and Ctrl-C on the bulletin; a second one, or none to hear the first, ends all at once.
 
     Attributes:
         why: they are to be ended at once.
@@ -159,7 +164,7 @@ class _Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -173,7 +178,7 @@ class _Signals:
 
     def abandoned(self) -> bool:
         """Whether to wait no longer: a second signal has come, or no rank 0 is there to hear the first."""
-        if len(self._came) > 1:
+        if sum(number != signal.SIGHUP for number in self._came) > 1:
             self.why = "a second signal"
         elif self._came and not self._heard and time.monotonic() - self._since_s > _HEARD_WITHIN_S:
             self._heard = bool(answer(self._bulletin.heard.remote()))
@@ -182,6 +187,10 @@ class _Signals:
         return bool(self.why)
 
     def _on_signal(self, number: int, frame: object) -> None:
+        if number == signal.SIGHUP:  # a terminal that closes sends several, and SIGTERM with them
+            silence_lost_terminal()
+            if self._came:
+                return
         self._came.append(number)
         if len(self._came) == 1:
             self._since_s = time.monotonic()

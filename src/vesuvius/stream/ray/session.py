@@ -160,7 +160,7 @@ def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     try:
         # ray.init would handle SIGTERM by exiting on the spot; the trainer could not save.  Restoring the handler
         # afterwards is too late: a signal in between has left locks held for ever.
-        with _sigterm_blocked(), _without_announcement(), private.without_sigterm_handler():
+        with _stop_signals_blocked(), _without_announcement(), private.without_sigterm_handler():
             ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -180,12 +180,13 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """Block SIGTERM here, and for good in all processes that are started meanwhile, and in theirs.
+def _stop_signals_blocked() -> Iterator[None]:
+    """Block SIGTERM and SIGHUP here, and for good in all processes that are started meanwhile, and in theirs.
 
-    A scheduler sends it to all processes of a job: without its daemons Ray would abort this process before it saves.
+    A scheduler, or a terminal that closes, sends them to all processes of a job: without its daemons Ray would abort
+    this process before it saves.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         yield
     finally:

@@ -1,0 +1,139 @@
+"""The terminal of a run closes: real terminals, their signals as the kernel, `nohup` and torchrun deliver them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import fork_server
+from tests.support.kill_harness import Session
+from vesuvius.runlog.records import read_records
+from vesuvius.training.checkpoint.format import list_checkpoints, step_of
+
+WriteConfig = Callable[..., Path]
+
+# Takes the terminal at its standard input for its own, as the shell that `ssh` starts does for its commands.
+TRAIN = """
+import fcntl, signal, sys, termios
+{first}
+from vesuvius.commands import train
+train.main()
+"""
+OWN_TERMINAL = "fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+
+
+@contextmanager
+def on_a_terminal(config: Path, cwd: Path, first: str) -> Iterator[tuple[Any, int]]:
+    """A training and the master of its terminal; killed with its session if it outlives the test."""
+    master, slave = pty.openpty()
+    environment = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES", "NO_COLOR"}}
+    process = fork_server.Popen(
+        [sys.executable, "-c", TRAIN.format(first=first), "--config", str(config)],
+        cwd=cwd,
+        env=environment | {"TERM": "xterm"},
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+    )
+    os.close(slave)
+    try:
+        yield process, master
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def close_once_shown(master: int, text: str) -> str:
+    """Close a terminal once a text has appeared on it; returns all that was shown."""
+    shown = ""
+    while text not in shown:
+        shown += os.read(master, 4096).decode("utf-8", "replace")
+    os.close(master)
+    return shown
+
+
+def run_end(run: Path) -> dict[str, Any]:
+    record = read_records(run / "metrics.jsonl")[-1]
+    assert record["kind"] == "run_end"
+    return record
+
+
+def test_a_terminal_that_closes_stops_a_run_with_ray_readers_as_sigterm_does(
+    tiny_config: WriteConfig, tmp_path: Path
+) -> None:
+    """The kernel's SIGHUP reaches the trainer, its readers and Ray's daemons, and its output fails from then on."""
+    config = tiny_config(training={"epochs": 1000, "workers": 1})
+    with on_a_terminal(config, tmp_path, OWN_TERMINAL) as (process, master):
+        close_once_shown(master, "Train step 3/")
+        assert process.wait(timeout=120) == 75
+    run = tmp_path / "runs/tiny"
+    (checkpoint,) = list_checkpoints(run / "checkpoints")
+    end, log = run_end(run), (run / "logs/train_full.log").read_text()
+    assert (end["exit_code"], end["cause"], end["step"]) == (75, "SIGHUP", step_of(checkpoint))
+    assert "Traceback" not in log
+    assert "reader" not in "".join(line for line in log.splitlines() if " WARNING " in line or " ERROR " in line)
+
+
+@pytest.mark.parametrize("first", [f"{OWN_TERMINAL}; {NOHUP}", ""])
+def test_with_nohup_it_goes_on_and_so_it_does_where_only_its_output_fails(
+    tiny_config: WriteConfig, tmp_path: Path, first: str
+) -> None:
+    """The second as after `setsid` or `disown`.  The progress bar, the log and the end each meet an EIO."""
+    with on_a_terminal(tiny_config(training={"max_steps": 12}), tmp_path, first) as (process, master):
+        close_once_shown(master, "Train step 2/")
+        assert process.wait(timeout=120) == 0
+    assert run_end(tmp_path / "runs/tiny")["step"] == 12
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (signal.SIGHUP, signal.SIGHUP, signal.SIGHUP),  # the kernel and the shell
+        (signal.SIGTERM, signal.SIGHUP),  # systemd ends a scope
+        (signal.SIGHUP, signal.SIGTERM),  # the terminal, then systemd
+    ],
+)
+def test_signals_that_come_together_when_a_session_ends_are_one_request(
+    tiny_config: WriteConfig, tmp_path: Path, signals: Sequence[signal.Signals]
+) -> None:
+    with Session(tiny_config(training={"epochs": 1000}), tmp_path) as session:
+        session.wait_for("Train step 2/")
+        for number in signals:
+            session.process.send_signal(number)
+        assert session.end() == 75, session.text()
+    assert len(list_checkpoints(tmp_path / "runs/tiny/checkpoints")) == 1
+    assert run_end(tmp_path / "runs/tiny")["cause"] in [number.name for number in signals]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nohup", [(), ("nohup",)])
+def test_ranks_save_where_torchrun_passes_the_signal_on_also_under_nohup(
+    tiny_config: WriteConfig, tmp_path: Path, nohup: Sequence[str]
+) -> None:
+    """torchrun listens to SIGHUP whatever it inherits, and would kill ranks that go on."""
+    config = tiny_config(training={"epochs": 1000, "ranks": 1})
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "-m", "vesuvius.train")
+    output = tmp_path / "output"
+    with output.open("w") as out:
+        process = subprocess.Popen(
+            [*nohup, *torchrun, "--config", str(config)], cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT
+        )
+    log = tmp_path / "runs/tiny/logs/train_full.log"
+    while "Train step 2/" not in (log.read_text() if log.exists() else ""):
+        assert process.poll() is None, output.read_text()
+    process.send_signal(signal.SIGHUP)
+    process.wait(timeout=60)
+    assert run_end(tmp_path / "runs/tiny")["exit_code"] == 75
+    assert list_checkpoints(tmp_path / "runs/tiny/checkpoints")
