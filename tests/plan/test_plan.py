@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plan.layouts import LAYOUTS, Layout, chi_square_p, data_config, patch_fraction, plan_of, planned
-from vesuvius.config import AugmentConfig, Triple, ValidationConfig
+from vesuvius.config import AugmentConfig, DataConfig, Triple, ValidationConfig, VolumeConfig
+from vesuvius.errors import ConfigError
 from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.plan.make_plan import make_plan
+from vesuvius.plan.order import _dealt
 from vesuvius.plan.plan import Plan, differences
 
 SMALL = Layout((96, 128, 128), (8, 16, 16), (32, 32, 32), options={"patches_per_region": 4})
@@ -225,6 +229,49 @@ def test_volumes_are_drawn_by_weight(weights: list[float], seed: int) -> None:
         assert (instead.volume, instead.augmentation) == (sample.volume, sample.augmentation), (
             "also where it is replaced"
         )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.floats(1e-9, 1) | st.integers(1, 10**9).map(float), min_size=2, max_size=8),
+    unit=st.sampled_from([5e-324, 1e-310, 1e-17, 1.0, 1e290, 1e299]),
+    slots=st.integers(1, 10**9),
+)
+def test_volumes_are_dealt_in_proportion_whatever_the_weights(parts: list[float], unit: float, slots: int) -> None:
+    """Against fractions.  Also where a sum of weights overflows, or a difference of them leaves nothing."""
+    weights = tuple(part * unit or unit for part in parts)
+    total, whole = sum(map(Fraction, weights)), slots // 64 * 64
+    dealt = _dealt(3, weights, whole)
+    assert sum(dealt) == whole
+    for count, weight in zip(dealt, weights, strict=True):
+        assert abs(count - whole * Fraction(weight) / total) < len(weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "right"),
+    [
+        ((1, 1e-17), None),
+        ((1, 1e-17, 1e-17), None),
+        ((1e300, 1), None),
+        ((1, 5e-324), None),
+        ((1.7e308, 1.7e308), [500, 500]),
+        ((5e-324, 1e-323, 5e-324), [250, 500, 250]),
+        ((1e-17, 3e-17), [250, 750]),
+        ((1, 999), [1, 999]),
+        ((7e-300,), [1000]),
+    ],
+)
+def test_weights_are_honoured_or_refused(weights: tuple[float, ...], right: list[int] | None) -> None:
+    specs = tuple(VolumeConfig(path=f"v{n}", weight=weight) for n, weight in enumerate(weights))
+    if right is None:
+        with pytest.raises(ConfigError, match=r"volumes\[1\]\.weight \S+ is too small next to the others"):
+            DataConfig(volumes=specs)
+        return
+    assert DataConfig(volumes=specs).volumes == specs
+    volumes = [planned(SMALL, name=spec.path, weight=spec.weight) for spec in specs]
+    plan = make_plan(0, data_config(**SMALL.options), volumes)
+    drawn = Counter(plan.visit(slot).volume for slot in range(8000))
+    assert [round(drawn[number] / 8) for number in range(len(specs))] == right
 
 
 def test_starts_of_several_volumes_are_drawn_alike_within_each_and_by_weight() -> None:

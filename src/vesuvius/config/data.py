@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any, Literal, Self
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, field_validator
 
 from vesuvius.config.section import NonNegativeInt, PositiveInt, Section, SizeZYX
+
+_SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions, from one volume
 
 
 class ArrayConfig(Section):
@@ -172,6 +175,13 @@ class DataConfig(Section):
                 f"augment.turn needs a patch that is square in y and x; got {list(self.patch_size)}; "
                 "set data.augment.turn=false or make patch_size square"
             )
+        total = sum(Fraction(volume.weight) for volume in self.volumes)
+        for number, volume in enumerate(self.volumes):
+            if Fraction(volume.weight) / total < _SMALLEST_SHARE:
+                yield (
+                    f"volumes[{number}].weight {volume.weight:g} is too small next to the others: less than one region "
+                    f"in a billion would come from {volume.path}; raise it or remove the volume"
+                )
         paired = [volume.condition is not None for volume in self.volumes]
         masks = [volume.path for volume in self.volumes if volume.mask is not None]
         if masks and self.min_foreground == 0:

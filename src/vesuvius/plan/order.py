@@ -5,6 +5,7 @@ The plan of a 20 TB volume orders 38 million regions; readers and the trainer lo
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -46,15 +47,22 @@ def _draw_volumes(seed: int, weights: tuple[float, ...], block: int) -> tuple[tu
 
 def _dealt(seed: int, weights: tuple[float, ...], slots: int) -> list[int]:
     """How many of the first `slots` slots each volume gets: within one of its share, summing to `slots`."""
-    counts = []
-    rest_slots, rest_weight = slots, sum(weights)
-    for volume, weight in enumerate(weights[:-1]):
-        share = round(weight / rest_weight * 2**40)
+    counts, rest_slots = [], slots
+    for volume, share in enumerate(_shares(weights)):
         phase = int(np.random.default_rng((seed, _VOLUME, 2**32 + volume)).integers(2**40))
         counts.append((rest_slots * share + phase) >> 40)
         rest_slots -= counts[-1]
-        rest_weight -= weight
     return [*counts, rest_slots]
+
+
+@lru_cache(maxsize=32)
+def _shares(weights: tuple[float, ...]) -> list[int]:
+    """The share of each volume but the last in what those before it leave, times 2^40.
+
+    In fractions: sums of floats can overflow, and differences of them leave nothing of the small ones.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    return [round(weight / sum(exact[volume:]) * 2**40) for volume, weight in enumerate(exact[:-1])]
 
 
 def permuted(position: int, count: int, seed: tuple[int, ...]) -> int:
