@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from vesuvius.training.checkpoint.format import (
 )
 from vesuvius.training.checkpoint.progress import Progress
 from vesuvius.training.step.network import lay_out_network
-from vesuvius.training.step.step import TrainStep, weight_problems
+from vesuvius.training.step.step import TrainStep, learning_rate, weight_problems
 
 # A change here makes it another experiment: the weights would not fit or would not mean the same.
 _FIXED = ("seed", "model.", "diffusion.", "data.normalize.", "data.condition_")
 _PLAN_VERSION = "plan.version: "
+EFFECTS = ("learning rate", "effective batch", "average of the weights")
 _FIXED_BUT_FOR = ("diffusion.sampler",)  # how pictures and samples are drawn
 
 
@@ -40,7 +42,7 @@ class ResumePoint:
     checkpoint: Path  # its directory
     step: int  # optimizer steps it has done
     state: dict[str, Any]  # what it holds; empty once `restore` has taken it over
-    drift: list[str]  # config keys that have changed since and may, a line each
+    drift: list[str]  # config keys that have changed since and may, a line each, then what that changes
     accepted: list[str]  # differences that make it another experiment, let through by --allow-drift
 
     @property
@@ -149,7 +151,30 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
             "model.* or data.volumes[].condition"
         )
     drift = [line for line in drift if line not in refused]
-    return ResumePoint(path, state["step"], state, drift, refused)
+    return ResumePoint(path, state["step"], state, drift + drift_effects(stored, config, state["step"]), refused)
+
+
+def drift_effects(before: Config, now: Config, step: int) -> list[str]:
+    """What a changed config does to the training beyond optimizer step `step`, a line each.  Pure.
+
+    Each of EFFECTS may begin a line; a key that changes none of that, as a longer run at a constant rate, has none.
+    """
+    old, new, lines = before.training, now.training, []
+    horizon = max(before.horizon_steps, now.horizon_steps, step + 1)
+    ahead = sorted({step + (horizon - step) * percent // 100 for percent in range(101)})
+    differs = [at for at in ahead if not math.isclose(learning_rate(at, old), learning_rate(at, new), rel_tol=1e-6)]
+    if differs:
+        at, last = differs[0], f"{learning_rate(step - 1, old):.2g} in step {step}, " if step else ""
+        lines.append(
+            f"{EFFECTS[0]}: {last}{learning_rate(at, new):.2g} in step {at + 1}, where it was to be "
+            f"{learning_rate(at, old):.2g}"
+        )
+    if "auto" not in (old.ranks, new.ranks) and before.global_batch != now.global_batch:
+        lines.append(f"{EFFECTS[1]}: {before.global_batch} samples a step until now, {now.global_batch} from now on")
+    if old.ema_decay != new.ema_decay:
+        spans = [1 / (1 - decay) for decay in (old.ema_decay, new.ema_decay)]
+        lines.append(f"{EFFECTS[2]}: over about {spans[0]:.3g} steps until now, over {spans[1]:.3g} from now on")
+    return lines
 
 
 def check_same_config(config: Config, of_rank_0: dict[str, Any], rank: int) -> None:

@@ -16,6 +16,7 @@ from vesuvius.monitor.probes.cores import usable_cores
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.checkpoint.resume import EFFECTS
 from vesuvius.training.forecast.preflight import Preflight, doubts, too_few_tasks
 from vesuvius.training.ranks.part import Part
 from vesuvius.training.step.step import AmpMode, parameter_count
@@ -23,7 +24,7 @@ from vesuvius.training.step.step import AmpMode, parameter_count
 log = logging.getLogger(__name__)
 
 # Allowed on a resume, yet what is learned from each step is no longer the same.
-_CHANGES_TRAINING = ("data.", "training.train_batch_size", "training.accumulate_steps")
+_CHANGES_TRAINING = ("data.", "training.clip_norm", "training.weight_decay", "training.amp", *EFFECTS)
 
 
 def log_start(config: Config, preflight: Preflight, world: int, lost: bool) -> None:
