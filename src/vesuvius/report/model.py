@@ -241,7 +241,11 @@ def config_texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 def commit_text(environment: Mapping[str, Any]) -> str:
     """Of `env.json`, shortened; with a '+' where files differed from it."""
-    commit = str(environment.get("commit") or NOT_KNOWN)
+    commit = environment.get("commit")
+    if not commit:
+        version = (environment.get("packages") or {}).get("vesuvius-diffusion")
+        return f"{NOT_KNOWN}, version {version}" if version else NOT_KNOWN
+    commit = str(commit)
     return commit[:12] + commit[40:]
 
 

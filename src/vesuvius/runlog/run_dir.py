@@ -204,12 +204,34 @@ def installed_version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this package's checkout, with '+' where files differ from it; None outside one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    """The commit of this package, with '+' where files of its checkout differ; None where it is not known.
+
+    A repository counts only if it tracks this file: one may just hold the environment that the package is installed in.
+    Else the commit that pip installed from, if it did.
+    """
+    here = Path(__file__).resolve()
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set within a hook
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(here.parent), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10, env=variables)
+        return done.stdout.strip()
+
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        git("ls-files", "--error-unmatch", here.name)
+        return git("describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*")
     except (OSError, subprocess.SubprocessError):
+        return _installed_commit()
+
+
+def _installed_commit() -> str | None:
+    """Of `pip install git+https://...`."""
+    try:
+        origin = importlib.metadata.distribution(_PACKAGES[0]).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
         return None
+    commit = json.loads(origin or "{}").get("vcs_info", {}).get("commit_id")
+    return commit if isinstance(commit, str) else None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
