@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import random
 import re
 import socket
 import urllib.request
@@ -94,17 +96,14 @@ def test_the_last_step_and_look_are_served() -> None:
         exporter.take(SYSTEM)
         samples = fetched(exporter.port)
     assert samples["vesuvius_steps_total", ""] == 7
-    assert samples["vesuvius_samples_per_second", ""] == 4
     assert samples["vesuvius_last_step_timestamp_seconds", ""] == 1_700_000_000
-    assert samples["vesuvius_step_part_seconds", "data"] == 0.5
     assert samples["vesuvius_ram_used_bytes", ""] == 3, "the most in the window"
-    assert samples["vesuvius_reader_bytes", "12"] == 6
+    assert samples["vesuvius_reader_max_bytes", ""] == 6
     assert samples["vesuvius_memory_risk", ""] == 1
     assert samples["vesuvius_gpu_busy_ratio", "0"] == 0.5
     assert samples["vesuvius_gpu_power_watts", "0"] == 250
     assert samples["vesuvius_gpu_temperature_celsius", "1"] == 45
     assert ("vesuvius_gpu_power_watts", "1") not in samples, "missing is not 0"
-    assert ("vesuvius_step_part_seconds", "h2d") not in samples
     assert not [name for name, _ in samples if "vram" in name]
 
 
@@ -113,10 +112,53 @@ def test_what_is_no_longer_known_or_there_is_no_longer_served() -> None:
         exporter.take(STEP)
         exporter.take(SYSTEM)
         exporter.take(STEP | {"loss": None})
-        exporter.take(SYSTEM | {"readers": {"12": 6}})
+        exporter.take(SYSTEM | {"readers": {"11": 5}})
+        assert fetched(exporter.port)["vesuvius_reader_max_bytes", ""] == 5, "the larger reader has ended"
+        exporter.take(SYSTEM | {"readers": {}})
         samples = fetched(exporter.port)
     assert ("vesuvius_loss", "") not in samples
-    assert ("vesuvius_reader_bytes", "11") not in samples, "a reader that has ended"
+    assert ("vesuvius_reader_max_bytes", "") not in samples
+
+
+def test_scrapes_that_see_few_of_the_steps_still_add_up_to_all_of_them() -> None:
+    """150 steps, two scrapes: the differences are the sums over the steps in between, in each part and in all."""
+    rng = random.Random(0)
+    kinds = ("data", "h2d", "forward", "backward", "optimizer", "comm", "other")
+    steps = [{f"{kind}_s": rng.expovariate(20) for kind in kinds} for _ in range(150)]
+    with Exporter(0, "exp") as exporter:
+        scrapes = [fetched(exporter.port)]
+        for number, parts in enumerate(steps):
+            whole = {"step_s": math.fsum(parts.values()), "pause_s": parts["other_s"] / 2}
+            exporter.take({"kind": "step", "time": 1.0, "step": number + 1, **parts, **whole})
+            if number == 70:
+                scrapes.append(fetched(exporter.port))
+        scrapes.append(fetched(exporter.port))
+    spent = [{kind: scrape["vesuvius_step_part_seconds_total", kind] for kind in kinds} for scrape in scrapes]
+    for earlier, later, between in ((0, 1, steps[:71]), (1, 2, steps[71:])):
+        for kind in kinds:
+            expected = math.fsum(parts[f"{kind}_s"] for parts in between)
+            assert spent[later][kind] - spent[earlier][kind] == pytest.approx(expected)
+        sums = [scrape["vesuvius_step_seconds_sum", ""] for scrape in scrapes]
+        assert sums[later] - sums[earlier] == pytest.approx(math.fsum(math.fsum(parts.values()) for parts in between))
+    last, times = scrapes[-1], [math.fsum(parts.values()) for parts in steps]
+    assert last["vesuvius_step_seconds_count", ""] == 150
+    assert last["vesuvius_step_pause_seconds_total", ""] == pytest.approx(spent[-1]["other"] / 2)
+    bounds = {label: count for (name, label), count in last.items() if name == "vesuvius_step_seconds_bucket"}
+    assert bounds == {label: sum(seconds <= float(label) for seconds in times) for label in bounds}
+    assert 0 < bounds["0.25"] < 150, "the buckets tell the steps apart"
+    assert set(scrapes[0]) >= {name for name in last if name[0].endswith("_total")} - {("vesuvius_steps_total", "")}
+
+
+def test_a_part_that_clocks_measured_below_0_makes_no_counter_fall() -> None:
+    with Exporter(0, "exp") as exporter:
+        for other_s in (1.0, -1e-9):
+            exporter.take({"kind": "step", "time": 1.0, "step": 1, "step_s": 1.0, "other_s": other_s})
+        assert fetched(exporter.port)["vesuvius_step_part_seconds_total", "other"] == 1.0
+
+
+def test_no_label_names_a_process() -> None:
+    """Each would be a time series of its own for ever, with every reader that is replaced."""
+    assert {metric.label for metric in METRICS.values()} == {None, "weights", "part", "action", "bound", "gpu"}
 
 
 def test_events_and_verdicts_are_counted_by_labels_that_are_known_from_the_start() -> None:
@@ -199,9 +241,13 @@ def metrics_named_in(text: str) -> set[str]:
 def test_the_table_in_the_docs_has_each_metric_with_its_labels_and_no_other() -> None:
     rows = re.findall(r"^\| `(vesuvius_\w+)` \| (\w+) \| (.*?) \|", (DOCS / "README.md").read_text(), re.M)
     kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in METRICS}
+    kinds["vesuvius_step_seconds"] = "histogram"
     labels = {name: f"`{family.label}`" if family.label else "" for name, family in METRICS.items()}
     assert rows == [(name, kinds[name], labels[name]) for name in METRICS]
-    assert {name for name, _ in served_by_a_run_that_has_had_everything()} == METRICS.keys()
+    served = {
+        re.sub(r"_(bucket|count|sum|created)$", "", name) for name, _ in served_by_a_run_that_has_had_everything()
+    }
+    assert served == METRICS.keys()
 
 
 def test_the_rules_and_the_dashboard_ask_for_metrics_that_are_served() -> None:
@@ -231,6 +277,6 @@ def test_the_labels_that_the_rules_and_the_dashboard_select_exist() -> None:
     assert selected
     for name, matchers in selected:
         for label, operator, value in re.findall(r'(\w+)(=~|!=|!~|=)"([^"]*)"', matchers):
-            assert label in {"run", METRICS[name].label}
+            assert label in {"run", METRICS[name.removesuffix("_bucket")].label}
             if label != "run":
                 assert any(re.fullmatch(value, found) for metric, found in samples if metric == name), (name, operator)

@@ -6,22 +6,25 @@ Base units, counters that only grow within a session, labels with few values.  W
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from vesuvius.runlog.records import Record
 
 log = logging.getLogger(__name__)
 
 
-_PARTS = ("data", "h2d", "forward", "backward", "optimizer", "other")
+_PARTS = ("data", "h2d", "forward", "backward", "optimizer", "comm", "other")
 _RISKS = {"LOW": 0, "WARN": 1, "CRITICAL": 2}
 _ONCE = ("",)
+_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 300.0, 900.0, math.inf)
+_SUM = "sum"
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class _Metric:
     source: str  # kind of the record, and where the figure stands in it; of events, which are counted
     label: str | None = None
     counts: tuple[str, ...] | None = None  # all values of its label, where it counts from 0 on; one empty = no label
+    adds: bool = False  # it counts not records, but adds up the figure of each
+    is_histogram: bool = False
 
 
 METRICS: dict[str, _Metric] = {
@@ -38,14 +43,15 @@ METRICS: dict[str, _Metric] = {
     "vesuvius_target_steps": _Metric("optimizer step at which the run is done", "step.steps"),
     "vesuvius_samples_total": _Metric("samples trained on", "step.samples_total"),
     "vesuvius_last_step_timestamp_seconds": _Metric("when the last step was logged", "step.time"),
-    "vesuvius_samples_per_second": _Metric("samples a second in the last step", "step.samples_s"),
     "vesuvius_mfu_ratio": _Metric(
         "share of the GPU's dense peak in the last step; absent for GPUs without a known peak", "step.mfu"
     ),
-    "vesuvius_step_seconds": _Metric("time of the last step", "step.step_s"),
-    "vesuvius_step_part_seconds": _Metric("time of each part of the last step; they add up to it", "step", "part"),
-    "vesuvius_step_pause_seconds": _Metric(
-        "validation, previews and checkpoint copies within part other", "step.pause_s"
+    "vesuvius_step_seconds": _Metric("time of each step", "step.step_s", is_histogram=True),
+    "vesuvius_step_part_seconds_total": _Metric(
+        "time spent in each part of the steps; they add up to vesuvius_step_seconds_sum", "step", "part", _PARTS, True
+    ),
+    "vesuvius_step_pause_seconds_total": _Metric(
+        "time spent in validation, previews and checkpoint copies, within part other", "step.pause_s", None, _ONCE, True
     ),
     "vesuvius_remaining_seconds": _Metric("time until the session ends, as the step line's eta", "step.eta_s"),
     "vesuvius_loss": _Metric("loss of the last step", "step.loss"),
@@ -96,7 +102,7 @@ METRICS: dict[str, _Metric] = {
     ),
     "vesuvius_ram_limit_bytes": _Metric("memory that the run may use", "system.limit_bytes"),
     "vesuvius_memory_risk": _Metric("0 low, 1 warn, 2 critical", "system.risk"),
-    "vesuvius_reader_bytes": _Metric("private memory of each reader", "system", "pid"),
+    "vesuvius_reader_max_bytes": _Metric("private memory of the largest reader", "system.reader_max_bytes"),
     "vesuvius_vram_reserved_bytes": _Metric(
         "GPU memory that torch holds in the trainer; maximum of the last window", "system.vram.reserved_bytes"
     ),
@@ -143,6 +149,8 @@ class Exporter:
         self._run = name
         self._lock = threading.Lock()
         self._values = {name: dict.fromkeys(metric.counts or (), 0.0) for name, metric in METRICS.items()}
+        for name in (name for name, metric in METRICS.items() if metric.is_histogram):
+            self._values[name] = dict.fromkeys((*map(_le, _BUCKETS_S), _SUM), 0.0)
         self._server: Any = None
         self.port: int | None = None
         registry = CollectorRegistry()
@@ -174,6 +182,11 @@ class Exporter:
                 source, _, place = metric.source.partition(".")
                 if source != kind:
                     continue
+                if metric.is_histogram or metric.adds:
+                    for part, value in _values(metric, place, record).items():
+                        if value is not None:
+                            self._add(name, metric, part, float(value))
+                    continue
                 if metric.counts is None:
                     if kind != "verdict" or place in record:  # the watchdog's has no figures
                         values = _values(metric, place, record)
@@ -185,11 +198,27 @@ class Exporter:
             if kind in {"run_start", "step"} or event in {"hung", "recovered"}:
                 self._values["vesuvius_hung"] = {"": float(event == "hung")}
 
+    def _add(self, name: str, metric: _Metric, label: str, value: float) -> None:
+        if not metric.is_histogram:
+            self._values[name][label] += max(
+                value, 0.0
+            )  # a difference of clocks may be below 0, a counter must not fall
+            return
+        self._values[name][_SUM] += value
+        for bound in _BUCKETS_S:  # each counts what is at or below it, as Prometheus has them
+            self._values[name][_le(bound)] += value <= bound
+
     def collect(self) -> Iterator[Metric]:
         """All metrics as they are now, as prometheus_client asks for them."""
         with self._lock:
             values = {name: dict(samples) for name, samples in self._values.items()}
         for name, metric in METRICS.items():
+            if metric.is_histogram:
+                total = values[name].pop(_SUM)
+                histogram = HistogramMetricFamily(name, metric.meaning, labels=["run"])
+                histogram.add_metric([self._run], list(values[name].items()), total)
+                yield histogram
+                continue
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(name, metric.meaning, labels=["run", *([metric.label] if metric.label else [])])
             for label, value in values[name].items():
@@ -206,15 +235,16 @@ def _values(metric: _Metric, place: str, record: Record) -> Mapping[str, float |
             return {part: record.get(f"{part}_s") for part in _PARTS}
         case "weights":
             return {name: found.get("loss") for name, found in (record.get("weights") or {}).items()}
-        case "pid":
-            return record.get("readers") or {}
-    if place == "samples_s":
-        step_s, samples = record.get("step_s"), record.get("samples")
-        return {"": samples / step_s if step_s and samples is not None else None}
+    if place == "reader_max_bytes":
+        return {"": max((record.get("readers") or {}).values(), default=None)}
     value: Any = record
     for word in place.split("."):
         value = (value or {}).get(word)
     return {"": _RISKS.get(value) if place == "risk" else _figure(value, -1)}
+
+
+def _le(bound: float) -> str:
+    return "+Inf" if math.isinf(bound) else str(bound)
 
 
 def _figure(value: Any, place: int) -> float | None:
