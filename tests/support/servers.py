@@ -25,6 +25,12 @@ def cache_home(cache_homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> 
     path = next(cache_homes)
     path.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    # No credentials of the user or of the machine, of which a machine may have some.
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path / "aws-credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(path / "aws-config"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(path / "gcloud"))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
     return path
 
 

@@ -21,8 +21,7 @@ from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.config import ArrayConfig, StoreConfig
 from vesuvius.volumes.errors import ClosedError, FetchError, OutageError, RefusedError
-from vesuvius.volumes.store import retry
-from vesuvius.volumes.store import source as source_module
+from vesuvius.volumes.store import remote, retry
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.source import Source
 from vesuvius.volumes.volume import open_volume
@@ -162,7 +161,8 @@ def test_closing_ends_all_pauses_at_once(server: ChunkServer, address: str, monk
 @pytest.mark.parametrize("status", [400, 401, 403, 501])
 def test_a_refusal_is_not_asked_for_again_and_damages_nothing(server: ChunkServer, address: str, status: int) -> None:
     server.set_faults([{"path": "data", "kind": "status", "status": status}])
-    with pytest.raises(RefusedError, match=rf"{status} .* for data in {address}.*credentials"):
+    remedy = "what stands between" if status == 501 else "credentials"
+    with pytest.raises(RefusedError, match=rf"{status} .* for data in {address}.*{remedy}"):
         source_at(address).get("data")
     assert server.stats()["requests"] == 1
 
@@ -192,7 +192,7 @@ def test_a_store_that_forbids_what_is_absent_opens_and_reads(server: ChunkServer
 
 def test_a_private_bucket_still_says_that_it_wants_credentials(s3: Any, tmp_path: Path) -> None:
     address = upload(s3, write_array(tmp_path / "v.zarr", textured((32, 32, 32))), "private", tmp_path.name)
-    with pytest.raises(Exception, match=r"store must answer; got .*403 Forbidden .*credentials \(AWS_\*"):
+    with pytest.raises(Exception, match=r"store must answer; got .*403 .*check the address and the credentials"):
         open_volume(ArrayConfig(path=address), FAST)
 
 
@@ -224,7 +224,7 @@ def test_small_shards_of_a_server_without_ranges_are_fetched_whole(
 def test_large_shards_of_a_server_without_ranges_are_refused_in_one_line(
     rangeless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "_WHOLE_BYTES_MAX", 10_000)
+    monkeypatch.setattr(remote, "_WHOLE_BYTES_MAX", 10_000)
     write_array(tmp_path / "v.zarr", textured((64, 64, 64)), **LAYOUTS["v3-sharded"])
     volume = open_volume(ArrayConfig(path=f"{rangeless}/v.zarr"), FAST)
     with pytest.raises(RefusedError, match=r"ignores the Range header .*supports Range, such as nginx, or copy"):

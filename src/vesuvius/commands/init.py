@@ -14,7 +14,7 @@ from vesuvius.config import ArrayConfig
 from vesuvius.config.load import parse_config
 from vesuvius.errors import EXIT_OK, ConfigError, storage_errors
 from vesuvius.runlog.find_run import runs_root
-from vesuvius.volumes.store.object_store import is_remote
+from vesuvius.volumes.store.object_store import is_remote, last_name
 
 
 @as_command
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
 
 def default_name(volume: str) -> str:
     """A run's name of the last part of an address: `s3://bucket/scroll 1.zarr/` -> `scroll-1`."""
-    last = volume.split("?")[0].rstrip("/").rpartition("/")[2] if is_remote(volume) else Path(volume).resolve().name
+    last = last_name(volume) if is_remote(volume) else Path(volume).resolve().name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", re.sub(r"(\.ome)?\.zarr$", "", last)).strip("-.")
     return name or "first"
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, Literal, Self
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from pydantic import Field, field_validator
 
@@ -29,7 +29,7 @@ class ArrayConfig(Section):
     def _folder(cls, path: str) -> str:
         """`~` and file:// as the folder they stand for."""
         if path.startswith("file://"):
-            return unquote(urlsplit(path).path)
+            return unquote("/" + path.removeprefix("file://").partition("/")[2])  # `#` and `?` are of the name
         return os.path.expanduser(path)  # leaves ~name where there is no such user; a path of pathlib's raises
 
 
@@ -110,9 +110,7 @@ class StoreConfig(Section):
         2, description="how often a damaged chunk is fetched again before it is quarantined; at least once"
     )
     timeout_s: float = Field(30.0, gt=0, description="seconds after which a request counts as failed")
-    anonymous: bool | None = Field(
-        None, description="s3 and gs without signing; null = where the environment holds no credentials"
-    )
+    anonymous: bool | None = Field(None, description="s3 and gs without signing; null = where no credentials are found")
     forbidden_is_absent: bool = Field(
         False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
     )

@@ -71,13 +71,13 @@ class MetadataCheck:
         self._due = now + max(_CHECK_EVERY_S, _CHECK_SHARE * (now - started))
         if found is None:
             raise DataError(
-                f"a volume must not move while it is read; got no {key} in {self._source.address} any more: the volume "
+                f"a volume must not move while it is read; got no {key} in {self._source.shown} any more: the volume "
                 "is gone (deleted, or its file system is no longer mounted); restore it, then continue with --resume"
             )
         if found != self._known and _essential(found) != _essential(self._known):
             raise DataError(
                 f"a volume must not change while it is read; got different metadata in {key} of "
-                f"{self._source.address} than at the start: it has been replaced; start a new run for another volume"
+                f"{self._source.shown} than at the start: it has been replaced; start a new run for another volume"
             )
         self._known = found
 

@@ -51,7 +51,7 @@ class StagedStore(Store):
             try:
                 self._staged[request][0].exception()  # not futures.wait: it misses what a shutdown cancels
             except CancelledError:
-                raise ClosedError(self.source.address) from None
+                raise ClosedError(self.source.shown) from None
 
     def release(self, box: Box) -> None:
         """Free the bytes of a staged box that no other box needs; called when it has been read."""

@@ -284,9 +284,9 @@ def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal[
     level: Level | None = None
     if isinstance(node, zarr.Group):
         level = pick_level(node, spec)
-        array, name = level.array, f"{spec.path} level {spec.level}"
+        array, name = level.array, f"{source.shown} level {spec.level}"
     else:
-        array, name = node, spec.path
+        array, name = node, source.shown
         if spec.level:
             raise DataError(
                 f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point "
@@ -345,14 +345,14 @@ def _use_one_codec_thread() -> None:
 
 
 def _open_node(source: Source) -> zarr.Array[Any] | zarr.Group:
-    address = source.address
+    address = source.shown
     try:
-        return zarr.open(StagedStore(source) if source.remote else LocalStore(address, read_only=True), mode="r")
+        return zarr.open(StagedStore(source) if source.remote else LocalStore(source.address, read_only=True), mode="r")
     except FileNotFoundError as error:
         if source.forbidden:
             raise DataError(
                 f"a volume's store must answer; got {source.forbidden} for {address}; check the address and the "
-                "credentials (AWS_* in the environment, data.store.anonymous)"
+                "credentials"
             ) from error
         raise DataError(
             f"a volume must be a zarr array or group; got {address}, which is neither; point path at the "

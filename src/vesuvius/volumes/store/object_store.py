@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import os
+import base64
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import obstore
 from obstore.exceptions import BaseError
-from obstore.store import LocalStore, from_url
+from obstore.store import GCSStore, HTTPStore, LocalStore, S3Store
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
 from vesuvius.volumes.errors import reason
 from vesuvius.volumes.store.cache import DiskCache
+from vesuvius.volumes.store.credentials import Signing, find_signing
 
 REMOTE_SCHEMES = ("http", "https", "s3", "gs")
-_CREDENTIALS = {
-    "s3": (
-        "AWS_ACCESS_KEY_ID",
-        "AWS_WEB_IDENTITY_TOKEN_FILE",
-        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
-    ),
-    "gs": ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS"),
-}
+_LONGEST_REQUEST = 20  # times `timeout_s`, for a large object that keeps arriving
 
 
 def is_remote(address: str) -> bool:
@@ -33,17 +28,50 @@ def is_remote(address: str) -> bool:
     return "://" in address
 
 
-def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
-    """The obstore store of a folder or URL.  No I/O.
+def is_web(address: str) -> bool:
+    """Whether an address is a plain web server's, which cannot list."""
+    return address.startswith(("http://", "https://"))
 
-    s3 takes the usual AWS_* environment; where that holds no credentials, requests are not signed.
+
+def shown_address(address: str) -> str:
+    """An address as messages name it: of web servers without the password and the query, which may be secrets."""
+    if not is_web(address):
+        return address
+    path, question_mark, _ = address.partition("?")
+    return re.sub(r"(?<=//)[^/@]*@", "", path) + ("?***" if question_mark else "")
+
+
+def last_name(address: str) -> str:
+    """The last segment of an address or of a folder's path."""
+    return shown_address(address).removesuffix("?***").rstrip("/").rpartition("/")[2]
+
+
+def web_url(address: str) -> tuple[str, dict[str, str]]:
+    """The URL of a web server's folder, as it is sent, and the header with the user and password in it, if any.
+
+    Only `?` is special in it, and one slash at its end says nothing.
+    """
+    path, question_mark, query = address.replace("#", "%23").partition("?")
+    scheme, _, rest = path.partition("://")
+    user, at, _ = rest.partition("/")[0].rpartition("@")
+    authorization = {"Authorization": "Basic " + base64.b64encode(unquote(user).encode()).decode()} if at else {}
+    return f"{scheme}://{rest.removeprefix(user + at).removesuffix('/')}{question_mark}{query}", authorization
+
+
+def open_store(address: str, config: StoreConfig, signing: Signing | None = None) -> obstore.store.ObjectStore:
+    """The obstore store of a folder or URL.  No I/O but what `find_signing` does.
+
+    Keys of s3 and gs are taken literally: no character of theirs is special.
+
+    Args:
+        signing: how requests to s3 and gs are signed; looked for where it is None.
 
     Raises:
-        DataError: a scheme that is not supported, or an address that is not one.
+        DataError: a scheme that is not supported, an address that is not one, or credentials that cannot be used.
     """
     if not is_remote(address):
         return LocalStore(Path(address).absolute())
-    scheme = address.partition("://")[0]
+    scheme, _, rest = address.partition("://")
     if scheme not in REMOTE_SCHEMES:
         raise DataError(
             f"a volume is a folder or an address of {', '.join(REMOTE_SCHEMES)}; got {address}; copy it to one of them"
@@ -52,23 +80,28 @@ def open_store(address: str, config: StoreConfig) -> obstore.store.ObjectStore:
         # Ours: the retries of obstore itself would neither be counted nor cover a body that breaks off.
         "retry_config": {"max_retries": 0},
         "client_options": {
-            "timeout": timedelta(seconds=config.timeout_s),
+            "timeout": timedelta(seconds=_LONGEST_REQUEST * config.timeout_s),
+            "read_timeout": timedelta(seconds=config.timeout_s),
             "connect_timeout": timedelta(seconds=min(config.timeout_s, 10)),
             "allow_http": True,
             "pool_max_idle_per_host": str(config.requests),
         },
     }
-    anonymous = config.anonymous
-    if scheme in _CREDENTIALS and anonymous is None:
-        anonymous = not any(os.environ.get(name) for name in _CREDENTIALS[scheme])
-    if scheme in _CREDENTIALS and anonymous:
-        options["skip_signature"] = True
     try:
-        return from_url(address, **options)
+        if is_web(address):
+            url, authorization = web_url(address)
+            options["client_options"]["default_headers"] = authorization
+            return HTTPStore(url, **options)
+        bucket, _, key = rest.partition("/")
+        if not bucket or "" in key.split("/")[:-1]:  # obstore would leave it out
+            raise ValueError("an empty name between two slashes" if bucket else "no bucket")
+        options |= (signing or find_signing(scheme, config.anonymous)).options
+        kind = S3Store if scheme == "s3" else GCSStore
+        return kind(bucket, prefix=key.removesuffix("/") or None, **options)
     except (BaseError, ValueError) as error:
         raise DataError(
-            f"a volume's address must be one that its store accepts; got {reason(error)} for {address}; correct it, "
-            "or the AWS_* and GOOGLE_* environment"
+            f"Cannot open {shown_address(address)}: {reason(error)}; correct the address, or the AWS_* and GOOGLE_* "
+            "environment"
         ) from error
 
 

@@ -1,50 +1,28 @@
 """Reads of a store are tried again for as long as an outage may last, and the log says since when and why.
 
-What the network, the server or the mount fails to give is an outage.  What a store refuses, or what is damaged, is not
-tried again.
+What the network, the server or the mount fails to give is an outage: a closed list.  An answer that breaks the protocol
+is asked for twice, what a store refuses or what is damaged once.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import random
-import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from obstore.exceptions import BaseError, GenericError
+from obstore.exceptions import BaseError
 
 from vesuvius.config import StoreConfig
-from vesuvius.volumes.errors import ClosedError, OutageError, reason
-from vesuvius.volumes.store.object_store import is_remote
+from vesuvius.volumes.errors import ClosedError, OutageError, ProtocolError, is_protocol_error, reason
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Of the statuses below 500, those that pass; 501 and 505 do not.
-_TRANSIENT_STATUSES = {408, 425, 429}
-_LASTING_STATUSES = {501, 505}
-# What a network file system says while its server is away, and a process that is short of something for a while.
-_TRANSIENT_ERRNOS = {
-    errno.EIO,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.ENOTCONN,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.ECONNRESET,
-    errno.ECONNREFUSED,
-    errno.EAGAIN,
-    errno.ENFILE,
-    errno.EMFILE,
-}
 _FIRST_PAUSE_S = 0.1
 # A store that has never answered is more likely a wrong address than an outage.
 _FIRST_ANSWER_S = 60.0
@@ -68,8 +46,10 @@ class Retrier:
     """Runs the reads of one store, each again while its error may pass.  Any thread may call it.
 
     Args:
-        known: whether the store has answered before.  One that has not is given up after a minute.
-        may_pass: whether an error may pass by itself; `is_transient`, but for what its owner knows better.
+        address: of the store, for messages.
+        known: whether the store has answered before.  One with a URL that has not is given up after a minute.
+        remote: whether it has a URL.
+        may_pass: whether an error may pass by itself; `is_outage`, but for what its owner knows better.
         count: told of requests, retries and bytes fetched.
 
     Attributes:
@@ -81,6 +61,7 @@ class Retrier:
         address: str,
         config: StoreConfig,
         known: bool,
+        remote: bool,
         may_pass: Callable[[BaseException], bool],
         count: Callable[..., None],
     ) -> None:
@@ -90,7 +71,7 @@ class Retrier:
         self._known = known
         self._may_pass = may_pass
         self._count = count
-        self._remote = is_remote(address)
+        self._remote = remote
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._failing: dict[int, Outage] = {}  # by thread
@@ -108,6 +89,7 @@ class Retrier:
             Exception: whatever else `read` raises.
         """
         tries, pause_s = 0, min(_FIRST_PAUSE_S, self._config.max_pause_s)
+        is_second_answer = False  # after one that broke the protocol
         since: float | None = None
         began = 0.0
         answered = True
@@ -117,15 +99,19 @@ class Retrier:
                 self._count(requests=1)
                 try:
                     data = read()
-                except (BaseError, OSError) as error:
-                    if not self._may_pass(error):
+                except (BaseError, OSError, ProtocolError) as error:
+                    if is_protocol_error(error) and not is_second_answer:
+                        is_second_answer = True
+                        self._count(retries=1)
+                    elif not self._may_pass(error):
                         raise
-                    if since is None:
-                        since, began = time.time(), time.monotonic()
-                    if time.monotonic() - began >= self._patience_s:
-                        answered = False
-                        raise self._outage_error(key, error, since, tries) from error
-                    self._note_failure(Outage(since, reason(error), self._address))
+                    else:
+                        if since is None:
+                            since, began = time.time(), time.monotonic()
+                        if time.monotonic() - began >= self._patience_s:
+                            answered = False
+                            raise self._outage_error(key, error, since, tries) from error
+                        self._note_failure(Outage(since, reason(error), self._address))
                 else:
                     self._count(bytes_fetched=len(data) if isinstance(data, bytes) else 0)
                     return data
@@ -198,23 +184,6 @@ class Retrier:
             f"{reason(error)} since {_clock(since)} {what}; check the network "
             "and the server, then continue a run with --resume, or run another command again"
         )
-
-
-def is_transient(error: BaseException, remote: bool) -> bool:
-    """Whether an error of a read may pass by itself.  Pure.
-
-    Args:
-        remote: whether the store has a URL; what is wrong with a file on disk passes only where its mount was away.
-    """
-    if isinstance(error, GenericError):
-        match = re.search(r"status code: (\d{3})", str(error))
-        if match is None:
-            return "redirect" not in str(error)
-        status = int(match[1])
-        return (status >= 500 and status not in _LASTING_STATUSES) or status in _TRANSIENT_STATUSES
-    if not isinstance(error, OSError) or isinstance(error, (FileNotFoundError, PermissionError)):
-        return False
-    return remote or error.errno in _TRANSIENT_ERRNOS
 
 
 def _clock(moment: float) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,24 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import obstore
-from obstore.exceptions import BaseError, NotSupportedError, PermissionDeniedError
-from obstore.store import HTTPStore
+from obstore.exceptions import BaseError, PermissionDeniedError
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.errors import FetchError, RefusedError, reason, refusal
-from vesuvius.volumes.store.byte_range import ByteRange, checked, cut
+from vesuvius.volumes.errors import FetchError, ProtocolError, is_outage, reason, refusal, status_of
+from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.local_files import check_file, check_path, list_files, read_file
-from vesuvius.volumes.store.object_store import is_remote, open_cache, open_store
-from vesuvius.volumes.store.retry import Outage, Retrier, is_transient
+from vesuvius.volumes.store.object_store import is_remote, open_cache, shown_address
+from vesuvius.volumes.store.remote import RemoteStore
+from vesuvius.volumes.store.retry import Outage, Retrier
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# Objects up to this size are fetched whole where a server does not know byte ranges.
-_WHOLE_BYTES_MAX = 64 * 2**20
 
 
 @dataclass
@@ -62,6 +57,7 @@ class Source:
             metadata are looked for, nothing is cached, and what is forbidden (403) counts as absent: S3 answers so for
             absent keys where one may not list.
         remote: whether the address is a URL.
+        shown: the address as messages name it.
         forbidden: what the store said of the last read that it forbade while the volume was opened; else None.
         metadata_key: the object with the array's metadata, once whoever opens the volume has found it.
     """
@@ -74,14 +70,13 @@ class Source:
         self.figures = SourceFigures()
         self.forbidden: str | None = None
         self.metadata_key: str | None = None
-        self._store = open_store(address, config)
+        self._store = RemoteStore(address, config) if self.remote else None
         self._root = Path(address).absolute()  # where it is a folder
         self._cache = open_cache(config) if self.remote else None
-        self._retrier = Retrier(address, config, known, self._may_pass, self.count)
+        self.shown = shown_address(address)
+        self._retrier = Retrier(self.shown, config, known, self.remote, self._may_pass, self.count)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._whole: tuple[str, bytes] | None = None
-        self._whole_lock = threading.Lock()
 
     @property
     def outage(self) -> Outage | None:
@@ -132,7 +127,12 @@ class Source:
     @property
     def can_list(self) -> bool:
         """Whether the store can list its objects, which plain web servers cannot."""
-        return not isinstance(self._store, HTTPStore)
+        return self._store is None or self._store.can_list
+
+    @property
+    def signing(self) -> str:
+        """How requests are signed, for messages; empty where they never are."""
+        return "" if self._store is None else self._store.signing.words
 
     def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order.  On a disk links to folders are followed.
@@ -144,12 +144,26 @@ class Source:
             DataError: the store cannot list, or access is refused, if only to one folder.
         """
         with self._listing_errors():
-            if not self.remote:  # obstore would look at the size of each file
+            store = self._store
+            if store is None:  # obstore would look at the size of each file
                 yield from list_files(self._root, prefix, folders_too)
                 return
-            for batch in obstore.list(self._store, prefix, chunk_size=1000):
-                for entry in batch:
-                    yield entry["path"]
+            pages: Iterator[list[str]] | None = None
+            last: str | None = None
+
+            def next_page() -> list[str] | None:
+                """The keys behind `last`; asked for anew where the listing has broken off."""
+                nonlocal pages
+                pages = pages or store.pages(prefix, last)
+                try:
+                    return next(pages, None)
+                except BaseException:
+                    pages = None
+                    raise
+
+            while (page := self._retrier.run(f"the list of {prefix or 'all keys'}", next_page)) is not None:
+                yield from page
+                last = page[-1] if page else last
 
     def check_folder(self, key: str) -> None:
         """Raises DataError where on a disk something else lies in place of a folder of chunks."""
@@ -164,8 +178,9 @@ class Source:
     def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
         """Keys and prefixes one segment below `prefix`, of a remote store; errors as `list_keys`."""
         with self._listing_errors():
-            found = obstore.list_with_delimiter(self._store, prefix)
-            return [entry["path"] for entry in found["objects"]], sorted(found["common_prefixes"])
+            store = self._store
+            assert store is not None
+            return self._retrier.run(f"the list of {prefix or 'all keys'}", lambda: store.list_one_level(prefix))
 
     def close(self) -> None:
         """End the threads; what they are reading is abandoned, and not tried again."""
@@ -185,15 +200,18 @@ class Source:
     def _listing_errors(self) -> Iterator[None]:
         if not self.can_list:
             raise DataError(
-                f"a listing of chunks needs a store that can list; got {self.address}, a web server; put a "
+                f"a listing of chunks needs a store that can list; got {self.shown}, a web server; put a "
                 "`.chunk_occupancy.npz` beside level 0, or set data.foreground.source=level"
             )
         try:
             yield
-        except (BaseError, OSError) as error:
+        except (BaseError, OSError, ProtocolError) as error:
+            if status_of(error) in (None, 400) and not isinstance(error, OSError):
+                raise refusal(error, "the list of its keys", self.shown, self.remote, self.signing) from error
+            signing = f" ({self.signing})" if self.signing else ""
             raise DataError(
-                f"the chunks of a volume must be listable; got {reason(error)} from {self.address}; allow listing, "
-                "or set data.foreground.source=level"
+                f"the chunks of a volume must be listable; got {reason(error)} from {self.shown}{signing}; allow "
+                "listing, or set data.foreground.source=level"
             ) from error
 
     def _cache_name(self, key: str, byte_range: ByteRange | None) -> str:
@@ -201,66 +219,14 @@ class Source:
         return f"{self.cache_scope}/{key}{part}"
 
     def _read(self, key: str, byte_range: ByteRange | None) -> bytes:
-        if not self.remote:
-            return read_file(self._root, key, byte_range)
-        wanted: Any = None
-        match byte_range:
-            case ByteRange(start, int(stop)):
-                wanted = (start, stop)
-            case ByteRange(start):
-                wanted = {"suffix": -start} if start < 0 else {"offset": start}
-        try:
-            found = obstore.get(self._store, key, options={"range": wanted} if wanted else None)
-        except NotSupportedError:
-            if byte_range is None:
-                raise
-            return cut(self._read_whole(key), byte_range)
-        data, (start, stop) = bytes(found.bytes()), found.range
-        if len(data) != stop - start:
-            raise ConnectionError(f"the body has {len(data)} bytes of {stop - start}")
-        return data if byte_range is None else checked(data, byte_range, found.meta["size"])
-
-    def _read_whole(self, key: str) -> bytes:
-        """An object of a server that does not know byte ranges; the last one is kept, as more parts of it will be
-        asked for."""
-        with self._whole_lock:
-            if self._whole is not None and self._whole[0] == key:
-                return self._whole[1]
-            found = obstore.get(self._store, key)
-            size = found.meta["size"]
-            if size > _WHOLE_BYTES_MAX:
-                raise RefusedError(
-                    "a volume with large shards is read in byte ranges; got a server that ignores the Range header and "
-                    f"sends all {size / 2**20:.0f} MiB of {key} in {self.address}; serve the volume with a server that "
-                    "supports Range, such as nginx, or copy it to a disk"
-                )
-            if self._whole is None:
-                log.warning(
-                    "%s ignores the Range header: whole shards are fetched for a few of their chunks; a server that "
-                    "supports Range, such as nginx, is faster",
-                    self.address,
-                )
-            data = bytes(found.bytes())
-            self._whole = (key, data)
-            return data
+        return read_file(self._root, key, byte_range) if self._store is None else self._store.read(key, byte_range)
 
     def _look(self, key: str) -> bool:
-        """Raises FileNotFoundError where there is no such object.
-
-        A GET of one byte, as reads are GETs: servers answer HEAD with 403, 404, 405 or 501 for what they deliver, and
-        obstore takes some of these for absence.
-        """
-        if not self.remote:
+        """Raises FileNotFoundError where there is no such object."""
+        if self._store is None:
             check_file(self._root, key)
-            return True
-        try:
-            obstore.get(self._store, key, options={"range": (0, 1)})
-        except BaseError as error:
-            if "status code: 416" in str(error):  # an empty object has no first byte
-                return True
-            if not isinstance(error, NotSupportedError) and not re.search(r"status code: (400|501)", str(error)):
-                raise
-            obstore.get(self._store, key)  # the server knows no ranges; the body is not read
+        else:
+            self._store.check_exists(key)
         return True
 
     def _tried(self, key: str, read: Callable[[], T]) -> T | None:
@@ -269,11 +235,11 @@ class Source:
             return self._retrier.run(key, read)
         except FileNotFoundError:
             return None
-        except (BaseError, OSError) as error:
+        except (BaseError, OSError, ProtocolError) as error:
             if isinstance(error, PermissionDeniedError) and self._absent_if_forbidden:
-                self.forbidden = reason(error)
+                self.forbidden = f"{reason(error)} ({self.signing})" if self.signing else reason(error)
                 return None
-            raise refusal(error, key, self.address, self.remote) from error
+            raise refusal(error, key, self.shown, self.remote, self.signing) from error
 
     @property
     def _absent_if_forbidden(self) -> bool:
@@ -283,7 +249,7 @@ class Source:
         """Whether an error may pass by itself; an I/O error of the disk under one chunk does not."""
         if not self.remote and isinstance(error, OSError) and error.errno == errno.EIO and self._metadata_readable():
             return False
-        return is_transient(error, self.remote)
+        return is_outage(error, self.remote)
 
     def _metadata_readable(self) -> bool:
         """Whether the file system as such is there: an I/O error is then one of the disk, under that chunk alone."""

@@ -1,0 +1,213 @@
+"""Objects behind a URL: read, looked for and listed once, in whichever way this server understands.
+
+A server that answers otherwise than obstore demands is asked in another way at once, and from then on: ranges from the
+end become ranges with a start, servers without ranges send whole objects, and `web.py` reads what obstore cannot read
+from a web server at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError, GenericError, NotSupportedError
+
+from vesuvius.config import StoreConfig
+from vesuvius.volumes.errors import ProtocolError, RefusedError, is_protocol_error, reason, status_of
+from vesuvius.volumes.store.byte_range import ByteRange, checked, cut
+from vesuvius.volumes.store.credentials import Signing, find_signing
+from vesuvius.volumes.store.object_store import is_web, open_store, shown_address, web_url
+from vesuvius.volumes.store.web import WebServer
+
+log = logging.getLogger(__name__)
+
+# Objects up to this size are fetched whole where a server does not know byte ranges.
+_WHOLE_BYTES_MAX = 64 * 2**20
+# What servers answer to a range that counts from the end, if they do not ignore it.
+_SUFFIX_REFUSALS = {400, 416, 501}
+
+
+class RemoteStore:
+    """One store with a URL.  Its methods may be called from several threads, and try once.
+
+    Attributes:
+        signing: how requests are signed.
+    """
+
+    def __init__(self, address: str, config: StoreConfig) -> None:
+        scheme = address.partition("://")[0]
+        self.signing = find_signing(scheme, config.anonymous) if scheme in ("s3", "gs") else Signing("")
+        self._store = open_store(address, config, self.signing)
+        self._name = shown_address(address)
+        self._web = WebServer(*web_url(address), config.timeout_s) if is_web(address) else None
+        self._web_reads = 0  # of what obstore could not read
+        self._has_suffixes = True
+        self._lock = threading.Lock()
+        self._whole: tuple[str, bytes] | None = None
+        self._whole_lock = threading.Lock()
+
+    @property
+    def can_list(self) -> bool:
+        """Whether the store can list its objects, which plain web servers cannot."""
+        return self._web is None
+
+    def read(self, key: str, byte_range: ByteRange | None) -> bytes:
+        """An object, or a range of it.
+
+        Raises:
+            FetchError: the object ends before the range.
+            RefusedError: the server sends large objects as a whole only.
+            FileNotFoundError, ProtocolError, BaseError, OSError: there is none, or it did not come.
+        """
+        if byte_range is None:
+            return self._get(key, None)[0]
+        if byte_range.start < 0:
+            return self._read_end(key, byte_range)
+        try:
+            data, size = self._get(key, byte_range)
+        except NotSupportedError as error:
+            return cut(self._read_whole(key, reason(error)), byte_range)
+        return checked(data, byte_range, byte_range.start + len(data) if size is None else size)
+
+    def check_exists(self, key: str) -> None:
+        """Raises FileNotFoundError where there is no such object, else as `read`.
+
+        A GET of one byte, as reads are GETs: servers answer HEAD with 403, 404, 405 or 501 for what they deliver.
+        """
+        try:
+            self._get(key, ByteRange(0, 1))
+        except NotSupportedError:  # it is there, and is not sent in parts
+            return
+        except BaseError as error:
+            if status_of(error) in (400, 501):
+                obstore.get(self._store, key)  # the server knows no ranges; the body is not read
+            elif status_of(error) != 416:  # an empty object has no first byte
+                raise
+
+    def pages(self, prefix: str, after: str | None) -> Iterator[list[str]]:
+        """Keys below a prefix (whole path segments) in order, page by page, from behind a key on."""
+        for batch in obstore.list(self._store, prefix, offset=after, chunk_size=1000):
+            yield [entry["path"] for entry in batch]
+
+    def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
+        """Keys and prefixes one segment below `prefix`."""
+        found = obstore.list_with_delimiter(self._store, prefix)
+        return [entry["path"] for entry in found["objects"]], sorted(found["common_prefixes"])
+
+    def _read_end(self, key: str, byte_range: ByteRange) -> bytes:
+        """The last bytes of an object, found by its size where the server does not count from the end."""
+        refused = ""
+        if self._has_suffixes and not self._asks_web:
+            try:
+                return self._get_by_obstore(key, byte_range)[0]
+            except (BaseError, ProtocolError) as error:
+                if status_of(error) not in _SUFFIX_REFUSALS and not is_protocol_error(error):
+                    raise
+                refused = reason(error)
+        try:
+            size = self._size(key)
+            data = self._get(key, ByteRange(max(size + byte_range.start, 0), size))[0] if size else b""
+        except NotSupportedError as error:
+            return cut(self._read_whole(key, reason(error)), byte_range)
+        if self._has_suffixes and refused:
+            self._has_suffixes = False
+            log.warning(
+                "%s does not send the last bytes of an object (%s): two requests are needed for each shard's index",
+                self._name,
+                refused,
+            )
+        return data
+
+    def _size(self, key: str) -> int:
+        """Bytes of an object.  Raises NotSupportedError where the server does not tell, else as `read`."""
+        try:
+            size = self._get(key, ByteRange(0, 1))[1]
+            return int(obstore.head(self._store, key)["size"]) if size is None else size
+        except (BaseError, ProtocolError) as error:
+            if status_of(error) == 416:  # an empty object has no first byte
+                return 0
+            if is_protocol_error(error):
+                raise NotSupportedError(reason(error)) from error
+            raise
+
+    @property
+    def _asks_web(self) -> bool:
+        """Whether obstore is not asked any more: what it could not read once may have been an accident."""
+        return self._web_reads > 1
+
+    def _get(self, key: str, byte_range: ByteRange | None, most: int | None = None) -> tuple[bytes, int | None]:
+        """An object or a range of it that does not count from the end, and the size of the whole if it is told.
+
+        Raises NotSupportedError where ranges are ignored, RefusedError for more than `most` bytes, else as `read`.
+        """
+        error: BaseError | ProtocolError | None = None
+        if not self._asks_web:
+            try:
+                return self._get_by_obstore(key, byte_range, most)
+            except (BaseError, ProtocolError) as first:
+                if self._web is None or isinstance(first, NotSupportedError) or not is_protocol_error(first):
+                    raise
+                error = first
+        assert self._web is not None
+        data, size = self._web.read(key, byte_range, most)
+        self._check_size(key, len(data), most)
+        with self._lock:
+            self._web_reads += 1
+            say = self._web_reads == 2
+        if say and error is not None:
+            log.warning(
+                "%s answers in an unusual way (%s): it is read over a connection for each request, which is slower; a "
+                "server that sends Content-Length and Content-Range, such as nginx, is faster",
+                self._name,
+                reason(error),
+            )
+        return data, size
+
+    def _get_by_obstore(
+        self, key: str, byte_range: ByteRange | None, most: int | None = None
+    ) -> tuple[bytes, int | None]:
+        wanted: Any = None
+        match byte_range:
+            case ByteRange(start, int(stop)):
+                wanted = (start, stop)
+            case ByteRange(start):
+                wanted = {"suffix": -start} if start < 0 else {"offset": start}
+        try:
+            found = obstore.get(self._store, key, options={"range": wanted} if wanted else None)
+        except FileNotFoundError as error:
+            if status_of(error) == 405:  # obstore takes it for an absence
+                raise GenericError(str(error)) from None
+            raise
+        self._check_size(key, found.meta["size"], most)
+        data, (start, stop) = bytes(found.bytes()), found.range
+        if len(data) != stop - start:
+            raise ProtocolError(f"{len(data)} bytes where Content-Range promises {stop - start}")
+        return data, found.meta["size"]
+
+    def _read_whole(self, key: str, why: str) -> bytes:
+        """An object of a server that does not know byte ranges; the last one is kept, as more parts of it will be
+        asked for."""
+        with self._whole_lock:
+            if self._whole is not None and self._whole[0] == key:
+                return self._whole[1]
+            data, _ = self._get(key, None, _WHOLE_BYTES_MAX)
+            if self._whole is None:
+                log.warning(
+                    "%s ignores the Range header (%s): whole shards are fetched for a few of their chunks; a server "
+                    "that supports Range, such as nginx, is faster",
+                    self._name,
+                    why,
+                )
+            self._whole = (key, data)
+            return data
+
+    def _check_size(self, key: str, size: int, most: int | None) -> None:
+        if most is not None and size > most:
+            raise RefusedError(
+                f"a volume with large shards is read in byte ranges; got a server that ignores the Range header and "
+                f"sends more than {most / 2**20:.0f} MiB of {key} in {self._name}; serve the volume with a server that "
+                "supports Range, such as nginx, or copy it to a disk"
+            )

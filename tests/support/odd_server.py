@@ -1,0 +1,106 @@
+"""A web server on loopback whose answers a test writes: odd, broken, or of another protocol."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: its method, its target as it was sent, and its headers by lower-case name."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+
+    @property
+    def span(self) -> tuple[int | None, int | None] | None:
+        """First and last byte of the Range header; (None, n) for the last n."""
+        if "range" not in self.headers:
+            return None
+        first, _, last = self.headers["range"].removeprefix("bytes=").partition("-")
+        return int(first) if first else None, int(last) if last else None
+
+
+Answer = Callable[[Asked], bytes]
+
+
+def answer(status: str, body: bytes = b"", *headers: str) -> bytes:
+    """The bytes of an answer; nothing is added to the headers but that the connection ends."""
+    return "\r\n".join([f"HTTP/1.1 {status}", "Connection: close", *headers, "", ""]).encode() + body
+
+
+def sized(status: str, body: bytes, *headers: str) -> bytes:
+    """As `answer`, with the length."""
+    return answer(status, body, f"Content-Length: {len(body)}", *headers)
+
+
+def served(data: bytes, asked: Asked) -> bytes:
+    """What a well-behaved server answers for an object."""
+    if asked.method == "HEAD":
+        return answer("200 OK", b"", f"Content-Length: {len(data)}")
+    if asked.span is None:
+        return sized("200 OK", data)
+    start, last = asked.span
+    stop = len(data) if start is None or last is None else min(last + 1, len(data))
+    start = max(len(data) - (last or 0), 0) if start is None else start
+    return sized("206 Partial Content", data[start:stop], f"Content-Range: bytes {start}-{stop - 1}/{len(data)}")
+
+
+@dataclass
+class OddServer:
+    """Where it listens, and what it was asked."""
+
+    url: str
+    asked: list[Asked] = field(default_factory=list)
+
+
+@contextmanager
+def odd_server(reply: Answer) -> Iterator[OddServer]:
+    """Answer each request with the bytes that `reply` makes of it, then close its connection."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+    server = OddServer(f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+    def converse(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            text = b""
+            while b"\r\n\r\n" not in text and (more := connection.recv(65536)):
+                text += more
+            first, *lines = text.decode("latin-1").split("\r\n\r\n")[0].split("\r\n")
+            if not first:
+                return
+            method, target, _ = first.split(" ", 2)
+            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+            request = Asked(method, target, headers)
+            server.asked.append(request)
+            connection.sendall(reply(request))
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=converse, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield server
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def files_below(root: Path, reply: Callable[[bytes, Asked], bytes] = served) -> Answer:
+    """The files of a folder, each answered as `reply` does; 404 for what is none."""
+
+    def answer_file(asked: Asked) -> bytes:
+        file = root / asked.target.partition("?")[0].lstrip("/")
+        return reply(file.read_bytes(), asked) if file.is_file() else sized("404 Not Found", b"")
+
+    return answer_file

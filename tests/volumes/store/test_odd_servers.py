@@ -1,0 +1,315 @@
+"""Servers that answer in unusual ways are read all the same, or named at once; never waited for, as they are there.
+
+All with an outage limit of an hour: a reader that takes an answer for an outage would not end.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import textured, write_array
+from tests.support.odd_server import Asked, answer, files_below, odd_server, served, sized
+from tests.volumes.test_volume import LAYOUTS
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.volumes.errors import RefusedError, is_outage, is_protocol_error
+from vesuvius.volumes.listing import list_chunks
+from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.store.source import Source
+from vesuvius.volumes.volume import Volume, open_volume
+
+DATA = bytes(range(256)) * 4
+SHAPE = (64, 64, 64)
+BOX = ((0, 0, 0), (32, 64, 64))  # half of the only shard: its index and ranges of it are asked for
+
+
+def chunked(data: bytes, asked: Asked) -> bytes:
+    """As a server that streams: no length, no ranges; to HEAD not even that."""
+    body = b"" if asked.method == "HEAD" else b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+    return answer("200 OK", body, "Transfer-Encoding: chunked")
+
+
+def of_unknown_total(data: bytes, asked: Asked) -> bytes:
+    return served(data, asked).replace(f"/{len(data)}\r\n".encode(), b"/*\r\n")
+
+
+def without_content_range(data: bytes, asked: Asked) -> bytes:
+    return b"\r\n".join(line for line in served(data, asked).split(b"\r\n") if not line.startswith(b"Content-Range"))
+
+
+def from_the_start(data: bytes, asked: Asked) -> bytes:
+    """Takes `bytes=-N` for the first N + 1 bytes."""
+    if asked.span is not None and asked.span[0] is None:
+        asked = Asked(asked.method, asked.target, {"range": f"bytes=0-{asked.span[1]}"})
+    return served(data, asked)
+
+
+def with_bad_date(data: bytes, asked: Asked) -> bytes:
+    head, _, body = served(data, asked).partition(b"\r\n\r\n")
+    return head + b"\r\nLast-Modified: yesterday\r\n\r\n" + body
+
+
+def refusing_suffixes(status: str) -> Callable[[bytes, Asked], bytes]:
+    def reply(data: bytes, asked: Asked) -> bytes:
+        counts_from_end = asked.span is not None and asked.span[0] is None
+        return sized(status, b"no") if counts_from_end else served(data, asked)
+
+    return reply
+
+
+def refusing_head(status: str) -> Callable[[bytes, Asked], bytes]:
+    """And the ranges that would make it unnecessary."""
+
+    def reply(data: bytes, asked: Asked) -> bytes:
+        return answer(status, b"", "Content-Length: 0") if asked.method == "HEAD" else from_the_start(data, asked)
+
+    return reply
+
+
+READ_ALL_THE_SAME = {
+    "chunked": chunked,
+    "total unknown": of_unknown_total,
+    "no Content-Range": without_content_range,
+    "suffix misread": from_the_start,
+    "suffix ignored": lambda data, asked: (
+        sized("200 OK", data) if asked.span is not None and asked.span[0] is None else served(data, asked)
+    ),
+    "bad date": with_bad_date,
+    **{f"suffix {status[:3]}": refusing_suffixes(status) for status in ("400 No", "416 No", "501 No")},
+    **{f"HEAD {status[:3]}": refusing_head(status) for status in ("405 No", "501 No")},
+}
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3-sharded"])
+@pytest.mark.parametrize("kind", READ_ALL_THE_SAME)
+def test_a_server_that_answers_otherwise_gives_the_voxels_and_is_no_outage(
+    tmp_path: Path, kind: str, layout: str
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    if layout == "v2":
+        (path / "0/1/1").unlink()
+    with odd_server(files_below(tmp_path, READ_ALL_THE_SAME[kind])) as server:
+        volume = open_volume(ArrayConfig(path=f"{server.url}/v.zarr"), StoreConfig(timeout_s=5))
+        for _ in range(2):
+            np.testing.assert_array_equal(volume.read(BOX), open_volume(ArrayConfig(path=str(path))).read(BOX))
+            volume.grid.forget(BOX)
+        volume.close()
+    assert volume.source.figures.retries == 0
+
+
+def test_what_a_server_does_not_understand_is_remembered_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(6):
+        (tmp_path / str(number)).write_bytes(DATA)
+    with odd_server(files_below(tmp_path, from_the_start)) as server:
+        source = Source(server.url, StoreConfig())
+        for number in range(6):
+            assert source.get(str(number), ByteRange(-7)) == DATA[-7:]
+        assert [asked.headers.get("range") for asked in server.asked[-2:]] == ["bytes=0-0", "bytes=1017-1023"]
+        assert len(server.asked) == 1 + 2 * 6
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "does not send the last bytes of an object" in caplog.text
+
+
+def test_one_odd_answer_does_not_make_all_later_reads_slow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "data").write_bytes(DATA)
+    odd = iter([True])
+    reply = files_below(tmp_path, lambda data, asked: (with_bad_date if next(odd, False) else served)(data, asked))
+    with odd_server(reply) as server:
+        source = Source(server.url, StoreConfig())
+        assert [source.get("data") for _ in range(3)] == [DATA] * 3
+    assert len(server.asked) == 4
+    assert "accept-encoding" in server.asked[1].headers, "by web.py"
+    assert "accept-encoding" not in server.asked[3].headers
+    assert not caplog.records
+
+
+# ---- named
+
+
+NAMED = {
+    "no length": (lambda asked: answer("200 OK", DATA), "neither Content-Length nor chunks"),
+    "bad length": (lambda asked: answer("200 OK", DATA, "Content-Length: many"), "Content-Length: many"),
+    "no HTTP": (lambda asked: b"SSH-2.0-OpenSSH_9.9\r\n", "not HTTP: .*SSH-2.0-OpenSSH_9.9"),
+    "no content": (lambda asked: answer("204 No Content"), "status 204 for the whole of an object"),
+    "redirect without a target": (lambda asked: sized("302 Found", b""), "a redirect that leads nowhere: 302"),
+    "redirect to itself": (lambda asked: sized("302 Found", b"", f"Location: {asked.target}"), "infinite loop"),
+    "redirect to ftp": (
+        lambda asked: sized("302 Found", b"", "Location: ftp://127.0.0.1/data"),
+        "unknown url type: ftp",
+    ),
+    "method": (lambda asked: sized("405 Method Not Allowed", b""), "405 Method Not Allowed"),
+    "gone": (lambda asked: sized("410 Gone", b""), "410 Gone"),
+    "length required": (lambda asked: sized("411 Length Required", b""), "411 Length Required"),
+    "version": (lambda asked: sized("505 HTTP Version Not Supported", b""), "505 HTTP Version Not Supported"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_an_answer_that_cannot_be_used_is_named_with_its_address_after_two_tries(kind: str) -> None:
+    reply, words = NAMED[kind]
+    with odd_server(reply) as server:
+        source = Source(server.url, StoreConfig(), known=True)
+        source.cache_scope = "volume"
+        with pytest.raises(
+            RefusedError, match=rf"not as HTTP demands: .*{words}.* for data in {server.url}; "
+        ) as caught:
+            source.get("data")
+        assert "\n" not in str(caught.value)
+        assert source.figures.requests <= 2
+        assert source.outage is None
+
+
+@pytest.mark.parametrize("served_by", ["a certificate of its own", "no TLS"])
+def test_tls_that_fails_is_named_after_two_tries(tmp_path: Path, served_by: str) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": print}))
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    if served_by != "no TLS":
+        if shutil.which("openssl") is None:
+            pytest.skip("no openssl to make a certificate with")
+        command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout key -out cert -days 2"
+        subprocess.run([*command.split(), "-subj", "/CN=localhost"], cwd=tmp_path, check=True, capture_output=True)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    source = Source(f"https://127.0.0.1:{server.server_port}", StoreConfig(), known=True)
+    with pytest.raises(RefusedError, match=r"certificate verify failed|WRONG_VERSION_NUMBER|wrong version number"):
+        source.get("data")
+    assert source.figures.requests == 2
+    server.shutdown()
+    server.server_close()
+
+
+def test_errors_are_outages_by_a_closed_list() -> None:
+    """What is neither of the list nor a status is taken for an answer that breaks the protocol."""
+    from obstore.exceptions import GenericError
+
+    for status in range(400, 600):
+        passes = is_outage(GenericError(f"Server returned non-2xx status code: {status} Words: TimedOut"), remote=True)
+        assert passes == (status in {408, 425, 429, 500, 502, 503, 504, 509, 520, 521, 522, 523, 524, 529, 530})
+    for text in ("Generic S3 error: something new", "Debug source: kind: Connect, InvalidCertificate(Expired)"):
+        assert not is_outage(GenericError(text), remote=True)
+        assert is_protocol_error(GenericError(text))
+    for text in ("kind: ConnectionRefused", '"dns error"', "TimedOut", "IncompleteMessage"):
+        assert is_outage(GenericError(f"Debug source: {text}"), remote=True)
+        assert not is_protocol_error(GenericError(f"Debug source: {text}"))
+    assert is_outage(ConnectionResetError(), remote=True)
+    assert not is_outage(PermissionError(), remote=True)
+
+
+def test_a_protocol_error_of_s3_is_tried_twice_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with odd_server(lambda asked: chunked(DATA, asked)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        source = Source("s3://bucket/v", StoreConfig(anonymous=True))
+        with pytest.raises(
+            RefusedError, match="Content-Length Header missing from response for data in s3://bucket/v; "
+        ):
+            source.get("data")
+        assert len(server.asked) == 2
+
+
+# ---- listings
+
+
+def listing(keys: list[str], faults: dict[int, bytes]) -> Callable[[Asked], bytes]:
+    """ListObjectsV2 in pages of three; the n-th request is answered by `faults[n]`."""
+    from urllib.parse import parse_qs, urlsplit
+
+    count = iter(range(10**6))
+
+    def reply(asked: Asked) -> bytes:
+        if (fault := faults.get(next(count))) is not None:
+            return fault
+        query = {name: values[0] for name, values in parse_qs(urlsplit(asked.target).query).items()}
+        after = max(query.get("start-after", ""), query.get("continuation-token", ""))
+        left = [key for key in sorted(keys) if key.startswith(query.get("prefix", "")) and key > after]
+        more = f"<NextContinuationToken>{left[2]}</NextContinuationToken>" if len(left) > 3 else ""
+        entries = "".join(
+            f"<Contents><Key>{key}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>1</Size></Contents>"
+            for key in left[:3]
+        )
+        return sized("200 OK", f"<ListBucketResult>{more}{entries}</ListBucketResult>".encode())
+
+    return reply
+
+
+BROKEN_LISTS = {
+    "503": sized("503 Slow Down", b"<Error><Code>SlowDown</Code></Error>"),
+    "429": sized("429 Too Many Requests", b""),
+    "cut off": answer("200 OK", b"<ListBucketResult>", "Content-Length: 1000"),
+    "no answer": b"",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_LISTS)
+def test_a_list_that_breaks_off_goes_on_where_it_was_without_a_gap_or_a_key_twice(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    keys = [f"v/{number:02}" for number in range(17)]
+    faults = dict.fromkeys((0, 3, 4, 7), BROKEN_LISTS[kind])
+    with odd_server(listing(keys, faults)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        source = Source("s3://bucket/v", StoreConfig(anonymous=True, max_pause_s=0.01))
+        assert list(source.list_keys("")) == [f"{number:02}" for number in range(17)]
+    assert source.figures.retries == 4
+    assert source.outage is None
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
+def test_a_list_that_is_forbidden_is_asked_for_once_and_says_what_to_allow(
+    monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    with odd_server(lambda asked: sized(status, b"")) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        source = Source("s3://bucket/v", StoreConfig(anonymous=True))
+        for ask in (lambda: list(source.list_keys("")), lambda: source.list_one_level("")):
+            server.asked.clear()
+            with pytest.raises(
+                DataError, match=rf"got .*{status} from s3://bucket/v \(not signed, as .*; allow listing"
+            ):
+                ask()
+            assert len(server.asked) == 1
+
+
+def test_the_chunks_of_a_volume_are_listed_through_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    (path / "1/1/1").unlink()
+    files = files_below(tmp_path)
+    keys = [file.relative_to(tmp_path).as_posix() for file in path.rglob("*") if file.is_file()]
+    lists = listing(keys, dict.fromkeys((1, 2), BROKEN_LISTS["503"]))
+
+    def reply(asked: Asked) -> bytes:
+        if "list-type" in asked.target and "delimiter" in asked.target:
+            return lists(Asked("GET", asked.target.replace("delimiter=%2F", ""), {}))
+        target = asked.target.removeprefix("/bucket")
+        return lists(asked) if "list-type" in asked.target else files(Asked(asked.method, target, asked.headers))
+
+    with odd_server(reply) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        volume: Volume = open_volume(
+            ArrayConfig(path="s3://bucket/v.zarr"), StoreConfig(anonymous=True, max_pause_s=0.01)
+        )
+        np.testing.assert_array_equal(list_chunks(volume), list_chunks(open_volume(ArrayConfig(path=str(path)))))
+
+
+def test_a_range_that_is_answered_too_short_is_no_data(caplog: pytest.LogCaptureFixture) -> None:
+    """Of ten bytes that Content-Range promises five come, whatever is tried."""
+    with (
+        odd_server(lambda asked: sized("206 Partial Content", DATA[:5], "Content-Range: bytes 0-9/1024")) as server,
+        caplog.at_level(logging.WARNING),
+    ):
+        source = Source(server.url, StoreConfig())
+        with pytest.raises(RefusedError, match="5 bytes with Content-Range: bytes 0-9/1024"):
+            source.get("data", ByteRange(0, 10))
