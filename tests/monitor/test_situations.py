@@ -184,7 +184,7 @@ SITUATIONS = [
     Situation(
         "recorded: neighbours keep 6.7 of 8 processors busy",
         lambda p: recorded(p, hungry(), busy=7.9, readers_s=50.0),
-        *("data-bound (decoding)", NOTHING, "others use 6.7 of 8 processors"),
+        *("data-bound (decoding)", NOTHING, "other programs use 6.7 of 8 cores"),
     ),
     Situation(
         "recorded: both readers are in state T, and the trainer starves",
@@ -214,7 +214,7 @@ SITUATIONS = [
     Situation(
         "neighbours use 29 of 32 processors, and readers wait for their turn",
         lambda p: judged(hungry(idle_cores=0.3, cores=32, own_cores=2.5, reader_cores=1.2)),
-        *("data-bound (decoding)", NOTHING, "others use 29"),
+        *("data-bound (decoding)", NOTHING, "other programs use 29"),
     ),
     Situation(
         "a quota that throttles in 40 % of its periods",
@@ -302,7 +302,10 @@ SITUATIONS = [
     ),
     Situation(
         "too little prefetch while memory is short",
-        lambda p: judged(hungry(data_s=30.0, full_s=40.0, starved_s=50.0), replace(GPU, memory_is_short=True)),
+        lambda p: judged(
+            hungry(decode_s=120.0, reader_cores=1.2, data_s=30.0, full_s=40.0, starved_s=50.0),
+            replace(GPU, memory_is_short=True),
+        ),
         *("data-bound (prefetch too small)", NOTHING, "memory is short"),
     ),
     # GPUs

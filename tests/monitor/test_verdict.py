@@ -129,6 +129,41 @@ def test_a_cpu_that_computes_is_told_apart_from_a_gpu() -> None:
     assert found.advice == "nothing to change: the device is a CPU"
 
 
+# ---- what other programs use
+
+
+CROWDED = {"cores": 2.0, "idle_cores": 0.0, "own_cores": 0.9, "reader_cores": 0.0}
+
+
+@pytest.mark.parametrize("found", [window(**CROWDED), hungry(**CROWDED), far(**CROWDED), window(other_s=40, **CROWDED)])
+@pytest.mark.parametrize("knobs", [GPU, CPU])
+def test_every_verdict_says_what_other_programs_use(found: Window, knobs: Knobs) -> None:
+    assert judge(found, knobs).evidence.count("other programs use 1.1 of 2 cores") == 1
+    alone = replace(found, own_cores=1.9)
+    assert "other programs" not in judge(alone, knobs).evidence
+    assert "other programs" not in judge(replace(found, idle_cores=None), knobs).evidence, "not known"
+
+
+@pytest.mark.parametrize(
+    ("threads", "figures", "overrides"),
+    [
+        (2, {}, ("training.threads=1",)),
+        (1, {}, ()),
+        (None, {}, ()),
+        (2, {"own_cores": 1.9}, ()),  # nobody else works here
+        (16, {"cores": 16.0, "own_cores": 6.0, "reader_cores": 1.5}, ("training.threads=4",)),  # 10 are taken
+        (4, {"cores": 16.0, "own_cores": 6.0, "reader_cores": 1.5}, ()),  # as many as are left
+        (16, {"cores": 16.0, "own_cores": 6.0, "idle_cores": 9.0}, ()),  # one is taken
+    ],
+)
+def test_a_trainer_with_more_threads_than_cores_are_left_tries_fewer(
+    threads: int | None, figures: dict[str, Any], overrides: tuple[str, ...]
+) -> None:
+    found = judge(window(**(CROWDED | figures)), replace(CPU, threads=threads))
+    assert (found.kind, found.overrides) == ("compute-bound", overrides)
+    assert judge(window(**(CROWDED | figures)), replace(GPU, threads=threads)).overrides == (), "it computes on a GPU"
+
+
 def test_small_waits_of_every_kind_are_still_compute_bound() -> None:
     assert judge(window(data_s=14.0, h2d_s=14.0, other_s=14.0), GPU).kind == "compute-bound"
     assert judge(window(data_s=16.0, h2d_s=14.0, other_s=14.0), GPU).kind == "data-bound"
@@ -268,11 +303,30 @@ def test_remote_chunks_that_decode_slowly_are_no_matter_of_the_store() -> None:
 
 
 def test_a_buffer_that_was_full_and_ran_empty_is_too_small() -> None:
-    found = judge(hungry(data_s=30.0, full_s=40.0, starved_s=50.0), GPU)
+    bursts = hungry(data_s=30.0, full_s=40.0, starved_s=50.0, decode_s=120.0, reader_cores=1.2)
+    found = judge(bursts, GPU)
     assert (found.cause, found.overrides) == ("prefetch too small", ("training.prefetch_factor=4",))
     assert "full for 40.0 % of it and empty for 45 of 50 batches" in found.evidence
-    capped = judge(hungry(data_s=30.0, full_s=40.0), replace(GPU, prefetch_limit_mib=512))
+    capped = judge(bursts, replace(GPU, prefetch_limit_mib=512))
     assert capped.overrides == ("training.prefetch_mib=1024",), "the factor would change nothing"
+
+
+@pytest.mark.parametrize("full_s", [30.0, 60.0, 95.0])
+@pytest.mark.parametrize(
+    ("figures", "cause"),
+    [
+        ({"read_s": 185.0, "decode_s": 5.0}, "store latency"),
+        ({"read_s": 90.0, "decode_s": 100.0}, "workers too few"),
+        ({"read_s": None, "decode_s": 181.0, "reader_cores": 1.8}, "workers too few"),
+        ({"read_s": None, "decode_s": 60.0, "reader_cores": 1.9}, "workers too few"),
+    ],
+)
+def test_readers_without_a_pause_decide_before_the_queue(figures: dict[str, Any], cause: str, full_s: float) -> None:
+    """A queue of one batch is full nearly always, and a larger one would be filled no faster."""
+    found = judge(far(data_s=30.0, full_s=full_s, starved_s=50.0, **figures), GPU)
+    assert (found.kind, found.cause) == ("data-bound", cause)
+    paused = {"read_s": 100.0, "decode_s": 70.0, "reader_cores": 0.7}
+    assert judge(far(data_s=30.0, full_s=full_s, starved_s=50.0, **paused), GPU).cause == "prefetch too small"
 
 
 def test_a_buffer_that_was_hardly_ever_full_is_not_too_small() -> None:
@@ -394,7 +448,8 @@ def test_the_record_holds_every_figure_unrounded() -> None:
 
 def test_where_memory_is_short_nothing_that_takes_more_is_proposed() -> None:
     short = replace(GPU, memory_is_short=True)
-    for found in (judge(hungry(), short), judge(hungry(data_s=30.0, full_s=40.0, starved_s=50.0), short)):
+    bursts = hungry(data_s=30.0, full_s=40.0, starved_s=50.0, decode_s=120.0, reader_cores=1.2)
+    for found in (judge(hungry(), short), judge(bursts, short)):
         assert found.overrides == ()
         assert "memory is short" in found.advice
     assert judge(hungry(), GPU).overrides, "with memory to spare there is something to try"

@@ -28,6 +28,11 @@ class TrainingConfig(Section):
     prefetch_factor: PositiveInt = Field(
         2, description="batches prepared ahead, per worker; costs trainer memory (pinned on a GPU)"
     )
+    threads: PositiveInt | None = Field(
+        None,
+        description="processors that the trainer computes with on a CPU; null = as many as torch finds, and as before "
+        "on resume; fewer are faster where other programs use the rest",
+    )
     prefetch_mib: PositiveInt | None = Field(
         None, description="upper limit on prefetched batches, MiB over all workers of a rank; null = none"
     )

@@ -25,8 +25,9 @@ Cause = Literal[
     "too few tasks",
 ]
 
-# A reader that is busy for less of the time than this is not what the trainer waits for.
-_BUSY = 0.5
+# A reader that is busy for less of the time than this is not what the trainer waits for; one that is busy for more
+# than the latter fills no larger queue either.
+_BUSY, _SATURATED = 0.5, 0.9
 # Processors that work for less than this share of the time in which a reader is busy: it waits for the disk.
 _WAITS_FOR_DISK = 0.5
 # More requests in flight per reader than this have not been seen to help.
@@ -40,6 +41,9 @@ _LAUNCHING = 0.7
 _WITH_WORK = 0.75
 # More readers than this to a processor, all decoding, are in each other's way.
 _READERS_PER_CORE = 2
+# Other programs that use less than this share of the processors are not worth a word; a trainer with more threads than
+# processors are left waits in each of its operations for the thread that has none, and the share above which it does.
+_OTHERS, _OTHERS_CROWD = 0.1, 0.25
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ def judge(window: Window, knobs: Knobs, thresholds: Thresholds = Thresholds()) -
     """
     found = _judge(window, knobs, thresholds)
     evidence = found.evidence
+    if window.others_cores >= _OTHERS * window.cores:
+        evidence += f", other programs use {window.others_cores:.1f} of {window.cores:.3g} cores"
     if window.throttled_share is not None and window.throttled_share >= THROTTLED:
         quota = "" if window.throttled_quota is None else f" of {window.throttled_quota:.3g} processors"
         evidence += f", the quota{quota} was used up in {_percent(window.throttled_share)} of its periods"
@@ -157,6 +163,10 @@ def _compute_bound(w: Window, k: Knobs, t: Thresholds) -> Verdict:
         f"waited for data {_percent(w.data_share)}"
     )
     if not k.on_gpu:
+        left = max(int(w.cores - w.others_cores - (w.reader_cores or 0.0)), 1)
+        if w.others_cores >= _OTHERS_CROWD * w.cores and k.threads is not None and k.threads > left:
+            evidence += f", {k.threads} threads of the trainer wait for each other"
+            return _to_try("compute-bound", None, evidence, (f"training.threads={left}",), w)
         return Verdict("compute-bound", None, evidence, (), "nothing to change: the device is a CPU", w)
     overrides = _faster_steps(w, k)
     if overrides:
@@ -210,8 +220,10 @@ def _host_bound(w: Window, k: Knobs, evidence: str) -> Verdict:
 def _data_bound(w: Window, k: Knobs, t: Thresholds, good: str) -> Verdict:
     """From the trainer backwards to the store."""
     waited = f"waited for data {_percent(w.data_share)} of the time {good}"
+    # Readers without a pause bring no more, however much is kept: the next queue would be as full and as empty.
+    saturated = max(_readers_busy(w, k), (w.reader_cores or 0.0) / max(k.workers, 1)) >= _SATURATED
     # With endless places the feeder would have worked where it was held up: at most so much less would be waited.
-    if w.ran_empty and w.held_up_s >= w.data_s / 2:
+    if w.ran_empty and w.held_up_s >= w.data_s / 2 and not saturated:
         return _prefetch_too_small(w, k, waited)
     if w.cut_s > w.starved_s:
         evidence = f"{waited}, cutting patches into batches took {_percent(w.cut_s / w.working_s)}"
@@ -243,22 +255,30 @@ def _readers_too_slow(w: Window, k: Knobs, t: Thresholds, waited: str) -> Verdic
             "data.patches_per_region makes more of them"
         )
         return Verdict("data-bound", "too few tasks", evidence, (), advice, w)
-    reader_s = w.reading_s * max(k.workers, 1)
-    read_s = w.read_s or 0.0
-    busy = (w.decode_s + read_s) / reader_s
+    read_s, busy = w.read_s or 0.0, _readers_busy(w, k)
     on_processor = None if w.reader_cores is None or k.workers == 0 else w.reader_cores / k.workers
     if k.workers and max(busy, on_processor or 0.0) < _BUSY:
         evidence = f"{waited}, readers busy only {_percent(busy)}"
         advice = "nothing to try: regions are small compared with what Ray needs to pass one on; see data.region_size"
         return Verdict("data-bound", "handing over", evidence, (), advice, w)
     if read_s > w.decode_s:
-        return _store_too_slow(w, k, t, f"{waited}, readers waited for the store {_percent(read_s / reader_s)}")
+        return _store_too_slow(w, k, t, f"{waited}, readers waited for the store {_percent(read_s / _reader_s(w, k))}")
     evidence = f"{waited}, readers busy {_percent(busy)}"
     if w.read_s is None and on_processor is not None and on_processor < _WAITS_FOR_DISK * busy and w.free_cores >= 1:
         evidence += f" but their processors {_percent(on_processor)}"
         advice = "nothing to try: the disk is too slow; `vesuvius volume copy` to a faster one"
         return Verdict("data-bound", "reading", evidence, (), advice, w)
     return _too_few_cores_or_workers(w, k, evidence)
+
+
+def _reader_s(w: Window, k: Knobs) -> float:
+    """Seconds of all readers in which they had reason to read."""
+    return w.reading_s * max(k.workers, 1)
+
+
+def _readers_busy(w: Window, k: Knobs) -> float:
+    """Share of it in which they read or decoded; above 1 where blocks that were read before have come since."""
+    return (w.decode_s + (w.read_s or 0.0)) / _reader_s(w, k)
 
 
 def _too_few_cores_or_workers(w: Window, k: Knobs, evidence: str) -> Verdict:
@@ -275,7 +295,6 @@ def _too_few_cores_or_workers(w: Window, k: Knobs, evidence: str) -> Verdict:
         evidence += f", {k.workers} readers share {w.cores:.3g} processors"
         return _to_try("data-bound", "decoding", evidence, (f"training.workers={math.ceil(w.cores)}",), w)
     if w.others_cores >= max(w.cores / 4, 1):
-        evidence += f", others use {w.others_cores:.1f} of {w.cores:.3g} processors"
         advice = "nothing to try here: other programs use the processors; stop them, or train elsewhere"
         return Verdict("data-bound", "decoding", evidence, (), advice, w)
     advice = "nothing to try: no processor is left; a new run with a higher data.patches_per_region decodes less"

@@ -134,6 +134,7 @@ class Knobs:
     prefetch_limit_mib: int | None
     requests: int
     cached: bool  # whether `data.store.cache_dir` is set
+    threads: int | None = None  # that a trainer on a CPU computes with; None = not known
     memory_is_short: bool = False  # more readers or batches ahead are out of the question
 
 

@@ -20,6 +20,7 @@ _RISKS = {
     "training.cudnn_benchmark": "the first step takes longer, and tries kernels with large workspaces",
     "training.train_batch_size": "GPU memory; the effective batch stays the same",
     "training.accumulate_steps": "",
+    "training.threads": "sums are rounded in another order",
     "training.workers": "RAM and a processor for each reader",
     "training.prefetch_factor": "RAM for each batch ahead",
     "training.prefetch_mib": "RAM for batches ahead",

@@ -28,6 +28,7 @@ from vesuvius.stream.options import (
     StreamOptions,
     batches_ahead,
     check_store,
+    store_ahead_bytes,
     store_bytes,
     store_is_there,
 )
@@ -273,6 +274,12 @@ class PatchStream(Iterator[Batch]):
         """Readers for which there is a task: fewer than `options.workers` near the end, or where samples are few."""
         tasks_left = getattr(self._source, "tasks_left", math.inf)
         return min(self._options.workers, math.ceil(tasks_left)) if tasks_left < math.inf else self._options.workers
+
+    @property
+    def blocks_ahead(self) -> int:
+        """Blocks that readers may have made and nobody has taken; 0 with `workers: 0`."""
+        ahead_bytes = store_ahead_bytes(self._job, self._options) if self._options.workers else 0
+        return ahead_bytes // self._job.block_bytes
 
     @property
     def readers(self) -> dict[int, ReaderFigures]:

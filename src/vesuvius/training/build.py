@@ -61,7 +61,7 @@ def build_step(config: Config, preflight: Preflight, device: torch.device, part:
 def load_weights(config: Config, preflight: Preflight, train_step: TrainStep, device: torch.device) -> Progress:
     """Load the weights of the checkpoint or of another run, or keep the initial ones; returns how far the run is."""
     if preflight.resumed:
-        progress = restore(preflight.resumed, train_step, device)
+        progress = restore(preflight.resumed, train_step, device, config.training.threads)
         progress.quarantined = still_quarantined(progress.quarantined, run_dir(config).quarantine)
         return progress
     if preflight.initial:

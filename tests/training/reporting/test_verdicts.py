@@ -128,17 +128,22 @@ def test_a_run_whose_store_is_slow_is_data_bound_by_its_latency(
     last = [record for record in records if record["kind"] == "step"][-1]
     assert last["readers"]["read_s"] >= verdict["read_s"]
     assert last["readers"]["requests"] >= verdict["requests"], "totals of the session"
-    assert last["feeder"]["batches"] == 14
+    assert last["feeder"]["batches"] == 7
 
 
 class WorkingPath(StillStream):
     """A stream of which the test says what it has done."""
 
+    blocks_a_step = 1.0
+    runs_empty = True
+    _blocks = 0.0
+
     def work(self, **figures: Any) -> None:
         """A second's worth of decoding and cutting."""
         decode_s = self.reader_totals.decode_s + 0.95 * self.options.workers
-        self.reader_totals = replace(self.reader_totals, decode_s=decode_s)
-        more = FeederFigures(0.01, 0.97, 0.0, 2, 2, 4000)
+        self._blocks += self.blocks_a_step
+        self.reader_totals = replace(self.reader_totals, decode_s=decode_s, blocks=int(self._blocks))
+        more = FeederFigures(0.01, 0.97, 0.0, 2, 2 * self.runs_empty, 4000)
         self.feeder_figures = FeederFigures(
             *(a + b for a, b in zip(astuple(self.feeder_figures), astuple(more), strict=True))
         )
@@ -327,3 +332,65 @@ def test_the_steps_around_a_readers_death_are_left_out(judged: Callable[..., Jud
     one.path.reader_deaths = 1
     one.steps(16, 30)
     assert one.windows == [(10, 9), (30, 12)]
+
+
+SLOW = replace(SOME, step_s=20.0, data_s=1.0, forward_s=6.0, backward_s=10.0, optimizer_s=2.0)
+
+
+@pytest.mark.parametrize(("step_s", "first"), [(1.0, 50), (5.0, 13), (20.0, 4), (300.0, 3)])
+def test_the_first_verdict_comes_after_a_minute_whatever_a_step_takes(
+    judged: Callable[..., Judged], step_s: float, first: int
+) -> None:
+    """Where steps are long it is made of two; later ones come every ten minutes at the latest."""
+    one = judged(verdict_every=50)
+    one.steps(1, first - 1, replace(SLOW, step_s=step_s))
+    assert one.windows == []
+    one.steps(first, first, replace(SLOW, step_s=step_s))
+    assert one.windows == [(first, first - 1)]
+
+
+def test_further_verdicts_come_within_ten_minutes_or_at_the_multiple(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=50)
+    one.steps(1, 60, SLOW)
+    assert one.windows == [(4, 3), (34, 30), (50, 16)]
+    one.steps(61, 80, SLOW)
+    assert one.windows[-1] == (80, 30)
+
+
+def test_no_time_brings_a_verdict_where_none_is_wanted(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=0)
+    one.steps(1, 60, SLOW)
+    assert one.windows == []
+    held = judged(verdict_every=10)
+    held.verdicts.restart(0)
+    held.steps(1, 60, SLOW)
+    assert held.windows == [], "it comes when it is asked for"
+
+
+@pytest.mark.parametrize(
+    ("blocks_a_step", "empty", "step_s", "windows"),
+    [
+        # Six blocks, one more than lie ahead, have come by step 12, and again 12 steps after the third of the restart.
+        (0.5, False, 1.0, [(20, 8), (40, 6)]),
+        (0.5, True, 1.0, [(20, 18), (40, 16)]),  # the batches ahead ran out in the first step that counts
+        # After a minute they count whatever feeds them.
+        (0.0, False, 2.0, []),
+        (0.0, False, 10.0, [(13, 6), (20, 7), (40, 11)]),
+    ],
+)
+def test_steps_that_were_read_ahead_are_left_out_after_a_start_and_after_readers_were_restarted(
+    judged: Callable[..., Judged], blocks_a_step: float, empty: bool, step_s: float, windows: list[tuple[int, int]]
+) -> None:
+    one = judged(verdict_every=20)
+    one.path.blocks_ahead, one.path.blocks_a_step, one.path.runs_empty = 5, blocks_a_step, empty
+    one.steps(1, 20, replace(SOME, step_s=step_s))
+    one.path.options = replace(one.path.options)
+    one.steps(21, 40, replace(SOME, step_s=step_s))
+    assert one.windows == windows
+
+
+def test_without_readers_of_their_own_nothing_is_read_ahead(judged: Callable[..., Judged]) -> None:
+    one = judged(verdict_every=10)
+    one.path.blocks_a_step = 0.0
+    one.steps(1, 10)
+    assert one.windows == [(10, 9)]

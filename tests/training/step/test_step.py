@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,19 @@ from vesuvius.diffusion.preconditioning import predict
 from vesuvius.diffusion.randomness import condition_kept, sample_noise, stratified_timesteps
 from vesuvius.diffusion.schedule import Schedule
 from vesuvius.errors import ConfigError
+from vesuvius.training.checkpoint.progress import Progress
+from vesuvius.training.checkpoint.resume import ResumePoint, restore
 from vesuvius.training.step import step as step_module
 from vesuvius.training.step.network import build_network
 from vesuvius.training.step.outcome import StepOutcome, StepResult
-from vesuvius.training.step.step import TrainStep, holds_trials, learning_rate, make_optimizer, resolve_amp
+from vesuvius.training.step.step import (
+    TrainStep,
+    choose_kernels,
+    holds_trials,
+    learning_rate,
+    make_optimizer,
+    resolve_amp,
+)
 
 CPU = torch.device("cpu")
 
@@ -471,3 +483,23 @@ def test_only_cuda_with_cudnns_benchmark_leaves_trials_behind() -> None:
     assert not holds_trials(CPU, make_config().training)
     assert not holds_trials(cuda, make_config(cudnn_benchmark=False).training)
     assert not holds_trials(cuda, make_config(deterministic=True).training)
+
+
+def test_a_cpu_computes_with_as_many_threads_as_asked_for_and_else_with_as_many_as_before() -> None:
+    """Before: as many as torch has found, and on a resume as many as the run had."""
+    found = torch.get_num_threads()
+    point = partial(ResumePoint, Path("c"), 0, drift=[], accepted=[])
+    stored: Any = {**Progress().state_dict(), "torch_threads": 3}
+    step: Any = SimpleNamespace(load_state_dict=lambda state: None)
+    try:
+        torch.set_num_threads(2)
+        choose_kernels(CPU, make_config().training)
+        assert torch.get_num_threads() == 2
+        choose_kernels(CPU, make_config(threads=1).training)
+        assert torch.get_num_threads() == 1
+        restore(point(state={**stored}), step, CPU)
+        assert torch.get_num_threads() == 3
+        restore(point(state={**stored}), step, CPU, threads=1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(found)

@@ -155,9 +155,9 @@ def _machine_lines(found: Inspection, sample: SystemSample) -> Iterator[_Fact]:
         yield "pressure", f"tasks waited for memory in {', '.join(stalls)} of the last 10 s"
     cores = f"{len(machine.core_total_s)}"
     if found.rates is not None:
-        cores += f", {sum(found.rates.core_busy):.1f} of them busy"
-        own = sum(found.rates.process_cores.values())
-        cores += f", {own:.1f} by this" if sample.processes else ""
+        busy, own = sum(found.rates.core_busy), sum(found.rates.process_cores.values())
+        cores += f", {busy:.1f} of them busy"
+        cores += f": {own:.1f} by this, {max(busy - own, 0.0):.1f} by other programs" if sample.processes else ""
     yield "cores", cores
 
 

@@ -212,13 +212,16 @@ def _other_version(path: Path, refused: list[str]) -> str:
     )
 
 
-def restore(found: ResumePoint, step: TrainStep, device: torch.device) -> Progress:
-    """Put the state back into the training step and let go of it.  Returns how far the run was."""
+def restore(found: ResumePoint, step: TrainStep, device: torch.device, threads: int | None = None) -> Progress:
+    """Put the state back into the training step and let go of it.  Returns how far the run was.
+
+    `threads`: of the trainer on a CPU; None = as many as the run had.
+    """
     state = found.state
     step.load_state_dict(state)
     if device.type == "cpu":
         # The order in which threads add up is part of a CPU result.
-        torch.set_num_threads(state["torch_threads"])
+        torch.set_num_threads(threads or state["torch_threads"])
     progress = Progress.from_state(state)
     if found.other_plan:
         progress.quarantined = []

@@ -33,11 +33,19 @@ _STEPS_LEAST = 5
 # Steps left out: the first holds the start of the readers, and kernels are chosen in it.  Where readers die or
 # restart, the steps reported next may be from before: a GPU's come late.
 _AT_START, _AFTER_RECONFIGURE = 1, 3
+# For so long at most the next ones are left out, too, while what was read before them feeds them.
+_READ_AHEAD_S = 60.0
+# A verdict comes after so many seconds of steps, however few they are: the first of a session, and each further one.
+_FIRST_S, _FURTHER_S = 60.0, 600.0
+_STEPS_IN_TIME = 2
 _RATES_EVERY_S = 5.0
 
 
 class Verdicts:
     """Logs and records a verdict every `monitor.verdict_every` steps, and one at the end.
+
+    Where steps are long the first comes after a minute or two all the same, and no further one later than ten minutes
+    after the one before.
 
     Args:
         machine: the monitor.
@@ -60,6 +68,8 @@ class Verdicts:
         self._on_verdict = on_verdict
         self._options = stream.options
         self._left_out = _AT_START
+        self._read_ahead_s: float | None = 0.0  # of steps that what was read before them has fed; None = none is left
+        self._due_s = _FIRST_S
         self._reader_deaths = 0
         self._throttled = self._held = False
         self._vram_bytes: tuple[int, int] | None = None
@@ -86,16 +96,41 @@ class Verdicts:
             self._options, self._reader_deaths = self._stream.options, self._stream.reader_deaths
             self._left_out = _AFTER_RECONFIGURE
         if self._left_out:
-            self._left_out -= 1
+            self._left_out, self._read_ahead_s = self._left_out - 1, 0.0
             self._begin(step)
+            return
+        if self._is_read_ahead(step, times):
             return
         self._step = step
         self._times.append(times)
         self._working.append(self._stream.readers_with_work)
         self._vram_bytes = vram_bytes
         self._look_at_rates()
-        if not self._held and step % every == 0 and len(self._times) >= min(every, _STEPS_LEAST):
+        by_step = step % max(every, 1) == 0 and len(self._times) >= min(every, _STEPS_LEAST)
+        in_time = len(self._times) >= _STEPS_IN_TIME and math.fsum(t.step_s for t in self._times) >= self._due_s
+        if not self._held and (by_step or in_time):
+            self._due_s = _FURTHER_S
             self._judge()
+
+    def _is_read_ahead(self, step: int, times: StepTimes) -> bool:
+        """Whether a step may have been fed by what readers brought before it, while the trainer began: their present
+        pace does not show in it.
+
+        No longer once the batches ahead ran out, or as many blocks have come as can lie ahead.
+        """
+        if self._read_ahead_s is None or self._held:
+            return False
+        ahead, (readers, feeder) = self._stream.blocks_ahead, self._before
+        if ahead == 0:
+            self._read_ahead_s = None
+            return False
+        self._read_ahead_s += times.step_s
+        replaced = self._stream.reader_totals.blocks - readers.blocks > ahead
+        ran_out = self._stream.feeder_figures.ran_empty > feeder.ran_empty
+        if replaced or ran_out or self._read_ahead_s >= _READ_AHEAD_S:
+            self._read_ahead_s = None
+            self._begin(step)
+        return True
 
     def finish(self, least: int = _STEPS_LEAST) -> None:
         """A verdict on the steps since the last one, if there are enough of them."""
@@ -207,6 +242,7 @@ def knobs_of(
         prefetch_limit_mib=limit_mib,
         requests=options.requests or store.requests,
         cached=store.cache_dir is not None,
+        threads=torch.get_num_threads(),
         memory_is_short=memory_is_short,
     )
 

@@ -352,8 +352,10 @@ def choose_device(local_rank: int = 0) -> torch.device:
 
 
 def choose_kernels(device: torch.device, config: TrainingConfig) -> None:
-    """Which kernels torch may take on a GPU.  To be called before anything runs there."""
+    """Which kernels torch may take on a GPU, or how many threads on a CPU.  To be called before anything runs there."""
     if device.type != "cuda":
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
         return
     torch.backends.cudnn.benchmark = config.cudnn_benchmark and not config.deterministic
     if config.deterministic:
