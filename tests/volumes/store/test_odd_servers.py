@@ -107,6 +107,20 @@ def test_a_server_that_answers_otherwise_gives_the_voxels_and_is_no_outage(
     assert volume.source.figures.retries == 0
 
 
+@pytest.mark.parametrize(
+    "kind", ["total unknown", "no Content-Range", "suffix misread", "suffix ignored", "suffix 501", "no ranges"]
+)
+def test_the_same_holds_for_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    write_array(tmp_path / "bucket/v.zarr", textured(SHAPE), **LAYOUTS["v3-sharded"])
+    reply = READ_ALL_THE_SAME.get(kind, lambda data, asked: sized("200 OK", data))
+    with odd_server(files_below(tmp_path, reply)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        volume = open_volume(ArrayConfig(path="s3://bucket/v.zarr"), StoreConfig(timeout_s=5, anonymous=True))
+        np.testing.assert_array_equal(volume.read(BOX), textured(SHAPE)[:32])
+        assert volume.source.exists("zarr.json")
+    assert volume.source.figures.retries == 0
+
+
 def test_what_a_server_does_not_understand_is_remembered_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

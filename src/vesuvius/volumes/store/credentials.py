@@ -24,6 +24,7 @@ _PROBE_S = 0.5
 _REREAD = timedelta(minutes=5)  # tools that renew a profile's keys write them into the same file
 _MAKERS = Path("/sys/class/dmi/id/sys_vendor")
 _WEB_IDENTITY = ("AWS_WEB_IDENTITY_TOKEN_FILE",)
+_TOKEN_FILE = "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"
 _CONTAINER = ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI")
 _GOOGLE = (
     "GOOGLE_SERVICE_ACCOUNT",
@@ -77,7 +78,10 @@ def _aws() -> tuple[Signing | None, str]:
     if profile := _profile():
         return profile, ""
     if name := _first_set(_CONTAINER):
-        return Signing(f"signed with {name}"), ""
+        knows = name == _CONTAINER[0] or os.environ.get(
+            _TOKEN_FILE
+        )  # obstore; else it would ask for an instance's role
+        return Signing(f"signed with {name}", {} if knows else {"credential_provider": _keys_of_botocore(name)}), ""
     endpoint = os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT") or os.environ.get("AWS_METADATA_ENDPOINT")
     disabled = os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true"
     if not disabled and _has_instance_role(endpoint):
@@ -148,14 +152,8 @@ def _profile() -> Signing | None:
         settings
     ):
         return None
-    try:
-        from botocore.session import Session
-    except ImportError:
-        raise DataError(
-            f"The AWS profile {name} does not hold keys but a role, a login or a process, which boto3 turns into keys; "
-            "install boto3, or export the keys: eval $(aws configure export-credentials --format env)"
-        ) from None
-    return Signing(words, {"credential_provider": _keys_of(Session().get_credentials()), **region})
+    provider = _keys_of_botocore(f"The AWS profile {name}, which holds no keys but a role, a login or a process,")
+    return Signing(words, {"credential_provider": provider, **region})
 
 
 def _keys_of_profile() -> dict[str, Any]:
@@ -168,8 +166,19 @@ def _keys_of_profile() -> dict[str, Any]:
     }
 
 
-def _keys_of(credentials: Any) -> Callable[[], dict[str, Any]]:
-    """What obstore calls for keys, from botocore's credentials, which renew themselves."""
+def _keys_of_botocore(what: str) -> Callable[[], dict[str, Any]]:
+    """What obstore calls for keys, from the credentials that botocore finds and renews.
+
+    Args:
+        what: needs it, for messages.
+    """
+    try:
+        from botocore.session import Session
+    except ImportError:
+        raise DataError(
+            f"{what} needs boto3; install it, or export keys: eval $(aws configure export-credentials --format env)"
+        ) from None
+    credentials = Session().get_credentials()
 
     def keys() -> dict[str, Any]:
         frozen = credentials.get_frozen_credentials()

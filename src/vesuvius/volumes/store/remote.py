@@ -8,6 +8,7 @@ from a web server at all.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 _WHOLE_BYTES_MAX = 64 * 2**20
 # What servers answer to a range that counts from the end, if they do not ignore it.
 _SUFFIX_REFUSALS = {400, 416, 501}
+# How obstore calls answers to a range that are none, or of another range.
+_RANGE_ERRORS = re.compile(r"source: (NotPartial|NoContentRange|ParseContentRange|UnexpectedRange)")
 
 
 class RemoteStore:
@@ -148,7 +151,11 @@ class RemoteStore:
             try:
                 return self._get_by_obstore(key, byte_range, most)
             except (BaseError, ProtocolError) as first:
-                if self._web is None or isinstance(first, NotSupportedError) or not is_protocol_error(first):
+                if isinstance(first, NotSupportedError) or not is_protocol_error(first):
+                    raise
+                if self._web is None:
+                    if byte_range is not None and _RANGE_ERRORS.search(str(first)):
+                        raise NotSupportedError(reason(first)) from first
                     raise
                 error = first
         assert self._web is not None
