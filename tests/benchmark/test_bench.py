@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -159,14 +160,20 @@ def test_a_bench_of_an_earlier_version_is_not_gone_on_with(config: Path, capsys:
     assert "drop --resume" in capsys.readouterr().err
 
 
-def test_a_peer_is_any_command_that_prints_figures(config: Path) -> None:
-    """Of one that prints none the last line is the cause; the others fail here, as there is no such volume."""
+def test_a_peer_is_any_command_that_writes_figures_whatever_it_prints(config: Path) -> None:
+    """Of one that writes none its last words are the cause; the others fail here, as there is no such volume."""
     peer = f"{sys.executable} -c"
-    said = "import sys, json; print(sys.argv[1:]); print(json.dumps(dict(samples_s=5.0, load_s=2)))"
+    said = (
+        "import atexit, json, sys, warnings; print(sys.argv[1:]); path = sys.argv[-1].split(chr(61), 1)[1]; "
+        "json.dump(dict(samples_s=5.0, load_s=2), open(path, chr(119))); print(chr(123)); "
+        "atexit.register(warnings.warn, chr(10) + chr(123))"
+    )
     peers = [
         "none=no/such/program",
         f'mine={peer} "{said}"',
         f"""broken={peer} "raise SystemExit('no such package')" """,
+        f"""silent={peer} "import warnings; print('nothing found'); warnings.warn('resource_tracker: leaked')" """,
+        f"""prints={peer} "print('{{}}')" """.replace("{}", '{\\"samples_s\\": 5}'),
     ]
     asked = ["--config", str(config), "--loader", "--rounds", "1", "--seconds", "0.1", "data.volumes[0].path=nowhere"]
     assert command.main([*asked, *(f"--peer={each}" for each in peers)]) == EXIT_OK
@@ -174,6 +181,10 @@ def test_a_peer_is_any_command_that_prints_figures(config: Path) -> None:
     assert found["mine"]["samples_s"]["mid"] == 5.0
     assert found["mine"]["figures"] == {"load_s": 2}
     assert found["broken"]["cause"] == "failed: no such package (exit code 1)"
+    assert re.fullmatch(
+        r"failed: no samples_s in \S+\.result\.json; nothing found \(exit code 0\)", found["silent"]["cause"]
+    )
+    assert "no samples_s" in found["prints"]["cause"]
     assert found["none"]["cause"] == "failed: there is no program no/such/program"
     assert "nowhere" in found["vesuvius"]["cause"]
     (log,) = [path for path in folder_of().glob("cells/*.log") if "--patch" in path.read_text()]

@@ -204,7 +204,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-def refused(directory: Path) -> float:
+def refused(directory: Path) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 

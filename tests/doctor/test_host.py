@@ -138,7 +138,7 @@ def test_the_shm_size_that_is_named_is_enough(need: int) -> None:
 
 
 def test_a_run_directory_without_write_permission_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(directory: Path) -> float:
+    def refused(directory: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(host, "_try_disk", refused)
@@ -147,15 +147,11 @@ def test_a_run_directory_without_write_permission_is_caught(tmp_path: Path, monk
     assert "docker run --user" in found.remedy
 
 
-def test_a_disk_is_tried_where_the_run_will_be_and_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_is_tried_where_the_run_will_be_and_left_as_it_was(tmp_path: Path) -> None:
     found = host.look_at_disk(tmp_path / "runs" / "tiny")
     assert found.value.startswith(f"{tmp_path}: ")
-    assert found.level in ("ok", "warn")  # a disk may be slow here
+    assert found.level in ("ok", "warn")  # a disk may be nearly full here
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(host, "_try_disk", lambda directory: 1e6)
-    assert host.look_at_disk(tmp_path).level == "warn"
     (tmp_path / "runs").write_text("")
     assert host.look_at_disk(tmp_path / "runs" / "tiny").level == "fail"
 

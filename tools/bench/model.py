@@ -29,6 +29,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -131,10 +132,10 @@ def measure(spec: Spec, patch_zyx: Triple, batch: int, steps: int, threads: int 
     }
 
 
-def measure_here(spec: dict[str, Any], *arguments: Any) -> int:
-    """One measurement, then a line of JSON, or one that says what went wrong; the exit code."""
+def measure_here(result: Path, spec: dict[str, Any], *arguments: Any) -> int:
+    """One measurement into a file of JSON, or a line that says what went wrong; the exit code."""
     try:
-        print(json.dumps(measure(Spec(**spec), *arguments)))
+        result.write_text(json.dumps(measure(Spec(**spec), *arguments)))
     except Exception as error:
         traceback.print_exc()
         print(f"{type(error).__name__}: {one_line(error)}", file=sys.stderr)
@@ -168,15 +169,19 @@ def measure_in_turn(entries: Sequence[Entry], arguments: argparse.Namespace) -> 
 
 def _measure_once(entry: Entry, arguments: argparse.Namespace) -> None:
     what = (dataclasses.asdict(entry.spec), arguments.patch, arguments.batch, arguments.steps, arguments.threads)
-    command = [sys.executable, __file__, f"--measure={what!r}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, env=SPIN | os.environ)
-    except subprocess.TimeoutExpired:
-        entry.errors.append(f"no result within {arguments.timeout:.0f} s")
-        return
-    if done.returncode == 0:
-        entry.samples.append(json.loads(done.stdout.splitlines()[-1]))
-        return
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, __file__, f"--measure={what!r}", f"--result={result}"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=arguments.timeout, env=SPIN | os.environ
+            )
+        except subprocess.TimeoutExpired:
+            entry.errors.append(f"no result within {arguments.timeout:.0f} s")
+            return
+        if done.returncode == 0:
+            entry.samples.append(json.loads(result.read_text()))
+            return
     sys.stderr.write(done.stderr)
     entry.errors.append((done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1])
 
@@ -297,6 +302,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one measurement")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--measure", type=ast.literal_eval, help=argparse.SUPPRESS)  # one system, once, in this process
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where to
     arguments = parser.parse_args()
     if unknown := set(arguments.systems) - set(SYSTEMS):
         parser.error(f"--systems must be of {', '.join(SYSTEMS)}; got {', '.join(sorted(unknown))}")
@@ -312,7 +318,7 @@ def _names(text: str) -> list[str]:
 def main() -> int:
     arguments = parse()
     if arguments.measure:
-        return measure_here(*arguments.measure)
+        return measure_here(arguments.result, *arguments.measure)
     about: Row = {
         "patch_size": arguments.patch,
         "batch": arguments.batch,

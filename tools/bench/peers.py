@@ -7,8 +7,9 @@
     vesuvius bench --config C.yaml --loader --peer "zarrdataset=$PEERS zarrdataset" --peer "monai=$PEERS monai-ram"
 
 Run from the repository's root.  Reads zarr v2 from disk.  A peer is any command: it is given --volume, --level,
---patch, --batch, --workers and --seconds, and its last line is JSON with `samples_s`, and `start_s` and others if it
-likes.  Nothing here needs vesuvius to be installed; how a loader is measured: `src/vesuvius/benchmark/cells/peers.py`.
+--patch, --batch, --workers, --seconds and --result, the file into which it writes JSON with `samples_s`, and `start_s`
+and others if it likes.  Nothing here needs vesuvius to be installed; how a loader is measured:
+`src/vesuvius/benchmark/cells/peers.py`.
 
 zarrdataset, chunk by chunk (`draw_same_chunk`): patches on a grid whose step is half a patch, 16 of one chunk in random
 order, then those of another chunk: consecutive patches of a worker overlap.  MONAI: `CacheDataset` of the one volume,
@@ -109,6 +110,7 @@ def main() -> None:
     for name in ("level", "batch", "workers"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--result", type=Path, required=True)
     args = parser.parse_args()
     z, y, x = map(int, args.patch.split(","))
     setup = Setup(args.volume, args.level, (z, y, x), args.batch, args.workers, args.seconds)
@@ -117,7 +119,7 @@ def main() -> None:
         feed = LoaderFeed(ChunkByChunk(setup), setup, worker_init_fn=zarrdataset_worker_init_fn)
     else:
         feed = MonaiFeed(setup)
-    print(json.dumps(run_feed(feed, setup.seconds)))
+    args.result.write_text(json.dumps(run_feed(feed, setup.seconds)))
 
 
 if __name__ == "__main__":

@@ -179,12 +179,14 @@ def measure_together(ranks: int, config: Config) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory() as folder:
         (path := Path(folder) / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        found: dict[str, float] = json.loads(_run_ranks(ranks, [__file__, "--as-rank", str(path)]))
+        _run_ranks(ranks, [__file__, "--as-rank", str(path)])
+        found: dict[str, float] = json.loads(path.with_suffix(".json").read_text())
     return found
 
 
-def _measure_as_rank(config: Config) -> None:
-    """The part of one rank of `measure_together`; rank 0 prints."""
+def _measure_as_rank(path: Path) -> None:
+    """The part of one rank of `measure_together`; rank 0 writes the result beside the config."""
+    config = read_config(path)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
@@ -204,7 +206,8 @@ def _measure_as_rank(config: Config) -> None:
     dist.all_reduce(computed, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         seconds = {"all_reduce_s": statistics.median(sums[5:]), "barrier_s": statistics.median(barriers[5:])}
-        print(json.dumps(seconds | {"compute_s": computed.item(), "gradient_bytes": gradient.nbytes}))
+        figures = seconds | {"compute_s": computed.item(), "gradient_bytes": gradient.nbytes}
+        path.with_suffix(".json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -268,12 +271,11 @@ def through_ray(config: Path, overrides: Sequence[str], rounds: int) -> None:
     print(f"the start takes {statistics.median(starts_s):+.1f} s")
 
 
-def _run_ranks(ranks: int, arguments: list[str]) -> str:
-    """Start them with torchrun, one thread each; returns what rank 0 prints."""
+def _run_ranks(ranks: int, arguments: list[str]) -> None:
+    """Start them with torchrun, one thread each, and wait for their end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=1800, check=True)
-    return done.stdout.strip().splitlines()[-1]
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, timeout=1800, check=True)
 
 
 def main() -> None:
@@ -296,7 +298,7 @@ def main() -> None:
     parser.add_argument("--store-gbit", type=float, default=100.0, help="of the volume store, to all nodes")
     args = parser.parse_intermixed_args()
     if args.as_rank:
-        _measure_as_rank(read_config(args.as_rank))
+        _measure_as_rank(args.as_rank)
     elif args.through_ray:
         through_ray(args.config, args.overrides, args.rounds)
     elif args.measured:

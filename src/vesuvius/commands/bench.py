@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=COMMAND",
-        help="another loader; tools/bench/peers.py says what it receives and prints",
+        help="another loader; tools/bench/peers.py says what it receives and writes",
     )
     parser.add_argument("--rounds", type=positive, default=_ROUNDS, metavar="N", help=f"rounds of all cells; {_ROUNDS}")
     parser.add_argument(

@@ -16,7 +16,7 @@ from vesuvius.doctor.host import busy
 from vesuvius.errors import one_line
 from vesuvius.runlog.records import read_records
 from vesuvius.runlog.units import number
-from vesuvius.trials.process import TrialProcess
+from vesuvius.trials.process import TrialProcess, last_words
 
 _RAY = """
 import sys
@@ -44,7 +44,7 @@ def start_ray(address: str | None, within_s: float) -> Finding:
             return Finding("warn", f"{value}, {load}", "try again when the processors are idle")
         return Finding("fail", value, "set training.workers=0 to run without Ray")
     if code != 0:
-        value = f"{where} did not start: {last_line(output)}"
+        value = f"{where} did not start: {one_line(last_words(output), 300)}"
         return Finding("fail", value, "see the message; training.workers=0 runs without Ray")
     return Finding("ok", f"{where} started and ended in {time.monotonic() - began:.1f} s")
 
@@ -60,11 +60,11 @@ def train_one_step(config: Config, on_gpu: bool, within_s: float) -> Finding:
         command = [sys.executable, "-m", "vesuvius", "train", "--config", str(source)]
         code, output = run(command, within_s, {"VESUVIUS_RUNS": folder})
         if code is None:
-            value = f"{what}: not done within {within_s:.0f} s; last line: {last_line(output)}"
+            value = f"{what}: not done within {within_s:.0f} s; last line: {one_line(last_words(output), 300)}"
             slow = "" if on_gpu else "; a CPU may be too slow for this network"
             return Finding("warn", value, f"check it with `vesuvius train --dry-run`{slow}")
         if code != 0:
-            value = f"{what}: exit code {code}: {last_line(output)}"
+            value = f"{what}: exit code {code}: {one_line(last_words(output), 300)}"
             return Finding("fail", value, "run `vesuvius train` and read its log")
         steps = [r for r in read_records(Path(folder) / "doctor" / "metrics.jsonl") if r["kind"] == "step"]
     if not steps or steps[-1]["loss"] is None:
@@ -103,9 +103,3 @@ def end_all() -> None:
     """Kill what still runs; the checks that wait for it then clean up."""
     for process in tuple(_running):  # each takes itself out
         process.kill()
-
-
-def last_line(output: str) -> str:
-    """The last line that says something, without its time."""
-    lines = [line for line in output.splitlines() if line.strip()]
-    return one_line(lines[-1], 300) if lines else "no output"

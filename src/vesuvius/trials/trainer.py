@@ -24,7 +24,7 @@ from vesuvius.monitor.recent import read_recent
 from vesuvius.monitor.run_files import Tail
 from vesuvius.runlog.records import Record
 from vesuvius.trials.ended import Ended
-from vesuvius.trials.process import TrialProcess
+from vesuvius.trials.process import TrialProcess, last_words
 
 _CAUSE_LENGTH = 400
 # A trainer that lives writes a sample of its memory this often at least.
@@ -34,7 +34,6 @@ _WHOLE_FILE = 2**30
 _DISK_FULL_BYTES = 2**20
 _KILLED_IN_CONTAINER = 128 + signal.SIGKILL
 _STORAGE_ERROR = re.compile(r"must fit on the disk|the run directory must be writable")
-_ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) (.+)$", re.MULTILINE)
 
 
 @dataclass
@@ -138,10 +137,7 @@ class Trainer:
         return f"{by} before its first step" if death is None else "; ".join([headline(death), *death.evidence])
 
     def _last_error(self) -> str:
-        """The last error line of its log, or else the last line."""
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        found: list[str] = _ERROR_LINE.findall(text)
-        return found[-1] if found else (text.strip().splitlines() or ["its log is empty"])[-1]
+        return last_words(self.log.read_text(encoding="utf-8", errors="replace"))
 
 
 def next_number(directory: Path) -> int:

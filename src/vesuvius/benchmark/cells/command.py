@@ -1,4 +1,7 @@
-"""Measures a cell by a command whose last line of output is JSON with `samples_s`, `start_s` and other figures."""
+"""Measures a cell by a command that writes JSON with `samples_s`, `start_s` and other figures into a file.
+
+What it prints is no part of the result: libraries warn whenever they like, also after the last line of a program.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 from vesuvius.benchmark.cells.loader import OURS, PEERS, setup_of
 from vesuvius.benchmark.cells.training import Lab
@@ -19,7 +23,7 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config
 from vesuvius.errors import ConfigError, one_line
 from vesuvius.trials.ended import Ended
-from vesuvius.trials.process import TrialProcess
+from vesuvius.trials.process import TrialProcess, last_words
 
 _POLL_S = 0.1
 
@@ -60,25 +64,32 @@ def measure_command(lab: Lab, command: Sequence[str], config: Config, blank: Mea
     source = lab.directory / f"{blank.cell:03d}-{blank.round}.yaml"
     source.write_text(dump_config(config), encoding="utf-8")
     setup, log, began = setup_of(config, lab.bounds.seconds), source.with_suffix(".log"), time.monotonic()
+    result = source.with_suffix(".result.json")
+    result.unlink(missing_ok=True)  # of an attempt that --retry-failed repeats
     options = ["--config", str(source)]
     if command[:3] != _own(OURS)[:3]:
         patch = ",".join(map(str, setup.patch_zyx))
         options = [f"--volume={setup.volume}", f"--level={setup.level}", f"--patch={patch}"]
         options += [f"--batch={setup.batch}", f"--workers={setup.workers}"]
-    with TrialProcess([*command, *options, f"--seconds={lab.bounds.seconds}"], log, {}, lab.lock_fd) as process:
+    options += [f"--seconds={lab.bounds.seconds}", f"--result={result}"]
+    with TrialProcess([*command, *options], log, {}, lab.lock_fd) as process:
         while not process.wait(_POLL_S):
             lab.check_stop()
             if time.monotonic() - began >= lab.bounds.limit_s:
                 break
         code = process.code
     seconds = time.monotonic() - began
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
     if code is None:
         return replace(blank, ended="timeout", cause=f"no result within {seconds:.0f} s", seconds=seconds)
+    figures: Any = {}
     try:
-        figures = json.loads(lines[-1]) if code == 0 else {}
-        rate, start_s = float(figures.pop("samples_s")), figures.pop("start_s", None)
+        figures = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+        rate, start_s = float(figures.pop("samples_s") if code == 0 else ""), figures.pop("start_s", None)
     except (ValueError, KeyError, TypeError, AttributeError):
         ended: Ended = "killed" if code < 0 else "failed"
-        return replace(blank, ended=ended, cause=one_line(f"{lines[-1]} (exit code {code})", 400), seconds=seconds)
+        cause = figures.get("error") if isinstance(figures, dict) else None
+        if cause is None:
+            cause = last_words(log.read_text(encoding="utf-8", errors="replace"))
+            cause = f"no samples_s in {result.name}; {cause}" if code == 0 else cause
+        return replace(blank, ended=ended, cause=one_line(f"{cause} (exit code {code})", 400), seconds=seconds)
     return replace(blank, ended="ok", seconds=seconds, samples_s=rate, start_s=start_s, figures=figures)

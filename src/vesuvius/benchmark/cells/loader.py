@@ -1,4 +1,4 @@
-"""`python -m vesuvius.benchmark.cells.loader SYSTEM --config FILE --seconds S`: measures a loader, prints JSON.
+"""`python -m vesuvius.benchmark.cells.loader SYSTEM --config FILE --seconds S --result FILE`: measures a loader.
 
 `vesuvius` is the data path of the config; the others read random patches of its first volume.
 """
@@ -95,19 +95,21 @@ def setup_of(config: Config, seconds: float) -> Setup:
 
 
 def main() -> int:
-    """Measure; the exit code is 1 where that fails, and the last line says why."""
+    """Measure, and write the figures as JSON; the exit code is 1 where that fails, and `error` there says why."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("system", choices=(OURS, *PEERS))
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--result", type=Path, required=True)
     args = parser.parse_args()
     try:
-        print(json.dumps(measure(args.system, read_config(args.config), args.seconds)))
+        args.result.write_text(json.dumps(measure(args.system, read_config(args.config), args.seconds)))
     except Exception as error:
         traceback.print_exc()
         # An error of a DataLoader's worker has its own traceback for a message; the cause is its last line.
         lines = [line for line in str(error).splitlines() if line.strip()]
-        print(one_line(f"{type(error).__name__}: {lines[-1] if lines else ''}", 300))
+        text = one_line(f"{type(error).__name__}: {lines[-1] if lines else ''}", 300)
+        args.result.write_text(json.dumps({"error": text}))
         return 1
     return 0
 
