@@ -1,10 +1,13 @@
 """The config's models: frozen, strict, described, and the rules that keys must keep among each other."""
 
+from typing import Any
+
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from tests.support.config_text import MINIMAL, problems, read, sections
 from vesuvius.config import ArrayConfig, NormalizeConfig
+from vesuvius.config.describe import iter_keys
 
 
 @pytest.mark.parametrize("section", list(dict.fromkeys(sections())), ids=lambda section: section.__name__)
@@ -136,8 +139,24 @@ def test_a_home_directory_and_a_file_address_are_folders(monkeypatch: pytest.Mon
         "file:///data/my%20scroll.zarr": "/data/my scroll.zarr",
         "data/~v.zarr": "data/~v.zarr",
         "s3://bucket/~/v.zarr": "s3://bucket/~/v.zarr",
+        "file:///data/a#1?b%23.zarr": "/data/a#1?b#.zarr",
+        "file://localhost/data/v.zarr": "/data/v.zarr",
     }.items():
         assert ArrayConfig(path=path).path == folder
+
+
+def test_every_key_that_is_a_path_may_begin_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that come later too: those whose name says that they are one."""
+    monkeypatch.setenv("HOME", "/home/somebody")
+    named = [key for key, _ in iter_keys() if key.endswith(("path", "_dir", "_from", "folder", "file"))]
+    places = [key for key in named if key != "cluster.storage_path"]  # an address of an object store
+    assert {"data.volumes[].mask.path", "data.store.cache_dir", "training.init_from"} <= set(places)
+    text = MINIMAL + "      mask: {path: m}\n      condition: {path: c}\n  min_foreground: 0.1\n"
+    for key in places:
+        config: Any = read(text, f"{key.replace('[]', '[0]')}=~/x")
+        for name in key.replace("[]", ".0").split("."):
+            config = config[int(name)] if name.isdigit() else getattr(config, name)
+        assert config == "/home/somebody/x", key
 
 
 def test_a_name_fits_a_file_name() -> None:

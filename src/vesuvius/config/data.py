@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, Literal, Self
-from urllib.parse import unquote
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from vesuvius.config.section import NonNegativeInt, PositiveInt, Section, SizeZYX
+from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section, SizeZYX
 
 _SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions, from one volume
 
@@ -18,19 +16,11 @@ _SMALLEST_SHARE = Fraction(1, 10**9)  # of the regions, from one volume
 class ArrayConfig(Section):
     """One array of voxels: a level of an OME-Zarr pyramid or a bare zarr array."""
 
-    path: str = Field(description="zarr group or array: a folder, or an address https://, s3:// or gs://")
+    path: PathText = Field(description="zarr group or array: a folder, or an address https://, s3:// or gs://")
     level: NonNegativeInt = Field(0, description="level of an OME-Zarr pyramid, 0 = finest; 0 for a bare array")
     select: tuple[NonNegativeInt, ...] = Field(
         (), description="indices that fix the axes before z, y, x; [0, 0] takes time 0, channel 0 of a tczyx array"
     )
-
-    @field_validator("path")
-    @classmethod
-    def _folder(cls, path: str) -> str:
-        """`~` and file:// as the folder they stand for."""
-        if path.startswith("file://"):
-            return unquote("/" + path.removeprefix("file://").partition("/")[2])  # `#` and `?` are of the name
-        return os.path.expanduser(path)  # leaves ~name where there is no such user; a path of pathlib's raises
 
 
 class VolumeConfig(ArrayConfig):
@@ -114,7 +104,7 @@ class StoreConfig(Section):
     forbidden_is_absent: bool = Field(
         False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
     )
-    cache_dir: str | None = Field(None, description="folder that keeps fetched chunk bytes; null = no cache")
+    cache_dir: PathText | None = Field(None, description="folder that keeps fetched chunk bytes; null = no cache")
     cache_gib: float = Field(50.0, gt=0, description="hard limit on that folder, shared by all readers, GiB")
 
 

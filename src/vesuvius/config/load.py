@@ -278,7 +278,7 @@ def _read_layers(path: Path, chain: tuple[Path, ...] = (), named_at: Origin | No
     name, here = named.plain(), named.origin
     if not isinstance(name, str) or not name or not name.isprintable():
         raise LineError(here, f"extends: must be the path of a YAML config, from this file's folder; got {show(name)}")
-    chain, base = (*chain, path), path.parent / name
+    chain, base = (*chain, path), path.parent / os.path.expanduser(name)
     if os.path.realpath(base) in map(os.path.realpath, chain):
         circle = " -> ".join(map(str, (*chain, base)))
         raise LineError(here, f"extends: files must not extend each other in a circle; got {circle}; remove one")

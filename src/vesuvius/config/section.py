@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any, Self
+from urllib.parse import unquote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,6 +20,14 @@ def _check_positive(sizes: Triple) -> Triple:
     return sizes
 
 
+def expand_path(path: str) -> str:
+    """A path without `~`, and the folder that a file:// address stands for; of that `#` and `?` are no parts."""
+    if path.startswith("file://"):
+        return unquote("/" + path.removeprefix("file://").partition("/")[2])
+    return os.path.expanduser(path)  # leaves ~name where there is no such user; a path of pathlib's raises
+
+
+PathText = Annotated[str, AfterValidator(expand_path)]
 SizeZYX = Annotated[Triple, AfterValidator(_check_positive)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

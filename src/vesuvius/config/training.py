@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vesuvius.config.section import NonNegativeInt, PositiveInt, Section
+from vesuvius.config.section import NonNegativeInt, PathText, PositiveInt, Section
 
 
 class TrainingConfig(Section):
@@ -82,7 +82,7 @@ class TrainingConfig(Section):
     extra_ema_decays: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
         (), description="further EMA decays, validated and saved beside the first"
     )
-    init_from: str | None = Field(
+    init_from: PathText | None = Field(
         None, description="run, checkpoint or .safetensors file whose averaged weights a new run starts from"
     )
     save_every: PositiveInt = Field(500, description="optimizer steps between checkpoints; the last step always saves")

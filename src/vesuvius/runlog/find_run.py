@@ -12,7 +12,7 @@ _FILES = ("session.json", "metrics.jsonl", "config.resolved.yaml")
 
 def runs_root() -> Path:
     """The folder of run directories: `VESUVIUS_RUNS` of the environment, or `runs` where the command runs."""
-    return Path(os.environ.get("VESUVIUS_RUNS") or "runs")
+    return Path(os.path.expanduser(os.environ.get("VESUVIUS_RUNS") or "runs"))
 
 
 def is_run(directory: Path) -> bool:
