@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,7 +58,7 @@ def test_rank_0_does_not_begin_anew_on_a_node_without_the_run_that_has_made_step
     board = Bulletin()
     assert not board.start(0).begun
     assert not board.start(0).begun  # it was lost before its first step: there may be no directory
-    board.begin()
+    board.reach(1)
     assert board.start(0).begun
     config = read_config(tiny_config())
     with pytest.raises(ConfigError, match=r"a path that all nodes share; got .*runs/tiny, which is not on"):
@@ -325,6 +326,51 @@ def test_an_error_of_a_gpu_is_not_called_a_defect_and_is_left_to_ray_train(
     error = RuntimeError("an index is out of range")
     assert worker.run_rank({"job": job})[0] == board.ended()[0] == 1  # type: ignore[index]
     assert "a defect" in caplog.text
+
+
+CUDA_ERRORS = ["an illegal memory access was encountered", "misaligned address", "unspecified launch failure"]
+
+
+@pytest.mark.parametrize(
+    ("errors", "steps", "starts"),
+    [
+        (["device-side assert triggered"], [40], 1),  # an index out of range: ours
+        *(([cuda], [40], 2) for cuda in CUDA_ERRORS),  # again at the same step: it will be so the third time
+        (["an illegal memory access was encountered"], [40, 42], 2),  # as late as steps are logged
+        (["an illegal memory access was encountered"], [0], 2),  # before there was a step
+        (["an illegal memory access was encountered"], [40, 47, 3, 900], 10),  # at another step each time: a GPU
+        (["uncorrectable ECC error encountered", "NCCL error: unhandled system error"], [40], 10),  # in turn
+    ],
+)
+def test_the_same_error_of_a_gpu_at_the_same_step_is_not_met_a_third_time(
+    errors: list[str],
+    steps: list[int],
+    starts: int,
+    tiny_config: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Ray Train starts ranks again, ten times."""
+
+    def fails(request: Request, on_step: Callable[[int], None], *_: Any) -> int:
+        on_step(steps[started % len(steps)])
+        raise RuntimeError(f"CUDA error: {errors[started % len(errors)]}\nCUDA kernel errors might be asynchronous")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(worker, "ray", SimpleNamespace(get=lambda said: said, exceptions=ray.exceptions))
+    monkeypatch.setattr(rank, "train_as_rank", fails)
+    path, board = tiny_config(training={"ranks": 2}), Bulletin()
+    job = worker.Job(Request(read_config(path), path, False), str(tmp_path), 0.0, _Called(board))
+    for started in range(10):  # noqa: B007 - read by `fails`
+        with suppress(RuntimeError):
+            exit_code, message = worker.run_rank({"job": job})
+            assert exit_code == 1
+            assert errors[0] in message
+            break
+        assert board.ended() is None
+    assert started + 1 == starts
+    assert (board.ended() is None) == (starts == 10)
 
 
 def test_a_rank_on_a_node_without_the_folder_of_the_command_says_so_once_and_for_all(tmp_path: Path) -> None:

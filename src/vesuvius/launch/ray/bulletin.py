@@ -11,6 +11,7 @@ import ray
 from vesuvius.errors import EXIT_STOPPED
 
 _ANSWER_S = 10.0
+_LATE_STEPS = 2  # a step is logged, and an error of a GPU raised, so much later than it was begun, at most
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Bulletin:
     def __init__(self) -> None:
         self._losses: list[dict[int, str]] = []
         self._seen: dict[int, int] = {}  # losses that a rank has heard of, by rank
-        self._begun = False
+        self._step: int | None = None  # the last one that rank 0 has logged
+        self._failure: tuple[str, int] | None = None
         self._waiting_since: float | None = time.monotonic()
         self._stop: tuple[int, str] | None = None
         self._heard = False
@@ -44,11 +46,17 @@ class Bulletin:
         self._seen[rank] = len(self._losses)
         if rank == 0:
             self._waiting_since = self._resize = None
-        return Start(again, self._begun, len(self._losses), new[-1] if new else {}, self._ended)
+        return Start(again, self._step is not None, len(self._losses), new[-1] if new else {}, self._ended)
 
-    def begin(self) -> None:
-        """Note that rank 0 has made a step."""
-        self._begun = True
+    def reach(self, step: int) -> None:
+        """Note a step that rank 0 has made."""
+        self._step = step
+
+    def fail(self, error: str) -> int | None:
+        """Note an error that another start may not meet.  Returns the step if the one before was the same, there."""
+        before, self._failure = self._failure, (error, self._step or 0)
+        same = before is not None and before[0] == error and abs(before[1] - self._failure[1]) <= _LATE_STEPS
+        return self._failure[1] if same else None
 
     def lose(self, ranks: dict[int, str]) -> None:
         """Note that these ranks ended all, and why."""

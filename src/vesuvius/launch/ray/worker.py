@@ -48,7 +48,7 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
 
     Raises:
         RankLostError: another rank is gone; Ray Train then starts all of them anew.
-        RuntimeError: of a GPU or its network, which another start may not meet.
+        RuntimeError: of a GPU or its network, which another start may not meet; not twice at the same step.
     """
     from vesuvius.launch.rank import train_as_rank
     from vesuvius.training.ranks.errors import RankLostError, restart_may_help
@@ -67,13 +67,9 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
     stop = StopRequest(None) if rank else job.stop_request()
     if rank == 0:
         threading.Thread(target=_follow, args=(job.bulletin, stop), name="bulletin", daemon=True).start()
-    told_of_first_step = start.begun
 
     def on_step(step: int) -> None:
-        nonlocal told_of_first_step
-        if not told_of_first_step:
-            told_of_first_step = True
-            job.bulletin.begin.remote()
+        job.bulletin.reach.remote(step)
 
     try:
         _enter(job.directory)
@@ -90,11 +86,17 @@ def run_rank(arguments: dict[str, Any]) -> tuple[int, str]:
         log.error("%s", error)
         ended = error.exit_code, str(error)
     except Exception as error:
+        text = f"{type(error).__name__}: {one_line(error)}"
         if restart_may_help(error):
-            log.exception("a GPU or its network has failed, and all ranks are to be started again")
-            raise
-        log.exception("a defect of vesuvius, please report it")
-        ended = EXIT_ERROR, f"a defect of vesuvius, please report it: {type(error).__name__}: {one_line(error)}"
+            if (step := ray.get(job.bulletin.fail.remote(f"rank {rank}: {text}"))) is None:
+                log.exception("a GPU or its network has failed, and all ranks are to be started again")
+                raise
+            what = f"rank {rank} has failed at step {step} as it did before, so it is not started a third time"
+        else:
+            what = "a defect of vesuvius, please report it"
+        log.exception("%s", what)
+        remedy = "; CUDA_LAUNCH_BLOCKING=1 in the environment shows where a kernel fails" if "CUDA" in text else ""
+        ended = EXIT_ERROR, f"{what}: {text}{remedy}"
     finally:
         close_logs()
     ray.get(job.bulletin.end.remote(*ended))

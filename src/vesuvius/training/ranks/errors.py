@@ -18,5 +18,10 @@ class RankLostError(RankError):
 
 
 def restart_may_help(error: BaseException) -> bool:
-    """Whether it is of a GPU or its network, which another start may not meet.  Pure."""
-    return not isinstance(error, VesuviusError) and any(word in str(error) for word in ("CUDA", "NCCL"))
+    """Whether it is of a GPU or its network, which another start may not meet.  Pure.
+
+    An assertion in a kernel, such as an index out of range, fails again wherever it runs.
+    """
+    text = str(error)
+    of_gpu = not isinstance(error, VesuviusError) and any(word in text for word in ("CUDA", "NCCL"))
+    return of_gpu and "device-side assert" not in text
