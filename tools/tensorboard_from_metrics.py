@@ -9,13 +9,14 @@ What a session did beyond the step that a later one went on from is left out.
 from __future__ import annotations
 
 import argparse
+import heapq
 import logging
 import sys
 from pathlib import Path
 
 from vesuvius.runlog.listeners.tensorboard import TensorBoard
-from vesuvius.runlog.records import current_records, read_records
-from vesuvius.runlog.rotated import read_rotated
+from vesuvius.runlog.records import current_records, iter_records, run_starts
+from vesuvius.runlog.rotated import iter_rotated
 
 
 def main() -> int:
@@ -29,20 +30,22 @@ def main() -> int:
     if directory.exists():
         print(f"the directory must be new; got {directory}, which exists; name another one", file=sys.stderr)
         return 1
+    metrics, count = arguments.run / "metrics.jsonl", 0
     try:
-        metrics = read_records(arguments.run / "metrics.jsonl")
+        starts = run_starts(metrics)
     except OSError as error:
         print(f"a run has a metrics.jsonl; got {error}; name the directory of a run", file=sys.stderr)
         return 1
-    system = read_rotated(arguments.run / "system.jsonl")
-    records = current_records(sorted(metrics + system, key=lambda record: record["time"]))
+    system = iter_rotated(arguments.run / "system.jsonl")
+    merged = heapq.merge(iter_records(metrics), system, key=lambda record: record["time"])
     tensorboard = TensorBoard(directory, arguments.run)
-    for record in records:
+    for record in current_records(merged, starts):
         tensorboard.write(record)
+        count += 1
     tensorboard.close()
     if tensorboard.failed:  # it has said why
         return 1
-    print(f"{directory}: {len(records)} records")
+    print(f"{directory}: {count} records")
     return 0
 
 

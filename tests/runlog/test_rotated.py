@@ -13,7 +13,7 @@ import pytest
 from tests.support.small_disk import small_disk
 from vesuvius.runlog import rotated
 from vesuvius.runlog.records import JsonLines
-from vesuvius.runlog.rotated import ROTATE_BYTES, RotatedFile, read_rotated
+from vesuvius.runlog.rotated import ROTATE_BYTES, RotatedFile, iter_rotated
 
 MONTH_RECORDS = 30 * 24 * 3600 // 10
 
@@ -23,7 +23,7 @@ def rotated_records(path: Path, rotate_bytes: int) -> JsonLines:
 
 
 def numbers(path: Path) -> list[int]:
-    return [record["n"] for record in read_rotated(path)]
+    return [record["n"] for record in iter_rotated(path)]
 
 
 def test_records_are_read_back_in_order_over_all_parts(tmp_path: Path) -> None:

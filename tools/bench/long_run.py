@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests kill r
 
 from tests.support.kill_harness import KillFigures, Session, final_difference, run_directory, steps_redone
 
-from vesuvius.runlog.records import current_records, read_records
+from vesuvius.runlog.records import current_records, iter_records, read_records, run_starts
 
 Record = dict[str, Any]
 
@@ -157,7 +157,8 @@ def _last_step(run: Path) -> str:
 
 def _records(run: Path, kind: str) -> list[Record]:
     """The records of a kind, without those of steps that were rolled back."""
-    return [record for record in current_records(read_records(run / "metrics.jsonl")) if record["kind"] == kind]
+    metrics = run / "metrics.jsonl"
+    return [record for record in current_records(iter_records(metrics), run_starts(metrics)) if record["kind"] == kind]
 
 
 def _draw_losses(path: Path, undisturbed: Path, killed: Path) -> None:

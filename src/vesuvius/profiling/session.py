@@ -28,7 +28,7 @@ from vesuvius.profiling.recommend import leave_alone, recommend
 from vesuvius.report.files import made_by, new_folder, write_pages
 from vesuvius.report.model import NOT_KNOWN
 from vesuvius.report.records import read_run
-from vesuvius.runlog.records import current_records, read_records
+from vesuvius.runlog.records import current_records, iter_records, run_starts
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.options import StreamOptions
@@ -182,11 +182,12 @@ def _write(config: Config, asked: int, command: str, run: Path, folder: Path, ob
     options = StreamOptions.from_config(config.training, config.cluster)
     knobs = knobs_of(config, choose_device(), options, verdict.window, memory_is_short=False)
     numbers = range(first - 1, last + 1)
-    recorded = current_records(read_records(run / "metrics.jsonl"))
+    metrics = run / "metrics.jsonl"
+    recorded = current_records(iter_records(metrics, numbers), run_starts(metrics))
     steps = [record for record in recorded if record["kind"] == "step" and record["step"] in numbers]
     report = build_profile(
         config,
-        read_run(run),
+        read_run(run, range(first - 1 if observed.in_place else observed.begin, last + 1)),
         steps,
         observed,
         asked,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ from vesuvius.monitor.postmortem.death import headline as death_headline
 from vesuvius.monitor.postmortem.death import read_deaths
 from vesuvius.monitor.probes.files import read_text
 from vesuvius.monitor.session import SessionRecord, is_alive, read_session
-from vesuvius.runlog.records import Record, current_records, records_in
-from vesuvius.runlog.rotated import read_rotated
+from vesuvius.runlog.records import Record, current_records, iter_records, run_starts
+from vesuvius.runlog.rotated import iter_rotated
 
 Column = NDArray[np.float64]
 
@@ -55,20 +56,30 @@ class RunRecords:
         return [record for record in self.others if record["kind"] == kind]
 
 
-def read_run(path: Path) -> RunRecords:
-    """Read a run directory, whatever is there of it; torn lines and missing files are passed over."""
+def read_run(path: Path, only: range | None = None) -> RunRecords:
+    """Read a run directory, whatever is there of it; torn lines and missing files are passed over.
+
+    Args:
+        only: these steps alone, with what was recorded at them; a run in progress need not hold the others in memory.
+    """
     sessions: list[Record] = []
-    metrics = _metrics(path / "metrics.jsonl", sessions)
-    merged = heapq.merge(metrics, _system(path / "system.jsonl"), key=_time)
-    steps: list[Record] = []
+    metrics = _metrics(path / "metrics.jsonl", sessions, only)
+    system_records = (each for each in _system(path / "system.jsonl") if only is None or each["step"] in only)
+    merged = heapq.merge(metrics, system_records, key=_time)
+    steps = {name: array("d") for name in STEP_FIELDS}
     first: list[bool] = []
     system: list[Record] = []
     others: list[Record] = []
     begins = False
-    for record in current_records(merged):
+    try:
+        starts = run_starts(path / "metrics.jsonl")
+    except OSError:
+        starts = []
+    for record in current_records(merged, starts):
         match record["kind"]:
             case "step":
-                steps.append(record)
+                for name, column in steps.items():
+                    column.append(figure(record.get(name)))
                 first.append(begins)
                 begins = False
             case "system":
@@ -79,7 +90,7 @@ def read_run(path: Path) -> RunRecords:
     config_text = read_text(path / "config.resolved.yaml") or ""
     return RunRecords(
         path,
-        {name: np.array([figure(step.get(name)) for step in steps]) for name in STEP_FIELDS},
+        {name: np.array(column) for name, column in steps.items()},
         np.array(first, dtype=bool),
         system,
         others,
@@ -97,33 +108,31 @@ def figure(value: object) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _metrics(path: Path, sessions: list[Record]) -> Iterator[Record]:
+def _metrics(path: Path, sessions: list[Record], only: range | None) -> Iterator[Record]:
     """A line at a time, a step with what is needed of it: a long run's file is larger than one wants in memory.
 
     `sessions` takes each begin and end of a session: a resume from an earlier step supersedes those too.
     """
     try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for record in _placed(records_in(lines)):
-                is_step = record["kind"] == "step"
-                if record["kind"] in ("run_start", "run_end"):
-                    sessions.append(record)
-                yield (
-                    {"kind": "step"} | {name: record.get(name, _ABSENT.get(name)) for name in STEP_FIELDS}
-                    if is_step
-                    else record
-                )
+        for record in _placed(iter_records(path, only)):
+            if record["kind"] in ("run_start", "run_end"):
+                sessions.append(record)
+            is_step = record["kind"] == "step"
+            yield (
+                {"kind": "step"} | {name: record.get(name, _ABSENT.get(name)) for name in STEP_FIELDS}
+                if is_step
+                else record
+            )
     except OSError:
         return
 
 
 def _system(path: Path) -> Iterator[Record]:
     try:
-        records = read_rotated(path)
+        for record in _placed(iter_rotated(path)):
+            yield {name: record.get(name) for name in _SYSTEM_FIELDS}
     except (OSError, EOFError):  # the second: a torn part
         return
-    for record in _placed(records):
-        yield {name: record.get(name) for name in _SYSTEM_FIELDS}
 
 
 def _placed(records: Iterable[Record]) -> Iterator[Record]:

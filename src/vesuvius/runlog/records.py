@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,10 @@ from typing import Any, Protocol
 from vesuvius.runlog.files.append_file import AppendFile
 
 Record = dict[str, Any]
+
+_RUN_START, _VALIDATION, _PREVIEW = "run_start", "validation", "preview"
+_START = f'"{_RUN_START}"'.encode()
+_STEP = re.compile(rb'"step": (\d+)')
 
 
 class LineFile(Protocol):
@@ -68,9 +73,22 @@ def make_record(kind: str, **figures: Any) -> Record:
     return record
 
 
+def iter_records(path: Path, steps: range | None = None) -> Iterator[Record]:
+    """All whole records of a file, in order, one in memory at a time; torn lines are passed over.
+
+    Args:
+        steps: records of other steps are left out, but for the beginnings of sessions; others are not even parsed.
+    """
+    with path.open("rb") as lines:
+        for line in lines:
+            found = None if steps is None or _START in line else _STEP.search(line)
+            if (found is None or int(found[1]) in (steps or ())) and (record := parsed(line)) is not None:
+                yield record
+
+
 def read_records(path: Path) -> list[Record]:
-    """All whole records of a file, in order; torn lines are passed over."""
-    return list(records_in(path.read_text(encoding="utf-8", errors="replace").splitlines()))
+    """As `iter_records`, for files that are short."""
+    return list(iter_records(path))
 
 
 def records_in(lines: Iterable[str | bytes]) -> Iterator[Record]:
@@ -87,23 +105,41 @@ def parsed(text: str | bytes) -> Record | None:
     return found if isinstance(found, dict) else None
 
 
-def current_records(records: Iterable[Record]) -> list[Record]:
-    """The records of a run as if it had never been interrupted, in their order.  Pure.
+def run_starts(path: Path) -> list[Record]:
+    """The `run_start` of each session, in order.  Reads the file but parses little of it."""
+    with path.open("rb") as lines:
+        return [record for record in records_in(line for line in lines if _START in line) if _begins(record)]
+
+
+def current_records(records: Iterable[Record], starts: Sequence[Record]) -> Iterator[Record]:
+    """The records of a run as if it had never been interrupted, in their order, one in memory at a time.  Pure.
 
     A session that begins at step n (`run_start`) does again what others did beyond n: what they recorded of that is
     dropped, and of validations and previews what its checkpoint does not know of.  Records without a step stay.
+
+    Args:
+        starts: each `run_start` that is among them; `run_starts` reads them first.
     """
-    current: list[Record] = []
+    # After so many starts, the last step of each kind that no later start goes back behind.
+    bounds: list[dict[str, float]] = [{}]
+    for start in reversed(starts):
+        later, step = bounds[-1], start["step"]
+        known = {_VALIDATION: start.get("validated_step", step), _PREVIEW: start.get("previewed_step", step), "": step}
+        bounds.append({kind: min(last, later.get(kind, math.inf)) for kind, last in known.items()})
+    bounds.reverse()
+    begun = 0
     for record in records:
-        if record["kind"] == "run_start":
-            step: int = record["step"]
-            last: dict[str, int] = {
-                "validation": record.get("validated_step", step),
-                "preview": record.get("previewed_step", step),
-            }
-            current = [known for known in current if (known.get("step") or 0) <= last.get(known["kind"], step)]
-        current.append(record)
-    return current
+        if _begins(record):
+            begun += 1
+            if begun > len(starts):  # a session that began since they were read
+                return
+        last = bounds[begun]
+        if (record.get("step") or 0) <= last.get(record["kind"], last.get("", math.inf)):
+            yield record
+
+
+def _begins(record: Record) -> bool:
+    return record.get("kind") == _RUN_START and isinstance(record.get("step"), int)
 
 
 def _finite(value: Any) -> Any:

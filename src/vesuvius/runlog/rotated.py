@@ -7,11 +7,13 @@ import logging
 import os
 import re
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from vesuvius.runlog.files.append_file import AppendFile
-from vesuvius.runlog.records import read_records, records_in
+from vesuvius.runlog.records import iter_records, records_in
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +23,8 @@ ROTATE_BYTES = 4 * 2**20
 class RotatedFile:
     """Appends lines to `path`; once it is long, to a new one, and the old becomes `<stem>.000001<suffix>.gz`.
 
-    Outlives a full disk, as `AppendFile` says; then nothing is compressed until there is space again.
+    Outlives a full disk, as `AppendFile` says; then nothing is compressed until there is space again.  Threads may
+    write, but no signal handler.
 
     Raises:
         OSError: on opening, where the file cannot be opened.
@@ -32,16 +35,22 @@ class RotatedFile:
         self._rotate_bytes = rotate_bytes
         self._file = AppendFile(path)
         self._written = path.stat().st_size
+        self._using, self._closed = threading.Lock(), False
 
     def write_line(self, text: str) -> None:
-        """Append a text and a newline."""
-        self._file.write_line(text)
-        self._written += len(text) + 1
-        if self._written > self._rotate_bytes:
-            self._rotate()
+        """Append a text and a newline; nothing once it is closed."""
+        with self._using:
+            if self._closed:  # it must not begin another file
+                return
+            self._file.write_line(text)
+            self._written += len(text) + 1
+            if self._written > self._rotate_bytes:
+                self._rotate()
 
     def close(self) -> None:
-        self._file.close()
+        with self._using:
+            self._closed = True
+            self._file.close()
 
     def _rotate(self) -> None:
         """Begin a new file and compress those before it.  A kill at any moment loses nothing and doubles nothing."""
@@ -65,13 +74,13 @@ class RotatedFile:
             log.warning("%s must be writable to compress it; got %s; free some space", self._path, error)
 
 
-def read_rotated(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a file and of the parts before it, in order."""
-    records = []
+def iter_rotated(path: Path) -> Iterator[dict[str, Any]]:
+    """All whole records of a file and of the parts before it, in order, one in memory at a time."""
     for _, part in sorted(_parts(path).items()):
-        data = gzip.decompress(part.read_bytes()) if part.suffix == ".gz" else part.read_bytes()
-        records += list(records_in(data.decode("utf-8", "replace").splitlines()))
-    return records + (read_records(path) if path.exists() else [])
+        with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as lines:
+            yield from records_in(lines)
+    if path.exists():
+        yield from iter_records(path)
 
 
 def _parts(path: Path) -> dict[int, Path]:

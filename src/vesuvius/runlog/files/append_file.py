@@ -38,12 +38,15 @@ class AppendFile:
         self._failing = False
         self._lost = 0
         self._writing = threading.Lock()
+        # Held for the moment in which a line is taken or the file stops taking any; a signal handler may hold it again.
+        self._taking, self._closed = threading.RLock(), False
 
     def write_line(self, text: str) -> None:
         """Append a text and a newline; nothing once it is closed."""
-        if self._descriptor is None:
-            return
-        self._waiting.append(text.encode("utf-8", "backslashreplace") + b"\n")
+        with self._taking:
+            if self._closed:
+                return
+            self._waiting.append(text.encode("utf-8", "backslashreplace") + b"\n")
         # Where the lock is taken, a thread or the code below this signal handler is writing, and takes this line along.
         while self._waiting and self._writing.acquire(blocking=False):
             try:
@@ -60,18 +63,22 @@ class AppendFile:
         return bool(self._waiting)
 
     def close(self) -> None:
-        """Write what waits, if the disk takes it now, and close the file."""
-        if self._descriptor is None:
-            return
-        error, descriptor, self._descriptor = self._write_waiting(), self._descriptor, None
-        try:
-            os.close(descriptor)
-        except OSError as late:  # network file systems say only now that the disk is full
-            error = error or late
+        """Write what waits, if the disk takes it now, and close the file.  Each line taken before is written once."""
+        with self._taking:
+            self._closed = True
+        with self._writing:
+            if self._descriptor is None:
+                return
+            error, descriptor, self._descriptor = self._write_waiting(), self._descriptor, None
+            lost = self._lost + len(self._waiting)
+            self._waiting.clear()
+            try:
+                os.close(descriptor)
+            except OSError as late:  # network file systems say only now that the disk is full
+                error = error or late
         if error is None:
             self._say_if_changed(None)
         else:
-            lost = self._lost + len(self._waiting)
             log.error("%s must be writable; got %s; free some space: %d lines are lost", self._path, error, lost)
 
     def _write_waiting(self) -> OSError | None:
