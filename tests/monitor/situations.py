@@ -24,7 +24,7 @@ from tests.support.system_trees import (
     write_v1,
     write_v2,
 )
-from vesuvius.monitor.alerts.notices import Notice, Notices, others_are_to_blame
+from vesuvius.monitor.alerts.notices import Notice, Notices
 from vesuvius.monitor.alerts.watchdog import Watchdog
 from vesuvius.monitor.memory.guard import Guard
 from vesuvius.monitor.memory.limits import Limits
@@ -61,8 +61,8 @@ def watched(samples: list[SystemSample], limits: Limits = LIMITS) -> Found:
     watch, guard, order = RiskWatch(limits), Guard(limits), None
     for each in samples:
         risk = watch.add(each)
-        order = guard.judge(each.time, risk, step_s=1.0, prefetch_left=True, workers_left=True)
-    blamed = ", by others" if risk.level and others_are_to_blame(risk.killers, limits) else ""
+        order = guard.judge(each.time, risk, step_s=1.0, prefetch_left=True, workers_left=True, readers={11})
+    blamed = ", by others" if risk.is_of_others(limits) else ""
     return Found(risk.level.name + blamed, order.rung if order else NOTHING, risk.reason)
 
 
@@ -131,6 +131,12 @@ def growing(trainer: Callable[[int], float], reader: Callable[[int], float], sec
         sample(float(t), 24 * GIB, 2 * GIB + trainer(t) + reader(t), {TRAINER: trainer(t), 11: reader(t)})
         for t in range(seconds)
     ]
+
+
+def beside(others: Callable[[int], float], seconds: int) -> list[SystemSample]:
+    """A trainer of 1 GiB and a reader of 0.4 beside others on 24 GiB, second by second."""
+    own = {TRAINER: GIB, 11: 0.4 * GIB}
+    return [sample(float(t), 24 * GIB, 1.4 * GIB + others(t), own) for t in range(seconds)]
 
 
 def pinned(directory: Path) -> Roots:

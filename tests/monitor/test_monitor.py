@@ -165,12 +165,12 @@ def test_memory_of_others_is_warned_of_by_name_and_ends_no_run(
             return replace(sample, machine=replace(sample.machine, available_bytes=sample.machine.total_bytes // 100))
 
         def largest_others(self, sample: SystemSample, count: int) -> list[ProcessUse]:
-            return [_process(number, (9 - number) * GIB) for number in range(1, 1 + count)]
+            return [_process(number, (9 - number) * GIB) for number in range(1, 4)]
 
     orders: list[Order] = []
     watcher = Crowded(lambda sample: 2**20)
     with Monitor(in_dir(tmp_path), Limits(), watcher, sample_every_s=0.02, on_exit=orders.append):
-        wait_until(lambda: watcher.samples > 5 and "the largest processes" in caplog.text)
+        wait_until(lambda: watcher.samples > 5 and "beside it" in caplog.text)
     assert orders == []
     risk, others = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert risk.startswith("risk of an out of memory kill CRITICAL")

@@ -19,6 +19,7 @@ from tests.monitor.situations import (
     Found,
     bare,
     below_a_slice,
+    beside,
     died,
     gpu_for,
     growing,
@@ -72,13 +73,13 @@ SITUATIONS = [
         lambda p: steady(bare(p, own=20 * GIB, total=2048 * GIB, used=2038 * GIB)),
         *(
             "CRITICAL, by others",
-            NOTHING,
+            "save",
         ),  # not "exit", as first written: 30 GiB would be left without us, and the next start find the same
     ),
     Situation(
         "4 GiB are left of 256 GiB, and we hold 2 of them",
         lambda p: steady(bare(p, own=2 * GIB, total=256 * GIB, used=252 * GIB)),
-        *("CRITICAL, by others", NOTHING),
+        *("CRITICAL, by others", "save"),
     ),
     Situation(
         "a pod of 16 GiB of which we hold 14.8",
@@ -103,7 +104,7 @@ SITUATIONS = [
     Situation(
         "a slice of 40 GiB that others fill, without a limit of our own",
         lambda p: steady(below_a_slice(p, own=3 * GIB, slice_used=38 * GIB)),
-        *("CRITICAL, by others", NOTHING, "/batch.slice"),
+        *("CRITICAL, by others", "save", "/batch.slice"),
     ),
     Situation(
         "eight ranks of 7.5 GiB fill a pod of 64 GiB: what one holds would not help",
@@ -113,7 +114,7 @@ SITUATIONS = [
     Situation(
         "a rank of 7.5 GiB in a pod of 64 GiB that others fill",
         lambda p: steady(ranks(p, 8)),
-        *("CRITICAL, by others", NOTHING),
+        *("CRITICAL, by others", "save"),
     ),
     Situation(
         "cgroups version 1 with a limit above the container: 7.5 of 8 GiB",
@@ -153,7 +154,17 @@ SITUATIONS = [
     Situation(
         "a reader that leaks 50 MB/s, 80 s before the end",
         lambda p: watched(growing(lambda t: 6 * GIB, lambda t: GIB + 50 * MB * max(t - 120, 0), 365)),
-        *("WARN", "prefetch", "fastest process 11"),
+        *("WARN", "restart", "fastest process 11"),
+    ),
+    Situation(
+        "another program grows 496 MB/s beside a steady run of 1.4 GiB",
+        lambda p: watched(beside(lambda t: 4 * GIB + 496 * MB * max(t - 100, 0), 138)),
+        *("CRITICAL, by others", "save", "growing 496.0 MB/s"),
+    ),
+    Situation(
+        "the same at 1 MB/s, from 4 to 92.5 % of the machine",
+        lambda p: watched([replace(s, time=20.0 * s.time) for s in beside(lambda t: 4 * GIB + 20 * MB * t, 905)]),
+        *("CRITICAL, by others", "save"),
     ),
     Situation(
         "a validation that takes 2 GB once and keeps it",

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.runs import records_of, vesuvius_train
 from tests.training.stand_ins import run_context
 from vesuvius.config.load import read_config
-from vesuvius.errors import EXIT_GUARD, EXIT_STOPPED
+from vesuvius.errors import EXIT_GUARD, EXIT_OK, EXIT_STOPPED
 from vesuvius.monitor.memory import guard
 from vesuvius.monitor.memory.guard import Order
 from vesuvius.monitor.memory.limits import Limits
@@ -39,10 +40,14 @@ class NotedMonitor:
     def __init__(self) -> None:
         self.told = LoopStatus()
         self.order: Order | None = None
-        self.obeyed = 0
+        self.obeyed = self.saves = 0
 
     def carried_out(self) -> None:
         self.obeyed += 1
+        self.order = None
+
+    def saved(self) -> None:
+        self.saves += 1
         self.order = None
 
 
@@ -76,9 +81,9 @@ class Loop:
         self.monitor: Any = NotedMonitor()
         self.stream: Any = NotedStream(StreamOptions.from_config(config.training, config.cluster))
 
-    def step(self, order: Order | None = None) -> None:
+    def step(self, order: Order | None = None) -> bool:
         self.monitor.order = order
-        self.acts.obey(self.stream, self.monitor, 0.5)
+        return self.acts.obey(self.stream, self.monitor, 0.5)
 
     def events(self) -> list[dict[str, Any]]:
         return [record for record in read_records(self.metrics) if record["event"] == "guard"]
@@ -104,8 +109,36 @@ def test_the_ladder_goes_down_to_one_batch_and_one_reader(loop: Callable[..., Lo
     assert run.monitor.obeyed == 4
     assert [(event["rung"], event["step"]) for event in run.events()][::3] == [("prefetch", 3), ("worker", 3)]
     assert not run.stop.wanted()
-    assert run.acts.remedy("the machine") == "continue with --resume training.workers=0 training.prefetch_factor=1"
+    assert "training.workers=1 and training.prefetch_factor=1 are already the least" in run.acts.remedy("the machine")
     assert "raise monitor.ram_limit_gib" in run.acts.remedy("monitor.ram_limit_gib")
+
+
+@pytest.mark.parametrize(("workers", "prefetch", "advised"), [(3, 2, 2), (2, 1, 1), (1, 2, 1), (0, 2, 0)])
+def test_the_advice_after_an_exit_takes_no_last_reader(
+    loop: Callable[..., Loop], workers: int, prefetch: int, advised: int
+) -> None:
+    """The trainer would read then, and leak what the reader did."""
+    run = loop(workers=workers, prefetch_factor=prefetch)
+    run.step()
+    expected = f"continue with --resume training.workers={advised} training.prefetch_factor=1"
+    assert run.acts.remedy("the machine") == expected
+
+
+def test_readers_that_leak_are_started_anew_as_they_are(loop: Callable[..., Loop]) -> None:
+    run = loop(workers=1, prefetch_factor=1)
+    assert not run.step(Order("restart", "near out of memory"))
+    assert run.stream.changes == [{"workers": 1}]
+    assert (run.monitor.obeyed, run.acts.workers) == (1, 1)
+    assert [event["rung"] for event in run.events()] == ["restart"]
+
+
+def test_for_the_growth_of_others_a_checkpoint_is_saved_and_nothing_else_is_done(loop: Callable[..., Loop]) -> None:
+    run = loop(workers=2, prefetch_factor=2)
+    assert run.step(Order("save", "near out of memory"))
+    assert not run.step()
+    assert (run.stream.changes, run.monitor.obeyed, run.monitor.saves) == ([], 0, 1)
+    assert [event["rung"] for event in run.events()] == ["save"]
+    assert not run.stop.wanted()
 
 
 def test_what_others_have_changed_is_where_the_guard_begins(loop: Callable[..., Loop]) -> None:
@@ -238,3 +271,18 @@ class Growing(Watcher):
         self.share += 0.0001 if self.share < 0.9 else 0.0
         root = replace(real.processes[0], anon_bytes=int(self.share * self._limit_bytes))
         return replace(real, processes=(root,), shared_bytes=0)
+
+
+def test_a_run_that_saves_for_the_growth_of_others_goes_on_to_its_end(
+    tiny_config: WriteConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard orders it after the third step; no other checkpoint is due but the last."""
+    orders = [Order("save", "near out of memory: the machine")]
+    order = property(lambda self: orders[0] if orders and self.told.step >= 3 else None, lambda self, order: None)
+    monkeypatch.setattr(Monitor, "order", order, raising=False)
+    monkeypatch.setattr(Monitor, "saved", lambda self: orders.clear())
+    config = tiny_config(training={"max_steps": 8, "save_every": 100})
+    assert vesuvius_train(config) == EXIT_OK
+    assert [record["step"] for record in records_of("checkpoint")] == [4, 8]
+    (event,) = [record for record in records_of("event") if record["event"] == "guard"]
+    assert (event["rung"], event["step"]) == ("save", 4)

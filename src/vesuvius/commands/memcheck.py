@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from vesuvius.commands.arguments.types import positive_number
 from vesuvius.commands.command import as_command, say
-from vesuvius.errors import EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_MEMORY_KILL, EXIT_MEMORY_WARN, EXIT_OK, ConfigError, NoRunError
 from vesuvius.monitor.memcheck.inspection import Inspection, as_json
 from vesuvius.monitor.memcheck.inspector import Inspector, MachineInspector, ProcessInspector
 from vesuvius.monitor.memcheck.run_inspector import RunInspector
@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 
 _EVERY_S = 2.0
 _GIVE_UP_S = 300.0
-_EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, 12 a kill was seen, 13 run not found, 2 usage
+_EPILOG = """exit codes: 0 ok, 10 warn, 11 critical, or ended by the memory guard, 12 a kill was seen, 13 run not found,
+2 usage
 
 without a run: the machine's own state, and with --config what a config would need"""
 
@@ -192,7 +193,9 @@ def _post_mortem(run: Path, as_lines_of_json: bool) -> int:
     else:
         say("\n\n".join("\n".join(death_lines(death)) for death in deaths))
     recent = [death for death in deaths if session is None or is_of_session(death, session)]
-    return EXIT_MEMORY_KILL if recent else EXIT_OK
+    if any(death.cause != "guard" for death in recent):
+        return EXIT_MEMORY_KILL
+    return EXIT_MEMORY_CRITICAL if recent else EXIT_OK
 
 
 def _plan(config_path: Path, overrides: list[str], gpus: Gpus, as_lines_of_json: bool) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vesuvius.monitor.alerts.disk import DiskWatch
-from vesuvius.monitor.alerts.notices import OTHERS_NAMED, Notice, Notices, others_are_to_blame, others_text
+from vesuvius.monitor.alerts.notices import Notice, Notices, others_text
 from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, limit_of, run_bytes
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
@@ -40,6 +40,8 @@ _RATES_OVER_S = 10.0
 _MOMENTS = 120
 _BLIND_EVERY_S = 600.0
 _JOIN_S = 2.0
+_OTHERS = 50  # of the processes beside the run, among which the one that grows is looked for
+_GROWTH_OVER_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; of a GPU that has failed the driver may never answer
 
 
@@ -197,6 +199,12 @@ class Monitor:
             self.order = None
             self._obeyed = True
 
+    def saved(self) -> None:
+        """The loop has saved a checkpoint as ordered."""
+        with self._judging:
+            self._guard.saved()
+            self.order = None
+
     def readers_changed(self) -> None:
         """Readers were restarted, though the guard had not ordered it; what grew before says nothing."""
         with self._judging:
@@ -240,7 +248,7 @@ class Monitor:
             self.risk = risk = self._watch.add(sample)
             if self._mode == "act":
                 self.order = self._guard.judge(
-                    time.monotonic(), risk, told.step_s, told.prefetch_left, told.workers_left
+                    time.monotonic(), risk, told.step_s, told.prefetch_left, told.workers_left, told.readers
                 )
             order = self.order
         self._level = risk.level
@@ -248,7 +256,7 @@ class Monitor:
             self._writer.later(
                 lambda: log.warning("risk of an out of memory kill %s: %s", risk.level.name, risk.reason)
             )
-            if others_are_to_blame(risk.killers, self._limits):
+            if risk.is_of_others(self._limits):
                 self._name_others(sample)
         elif self._mode != "off" and risk.level < before:
             self._writer.later(lambda: log.info("memory risk is %s again", risk.level.name))
@@ -259,7 +267,12 @@ class Monitor:
         """On a thread that nothing waits for: to read of other people's processes may take long, or hang."""
 
         def name() -> None:
-            others = self._watcher.largest_others(sample, OTHERS_NAMED)
+            before = {(use.pid, use.started_s): use.anon_bytes for use in self._watcher.largest_others(sample, _OTHERS)}
+            self._stop.wait(_GROWTH_OVER_S)
+            others = [
+                (use, (use.anon_bytes - before.get((use.pid, use.started_s), 0)) / _GROWTH_OVER_S)
+                for use in self._watcher.largest_others(sample, _OTHERS)
+            ]
             text = others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others)
             self._writer.later(lambda: log.warning("%s", text))
 

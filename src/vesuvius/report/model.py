@@ -106,7 +106,7 @@ def _facts(records: RunRecords) -> dict[str, str]:
         f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), number),
         "best validation (error over that of the best linear filter)": best,
         "non-finite steps": str(nonfinite),
-        "processes that died": str(len(records.deaths)),
+        "processes that died": str(sum(died for *_, died in records.deaths)),
         "peak RAM": of_limit(ram, limit),
         "largest reader": _or_unknown(largest(steps["worker_max_bytes"]), size_text),
         "peak VRAM": of_limit(vram, vram_limit),
@@ -202,7 +202,7 @@ def _events(records: RunRecords) -> Table:
         for r in records.others
         if r["kind"] not in _QUIET
     ]
-    rows += [(time, str(step), "death", words) for time, step, words in records.deaths]
+    rows += [(time, str(step), "death" if died else "end", words) for time, step, words, died in records.deaths]
     rows.sort(key=lambda row: row[0])
     note = f"the last {_MOST_EVENTS} of {len(rows)}" if len(rows) > _MOST_EVENTS else ""
     shown = tuple(

@@ -45,7 +45,8 @@ class RunRecords:
     system: Sequence[Record]  # the monitor's records, in order of time
     others: Sequence[Record]  # records of metrics.jsonl that are no steps, in order
     sessions: Sequence[Record]  # each `run_start` and `run_end`, superseded or not
-    deaths: Sequence[tuple[float, int, str]]  # time, step and headline of each process that died
+    # time, step and headline of each process that died, and whether it did not choose its end itself
+    deaths: Sequence[tuple[float, int, str, bool]]
     config: Mapping[str, Any]  # the resolved config as plain data; empty where it cannot be read
     config_text: str
     environment: Mapping[str, Any]
@@ -95,7 +96,10 @@ def read_run(path: Path, only: range | None = None) -> RunRecords:
         system,
         others,
         sessions,
-        [(death.time, death.step, death_headline(death)) for death in read_deaths(path / "post_mortem.jsonl")],
+        [
+            (death.time, death.step, death_headline(death), death.cause not in ("guard", "gpu"))
+            for death in read_deaths(path / "post_mortem.jsonl")
+        ],
         _mapping(config_text),
         config_text,
         _mapping(read_text(path / "env.json") or ""),

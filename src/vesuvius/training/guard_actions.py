@@ -1,4 +1,5 @@
-"""What the run does when memory gets short: reduce prefetch, stop readers, then save and exit with code 4."""
+"""What the run does when memory gets short: restart readers, reduce prefetch, stop readers, then save and exit with
+code 4; or save and go on, where it is others whose memory grows."""
 
 from __future__ import annotations
 
@@ -48,14 +49,23 @@ class GuardActions:
         self.reason = order.reason
         self._run.stop.ask(EXIT_GUARD, f"memory guard: {order.reason}")
 
-    def obey(self, stream: PatchStream, monitor: Monitor, longest_step_s: float) -> None:
+    def obey(self, stream: PatchStream, monitor: Monitor, longest_step_s: float) -> bool:
         """Carry out the guard's present order, and tell the monitor how far the run is.
 
         Args:
             longest_step_s: of the recent steps, without their pauses.
+
+        Returns:
+            Whether a checkpoint is to be saved now.
         """
         self._options = stream.options
-        if (order := monitor.order) is not None and order.rung != "exit":
+        saves = False
+        if (order := monitor.order) is not None and order.rung == "save":
+            log.warning("memory guard: saves a checkpoint, and the run goes on: %s", order.reason)
+            self._record(order.rung, order.reason, {})
+            monitor.saved()
+            saves = True
+        elif order is not None and order.rung != "exit":
             self._make_smaller(order, stream)
             monitor.carried_out()
         monitor.told = LoopStatus(
@@ -67,6 +77,7 @@ class GuardActions:
             prefetch_left=not self._pinned and self._ahead(self._with_less("prefetch")) < self._ahead(self._options),
             workers_left=self.workers > 1,
         )
+        return saves
 
     def record_exit(self) -> None:
         """Record that the guard ended the run."""
@@ -79,18 +90,21 @@ class GuardActions:
         return self._less()
 
     def _less(self) -> str:
-        if self.workers == 0 and self._options.prefetch_factor == 1:
+        # Never without readers: what they leak, or hold, the trainer would, who cannot be started anew.
+        workers = max(self.workers - 1, min(self.workers, 1))
+        if workers == self.workers and self._options.prefetch_factor == 1:
             return (
-                "continue with --resume once more memory is free; training.workers=0 and training.prefetch_factor=1 "
-                "are already the least"
+                f"continue with --resume once more memory is free, or with a smaller data.reader_mib; "
+                f"training.workers={workers} and training.prefetch_factor=1 are already the least"
             )
-        return f"continue with --resume training.workers={max(self.workers - 1, 0)} training.prefetch_factor=1"
+        return f"continue with --resume training.workers={workers} training.prefetch_factor=1"
 
     def _make_smaller(self, order: Order, stream: PatchStream) -> None:
         less = self._with_less(order.rung)
         prefetch: StreamChanges = {"prefetch_factor": less.prefetch_factor}
         changed: StreamChanges = prefetch if order.rung == "prefetch" else {"workers": less.workers}
         text = ", ".join(f"training.{key}={value}" for key, value in changed.items())
+        text = "restarts the readers, which leak" if order.rung == "restart" else text
         log.warning("memory guard: before memory runs out: %s: %s", text, order.reason)
         self._record(order.rung, order.reason, changed)
         began = time.monotonic()
@@ -101,6 +115,8 @@ class GuardActions:
     def _with_less(self, rung: Rung) -> StreamOptions:
         if rung == "prefetch":
             return with_less_prefetch(self._patch_bytes, self._options)
+        if rung == "restart":
+            return self._options
         return replace(self._options, workers=max(self.workers - 1, 1))
 
     def _ahead(self, options: StreamOptions) -> int:

@@ -116,16 +116,19 @@ class TrainingLoop:
                         log.info("%s", self._given_up())
                         break
                     self._record_events(stream)
+                    saves = False
                     with clock.pausing():
                         if not stop.wanted():
-                            self.guard_actions.obey(stream, self.monitor, reporter.longest_step_s)
+                            saves = self.guard_actions.obey(stream, self.monitor, reporter.longest_step_s)
                             tuner.act(stream, self.feed, self.monitor)
                     self.milestones.record_saves()
                     self.milestones.prepare()
-                    if self.milestones.due():
+                    if saves or self.milestones.due():
                         reporter.report(wait=True)
                         with clock.pausing():
                             self.milestones.do_what_is_due()
+                            if saves:
+                                self.milestones.save()
                 reporter.finish()
                 tuner.ended()
                 self.milestones.save()  # written while the readers end: a scheduler may not allow time for both in turn

@@ -7,10 +7,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from vesuvius.monitor.alerts.notices import Notices
+from vesuvius.monitor.alerts.notices import Notices, others_text
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.machine import read_machine
+from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample
+from vesuvius.runlog.units import GIB
 
 GPU = GpuUse(0, "GPU-A", "NVIDIA H200", 1, 2, 0.5, 300.0, 91.0, slowed_by=(), power_capped=True, ecc_uncorrected=2)
 MACHINE = read_machine()
@@ -87,3 +89,21 @@ def test_errors_of_another_gpu_of_the_machine_do_not_ask_to_stop_this_run() -> N
     ]
     assert "stop, have the GPU checked" in found[0].text
     assert all(notice.text.endswith("this run does not use that GPU") for notice in found[1:])
+
+
+def _beside(pid: int, gib: float, rate: float) -> tuple[ProcessUse, float]:
+    return ProcessUse(pid, 1, f"program{pid} --flag", 0.0, "running", int(gib * GIB), 0, 0, 0, 0.0), rate
+
+
+def test_the_process_that_grows_is_named_first_with_its_size_and_rate() -> None:
+    others = [_beside(pid, gib, 0.0) for pid, gib in ((1, 8.0), (2, 7.0), (3, 6.0))] + [_beside(4, 0.5, 496e6)]
+    text = others_text(GIB, 1, others)
+    assert "this run holds 1.00 GiB of the memory in use" in text
+    first, second, third = text.partition("beside it: ")[2].split(", program")
+    assert first == "program4 (pid 4) 0.50 GiB, which grows 496 MB/s"
+    assert (second, third) == ("1 (pid 1) 8.00 GiB", "2 (pid 2) 7.00 GiB")
+    quiet = others_text(GIB, 2, others[:3])
+    assert "grows" not in quiet
+    assert "about 1.00 GiB in 2 ranks" in quiet
+    assert quiet.index("pid 1") < quiet.index("pid 2") < quiet.index("pid 3")
+    assert others_text(GIB, 1, []).endswith("no process that can be seen from here")

@@ -5,13 +5,17 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from tests.support.moments import moments
+from vesuvius.errors import EXIT_MEMORY_CRITICAL, EXIT_OK
 from vesuvius.monitor.memcheck.run_inspector import RunInspector, _silence
 from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.memory.risk import Level
+from vesuvius.monitor.postmortem.death import append_death
+from vesuvius.monitor.postmortem.post_mortem import ended_run
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.recent import RecentFile
 from vesuvius.monitor.session import begin_session, end_session
@@ -61,3 +65,27 @@ def test_growth_of_start_up_minutes_is_none_of_a_run_that_has_ended(tmp_path: Pa
     end_session(tmp_path / "session.json", session, 75)
     rows = {row.part: row for row in RunInspector(tmp_path, Gpus()).inspect().rows}
     assert (rows["total"].trend is not None) == known
+
+
+@pytest.mark.parametrize(
+    ("cause", "exit_code", "level"), [("guard", EXIT_MEMORY_CRITICAL, Level.CRITICAL), (None, EXIT_OK, None)]
+)
+def test_a_run_that_the_guard_ended_says_so_and_why(
+    tmp_path: Path, cause: Literal["guard"] | None, exit_code: int, level: Level | None
+) -> None:
+    """Also after the next session has ended as it should: that one is looked at."""
+    session = begin_session(tmp_path / "session.json", "tiny", 1, Limits())
+    if cause:
+        death = ended_run(
+            cause, 7, "near out of memory: the machine: 23 of 24 GiB in use", (), "continue with --resume"
+        )
+        append_death(tmp_path / "post_mortem.jsonl", death)
+    end_session(tmp_path / "session.json", session, 4)
+    found = RunInspector(tmp_path, Gpus()).inspect()
+    assert (found.exit_code, found.level, found.kills) == (exit_code, level, ())
+    if cause:
+        assert found.state_text.endswith("with exit code 4: the memory guard ended it")
+        assert found.reason == "near out of memory: the machine: 23 of 24 GiB in use"
+        assert found.remarks[0] == "continue with --resume"
+        end_session(tmp_path / "session.json", begin_session(tmp_path / "session.json", "tiny", 1, Limits()), 0)
+        assert RunInspector(tmp_path, Gpus()).inspect().exit_code == EXIT_OK

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit, shrinking_helps, used_share
 from vesuvius.monitor.probes.gpus import GpuUse
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import SystemSample
@@ -19,7 +18,8 @@ from vesuvius.runlog.units import size_text
 
 _Key = TypeVar("_Key", bound=Hashable)
 
-OTHERS_NAMED = 3
+_OTHERS_NAMED = 3
+_GROWS_BYTES_S = 1e6
 _STOPPED_S = 10.0
 _SLOWED_S = 10.0
 _SILENT_S = 10.0
@@ -162,17 +162,24 @@ def _kills(before: SystemSample, sample: SystemSample) -> list[Notice]:
     return [Notice(logging.ERROR, text)] if kills > 0 else []
 
 
-def others_are_to_blame(killers: Sequence[MemoryLimit], limits: Limits) -> bool:
-    """Whether limits are nearly used up, and making this run smaller would help with none of them."""
-    tight = [killer for killer in killers if used_share(killer, limits) >= limits.warn_at]
-    return bool(tight) and not any(shrinking_helps(killer, limits) for killer in tight)
+def others_text(run_bytes: int, ranks_here: int, others: Sequence[tuple[ProcessUse, float]]) -> str:
+    """What follows the warning where others bring a kill near: who holds the memory, and who grows.
 
-
-def others_text(run_bytes: int, ranks_here: int, others: Sequence[ProcessUse]) -> str:
-    """What follows the warning then: who holds the memory."""
-    named = ", ".join(f"{use.name.split(' ')[0]} (pid {use.pid}) {size_text(use.anon_bytes)}" for use in others)
+    Args:
+        others: processes beside the run, each with the bytes by which it grows a second.
+    """
+    largest = sorted(others, key=lambda each: -each[0].anon_bytes)[:_OTHERS_NAMED]
+    fastest = max(others, key=lambda each: each[1], default=None)
+    if fastest is not None and fastest[1] >= _GROWS_BYTES_S:
+        largest = [fastest, *(each for each in largest if each[0] is not fastest[0])][:_OTHERS_NAMED]
+    named = ", ".join(
+        f"{use.name.split(' ')[0]} (pid {use.pid}) {size_text(use.anon_bytes)}"
+        + (f", which grows {rate / 1e6:.0f} MB/s" if rate >= _GROWS_BYTES_S else "")
+        for use, rate in largest
+    )
     held = size_text(run_bytes) if ranks_here == 1 else f"about {size_text(run_bytes)} in {ranks_here} ranks"
     return (
-        f"this run holds {held} of the memory in use, so the guard does nothing; the largest processes beside "
-        f"{'it' if ranks_here == 1 else 'this rank'}: {named or 'none visible from here'}"
+        f"this run holds {held} of the memory in use, and the rest brings the risk: the guard does not make the run "
+        f"smaller, but saves a checkpoint before a kill; beside {'it' if ranks_here == 1 else 'this rank'}: "
+        f"{named or 'no process that can be seen from here'}"
     )

@@ -51,8 +51,9 @@ class RunInspector:
         notes = self._files.read()
         if (sample := self._look(notes)) is None:
             notes = self._files.read()  # it may have written its end, and then ended, since it was read
-        now = time.time()
+        now, guard = time.time(), self._guard_exit(notes.session)
         state, text = self._state(notes, sample, now)
+        text += ": the memory guard ended it" if guard else ""
         found = Inspection(
             now,
             "run",
@@ -63,14 +64,15 @@ class RunInspector:
             no_gpus=self._gpus.reason,
             steps=_steps(notes, now),
             kills=self._kills(notes, sample, state),
-            remarks=(*_remarks(notes, sample, now), *notes.ranks),
+            remarks=(*([guard.remedy] if guard else []), *_remarks(notes, sample, now), *notes.ranks),
             vram=_vram(notes),
             vram_limit_bytes=notes.moments[-1].vram_limit_bytes if notes.moments else None,
         )
         if sample is not None and self._history is not None:
             readers = notes.moments[-1].reader_bytes if notes.moments else {}
             return self._history.add(found, sample, readers, notes.moments, notes.peaks)
-        return _from_moments(found, notes, now) if notes.moments else found
+        found = _from_moments(found, notes, now) if notes.moments else found
+        return replace(found, level=Level.CRITICAL, reason=" ".join(guard.evidence[:1])) if guard else found
 
     def _look(self, notes: RunState) -> SystemSample | None:
         """None where it does not live, or not here."""
@@ -119,6 +121,13 @@ class RunInspector:
         if state == "killed" and not lines:
             lines.append(f"process {session.pid} is gone and recorded no end")
         return (*lines, *([] if state == "killed" else _counted_kills(session, notes, sample)))
+
+    def _guard_exit(self, session: SessionRecord | None) -> Death | None:
+        """How the guard ended the last session, if it did."""
+        if session is None or session.end_time is None:
+            return None
+        deaths = (death for death in self._kept_deaths() if is_of_session(death, session))
+        return next((death for death in deaths if death.cause == "guard"), None)
 
     def _kept_deaths(self) -> list[Death]:
         """Read again only where the file has changed."""

@@ -42,6 +42,7 @@ class MemoryLimit:
     limit_bytes: int  # what the shares of `Limits` are of
     kills_at_bytes: int  # where it kills; below the limit for Ray's monitor
     own_bytes: int | None = None  # what the run, with its other ranks here, holds of it; None = all of it
+    least_others_bytes: int | None = None  # the least that was seen of the rest; None = not watched
 
     @property
     def left_bytes(self) -> int:
@@ -132,6 +133,13 @@ def shrinking_helps(killer: MemoryLimit, limits: Limits) -> bool:
     if killer.own_bytes is None:
         return True
     return used_share(replace(killer, used_bytes=killer.used_bytes - killer.own_bytes), limits) < limits.warn_at
+
+
+def without_growth_of_others(killer: MemoryLimit) -> MemoryLimit:
+    """As it would stand had the others stayed at the least that was seen of them."""
+    if killer.own_bytes is None or killer.least_others_bytes is None:
+        return killer
+    return replace(killer, used_bytes=killer.own_bytes + killer.least_others_bytes)
 
 
 def _whole_bytes(killer: MemoryLimit) -> int:

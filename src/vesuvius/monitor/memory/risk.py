@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from vesuvius.monitor.memory.limits import Limits, MemoryLimit, killers_of, largest_share, used_share
+from vesuvius.monitor.memory.limits import (
+    Limits,
+    MemoryLimit,
+    killers_of,
+    largest_share,
+    shrinking_helps,
+    used_share,
+    without_growth_of_others,
+)
 from vesuvius.monitor.memory.trend import PeakSeries, Trend
 from vesuvius.monitor.probes.system_sample import SystemSample
 from vesuvius.runlog.units import format_duration, gib
@@ -60,6 +68,19 @@ class Risk:
     trend: Trend | None  # of the memory that the first killer counts; None = too little was seen, or no trend
     exhaustion: Exhaustion | None  # None without growth
     growing: Mapping[int, Trend]  # by pid, the processes whose private memory grows beyond doubt
+    own_grows: bool = True  # whether the growth of the first killer's memory is the run's, at least half of it
+
+    @property
+    def ours(self) -> tuple[MemoryLimit, ...]:
+        """What the run has a hand in: the killers as they are if it grows, else as if the others had not grown."""
+        return self.killers if self.own_grows else tuple(without_growth_of_others(killer) for killer in self.killers)
+
+    def is_of_others(self, limits: Limits) -> bool:
+        """Whether there is a risk that a smaller run would not lessen: others fill the memory, or only they grow."""
+        tight = (killer for killer in self.ours if used_share(killer, limits) >= limits.warn_at)
+        if self.level is Level.LOW or any(shrinking_helps(killer, limits) for killer in tight):
+            return False
+        return not self.own_grows or self.exhaustion is None or not self.exhaustion.firm
 
 
 class RiskWatch:
@@ -74,6 +95,8 @@ class RiskWatch:
         self._limits = limits
         self._warmup_s = warmup_s
         self._of_killer: dict[str, PeakSeries] = {}
+        self._own = PeakSeries(warmup_s=warmup_s)
+        self._least_others: dict[str, int] = {}  # by killer, in the whole session
         self._of_process: dict[tuple[int, float], PeakSeries] = {}
         self._steps = _LevelSteps(limits)
         self._forget = False
@@ -95,8 +118,10 @@ class RiskWatch:
             self._forget = False
             self._warmup_s = _RESTART_WARMUP_S
             self._of_killer.clear()
+            self._own = PeakSeries(warmup_s=self._warmup_s)
             self._of_process.clear()
-        killers = tuple(killers)
+        killers = tuple(self._beside_others(killer) for killer in killers)
+        self._own.add(time_s, max((killer.own_bytes or 0 for killer in killers), default=0))
         for killer in killers:
             series = self._of_killer.setdefault(killer.name, PeakSeries(warmup_s=self._warmup_s))
             series.add(time_s, killer.used_bytes)
@@ -106,7 +131,7 @@ class RiskWatch:
         growing = self._growing(time_s, private)
         level = self._steps.next(time_s, largest_share(killers, self._limits), exhaustion)
         reason = _reason(level, killers, self._limits, trend, exhaustion, growing)
-        return Risk(level, reason, killers, trend, exhaustion, growing)
+        return Risk(level, reason, killers, trend, exhaustion, growing, self._own_grows(trend))
 
     def restart(self) -> None:
         """Forget the past: readers were restarted, so what grew before says nothing.
@@ -114,6 +139,17 @@ class RiskWatch:
         From the next sample on; so it may be called in another thread than `add`.
         """
         self._forget = True
+
+    def _beside_others(self, killer: MemoryLimit) -> MemoryLimit:
+        if killer.own_bytes is None:
+            return killer
+        others = killer.used_bytes - killer.own_bytes
+        least = self._least_others[killer.name] = min(others, self._least_others.get(killer.name, others))
+        return replace(killer, least_others_bytes=least)
+
+    def _own_grows(self, trend: Trend | None) -> bool:
+        own = self._own.trend
+        return own is not None and _grows(own) and (trend is None or 2 * own.bytes_per_s >= trend.bytes_per_s)
 
     def _nearness(self, killer: MemoryLimit) -> tuple[bool, float]:
         exhaustion = _exhaustion(killer, self._of_killer[killer.name].trend)

@@ -163,10 +163,10 @@ def _less_memory(victim: Victim, workers: int, moments: Sequence[MemorySample]) 
     if victim == "reader":
         sentences.append("The run continues with a new reader; if it happens again, stop it first.")
     if workers:
-        sentences.append(
-            f"Start it with --resume training.workers={workers - 1} training.prefetch_factor=1 (fewer readers, fewer "
-            "batches ahead), or with a smaller data.reader_mib."
-        )
+        # Never 0: what readers leak, or hold, the trainer would.
+        fewer = f"training.workers={workers - 1} training.prefetch_factor=1 (fewer readers, fewer batches ahead)"
+        less = fewer if workers > 1 else "training.prefetch_factor=1 (fewer batches ahead)"
+        sentences.append(f"Start it with --resume {less}, or with a smaller data.reader_mib.")
     else:
         sentences.append("Start it with --resume and a smaller data.reader_mib or training.train_batch_size.")
     if limit is not None:
