@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
 from vesuvius.plan.foreground import ForegroundMap
+from vesuvius.runlog.progress import with_progress
 from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, times, triple
 from vesuvius.volumes.coarser import Upsampling
-from vesuvius.volumes.listing import Bools, chunk_occupancy, with_progress
+from vesuvius.volumes.listing import Bools, chunk_occupancy
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.volume import Volume, open_volume
 

@@ -6,18 +6,17 @@ import hashlib
 import io
 import logging
 import os
-import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError, one_line
+from vesuvius.runlog.progress import with_progress
 from vesuvius.volumes.box import box_at, grid_shape, slices, times, triple
 from vesuvius.volumes.errors import FetchError, RefusedError
 from vesuvius.volumes.volume import Volume, metadata_hash
@@ -25,7 +24,6 @@ from vesuvius.volumes.volume import Volume, metadata_hash
 log = logging.getLogger(__name__)
 
 SIDECAR = ".chunk_occupancy.npz"
-_PROGRESS_S = 5.0
 
 Bools = NDArray[np.bool_]
 
@@ -201,7 +199,9 @@ def _inner_occupancy(volume: Volume, shards: Bools) -> tuple[Bools, list[str]]:
 
     damaged: list[str] = []
     with ThreadPoolExecutor(volume.source.config.requests) as pool:
-        found = with_progress(pool.map(present_in, firsts), f"reading the shards of {volume.name}")
+        found = with_progress(
+            pool.map(present_in, firsts), f"reading the indices of the shards of {volume.name}", len(firsts)
+        )
         for first, present in zip(firsts, found, strict=True):
             if isinstance(present, str):
                 damaged.append(present)
@@ -209,20 +209,6 @@ def _inner_occupancy(volume: Volume, shards: Bools) -> tuple[Bools, list[str]]:
             view = occupancy[slices(box_at(first, per_shard))]
             view[...] = present[tuple(slice(n) for n in view.shape)]
     return occupancy, damaged
-
-
-def with_progress(items: Iterable[Any], what: str, total: int | None = None) -> Iterator[Any]:
-    """The items, with a line in the log every few seconds."""
-    started = said = time.monotonic()
-    count = 0
-    for count, item in enumerate(items, 1):
-        yield item
-        now = time.monotonic()
-        if now - said >= _PROGRESS_S:
-            log.info("%s: %d%s", what, count, f" of {total}" if total else "")
-            said = now
-    if said != started:
-        log.info("%s: done, %d in %.0f s", what, count, time.monotonic() - started)
 
 
 def _parse_sidecar(data: bytes) -> tuple[Bools, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 
 from tests.conftest import textured, write_array
 from tests.support import fork_server
+from tests.support.chunk_server import ChunkServer
 from tests.support.poison import poison, write_sharded
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.errors import DataError
+from vesuvius.runlog import progress
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.start.start_reads import StartReads
@@ -54,13 +57,58 @@ def test_a_start_reads_the_same_in_a_process_of_its_own(tmp_path: Path) -> None:
     data = prepare_data(0, config)
     with StartReads(config) as reads:
         assert data.grey_ranges(config, reads.read) == data.grey_ranges(config)
-        apart, here = read_fixed_patches(data, config, 6, reads.read), read_fixed_patches(data, config, 6)
+        apart, here = read_fixed_patches(data, config, 6, reads.read, reads.expect), read_fixed_patches(data, config, 6)
         child = psutil.Process(process_id(reads))
     assert apart.starts_zyx == here.starts_zyx
     np.testing.assert_array_equal(apart.patches, here.patches)
     assert apart.conditions is not None
     np.testing.assert_array_equal(apart.conditions, here.conditions)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_start_fetches_what_it_reads_next_meanwhile_and_says_how_far_it_is(
+    server: ChunkServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, paired: bool
+) -> None:
+    """A patch touches eight chunks at most: where more are asked for at once, they are those of other patches too."""
+    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO)
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), chunk=16)
+    spec = VolumeConfig(path=server.url_of(path))
+    if paired:
+        write_array(tmp_path / "c.zarr", textured(SHAPE), chunk=16)
+        spec = spec.model_copy(update={"condition": VolumeConfig(path=server.url_of(tmp_path / "c.zarr"))})
+    config = DataConfig(volumes=(spec,), patch_size=(8, 16, 16))
+    data = prepare_data(0, config)
+    expected = read_fixed_patches(data, config, 12)
+    server.set_faults([{"path": r"\.zarr/\d", "kind": "delay", "delay_s": 0.05}])
+    server.reset()
+    with StartReads(config) as reads:
+        found = read_fixed_patches(data, config, 12, reads.read, reads.expect)
+    np.testing.assert_array_equal(found.patches, expected.patches)
+    stats = server.stats()
+    assert stats["max_in_flight"] > 8
+    assert sum(count for key, count in stats["paths"].items() if "zarr/." not in key) <= 12 * 8 * (1 + paired)
+    total = 12 * (1 + paired)
+    said = [line for line in caplog.messages if line.startswith("reading the patches of validation and previews: ")]
+    counts = [re.search(rf": (\d+) of {total}, .* MiB, about .* left$", line) for line in said[:-1]]
+    assert [int(match[1]) for match in counts if match] == [*range(1, total)]
+    assert re.search(rf": done, {total}, .* MiB in ", said[-1])
+
+
+def test_what_is_expected_and_never_read_does_no_harm_to_what_is(server: ChunkServer, tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), chunk=16)
+    config = config_of(path).model_copy(update={"volumes": (VolumeConfig(path=server.url_of(path)),)})
+    boxes = [((z, 0, 0), (z + 8, 16, 16)) for z in range(0, 128, 8)]
+    with StartReads(config) as reads:
+        reads.expect("reading", [("volume", 0, box) for box in boxes])
+        reads.read("volume", 0, boxes[0])
+        reads.expect("reading others", [])
+        for box in (boxes[5], boxes[3], boxes[15]):
+            np.testing.assert_array_equal(
+                reads.read("volume", 0, box), textured(SHAPE)[box[0][0] : box[1][0], :16, :16]
+            )
+    assert set(server.asked_for(path)) >= {"0/0/0", "1/0/0"}
 
 
 def test_an_abort_ends_the_other_process_and_its_chunk_is_passed_over(

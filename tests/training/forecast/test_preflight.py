@@ -103,3 +103,12 @@ def test_facts_of_another_config_or_not_written_whole_are_none(
     assert read_facts(path, read_config(tmp_path / "tiny.yaml", ["data.augment.flip=false"]).data) is None
     path.write_bytes(path.read_bytes()[:-100])
     assert read_facts(path, config.data) is None
+
+
+def test_a_dry_run_says_where_fixed_patches_would_lie_and_reads_none(tiny_config: Callable[..., Path]) -> None:
+    config = read_config(tiny_config(training={"preview_every": 1, "preview_count": 3}))
+    dry, real = (preflight(config, False, None, caches=caches).fixed for caches in (False, True))
+    assert dry is not None
+    assert real is not None
+    assert (len(dry.patches), dry.held_out) == (0, real.held_out)
+    assert len(real.patches) == 3

@@ -19,7 +19,7 @@ from vesuvius.errors import DataError
 from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.plan import Plan, PlanVolume
 from vesuvius.plan.split import Split
-from vesuvius.stream.start.prepare import PreparedData, ReadBox
+from vesuvius.stream.start.prepare import Expect, PreparedData, ReadBox, expect_nothing
 from vesuvius.stream.start.start_reads import KINDS
 from vesuvius.volumes.errors import UnreadableChunkError
 
@@ -51,7 +51,13 @@ class FixedPatches:
     conditions: NDArray[Any] | None
 
 
-def read_fixed_patches(data: PreparedData, config: DataConfig, count: int, read: ReadBox | None = None) -> FixedPatches:
+def read_fixed_patches(
+    data: PreparedData,
+    config: DataConfig,
+    count: int,
+    read: ReadBox | None = None,
+    expect: Expect = expect_nothing,
+) -> FixedPatches:
     """Read the first `count` fixed patches; a larger count adds to them.
 
     Held-out ones depend on the volumes, their weights, the patch size, the split and the foreground, not on the run's
@@ -60,6 +66,7 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int, read:
 
     Args:
         read: what reads them, e.g. `StartReads.read`; by default this process.
+        expect: told what will be read.
 
     Raises:
         DataError: no held-out slab holds enough foreground, or too many patches cannot be read.
@@ -68,6 +75,9 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int, read:
     plan, numbers = _fixed_plan(data, config, held_out)
     arrays = [np.empty(shape, dtype) for shape, dtype in data.job.batch_layout(count)]
     places = []
+    kinds, samples = KINDS[: len(arrays)], [plan.sample(index) for index in range(count)]
+    boxes = [data.wanted(kind, numbers[sample.volume], sample.box) for sample in samples for kind in kinds]
+    expect("reading the patches of validation and previews", boxes)
     for index in range(count):
         out = [array[index] for array in arrays]
         places.append(_read_patch(data, plan, numbers, index, config.max_quarantined, out, read or data.read))
@@ -80,10 +90,12 @@ def read_fixed_patches(data: PreparedData, config: DataConfig, count: int, read:
     )
 
 
-def read_training_patches(data: PreparedData, config: DataConfig, count: int, read: ReadBox) -> FixedPatches:
+def read_training_patches(
+    data: PreparedData, config: DataConfig, count: int, read: ReadBox, expect: Expect = expect_nothing
+) -> FixedPatches:
     """Read up to `count` patches that training may draw, without conditions: the same for the same data.
 
-    Unreadable ones are left out: the readers will find, report and quarantine them.
+    Unreadable ones are left out: the readers will find, report and quarantine them.  Of what is read `expect` is told.
 
     Raises:
         DataError: hardly any can be read.
@@ -92,6 +104,8 @@ def read_training_patches(data: PreparedData, config: DataConfig, count: int, re
     patches: list[NDArray[Any]] = []
     places: list[tuple[int, Triple]] = []
     last = ""
+    first = [plan.sample(index) for index in range(count)]
+    expect("reading patches of training", [data.wanted("volume", numbers[s.volume], s.box) for s in first])
     for sample in (plan.sample(index) for index in range(_TRIES * count)):
         number = numbers[sample.volume]
         try:

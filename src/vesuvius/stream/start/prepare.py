@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from vesuvius.plan.occupancy import foreground_map
 from vesuvius.plan.plan import Plan
 from vesuvius.plan.split import Split, split_volume
 from vesuvius.stream.reading.reader import ReaderJob
-from vesuvius.stream.start.start_reads import Kind
+from vesuvius.stream.start.start_reads import Kind, Wanted
 from vesuvius.volumes.box import Box
 from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.errors import UnreadableChunkError
@@ -31,7 +31,13 @@ _SEED = 0  # not the run's, so that runs with other seeds on the same data see t
 
 ReadBox = Callable[[Kind, int, Box], NDArray[Any]]
 """Reads a box of a volume, or of its condition in voxels of its own, by the number of the volume."""
+Expect = Callable[[str, Sequence[Wanted]], None]
+"""Takes what is done, for the log, and the boxes that will be read for it, e.g. `StartReads.expect`."""
 MakeForeground = Callable[[Volume, VolumeConfig, DataConfig], ForegroundMap | None]
+
+
+def expect_nothing(what: str, boxes: Sequence[Wanted]) -> None:
+    """An `Expect` of reads that are not fetched ahead."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +81,18 @@ class PreparedData:
         upsampling = self.array(kind, number)[1]
         return upsampling.read(box, lambda inner, _: read(kind, number, inner))
 
-    def grey_ranges(self, config: DataConfig, read: ReadBox | None = None) -> GreyRanges:
+    def wanted(self, kind: Kind, number: int, box: Box) -> Wanted:
+        """What `read_patch` reads for a box."""
+        return kind, number, self.array(kind, number)[1].coarse_box(box)
+
+    def grey_ranges(
+        self, config: DataConfig, read: ReadBox | None = None, expect: Expect = expect_nothing
+    ) -> GreyRanges:
         """The configured ranges, or one estimated from each volume.  Reads a few patches of training voxels.
 
         Args:
             read: what reads them, e.g. `StartReads.read`; by default this process.
+            expect: told what will be read.
 
         Raises:
             DataError: a range must be estimated, and all sampled voxels are air or equal.
@@ -91,7 +104,12 @@ class PreparedData:
             if normalize.low is not None and normalize.high is not None:
                 return (GreyRange(normalize.low, normalize.high),) * len(volumes)
             plan, read_patch = replace(self.plan, seed=_SEED), partial(self.read_patch, read or self.read, kind)
-            return tuple(estimate_grey_range(v, plan, n, key, partial(read_patch, n)) for n, v in enumerate(volumes))
+            found = []
+            for n, v in enumerate(volumes):
+                boxes = [plan.uniform_patch(n, draw) for draw in range(_PATCHES_PER_ESTIMATE)]
+                expect(f"reading patches of {v.name} for its grey range", [self.wanted(kind, n, box) for box in boxes])
+                found.append(estimate_grey_range(v, plan, n, key, partial(read_patch, n)))
+            return tuple(found)
 
         conditions = () if config.condition_classes else self.conditions
         return GreyRanges(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vesuvius.config import ArrayConfig, DataConfig, Triple
 from vesuvius.stream.reading.quarantine import DamagedBox
-from vesuvius.stream.start.prepare import PreparedData, ReadBox
+from vesuvius.stream.start.prepare import Expect, PreparedData, ReadBox, expect_nothing
 from vesuvius.stream.start.start_reads import Kind
 from vesuvius.volumes.box import intersects
 from vesuvius.volumes.coarser import Upsampling
@@ -72,12 +72,14 @@ def spot_check(
     read: ReadBox,
     quarantined: frozenset[DamagedBox] = frozenset(),
     most: int = MOST_CHUNKS,
+    expect: Expect = expect_nothing,
 ) -> Iterator[SpotCheck]:
     """Read up to `most` chunks of each volume and condition, for ten seconds in all, but at least one of each.
 
     Args:
         read: what reads them, e.g. `StartReads.read`, which a crashing codec may end.
         quarantined: chunks that touch these are left out.
+        expect: told what will be read.
 
     Raises:
         DataError: a store is away for `data.store.outage_minutes`, or refuses.
@@ -88,7 +90,9 @@ def spot_check(
     for place, (kind, number, spec) in enumerate(arrays, 1):
         volume, upsampling = data.array(kind, number)
         found = SpotCheck(spec, volume.name, math.prod(volume.grid.counts_zyx))
-        for chunk in _chunks(data, number, volume, upsampling, most):
+        chunks = _chunks(data, number, volume, upsampling, most)
+        expect(f"reading chunks of {volume.name}", [(kind, number, volume.grid.box_of(chunk)) for chunk in chunks])
+        for chunk in chunks:
             box = volume.grid.box_of(chunk)
             if any(n == number and intersects(upsampling.fine_box(box), damaged) for n, damaged in quarantined):
                 found.quarantined += 1

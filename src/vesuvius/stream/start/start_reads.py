@@ -15,7 +15,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Literal, Self
@@ -26,6 +29,7 @@ from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
 from vesuvius.errors import DataError, VesuviusError, one_line
 from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.plan.occupancy import foreground_map
+from vesuvius.runlog.progress import Progress
 from vesuvius.stream.reading.guarded import GuardedReader
 from vesuvius.stream.reading.notes import Place, read_notes
 from vesuvius.volumes.box import Box
@@ -36,7 +40,11 @@ log = logging.getLogger(__name__)
 Kind = Literal["volume", "condition"]
 KINDS: tuple[Kind, Kind] = ("volume", "condition")
 
+Wanted = tuple[Kind, int, Box]
+"""What is read: of the volume of this number, or of its condition in voxels of its own."""
+
 _END_S = 2.0
+_AHEAD = 8  # boxes that are fetched while one is read: on a slow store a patch's chunks take few of all requests
 _SERVE = "from vesuvius.stream.start.start_reads import serve; serve()"
 
 
@@ -60,6 +68,8 @@ class StartReads:
         self._printed: IO[bytes] = self._held.enter_context(printed)
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths = 0
+        self._expected = deque[Wanted]()
+        self._progress: Progress | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -75,13 +85,30 @@ class StartReads:
             UnreadableChunkError: also for a chunk that has crashed the process.
             DataError: as `Volume.read`, or the process died more than `data.max_reader_deaths` times.
         """
+        while self._expected and (kind, number, box) in self._expected:
+            if self._expected.popleft() == (kind, number, box):
+                break
         while True:
             try:
-                voxels: NDArray[Any] = self._ask((kind, number, box))
+                voxels: NDArray[Any] = self._ask((kind, number, box), list(islice(self._expected, _AHEAD)))
             except EOFError:
                 self._take_death()
             else:
+                if self._progress is not None:
+                    self._progress.add(voxels.nbytes)
+                    if not self._expected:
+                        self._progress.end()
+                        self._progress = None
                 return voxels
+
+    def expect(self, what: str, boxes: Sequence[Wanted]) -> None:
+        """Say what `read` will be asked for next, in this order: it is fetched ahead, and its progress logged.
+
+        Args:
+            what: is done, for the log.
+        """
+        self._expected = deque(boxes)
+        self._progress = Progress(what, len(boxes)) if boxes else None
 
     def foreground_map(self, volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:
         """As `vesuvius.plan.occupancy.foreground_map`; a mask or a coarse level is read in the other process.
@@ -101,13 +128,17 @@ class StartReads:
             ) from None
         return found
 
-    def _ask(self, request: tuple[Kind | Literal["foreground"], int, Box | None]) -> Any:
-        """Send a request and return the answer, or raise the error, of the process.  Raises EOFError where it dies."""
+    def _ask(self, request: tuple[Kind | Literal["foreground"], int, Box | None], ahead: Sequence[Wanted] = ()) -> Any:
+        """Send a request and return the answer, or raise the error, of the process.  Raises EOFError where it dies.
+
+        Args:
+            ahead: what to fetch meanwhile.
+        """
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            _send(process.stdin, request)
+            _send(process.stdin, (*request, ahead))
             while True:
                 match pickle.load(process.stdout):
                     case "log", name, level, text:
@@ -193,21 +224,31 @@ def serve() -> None:
     lock = threading.Lock()
     logging.basicConfig(level=logging.INFO, handlers=[_Forward(answers, lock)])
     reads, opened = GuardedReader(notes, role="start"), dict[tuple[Kind, int], Volume]()
+
+    def volume_of(kind: Kind, number: int) -> Volume:
+        if (kind, number) not in opened:
+            spec = _spec(config, kind, number)
+            opened[kind, number] = open_volume(spec, config.store, config.missing_chunk)
+        return opened[kind, number]
+
+    staged = set[Wanted]()
     while (request := requests.get()) is not None:
-        kind, number, box = request
+        kind, number, box, ahead = request
+        answer: tuple[str, Any]
         try:
-            part: Kind = "volume" if kind == "foreground" else kind
-            volume = opened.get((part, number)) or open_volume(
-                _spec(config, part, number), config.store, config.missing_chunk
-            )
-            opened[part, number] = volume
-            answer: tuple[str, Any]
             if kind == "foreground":
                 spec = config.volumes[number]
+                volume = volume_of("volume", number)
                 with reads.noting(Place(_source_of(spec, config), ((0, 0, 0), volume.shape_zyx))):
                     answer = "done", foreground_map(volume, spec, config)
             else:
-                answer = "done", reads.read(volume, box)
+                wanted = [(kind, number, box), *ahead]
+                for other_kind, other, place in staged.difference(wanted):
+                    volume_of(other_kind, other).release(place)
+                for other_kind, other, place in wanted:
+                    volume_of(other_kind, other).stage(place)
+                staged = set(ahead)
+                answer = "done", reads.read(volume_of(kind, number), box)
         except VesuviusError as error:
             answer = "error", error
         with lock:

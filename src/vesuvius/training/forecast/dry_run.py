@@ -146,7 +146,7 @@ def _data_lines(config: Config, preflight: Preflight) -> list[str]:
 def _read_chunks(config: Config, preflight: Preflight) -> list[SpotCheck]:
     known = damaged_boxes(read_quarantine(preflight.directory.quarantine) if preflight.resumed else [])
     with StartReads(config.data.with_store(cache_dir=None)) as reads:
-        return list(spot_check(preflight.data, config.data, reads.read, known))
+        return list(spot_check(preflight.data, config.data, reads.read, known, expect=reads.expect))
 
 
 def _regions(data: PreparedData, number: int, ranks: int) -> str:

@@ -105,8 +105,8 @@ def preflight(
     Args:
         resume: the run may exist.
         checkpoint: the whole one to continue from, if there is one.
-        caches: read by way of the disk cache, where one is configured, and leave notes of what is read with the run
-            that is resumed; a dry run does neither.
+        caches: read by way of the disk cache, where one is configured, leave notes of what is read with the run that is
+            resumed, and read the fixed patches; a dry run does none of these.
         ranks_here: ranks on this machine, each with its readers.
         known: what another run has measured of these data; not used where they differ.
 
@@ -139,13 +139,14 @@ def preflight(
         facts = known if known and known.volumes == trained_volumes(data) else None
         if resumed:
             facts = None if resumed.other_data else DataFacts.from_state(resumed.state)
-        greys = facts.greys if facts else data.grey_ranges(config.data, reads.read)
+        greys = facts.greys if facts else data.grey_ranges(config.data, reads.read, reads.expect)
         spectrum = facts.spectrum if facts else None
         if spectrum is None:
-            spectrum = measure_spectrum(data, config.data, greys, reads.read)
-        # Read once, before a run starts, so that nothing fails weeks later.
-        count = fixed_count(config.training, data)
-        fixed = read_fixed_patches(data, config.data, count, reads.read) if count else None
+            spectrum = measure_spectrum(data, config.data, greys, reads.read, reads.expect)
+        # Read once, before a run starts, so that nothing fails weeks later.  A dry run says where they would lie.
+        fixed = None
+        if count := fixed_count(config.training, data):
+            fixed = read_fixed_patches(data, config.data, count if caches else 0, reads.read, reads.expect)
     scalars = facts.scalars if facts else volume_scalars(config, data)
     initial = None if resumed else _initial_weights(config)
     stored = resumed.state["config"]["training"].get("lean_norm") if resumed else None
