@@ -48,6 +48,25 @@ def poisoned(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_count_of_readers_is_that_of_their_processes_also_once_all_is_read_and_batches_remain(volume: Path) -> None:
+    with open_stream(make_job(volume), workers=2, stop=400) as stream:
+        next(stream)
+        for living in (2, 0):
+            deadline = time.monotonic() + 120
+            while stream.readers_alive != living and time.monotonic() < deadline:
+                if stream.readers_with_work:
+                    next(stream)
+                time.sleep(0.05)
+            assert stream.readers_alive == living
+            while (found := sum(map(psutil.pid_exists, stream.readers))) != living and time.monotonic() < deadline:
+                time.sleep(0.05)  # Ray's table is ahead of the end of a process
+            assert found == living
+        assert stream.options.workers == 2
+        assert sum(1 for _ in stream) > 0, "batches that lay ready"
+    assert stream.readers_alive == 0
+
+
 def died(stream: PatchStream) -> list[dict[str, Any]]:
     return [event.fields for event in stream.events if event.kind == "reader_died"]
 

@@ -51,6 +51,7 @@ class StillStream:
     readers: dict[int, ReaderFigures] = field(default_factory=dict)
     reader_deaths: int = 0
     readers_with_work: int = 8
+    readers_alive: int = 8
     blocks_ahead: int = 0
     reader_totals: ReaderTotals = field(default_factory=ReaderTotals)
     feeder_figures: FeederFigures = field(default_factory=FeederFigures)

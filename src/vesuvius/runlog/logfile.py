@@ -41,7 +41,7 @@ class StepFigures:
     samples: int
     vram_bytes: tuple[int, int] | None  # reserved by the trainer and total of the card, or None on a CPU
     ram_bytes: tuple[int, int]
-    workers: int
+    workers: int  # reader processes that live
     worker_max_bytes: int | None  # largest private memory a reader has had, or None with `workers: 0`
     # seconds until the session ends, with the validations, previews and saves to come; None before the second step
     eta_s: float | None
@@ -50,7 +50,7 @@ class StepFigures:
     slowest_rank: int | None = None  # whom the others waited for, in the step before; None = not known
     # share of the device's peak that the model's operations reached, 0 to 1; None = the peak is not known
     mfu: float | None = None
-    working: int | None = None  # of the workers, those for which there is a task; None = all
+    working: int | None = None  # readers for which there is a task; None = all
 
 
 def step_line(f: StepFigures) -> str:

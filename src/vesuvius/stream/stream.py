@@ -276,6 +276,11 @@ class PatchStream(Iterator[Batch]):
         return min(self._options.workers, math.ceil(tasks_left)) if tasks_left < math.inf else self._options.workers
 
     @property
+    def readers_alive(self) -> int:
+        """Reader processes at the moment: they end once all that is left has been read."""
+        return getattr(self._source, "readers_alive", 0)
+
+    @property
     def blocks_ahead(self) -> int:
         """Blocks that readers may have made and nobody has taken; 0 with `workers: 0`."""
         ahead_bytes = store_ahead_bytes(self._job, self._options) if self._options.workers else 0

@@ -77,6 +77,11 @@ class RayBlocks(Iterator[Block]):
         """Of the stores that readers on this machine wait for at the moment."""
         return self._readers.outages
 
+    @property
+    def readers_alive(self) -> int:
+        """Reader processes, on any machine."""
+        return self._readers.alive
+
     def __next__(self) -> Block:
         try:
             block = self._next()

@@ -104,6 +104,7 @@ class ReaderWatch(Poller):
 
     Attributes:
         outages: of the stores that readers on this machine wait for at the moment.
+        alive: readers that have a process, on any machine; twice as many while one execution hands over to the next.
     """
 
     _every_s = 0.5
@@ -121,6 +122,7 @@ class ReaderWatch(Poller):
         self._on_death = on_death
         self._seen: dict[str, private.ActorRow] = {}
         self.outages: list[Outage] = []
+        self.alive = 0
         self._outage_log = OutageLog()
         super().__init__()
 
@@ -129,7 +131,9 @@ class ReaderWatch(Poller):
         self.outages = [note.outage for note in read_notes(self._notes) if note.outage is not None and note.is_alive()]
         self._outage_log.take(self.outages, time.time())
         rows = private.actor_rows()
-        self._say_nodes(Counter(row.node_id.hex() for row in rows if row.state == "ALIVE" and self._is_mine(row)))
+        living = [row.node_id.hex() for row in rows if row.state == "ALIVE" and self._is_mine(row)]
+        self.alive = len(living)
+        self._say_nodes(Counter(living))
         for row in rows:
             if self._is_mine(row):
                 before = self._seen.get(row.actor)

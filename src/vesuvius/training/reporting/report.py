@@ -188,7 +188,7 @@ class StepReporter:
         return indices, timesteps
 
     def _gather(self, launched: Launched, outcome: StepOutcome, times: StepTimes) -> StepFigures:
-        config, workers = self._config, self._stream.options.workers
+        config = self._config
         left = self._progress.time_left(config, launched.step, self._run.stop.left_s())
         peaks = [reader.rss_anon_peak_bytes or 0 for reader in list(self._stream.readers.values())]
         return StepFigures(
@@ -203,9 +203,9 @@ class StepReporter:
             samples=config.global_batch,
             vram_bytes=self._vram(),
             ram_bytes=self._machine.ram(),
-            workers=workers,
+            workers=self._stream.readers_alive,
             working=self._stream.readers_with_work,
-            worker_max_bytes=max(peaks) if workers and peaks else None,
+            worker_max_bytes=max(peaks, default=None),
             eta_s=left.seconds if left else None,
             eta_at_least=left is not None and left.at_least,
             ranks=self._run.part.world,
