@@ -93,7 +93,8 @@ def test_a_device_that_computes_is_compute_bound_and_needs_nothing() -> None:
     assert (found.kind, found.cause, found.overrides) == ("compute-bound", None, ())
     assert found.line(100, 128000) == (
         "Verdict step 100/128000 compute-bound: computed 98.8 % of the time (good: above 80 %; forward 30 % backward "
-        "60 % optimizer 10 %), waited for data 1.2 %; step p50 2 s, p95 2.5 s; nothing to change: the device computes"
+        "60 % optimizer 10 %), waited for data 1.2 %; step p50 2 s, p95 2.5 s over 50 steps; nothing to change: the "
+        "device computes"
     )
 
 
@@ -192,7 +193,7 @@ def test_busy_readers_beside_idle_cores_are_too_few() -> None:
     assert (found.kind, found.cause, found.overrides) == ("data-bound", "workers too few", ("training.workers=4",))
     assert found.line(1200, 128000) == (
         "Verdict step 1200/128000 data-bound (workers too few): waited for data 60.0 % of the time (good: below 15 %), "
-        "readers busy 98.0 %, 5.1 cores idle; step p50 2 s, p95 2.5 s; try training.workers=4"
+        "readers busy 98.0 %, 5.1 cores idle; step p50 2 s, p95 2.5 s over 50 steps; try training.workers=4"
     )
 
 

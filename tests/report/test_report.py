@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,13 +31,19 @@ from tests.support.recorded_runs import (
 )  # fmt: skip
 from vesuvius.commands import report as command
 from vesuvius.errors import EXIT_NO_RUN, EXIT_OK
+from vesuvius.monitor.memory.limits import Limits
+from vesuvius.monitor.postmortem.death import Death, append_death
+from vesuvius.monitor.quantile import quantile
+from vesuvius.monitor.session import begin_session, end_session
 from vesuvius.report.compare import comparison, named_apart
 from vesuvius.report.curves import Chart, banded
 from vesuvius.report.html import render_html
+from vesuvius.report.markdown import render_markdown
 from vesuvius.report.model import NOT_KNOWN, RunReport, Table, build
 from vesuvius.report.records import read_run
 from vesuvius.report.share import rounded_together
 from vesuvius.report.svg import draw, off_scale, y_range
+from vesuvius.runlog import units
 
 VOID = {"meta", "img", "br", "circle", "path"}
 
@@ -92,7 +100,7 @@ def test_parts_of_the_time_add_up_and_the_first_step_is_its_own(tmp_path: Path) 
     assert [(target.found, target.met) for target in report.targets] == [
         ("70 %", False), ("20 %", False), ("2 %", True), ("8 %", True)
     ]  # fmt: skip
-    assert report.facts["samples/s, without pauses and first steps"] == "8.00"
+    assert report.facts["samples/s"] == "8.00"
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=9))
@@ -126,7 +134,11 @@ def test_what_a_resume_supersedes_is_in_neither_curve_nor_sum(tmp_path: Path) ->
     assert charts["ram"].high.max() == pytest.approx(1.1)
     assert (np.diff(charts["ram"].x) >= 0).all()  # a session's first record, of step 0, stands where the run was
     (sessions,) = [table.rows for table in report.tables if table.title == "Sessions"]
-    assert [row[2:] for row in sessions] == [("0", "8", "exit code 1: crash"), ("5", NOT_KNOWN, NOT_KNOWN)]
+    speed = ("8.00", "0.500 s")
+    assert [row[2:] for row in sessions] == [
+        ("0", "8", "exit code 1: crash", *speed),
+        ("5", NOT_KNOWN, NOT_KNOWN, *speed),
+    ]
 
 
 def test_a_spike_of_one_step_is_seen_among_thousands() -> None:
@@ -275,7 +287,7 @@ def test_two_runs_are_compared_in_what_differs_alone(tmp_path: Path) -> None:
         write_run(tmp_path / name, [run_start(), *(step(n, samples=rate) for n in range(1, 4))], **keys)
     reports = named_apart([reported(tmp_path / name) for name in "ab"])
     results, config = comparison(reports)[0]
-    assert ("samples/s, without pauses and first steps", "8.00", "16.0") in results.rows
+    assert ("samples/s", "8.00", "16.0") in results.rows
     assert "sessions" not in [row[0] for row in results.rows]
     assert config.rows == (("seed", "4", "8"),)
     assert results.columns == ("", f"same ({tmp_path / 'a'})", f"same ({tmp_path / 'b'})")
@@ -362,3 +374,86 @@ def test_a_run_of_5000_steps_fits_a_small_page(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_run_of_100000_steps_takes_less_than_ten_seconds_of_a_processor_and_two_megabytes(tmp_path: Path) -> None:
     assert _check_long_run(tmp_path, 100_000, (2000, 1500)) < 10.0
+
+
+def session_file(run: Path, ended: bool, exit_code: int | None = 0) -> None:
+    """As a session leaves it that has ended, or was killed."""
+    record = begin_session(run / "session.json", "tiny", 1, Limits())
+    if ended:
+        end_session(run / "session.json", record, exit_code or 0)
+    else:
+        content = json.loads((run / "session.json").read_text())
+        (run / "session.json").write_text(json.dumps(content | {"pid": 2**22 + 1}))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "cause", "words"),
+    [
+        (4, "memory guard: 92 % of 8 GiB", "the run ended with exit code 4: memory guard: 92 % of 8 GiB. "),
+        (75, "SIGHUP", "the run ended with exit code 75: SIGHUP. "),
+        (None, "", "the run was killed. "),
+    ],
+)
+def test_of_a_run_that_is_over_the_cause_comes_first_and_no_time_is_left(
+    tmp_path: Path, exit_code: int | None, cause: str, words: str
+) -> None:
+    records = [run_start(), step(1), step(2, steps=10, eta_s=12_900.0), verdict(2)]
+    records += [] if exit_code is None else [run_end(2, BEGAN + 9, exit_code, cause)]
+    run = write_run(tmp_path / "tiny", records)
+    session_file(run, exit_code is not None, exit_code)
+    report = reported(run)
+    assert report.verdict.startswith(f"{words}Its last verdict: data-bound")
+    assert report.facts["time left"] == "none: the run is over, 8 steps before its last one"
+    for page in (page_of(report).text, render_markdown([report], (), "made", "x.html")):
+        assert page.index(words[:20]) < page.index("data-bound")
+
+
+def test_an_end_by_the_memory_guard_is_no_process_that_died(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "tiny", [run_start(), step(1)])
+    for cause in ("guard", "ray"):
+        append_death(run / "post_mortem.jsonl", Death(BEGAN, "run", 1, 1, cause, (), (), ""))  # type: ignore[arg-type]
+    assert reported(run).facts["processes that died"] == "1"
+
+
+def changed(first: int, *lines: str) -> dict[str, Any]:
+    return run_start(first, 2, BEGAN + first + 0.5) | {"drift": list(lines)}
+
+
+@pytest.mark.parametrize(
+    ("lines", "mixed"),
+    [
+        (("training.workers: was 2, is 4",), False),
+        (("training.max_steps: was 20, is 40", 'training.amp: was "off", is "bf16"'), False),
+        (("training.max_steps: was 20, is 40", "learning rate: 0.1 in step 20, 0.2 in step 21, where it was"), True),
+        ((), True),
+    ],
+)
+def test_figures_of_time_are_of_the_steps_with_the_last_settings_and_say_which(
+    tmp_path: Path, lines: Sequence[str], mixed: bool
+) -> None:
+    """20 steps of 0.5 s, then 20 of 2 s in a session of its own."""
+    slow = {"step_s": 2.0, "data_s": 1.6}
+    records = [run_start(), *(step(n) for n in range(1, 21)), changed(20, *lines)]
+    records += [step(n, time=BEGAN + n + 1, **slow) for n in range(21, 41)]
+    report = reported(write_run(tmp_path / "tiny", records))
+    window = report.facts["figures of time"]
+    if mixed:
+        assert window.startswith("steps 1 to 40; ")
+        assert report.facts["step, p50"] == "1.25 s"
+    else:
+        key = next(line.partition(":")[0] for line in lines if "max_steps" not in line)
+        assert window.startswith(f"steps 21 to 40, since {key} changed; ")
+        assert (report.facts["step, p50"], report.facts["samples/s"]) == ("2.00 s", "2.00")
+        assert sum(part.total_s for part in report.parts) == pytest.approx(40.0)
+        assert key in report.parts_note
+    sessions = next(table for table in report.tables if table.title == "Sessions")
+    assert [row[-2:] for row in sessions.rows] == [("8.00", "0.500 s"), ("2.00", "2.00 s")]
+
+
+def test_a_report_and_a_verdict_have_the_same_quantiles_of_the_same_steps(tmp_path: Path) -> None:
+    times = [0.1 * n**2 for n in range(1, 12)]
+    report = reported(
+        write_run(tmp_path / "tiny", [run_start(), *(step(n + 1, step_s=t) for n, t in enumerate(times))])
+    )
+    for share, fact in ((0.5, "step, p50"), (0.95, "step, p95")):
+        assert report.facts[fact] == f"{units.number(quantile(times[1:], share))} s"

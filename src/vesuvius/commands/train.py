@@ -142,8 +142,7 @@ def _replay(path: Path, overrides: list[str]) -> int:
 def _progress_bar(steps: int) -> Iterator[Callable[[int], None]]:
     """A bar under the log lines where standard output is a terminal, nothing elsewhere.
 
-    It appears with the first step, so that an error before it shows no empty bar, and times only the steps after it:
-    those of an earlier session took no time of this one.
+    It appears with the first step, so that an error before it shows no empty bar.
 
     Args:
         steps: the step, counted from 1, at which the run ends.
@@ -154,9 +153,9 @@ def _progress_bar(steps: int) -> Iterator[Callable[[int], None]]:
     if sys.stdout is None or not sys.stdout.isatty():
         yield lambda step: None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())  # the time left is `eta` of the line above
     terminal = sys.stderr is not None and sys.stderr.isatty()  # a file gets its warnings itself
     with terminal_bar("training", *columns, stderr=False, redirect_stderr=terminal) as move:
         yield lambda step: move(step, steps)

@@ -63,8 +63,8 @@ class Verdict:
         """In one line."""
         kind = self.kind if self.cause is None else f"{self.kind} ({self.cause})"
         return (
-            f"{kind}: {self.evidence}; step p50 {self.window.step_p50_s:.3g} s, p95 {self.window.step_p95_s:.3g} s; "
-            f"{self.advice}"
+            f"{kind}: {self.evidence}; step p50 {self.window.step_p50_s:.3g} s, p95 {self.window.step_p95_s:.3g} s "
+            f"over {self.window.steps} steps; {self.advice}"
         )
 
     def line(self, step: int, steps: int) -> str:

@@ -70,6 +70,7 @@ def build_profile(
         records,
         columns={name: column[chosen] for name, column in records.columns.items()},
         first=np.zeros(count, dtype=bool),
+        timed=np.ones(count, dtype=bool),
         system=system,
         others=[each for each in records.others if observed.after < figure(each.get("step")) <= observed.after + asked],
     )

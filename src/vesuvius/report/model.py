@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vesuvius.config.describe import flatten
+from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.window import Thresholds
 from vesuvius.report.charts import build_charts
 from vesuvius.report.curves import Chart
@@ -69,7 +70,7 @@ def build(records: RunRecords) -> RunReport:
         name=str(records.config.get("name") or records.path.name),
         directory=str(records.path),
         facts=_facts(records),
-        verdict=_verdict_words(verdicts),
+        verdict=_end_words(records.state) + _verdict_words(verdicts),
         parts=parts,
         targets=targets_of(parts, thresholds),
         charts=tuple(build_charts(records)),
@@ -77,13 +78,31 @@ def build(records: RunRecords) -> RunReport:
         previews=_previews(records),
         config=config_texts(records.config),
         config_text=records.config_text,
+        parts_note=f"{PARTS_NOTE}  {_window_words(records)}." if records.changed else PARTS_NOTE,
     )
+
+
+def _end_words(state: str) -> str:
+    """Of a run that ended before its last step, how: it is the first thing to know."""
+    if state.startswith("killed"):
+        return f"the run was {state}. Its last verdict: "
+    early = state.startswith("ended") and not state.startswith("ended with exit code 0")
+    return f"the run {state}. Its last verdict: " if early else ""
+
+
+def _window_words(records: RunRecords) -> str:
+    """Which steps the figures of time are of."""
+    numbers = records.columns["step"][records.timed]
+    if not len(numbers):
+        return NOT_KNOWN
+    why = f", since {', '.join(records.changed[:3])} changed" if records.changed else ""
+    return f"steps {numbers[0]:.0f} to {numbers[-1]:.0f}{why}"
 
 
 def _facts(records: RunRecords) -> dict[str, str]:
     steps, env = records.columns, records.environment
     work = steps["step_s"] - steps["pause_s"]
-    later = ~records.first if (~records.first).any() else np.ones(len(work), dtype=bool)
+    later = records.timed & ~records.first if (records.timed & ~records.first).any() else records.timed
     packages = env.get("packages") or {}
     known = later & np.isfinite(work) & np.isfinite(steps["samples"])
     rate = float(np.sum(steps["samples"][known]) / np.sum(work[known])) if known.any() and np.sum(work[known]) else None
@@ -95,13 +114,14 @@ def _facts(records: RunRecords) -> dict[str, str]:
     return {
         "state": records.state,
         "steps": _steps(steps),
-        "time left": _time_left(steps),
+        "time left": _time_left(steps, records.state),
         "last checkpoint": _last_checkpoint(records.of_kind("checkpoint")),
         "events": _event_counts(records),
         "sessions": str(sum(record["kind"] == "run_start" for record in records.sessions)),
         "running time": _or_unknown(_last(steps["total_s"]), format_duration),
-        "samples/s, without pauses and first steps": _or_unknown(rate, number),
-        "step, p50, without pauses and first steps": _quantile(work[later], 0.5),
+        "figures of time": f"{_window_words(records)}; without pauses and the first step of each session",
+        "samples/s": _or_unknown(rate, number),
+        "step, p50": _quantile(work[later], 0.5),
         "step, p95": _quantile(work[later], 0.95),
         f"loss, mean of the last {_LAST_STEPS} steps": _or_unknown(_mean(steps["loss"][-_LAST_STEPS:]), number),
         "best validation (error over that of the best linear filter)": best,
@@ -175,12 +195,16 @@ def ranks_table(records: RunRecords) -> Table:
 
 
 def _sessions(records: RunRecords) -> Table:
-    rows = []
+    rows, columns = [], records.columns
+    work = columns["step_s"] - columns["pause_s"]
     for place, start in enumerate(records.sessions):
         if start["kind"] != "run_start":
             continue
         after = records.sessions[place + 1] if place + 1 < len(records.sessions) else None
         reached, how = NOT_KNOWN, records.state if after is None else "killed: no end was recorded"
+        begin, end = figure(start.get("time")), figure(after.get("time")) if after is not None else np.inf
+        own = (columns["time"] >= begin) & (columns["time"] <= end) & ~records.first & np.isfinite(work)
+        work_s = float(np.sum(work[own]))
         if after is not None and after["kind"] == "run_end":
             reached = str(after.get("step", NOT_KNOWN))
             how = f"exit code {after.get('exit_code')}: {after.get('cause')}"
@@ -191,9 +215,12 @@ def _sessions(records: RunRecords) -> Table:
                 str(start["step"]),
                 reached,
                 how,
+                _or_unknown(float(np.sum(columns["samples"][own])) / work_s if work_s else None, number),
+                _quantile(work[own], 0.5),
             )
         )
-    return Table("Sessions", ("#", "began", "from step", "to step", "how it ended"), tuple(rows))
+    header = ("#", "began", "from step", "to step", "how it ended", "samples/s", "step, p50")
+    return Table("Sessions", header, tuple(rows), "speeds without pauses and first steps, of steps not repeated later")
 
 
 def _events(records: RunRecords) -> Table:
@@ -269,11 +296,14 @@ def _steps(steps: Mapping[str, Column]) -> str:
     return NOT_KNOWN if done is None else f"{done:.0f}" + (f" of {asked:.0f}" if asked else "")
 
 
-def _time_left(steps: Mapping[str, Column]) -> str:
-    """As the last step had it: of a run that was stopped, what a resume has before it."""
+def _time_left(steps: Mapping[str, Column], state: str) -> str:
+    """As the last step line of a run had it; of one that is over, none."""
     done, asked = _last(steps["step"]), _last(steps["steps"])
     if done is not None and asked is not None and done >= asked:
         return "none"
+    if state.startswith(("ended", "killed")):
+        left = "" if done is None or asked is None else f", {asked - done:.0f} steps before its last one"
+        return f"none: the run is over{left}"
     return _or_unknown(float(steps["eta_s"][-1]) if len(steps["eta_s"]) else None, format_duration)
 
 
@@ -313,7 +343,7 @@ def _last(values: Column) -> float | None:
 
 
 def _quantile(values: Column, share: float) -> str:
-    seconds = _of_known(values, lambda known: np.quantile(known, share))
+    seconds = _of_known(values, lambda known: quantile(known.tolist(), share))
     return NOT_KNOWN if seconds is None else f"{number(seconds)} s"
 
 

@@ -28,6 +28,12 @@ STEP_FIELDS = (
     "other_s", "pause_s", "samples", "loss", "grad_norm", "lr", "mfu", "total_s", "vram_used_bytes", "vram_limit_bytes",
     "ram_used_bytes", "ram_limit_bytes", "worker_max_bytes", "eta_s",
 )  # fmt: skip
+# Keys that do not change what a step takes; pauses are left out of that.
+_TIMELESS = (
+    "name", "monitor.", "training.max_", "training.lr", "training.warmup_steps", "training.epochs",
+    "training.steps_per_epoch", "training.save_every", "training.keep_", "training.validate_", "training.preview_",
+    "training.resume", "training.weight_decay", "training.clip_norm", "training.ema_decay", "diffusion.sampler",
+)  # fmt: skip
 _ABSENT = {"comm_s": 0.0}  # written before there were other ranks to wait for
 _SYSTEM_FIELDS = (
     "kind", "time", "step", "limit_bytes", "used_bytes", "trainer_bytes", "shared_bytes", "readers", "vram", "gpus",
@@ -42,6 +48,10 @@ class RunRecords:
     path: Path
     columns: Mapping[str, Column]  # of the steps, by the names of `STEP_FIELDS`; NaN is not known
     first: NDArray[np.bool_]  # whether a step is the first of a session, which holds the start of the readers
+    # timed: whether a step was made with the settings of the last session, so that its times tell of these; changed:
+    # which of the keys that matter to times a session before it changed last, empty where none did
+    timed: NDArray[np.bool_]
+    changed: tuple[str, ...]
     system: Sequence[Record]  # the monitor's records, in order of time
     others: Sequence[Record]  # records of metrics.jsonl that are no steps, in order
     sessions: Sequence[Record]  # each `run_start` and `run_end`, superseded or not
@@ -71,7 +81,7 @@ def read_run(path: Path, only: range | None = None) -> RunRecords:
     first: list[bool] = []
     system: list[Record] = []
     others: list[Record] = []
-    begins = False
+    begins, since, changed = False, 0, tuple[str, ...]()
     try:
         starts = run_starts(path / "metrics.jsonl")
     except OSError:
@@ -86,13 +96,18 @@ def read_run(path: Path, only: range | None = None) -> RunRecords:
             case "system":
                 system.append(record)
             case kind:
-                begins = begins or kind == "run_start"
+                if kind == "run_start":
+                    begins = True
+                    if keys := _changed_keys(record):
+                        since, changed = len(first), keys
                 others.append(record)
     config_text = read_text(path / "config.resolved.yaml") or ""
     return RunRecords(
         path,
         {name: np.array(column) for name, column in steps.items()},
         np.array(first, dtype=bool),
+        np.arange(len(first)) >= (since if since < len(first) else 0),
+        changed if since < len(first) else (),
         system,
         others,
         sessions,
@@ -110,6 +125,13 @@ def read_run(path: Path, only: range | None = None) -> RunRecords:
 def figure(value: object) -> float:
     """A number of a record; NaN for null and whatever is none."""
     return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _changed_keys(start: Record) -> tuple[str, ...]:
+    """Keys that a session changed and that a step's time may depend on; its record has `key: was A, is B` of each."""
+    lines = [line for name in ("drift", "accepted") for line in start.get(name) or [] if isinstance(line, str)]
+    keys = [line.partition(":")[0] for line in lines if ": was " in line]
+    return tuple(key for key in keys if not key.startswith(_TIMELESS))
 
 
 def _metrics(path: Path, sessions: list[Record], only: range | None) -> Iterator[Record]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vesuvius.monitor.quantile import quantile
 from vesuvius.monitor.window import Thresholds
 from vesuvius.report.records import Column, RunRecords
 from vesuvius.runlog.units import format_percent, number
@@ -64,12 +65,13 @@ def work_columns(records: RunRecords) -> dict[str, Column]:
 
 
 def split_time(records: RunRecords) -> tuple[TimePart, ...]:
-    """All steps' time, whose parts add up to it; empty where no step was recorded.
+    """The time of all steps with the last settings, whose parts add up to it; empty where no step was recorded.
 
     The first step of a session holds the start of the readers and the choice of kernels: it is a part of its own.
     """
     columns, work = records.columns, work_columns(records)
     known = np.isfinite(columns["step_s"]) & np.isfinite(columns["pause_s"]) & np.isfinite(sum(work.values()))
+    known &= records.timed
     if not known.any():
         return ()
     first, later = known & records.first, known & ~records.first
@@ -127,8 +129,8 @@ def part_rows(parts: Sequence[TimePart], words: Callable[[float], str]) -> list[
 
 
 def _row(name: str, kind: str, seconds: Column) -> Row:
-    p50, p95 = np.quantile(seconds, [0.5, 0.95])
-    return name, kind, float(seconds.sum()), float(p50), float(p95)
+    values = seconds.tolist()
+    return name, kind, float(seconds.sum()), quantile(values, 0.5), quantile(values, 0.95)
 
 
 def targets_of(parts: Sequence[TimePart], thresholds: Thresholds) -> tuple[Target, ...]:

@@ -103,7 +103,10 @@ def test_a_run_that_computes_is_compute_bound_and_its_records_say_where_every_se
     for name in ("step_s", "data_s", "forward_s", "backward_s", "optimizer_s", "other_s"):
         assert second[name] == pytest.approx(math.fsum(record[name] for record in steps[6:]), rel=1e-12)
     (line,) = [text for text in caplog.messages if text.startswith("Verdict step 12/20")]
-    assert re.search(r"compute-bound: computed [\d.]+ % of the time .*; step p50 [\d.]+ s, p95 [\d.]+ s; nothing", line)
+    assert re.search(
+        r"compute-bound: computed [\d.]+ % of the time .*; step p50 [\d.]+ s, p95 [\d.]+ s over \d+ steps; nothing",
+        line,
+    )
 
 
 @pytest.mark.long
