@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+import zarr
 from numcodecs import Blosc
 
 from tests.conftest import textured, write_array
@@ -345,3 +346,49 @@ def on_disk(directory: Path) -> int:
         except FileNotFoundError:
             continue
     return 512 * blocks
+
+
+# ---- how often, and how many at once
+
+
+SHARDED = {"zarr_format": 3, "chunks": (16, 16, 16), "shards": (32, 32, 32)}
+INNER = ((16, 16, 16), (80, 80, 80))  # 64 chunks, in 27 shards, of which it covers one of 8 chunks
+
+
+def write_shards(path: Path) -> Path:
+    array = zarr.create_array(str(path), shape=(96, 96, 96), dtype="uint8", fill_value=0, **SHARDED)  # type: ignore[arg-type]
+    array[:] = textured((96, 96, 96))
+    return path
+
+
+@pytest.mark.parametrize("missing_chunk", ["air", "error"])
+def test_the_indices_of_a_region_are_asked_for_at_once_and_each_once(
+    server: ChunkServer, tmp_path: Path, missing_chunk: Literal["air", "error"]
+) -> None:
+    path = write_shards(tmp_path / "v.zarr")
+    volume = open_volume(VolumeConfig(path=server.url_of(path)), StoreConfig(requests=32), missing_chunk)
+    server.set_faults([{"path": "/c/", "kind": "delay", "delay_s": 0.15}])
+    server.reset()
+    volume.grid.requests(INNER)
+    assert server.stats()["max_in_flight"] > 20, "of 26"
+    assert sorted(server.asked_for(path).values()) == [1] * 26
+    server.set_faults([])
+    for _ in range(2):
+        np.testing.assert_array_equal(volume.read(INNER), textured((96, 96, 96))[16:80, 16:80, 16:80])
+    of_whole = 1 if missing_chunk == "error" else 0
+    assert sum(server.asked_for(path).values()) <= 26 + of_whole + 2 * (64 - 8 + 1), "an index once"
+    volume.close()
+
+
+@pytest.mark.parametrize("layout", ["v2", "v3", "v3-sharded"])
+def test_where_every_chunk_must_be_stored_none_is_asked_for_twice(
+    server: ChunkServer, tmp_path: Path, layout: str
+) -> None:
+    path = write_array(tmp_path / "v.zarr", textured((128, 128, 128)), **LAYOUTS[layout])
+    volume = open_volume(VolumeConfig(path=server.url_of(path)), FAST, "error")
+    server.reset()
+    box = ((0, 0, 0), (128, 128, 128))
+    np.testing.assert_array_equal(volume.read(box), textured((128, 128, 128)))
+    indices = 8 if layout == "v3-sharded" else 0
+    assert sum(server.asked_for(path).values()) <= 64 // (8 if indices else 1) + indices
+    volume.close()

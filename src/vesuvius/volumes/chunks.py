@@ -11,7 +11,7 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -115,6 +115,20 @@ class ChunkGrid:
         """Whether chunks, or shards, lie below this key, which must then be a folder."""
         return any(pattern.fullmatch(key) for pattern in self._folder_patterns)
 
+    def load_indices(self, keys: Iterable[str]) -> None:
+        """Read the indices of shards (kept for later), from a remote store all at once.  Raises as `shard_index`."""
+        if self.shard_zyx is None or not self.source.remote:
+            return
+        with self._lock:
+            missing = [key for key in keys if key not in self._indices]
+        readings = [self.source.start(self.shard_index, key) for key in missing]
+        errors = {key: error for key, reading in zip(missing, readings, strict=True) if (error := reading.exception())}
+        for key in errors:  # whoever reads the chunks asks again
+            self.source.forget(key, self.index_range)
+            self.source.count(retries=1)
+        for error in errors.values():
+            raise error
+
     def requests(self, box: Box) -> list[Request]:
         """What zarr will ask the store for when it reads a box, in the same form.
 
@@ -127,8 +141,10 @@ class ChunkGrid:
         if self.shard_zyx is None:
             return [(self.key_of(chunk), None) for chunk in self.chunks_of(box)]
         found: list[Request] = []
-        for key, chunks in self._by_shard(box).items():
-            if len(chunks) == math.prod(self._chunks_per_shard):
+        shards, whole = self._by_shard(box), math.prod(self._chunks_per_shard)
+        self.load_indices(key for key, chunks in shards.items() if len(chunks) < whole)
+        for key, chunks in shards.items():
+            if len(chunks) == whole:
                 found.append((key, None))
                 continue
             index = self.shard_index(key)
@@ -180,8 +196,9 @@ class ChunkGrid:
         if self.shard_zyx is None:
             chunk_of = {self.key_of(chunk): chunk for chunk in self.chunks_of(box)}
             return [chunk_of[key] for key in self.source.absent(list(chunk_of))]
-        missing = []
-        for key, chunks in self._by_shard(box).items():
+        missing, shards = [], self._by_shard(box)
+        self.load_indices(shards)
+        for key, chunks in shards.items():
             index = self.shard_index(key)
             missing += [c for c in chunks if index is None or self._range_in(index, c) is None]
         return missing

@@ -116,8 +116,14 @@ class MissingChunks:
         self._seen = np.zeros(grid.counts_zyx, bool)  # takes memory only where something was read
 
     def check_present(self, box: Box) -> None:
-        """Raises DataError where a chunk of a box is absent and must not be; what `ChunkGrid.absent` raises."""
-        absent = self._grid.absent(box) if self._treatment == "error" else []
+        """Raises DataError where a chunk of a box is absent and must not be; what `ChunkGrid.absent` raises.
+
+        Of what is staged the store has told already.
+        """
+        if self._treatment != "error":
+            return
+        remote = self._staged is not None
+        absent = [c for c in self._grid.chunks_of(box) if self._is_absent(c)] if remote else self._grid.absent(box)
         if absent:
             raise DataError(
                 f"every chunk must be stored with data.missing_chunk=error; got {len(absent)} absent, the first "

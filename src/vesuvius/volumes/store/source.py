@@ -108,7 +108,7 @@ class Source:
 
     def submit(self, key: str, byte_range: ByteRange | None = None) -> Future[bytes | None]:
         """`get` on one of `config.requests` threads."""
-        return self._start(self.get, key, byte_range)
+        return self.start(self.get, key, byte_range)
 
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
         """Remove from the cache what turned out to be damaged."""
@@ -121,7 +121,7 @@ class Source:
 
     def absent(self, keys: list[str]) -> list[str]:
         """Those for which there is no object; asks for many at once.  Raises FetchError as `get`."""
-        found = [self._start(self.exists, key) for key in keys]
+        found = [self.start(self.exists, key) for key in keys]
         return [key for key, there in zip(keys, found, strict=True) if not there.result()]
 
     @property
@@ -189,7 +189,8 @@ class Source:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+    def start(self, function: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call a function on one of the `config.requests` threads."""
         with self._lock:
             self._retrier.check_open()
             if self._pool is None:
