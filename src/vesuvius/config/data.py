@@ -99,7 +99,7 @@ class StoreConfig(Section):
     retries: NonNegativeInt = Field(
         2, description="how often a damaged chunk is fetched again before it is quarantined; at least once"
     )
-    timeout_s: float = Field(30.0, gt=0, description="seconds after which a request counts as failed")
+    timeout_s: float = Field(30.0, gt=0, description="seconds without a byte after which a request counts as failed")
     anonymous: bool | None = Field(None, description="s3 and gs without signing; null = where no credentials are found")
     forbidden_is_absent: bool = Field(
         False, description="treat 403 as a missing chunk, as in S3 buckets that allow reads but no listing"
