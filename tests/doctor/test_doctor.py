@@ -91,7 +91,7 @@ def test_a_gpu_that_torch_cannot_use_is_caught(monkeypatch: pytest.MonkeyPatch) 
     assert found.level == "fail"
     assert found.value.startswith("NVIDIA A100, driver 550.1, but a torch ")
     monkeypatch.setitem(sys.modules, "pynvml", NoNvml())
-    assert device.look_at_gpus().level == "warn"
+    assert device.look_at_gpus().level == "ok", "a GPU is optional"
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -127,12 +127,50 @@ def test_a_config_that_does_not_fit_the_gpu_is_caught(monkeypatch: pytest.Monkey
 
 def test_volumes_are_opened_and_read(volume: Path) -> None:
     config = config_of(str(volume))
-    found = doctor_data.time_reads(doctor_data.open_data(config), config.data)
+    found, patch_s = doctor_data.time_reads(doctor_data.open_data(config), config)
+    assert patch_s > 0
     assert found.level == "ok"
     assert found.value.startswith(f"{volume}")
     assert "96x128x128 uint8, 16 patches in " in found.value
     missing = looked(lambda: Finding("ok", str(doctor_data.open_data(config_of("nowhere.zarr")))))
     assert (missing.level, "a volume must exist" in missing.value) == ("fail", True)
+
+
+def test_reading_is_judged_by_what_the_run_needs(volume: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same speed serves a short run and not a long one; more readers and ranks share it."""
+    monkeypatch.setattr(doctor_data, "_read", lambda data, number: ("scroll", 1.23))  # 2 patches in 2.46 s
+    data = doctor_data.open_data(config_of(str(volume)))
+    for training, level in (
+        ({"steps_per_epoch": 1000}, "ok"),
+        ({"steps_per_epoch": 10**6, "workers": 1}, "warn"),
+        ({"steps_per_epoch": 10**6, "workers": 32}, "ok"),
+    ):
+        found, patch_s = doctor_data.time_reads(data, config_of(str(volume), **{"train_batch_size": 16} | training))
+        assert patch_s == pytest.approx(1.23)
+        assert (found.level, "for all patches of this run" in found.value) == (level, level == "warn")
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "patch_s", "training", "level", "words"),
+    [
+        (0.5, 0.9, {"workers": 2}, "ok", "all 1000 steps: 8m20s of computing"),
+        (0.5, 1.3, {"workers": 2}, "warn", "2 readers would keep it waiting 23.1 % of the time"),
+        (0.5, 1.3, {"workers": 4}, "ok", ""),
+        (0.5, 1.3, {"workers": 0}, "warn", "the trainer, which reads itself, would keep it waiting 61.5 %"),
+        (0.5, 1.3, {"workers": 2, "ranks": 2}, "warn", "keep it waiting 23.1 %"),  # each rank has its own readers
+        (0.01, 1.23, {"workers": 1}, "warn", "1 readers would keep it waiting 99.2 %"),  # 2 patches in 2.46 s
+        (3000.0, 0.9, {"workers": 2}, "warn", "34d17h"),
+    ],
+)
+def test_a_step_is_judged_by_the_length_of_the_run_and_by_its_readers(
+    compute_s: float, patch_s: float, training: dict[str, Any], level: str, words: str
+) -> None:
+    config = config_of(
+        "x", **{"steps_per_epoch": 1000, "epochs": 1, "accumulate_steps": 1, "train_batch_size": 1} | training
+    )
+    found = trial.judge_pace(config, "a step", compute_s, patch_s)
+    assert (found.level, words in found.value) == (level, True), found
+    assert bool(found.remedy) == (level == "warn")
 
 
 def test_a_process_that_takes_too_long_ends_with_all_that_it_has_started() -> None:
@@ -147,7 +185,8 @@ def test_a_process_that_takes_too_long_ends_with_all_that_it_has_started() -> No
 
 def test_the_small_experiment_is_a_config_with_a_volume_that_can_be_read(tmp_path: Path) -> None:
     config = trial.small_experiment(tmp_path)
-    found = doctor_data.time_reads(doctor_data.open_data(config), config.data)
+    found, patch_s = doctor_data.time_reads(doctor_data.open_data(config), config)
+    assert patch_s > 0
     assert "48x64x64 uint8, 16 patches in" in found.value
 
 

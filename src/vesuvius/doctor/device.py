@@ -38,7 +38,7 @@ def look_at_gpus() -> Finding:
         remedy = f"install a torch whose CUDA the driver {driver} supports (see pytorch.org), or a newer driver"
         return Finding("fail", f"{', '.join(seen)}, driver {driver}, but {built}", remedy)
     if not works:
-        return Finding("warn", "no GPU: training runs on the CPU, for tests only", "docker run needs --gpus all")
+        return Finding("ok", "none: training computes on the CPU (for a GPU, docker run needs --gpus all)")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Finding("ok", f"{', '.join(names)}, driver {driver or 'not known'}")
 

@@ -44,6 +44,7 @@ class _Examination:
         self._config = config
         self._directory = runs_root() / (config.name if config else "")
         self._data: PreparedData | None = None
+        self._patch_s: float | None = None  # that one reader takes for a patch; None = not measured
 
     def checks(self) -> list[Check]:
         """Those that measure a speed, or that others need, first; those that import torch beside each other."""
@@ -74,7 +75,8 @@ class _Examination:
 
         assert self._config is not None
         self._data = data = open_data(self._config)
-        return time_reads(data, self._config.data)
+        found, self._patch_s = time_reads(data, self._config)
+        return found
 
     def _cores(self) -> Finding:
         workers = None if self._config is None else self._config.training.workers
@@ -146,7 +148,7 @@ class _Examination:
         on_gpu = choose_device().type == "cuda"
         with tempfile.TemporaryDirectory(prefix="vesuvius-doctor-") as folder:
             config = self._config or trial.small_experiment(Path(folder))
-            return trial.train_one_step(config, on_gpu, _TRIAL_S - 2)
+            return trial.train_one_step(config, on_gpu, _TRIAL_S - 2, self._patch_s)
 
 
 def _device(look: str, *arguments: Config | None) -> Finding:

@@ -12,10 +12,11 @@ from vesuvius.config import Config
 from vesuvius.config.load import dump_config, parse_stored
 from vesuvius.config.trial import trial_config
 from vesuvius.doctor.check import Finding
+from vesuvius.doctor.data import FASTER, LONG_S, readers_of
 from vesuvius.doctor.host import busy
 from vesuvius.errors import one_line
 from vesuvius.runlog.records import read_records
-from vesuvius.runlog.units import number
+from vesuvius.runlog.units import format_duration, format_percent, number
 from vesuvius.trials.process import TrialProcess, last_words
 
 _RAY = """
@@ -49,10 +50,14 @@ def start_ray(address: str | None, within_s: float) -> Finding:
     return Finding("ok", f"{where} started and ended in {time.monotonic() - began:.1f} s")
 
 
-def train_one_step(config: Config, on_gpu: bool, within_s: float) -> Finding:
-    """One step of a config in a folder that is removed: on a GPU with its own batch, on a CPU with one sample."""
+def train_one_step(config: Config, on_gpu: bool, within_s: float, patch_s: float | None = None) -> Finding:
+    """One step of a config in a folder that is removed: on a GPU with its own batch, on a CPU with one sample.
+
+    `patch_s`: seconds that one reader takes for a patch; None = no config, or not known.
+    """
+    asked, samples = config, config.training.train_batch_size if on_gpu else 1
     batch = {} if on_gpu else {"train_batch_size": 1}
-    what = f"a step of {config.training.train_batch_size if on_gpu else 1} x 1 samples, without readers"
+    what = f"a step of {samples} x 1 samples, without readers"
     config = trial_config(config, "doctor", _ONE_STEP | batch)
     with tempfile.TemporaryDirectory(prefix="vesuvius-doctor-") as folder:
         source = Path(folder) / "doctor.yaml"
@@ -70,7 +75,31 @@ def train_one_step(config: Config, on_gpu: bool, within_s: float) -> Finding:
     if not steps or steps[-1]["loss"] is None:
         remedy = "set training.amp=off, and look at the values of the volumes"
         return Finding("fail", f"{what}: its loss was not finite", remedy)
-    return Finding("ok", f"{what}: {number(steps[-1]['gpu_s'])} s of computing, loss {number(steps[-1]['loss'])}")
+    gpu_s = steps[-1]["gpu_s"]
+    value = f"{what}: {number(gpu_s)} s of computing, loss {number(steps[-1]['loss'])}"
+    return Finding("ok", value) if patch_s is None else judge_pace(asked, value, gpu_s / samples, patch_s)
+
+
+def judge_pace(config: Config, value: str, compute_s: float, patch_s: float) -> Finding:
+    """How long the run computes, and whether its readers keep up.  Pure.
+
+    Args:
+        config: of the run.
+        value: what is known of its step.
+        compute_s, patch_s: seconds of a rank to compute a sample, and of one reader to read a patch.
+    """
+    readers = readers_of(config)
+    ranks = readers // max(config.training.workers, 1)
+    run_s = compute_s * config.global_batch * config.stop_step / ranks
+    value += f"; all {config.stop_step} steps: {format_duration(run_s)} of computing"
+    if run_s > LONG_S:
+        return Finding("warn", value, "use a GPU, a smaller network or fewer steps")
+    waits = 1 - compute_s * readers / (patch_s * ranks)
+    if waits > config.monitor.data_share_good:
+        who = f"{config.training.workers} readers" if config.training.workers else "the trainer, which reads itself,"
+        value += f"; {who} would keep it waiting {format_percent(waits)} of the time"
+        return Finding("warn", value, FASTER)
+    return Finding("ok", value)
 
 
 def small_experiment(folder: Path) -> Config:

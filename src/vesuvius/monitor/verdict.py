@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from vesuvius.monitor.probes.cores import others_text
 from vesuvius.monitor.window import THROTTLED, Knobs, Thresholds, Window
 
 Kind = Literal["compute-bound", "data-bound", "transfer-bound", "host-bound", "comm-bound"]
@@ -41,9 +42,9 @@ _LAUNCHING = 0.7
 _WITH_WORK = 0.75
 # More readers than this to a processor, all decoding, are in each other's way.
 _READERS_PER_CORE = 2
-# Other programs that use less than this share of the processors are not worth a word; a trainer with more threads than
-# processors are left waits in each of its operations for the thread that has none, and the share above which it does.
-_OTHERS, _OTHERS_CROWD = 0.1, 0.25
+# Where others use this share of the processors, a trainer with more threads than are left waits in each of its
+# operations for the thread that has none.
+_OTHERS_CROWD = 0.25
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def judge(window: Window, knobs: Knobs, thresholds: Thresholds = Thresholds()) -
     """
     found = _judge(window, knobs, thresholds)
     evidence = found.evidence
-    if window.others_cores >= _OTHERS * window.cores:
-        evidence += f", other programs use {window.others_cores:.1f} of {window.cores:.3g} cores"
+    if others := others_text(window.others_cores, window.cores):
+        evidence += f", {others}"
     if window.throttled_share is not None and window.throttled_share >= THROTTLED:
         quota = "" if window.throttled_quota is None else f" of {window.throttled_quota:.3g} processors"
         evidence += f", the quota{quota} was used up in {_percent(window.throttled_share)} of its periods"
