@@ -75,8 +75,7 @@ def read_run(path: Path, only: range | None = None) -> RunRecords:
     """
     sessions: list[Record] = []
     metrics = _metrics(path / "metrics.jsonl", sessions, only)
-    system_records = (each for each in _system(path / "system.jsonl") if only is None or each["step"] in only)
-    merged = heapq.merge(metrics, system_records, key=_time)
+    merged = heapq.merge(metrics, _system(path / "system.jsonl", only), key=_time)
     steps = {name: array("d") for name in STEP_FIELDS}
     first: list[bool] = []
     system: list[Record] = []
@@ -153,9 +152,9 @@ def _metrics(path: Path, sessions: list[Record], only: range | None) -> Iterator
         return
 
 
-def _system(path: Path) -> Iterator[Record]:
+def _system(path: Path, only: range | None) -> Iterator[Record]:
     try:
-        for record in _placed(iter_rotated(path)):
+        for record in _placed(iter_rotated(path, only)):
             yield {name: record.get(name) for name in _SYSTEM_FIELDS}
     except (OSError, EOFError):  # the second: a torn part
         return

@@ -80,10 +80,7 @@ def iter_records(path: Path, steps: range | None = None) -> Iterator[Record]:
         steps: records of other steps are left out, but for the beginnings of sessions; others are not even parsed.
     """
     with path.open("rb") as lines:
-        for line in lines:
-            found = None if steps is None or _START in line else _STEP.search(line)
-            if (found is None or int(found[1]) in (steps or ())) and (record := parsed(line)) is not None:
-                yield record
+        yield from records_in(lines, steps)
 
 
 def read_records(path: Path) -> list[Record]:
@@ -91,9 +88,12 @@ def read_records(path: Path) -> list[Record]:
     return list(iter_records(path))
 
 
-def records_in(lines: Iterable[str | bytes]) -> Iterator[Record]:
-    """The whole records among lines of text."""
-    return (record for line in lines if (record := parsed(line)) is not None)
+def records_in(lines: Iterable[bytes], steps: range | None = None) -> Iterator[Record]:
+    """The whole records among lines; `steps` as `iter_records`."""
+    for line in lines:
+        found = None if steps is None or _START in line else _STEP.search(line)
+        if (found is None or int(found[1]) in (steps or ())) and (record := parsed(line)) is not None:
+            yield record
 
 
 def parsed(text: str | bytes) -> Record | None:

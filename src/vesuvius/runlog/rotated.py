@@ -74,13 +74,13 @@ class RotatedFile:
             log.warning("%s must be writable to compress it; got %s; free some space", self._path, error)
 
 
-def iter_rotated(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole records of a file and of the parts before it, in order, one in memory at a time."""
+def iter_rotated(path: Path, steps: range | None = None) -> Iterator[dict[str, Any]]:
+    """All whole records of a file and of the parts before it, in order, as `iter_records`."""
     for _, part in sorted(_parts(path).items()):
         with gzip.open(part) if part.suffix == ".gz" else part.open("rb") as lines:
-            yield from records_in(lines)
+            yield from records_in(lines, steps)
     if path.exists():
-        yield from iter_records(path)
+        yield from iter_records(path, steps)
 
 
 def _parts(path: Path) -> dict[int, Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from obstore.store import GCSStore, HTTPStore, LocalStore, S3Store
 
 from vesuvius.config import StoreConfig
 from vesuvius.errors import DataError
+from vesuvius.runlog.redact import redact
 from vesuvius.volumes.errors import reason
 from vesuvius.volumes.store.cache import DiskCache
 from vesuvius.volumes.store.credentials import Signing, find_signing
@@ -34,11 +34,8 @@ def is_web(address: str) -> bool:
 
 
 def shown_address(address: str) -> str:
-    """An address as messages name it: of web servers without the password and the query, which may be secrets."""
-    if not is_web(address):
-        return address
-    path, question_mark, _ = address.partition("?")
-    return re.sub(r"(?<=//)[^/@]*@", "", path) + ("?***" if question_mark else "")
+    """An address as messages name it: of web servers without user, password and query, which may be secrets."""
+    return redact(address, {}) if is_web(address) else address
 
 
 def last_name(address: str) -> str:
