@@ -270,7 +270,7 @@ class Monitor:
             before = {(use.pid, use.started_s): use.anon_bytes for use in self._watcher.largest_others(sample, _OTHERS)}
             self._stop.wait(_GROWTH_OVER_S)
             others = [
-                (use, (use.anon_bytes - before.get((use.pid, use.started_s), 0)) / _GROWTH_OVER_S)
+                (use, (use.anon_bytes - before.get((use.pid, use.started_s), use.anon_bytes)) / _GROWTH_OVER_S)
                 for use in self._watcher.largest_others(sample, _OTHERS)
             ]
             text = others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others)

@@ -61,7 +61,8 @@ class Trainer:
         """What it has written since the last call.  Takes note of the guard."""
         records = self.tail.new()
         for record in records:
-            if record["kind"] == "event" and record["event"] == "guard":
+            # A checkpoint saved for the growth of others says nothing of the setting.
+            if record["kind"] == "event" and record["event"] == "guard" and record.get("rung") != "save":
                 self.guard_text = self.guard_text or record["text"] or "the memory guard acted"
         return records
 

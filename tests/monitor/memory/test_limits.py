@@ -10,6 +10,7 @@ from vesuvius.monitor.memory.limits import (
     largest_share,
     left_bytes,
     limit_of,
+    ray_memory,
     ray_share_from_environment,
     used_share,
 )
@@ -98,6 +99,15 @@ def test_ray_knows_of_a_containers_limit_but_not_of_a_slices(path: str, is_top: 
     ray = killers["Ray's memory monitor"]
     assert ray.limit_bytes == total_gib * GIB
     assert ray.used_bytes == (2 * GIB if total_gib == 8 else 9 * GIB)
+
+
+def test_the_free_bytes_that_ray_keeps_are_of_the_containers_memory():
+    """2 GiB of 16 are an eighth: 95 % is later; of the machine's 128 they would be 1.6 %, and later than that."""
+    level = CgroupLevel("/", "memory.max", 16 * GIB, 2 * GIB, True, True)
+    at = sample(0, 128 * GIB, 9 * GIB, levels=[level])
+    share = ray_share_from_environment({"RAY_min_memory_free_bytes": str(2 * GIB)}, ray_memory(at)[1])
+    assert share == 0.95
+    assert _named(killers_of(at, Limits(ray_share=share)))["Ray's memory monitor"].kills_at_bytes == int(15.2 * GIB)
 
 
 def test_ray_does_not_know_of_memory_high():

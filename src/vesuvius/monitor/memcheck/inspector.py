@@ -13,7 +13,7 @@ from vesuvius.errors import NoRunError
 from vesuvius.monitor.memcheck.inspection import Inspection
 from vesuvius.monitor.memcheck.live_history import LiveHistory
 from vesuvius.monitor.memcheck.parts import Labels, is_ray, is_reader
-from vesuvius.monitor.memory.limits import Limits, ray_share_from_environment
+from vesuvius.monitor.memory.limits import Limits, ray_memory, ray_share_from_environment
 from vesuvius.monitor.probes.gpus import Gpus
 from vesuvius.monitor.probes.processes import ProcessUse
 from vesuvius.monitor.probes.system_sample import Watcher, sample_system
@@ -58,7 +58,7 @@ class ProcessInspector:
             self._name = f"process {self._pid} {short_name(sample.processes[0])}"
             age_s = now - psutil.boot_time() - sample.processes[0].started_s
             has_ray = any(self._is_ray(process) for process in sample.processes)
-            ray_share = ray_share_from_environment(os.environ, sample.machine.total_bytes) if has_ray else None
+            ray_share = ray_share_from_environment(os.environ, ray_memory(sample)[1]) if has_ray else None
             limits = Limits(ray_share=ray_share)
             self._history = LiveHistory(limits, _PROCESS, self._pid, age_s, self._is_single)
         found = Inspection(now, "process", self._name, "running", "running", no_gpus=self._gpus.reason)

@@ -62,7 +62,7 @@ def ray_share_from_environment(environ: Mapping[str, str], total_bytes: int | No
 
     Args:
         environ: such as `os.environ`.
-        total_bytes: the memory that Ray counts with; None = RAY_min_memory_free_bytes is ignored.
+        total_bytes: the memory that Ray counts with (`ray_memory`); None = RAY_min_memory_free_bytes is ignored.
 
     Returns:
         0 to 1; None where the monitor is switched off.
@@ -183,7 +183,12 @@ def _cgroups(sample: SystemSample) -> list[MemoryLimit]:
 
 
 def _ray(sample: SystemSample, share: float) -> MemoryLimit:
-    """Ray's monitor as of Ray 2.60 (its `memory_monitor_utils.cc`).
+    used, total = ray_memory(sample)
+    return MemoryLimit(RAY_NAME, used, total, int(total * share))
+
+
+def ray_memory(sample: SystemSample) -> tuple[int, int]:
+    """Bytes in use, and in all, as Ray's monitor of Ray 2.60 counts them (its `memory_monitor_utils.cc`).
 
     It takes the smaller of the machine's memory and the hard limit at the root of the mounted cgroup file system (a
     container sees its own limit there, a process in a slice of the machine does not), and counts what belongs to it:
@@ -196,7 +201,7 @@ def _ray(sample: SystemSample, share: float) -> MemoryLimit:
         if level.is_top and level.kills and 0 < level.limit_bytes <= total:
             counted = level.used_bytes if level.charged_bytes is None else level.charged_bytes
             used, total = min(counted, level.limit_bytes), level.limit_bytes
-    return MemoryLimit(RAY_NAME, used, total, int(total * share))
+    return used, total
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -13,11 +13,10 @@ from vesuvius.config.describe import flatten
 from vesuvius.errors import EXIT_ERROR
 from vesuvius.monitor.alerts.disk import DiskWatch, Retention
 from vesuvius.monitor.memory.guard import Order
-from vesuvius.monitor.memory.limits import Limits, ray_share_from_environment
+from vesuvius.monitor.memory.limits import Limits, ray_memory, ray_share_from_environment
 from vesuvius.monitor.monitor import Monitor
 from vesuvius.monitor.probes.gpus import Gpus
-from vesuvius.monitor.probes.machine import read_machine
-from vesuvius.monitor.probes.system_sample import Watcher
+from vesuvius.monitor.probes.system_sample import Watcher, sample_system
 from vesuvius.monitor.probes.vram import Vram, gpu_uuid
 from vesuvius.monitor.session import SessionRecord, begin_session, end_session
 from vesuvius.runlog.listeners.prometheus import Exporter
@@ -36,7 +35,7 @@ def memory_limits(config: Config, ranks_here: int = 1) -> Limits:
     """What the memory of a run is held against; `ranks_here`: its ranks on this machine."""
     monitor = config.monitor
     return Limits(
-        ray_share=ray_share_from_environment(os.environ, read_machine().total_bytes)
+        ray_share=ray_share_from_environment(os.environ, ray_memory(sample_system(os.getpid()))[1])
         if config.training.workers
         else None,
         configured_bytes=None if monitor.ram_limit_gib is None else int(monitor.ram_limit_gib * GIB),
