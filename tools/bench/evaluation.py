@@ -41,9 +41,10 @@ def main() -> None:
         starts = rng.integers(0, np.array(volume.shape) - patch, (count, 3))
         return PatchSet(np.stack([volume[z : z + pz, y : y + py, x : x + px] for z, y, x in starts]), np.arange(count))
 
-    sets = [cut() for _ in range(4)]
+    generated, held_out, training, *sides = (cut() for _ in range(5))
     started = time.process_time(), time.perf_counter()
-    judge(*sets, TrainingSearch([volume], (pz, py, px), AugmentConfig()), 200)
+    search = TrainingSearch([volume], (pz, py, px), AugmentConfig())
+    judge(generated, held_out, training, (sides[0], sides[1]), search, 200)
     cpu, wall = time.process_time() - started[0], time.perf_counter() - started[1]
     print(f"{count} + {count} patches of {arguments.patch}: {cpu:.0f} s of CPU time, {wall:.0f} s of wall time")
 

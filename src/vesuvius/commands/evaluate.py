@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vesuvius evaluate",
         description="Compare generated patches with held-out ones, and real with real as the floor: grey values and "
-        "air, spectrum, correlation, planarity, a classifier, diversity, memorised training voxels, seams of a tiled "
+        "air, spectrum, correlation, planarity, a classifier, memorised training voxels, seams of a tiled "
         "volume.  Writes evaluation.json, .html and .md, montage.png and curves.png; the run's volumes must be there.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, name of a run, or one of its checkpoints")

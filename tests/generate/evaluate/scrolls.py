@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,3 +43,9 @@ def patch_set(values: Voxels) -> PatchSet:
 
 def search_in(volume: Voxels, **augment: bool) -> TrainingSearch:
     return TrainingSearch([volume], PATCH, AugmentConfig(**augment))
+
+
+def within_chance(hits: int, trials: int, rate: float) -> bool:
+    """Whether a count of hits lies where a binomial distribution of this rate has 99.9 % of its counts."""
+    chances = [math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(trials + 1)]
+    return min(sum(chances[: hits + 1]), sum(chances[hits:])) > 0.0005

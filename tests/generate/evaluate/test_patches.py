@@ -2,22 +2,182 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
 
 from tests.conftest import textured, write_array
-from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
-from vesuvius.generate.evaluate.patches import RealSource
+from vesuvius.config import ArrayConfig, AugmentConfig, DataConfig, ValidationConfig, VolumeConfig
+from vesuvius.errors import ConfigError
+from vesuvius.generate.evaluate.figures import Judgement, judge
+from vesuvius.generate.evaluate.page import verdict
+from vesuvius.generate.evaluate.patches import (
+    GeneratedPatches,
+    RealSource,
+    cut_generated,
+    disjoint_sides,
+    generated_set,
+    qualifying,
+)
+from vesuvius.generate.sample_zarr import to_greys
+from vesuvius.plan.plan import augmentation_of
 from vesuvius.stream.start.prepare import GreyRange
+from vesuvius.training.step.device import model_values
+from vesuvius.training.step.grey_values import grey_scales
+from vesuvius.volumes.box import box_at
+from vesuvius.volumes.volume import open_volume
+
+GREY = GreyRange(0, 255)
 
 
 def test_labels_of_a_coarser_condition_are_those_that_training_shows_beside_the_patch(tmp_path: Path) -> None:
     fine, coarse = textured((96, 128, 128)), textured((48, 64, 64), seed=1)
     scan, labels = write_array(tmp_path / "v.zarr", fine), write_array(tmp_path / "c.zarr", coarse)
     volume = VolumeConfig(path=str(scan), condition=ArrayConfig(path=str(labels)))
-    source = RealSource(0, DataConfig(volumes=(volume,), patch_size=(8, 16, 16)), None, [GreyRange(0, 255)])
+    source = RealSource(
+        0, DataConfig(volumes=(volume,), patch_size=(8, 16, 16)), None, [GREY], (GREY, np.dtype(np.uint8))
+    )
     starts = [(0, 0, 0), (71, 90, 111), (87, 112, 1)]
     shown = coarse.repeat(2, 0).repeat(2, 1).repeat(2, 2)
     expected = [shown[z : z + 8, y : y + 16, x : x + 16] for z, y, x in starts]
     np.testing.assert_array_equal(source.labels_at(0, starts), np.stack(expected))
+
+
+PATCH, COUNT = (8, 16, 16), 48
+UNTURNED = AugmentConfig(flip=False, turn=False)
+
+
+def grained(shape: tuple[int, int, int], seed: int) -> NDArray[np.uint8]:
+    """Voxels that are alike over 4 voxels along x, and hardly along y and z."""
+    noise = np.random.default_rng(seed).standard_normal(np.add(shape, (0, 0, 7)))
+    along = sum(noise[:, :, k : k + shape[2]] for k in range(8)) / np.sqrt(8)
+    return np.clip(120 + 30 * along, 1, 255).astype(np.uint8)
+
+
+class NoSearch:
+    """Finds every patch equally far."""
+
+    def distances(self, sought: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+        return np.full(len(sought), 0.9) + 0.01 * np.arange(len(sought))
+
+
+def source_of(folder: Path, augment: AugmentConfig, **data: Any) -> RealSource:
+    scan = write_array(folder / "v.zarr", grained((32, 64, 192), 0))
+    config = DataConfig(
+        volumes=(VolumeConfig(path=str(scan)),),
+        patch_size=PATCH,
+        augment=augment,
+        validation=ValidationConfig(fraction=0.35),
+        **data,
+    )
+    return RealSource(0, config, None, [GREY], (GREY, np.dtype(np.uint8)))
+
+
+def as_drawn(source: RealSource, augment: AugmentConfig) -> NDArray[np.uint8]:
+    """Patches as the plan of training has them, in grey values, as `vesuvius sample` stores what a network draws.
+
+    Far apart in its order: neighbours are cut from the same regions.
+    """
+    samples = [source.data.plan.sample(97 * index) for index in range(COUNT)]
+    raw = torch.from_numpy(np.stack([source.data.read("volume", 0, sample.box) for sample in samples]))
+    shown = [augmentation_of(source.data.plan.seed, augment, sample.index) for sample in samples]
+    values = model_values(raw, shown, np.repeat(grey_scales([GREY]), COUNT, 0))[:, 0].numpy()
+    return to_greys(values, GREY, np.dtype(np.uint8)).astype(np.uint8)
+
+
+def judged(source: RealSource, found: GeneratedPatches, turned: AugmentConfig) -> Judgement:
+    real = source.read(COUNT)
+    generated = generated_set(found, GREY, np.dtype(np.uint8), None, turned)
+    return judge(generated, real.held_out, real.training, real.sides, NoSearch(), 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("augment", [AugmentConfig(), AugmentConfig(turn=False, contrast=0.4, brightness=0.5)])
+def test_patches_as_training_shows_them_are_at_the_floor_in_every_figure(
+    tmp_path: Path, augment: AugmentConfig
+) -> None:
+    source = source_of(tmp_path, augment)
+    stored = as_drawn(source, augment)
+    found = judged(source, GeneratedPatches(stored, None, None, np.arange(COUNT)), UNTURNED)
+    assert not [figure.name for figure in found.figures if figure.beyond is not False], verdict(found, [])
+
+
+def test_a_model_that_has_not_learned_the_turns_of_training_is_beyond_the_floor(tmp_path: Path) -> None:
+    """If all that is compared were turned, it would not show."""
+    source = source_of(tmp_path, AugmentConfig())
+    stored = as_drawn(source, UNTURNED)
+    found = judged(source, GeneratedPatches(stored, None, None, np.arange(COUNT)), UNTURNED)
+    assert {figure.key for figure in found.figures if figure.beyond} == {"correlation_distance"}
+    assert verdict(found, []).startswith("Beyond the floor: correlation distance.")
+
+
+def test_patches_cut_from_one_volume_are_at_the_floor_though_the_volume_has_one_orientation(tmp_path: Path) -> None:
+    source = source_of(tmp_path, AugmentConfig())
+    drawn = write_array(tmp_path / "drawn.zarr", grained((32, 64, 96), 7))
+    found = cut_generated(open_volume(ArrayConfig(path=str(drawn))), PATCH, COUNT, None)
+    judgement = judged(source, found, AugmentConfig())
+    assert not [figure.name for figure in judgement.figures if figure.beyond is not False], verdict(judgement, [])
+
+
+def test_real_patches_are_mirrored_and_turned_each_its_own_way_and_saturate_as_generated_ones(tmp_path: Path) -> None:
+    source = source_of(tmp_path, AugmentConfig(brightness=3))
+    real = source.read(16)
+    for each in (real.held_out, real.training, *real.sides):
+        assert each.places is not None
+        assert each.values.min() == pytest.approx(-1, abs=1e-6), "the grey value 0"
+        assert each.values.max() == pytest.approx(1, abs=1e-6)
+    turned = source_of(tmp_path / "turned", AugmentConfig()).read(16).held_out
+    plain = source_of(tmp_path / "plain", UNTURNED).read(16).held_out
+    ways = [
+        [
+            bool(np.array_equal(np.rot90(np.flip(upright, axes), turns, (1, 2)), shown))
+            for axes in ((), (0,), (1,), (0, 1))
+            for turns in range(4)
+        ]
+        for upright, shown in zip(plain.values, turned.values, strict=True)
+    ]
+    assert all(map(any, ways))
+    assert len({way.index(True) for way in ways}) > 5
+
+
+def test_samples_under_conditions_that_training_never_draws_are_left_out(tmp_path: Path) -> None:
+    """`vesuvius sample` draws conditions anywhere in the held-out part, training and evaluation where material is."""
+    scan = np.zeros((16, 32, 128), np.uint8)
+    scan[:, 16:] = 200
+    volume = VolumeConfig(path=str(write_array(tmp_path / "v.zarr", scan, chunk=8)))
+    config = DataConfig(
+        volumes=(volume,),
+        patch_size=PATCH,
+        validation=ValidationConfig(fraction=0.5),
+        min_foreground=0.5,
+    )
+    source = RealSource(0, config, None, [GREY], (GREY, np.dtype(np.uint8)))
+    starts = [(0, y, 100) for y in (0, 4, 8, 12, 16) * 8]
+    stored = np.stack([scan[:8, y : y + 16, :16] for _, y, _ in starts])
+    found = qualifying(GeneratedPatches(stored, starts, None, np.arange(40)), source, 0)
+    assert {y for _, y, _ in found.starts_zyx or []} == {8, 12, 16}
+    assert len(found.stored) == 24
+    assert (found.stored > 0).mean((1, 2, 3)).min() >= 0.5
+    with pytest.raises(ConfigError, match="8 of 16 samples lie at places with enough foreground"):
+        qualifying(GeneratedPatches(stored[:16], [(0, y, 0) for y in (0, 8) * 8], None, np.arange(16)), source, 0)
+
+
+def test_sides_share_no_voxel_and_lie_among_each_other(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for shape, count in (((16, 64, 64), 128), ((64, 256, 96), 256), ((8, 16, 64), 40), ((8, 16, 16), 20)):
+        starts = rng.integers(0, np.array(shape) - PATCH, (count, 3), endpoint=True)
+        places = np.column_stack([rng.integers(0, 2, count), starts])
+        side, seen = disjoint_sides(places, PATCH, count), [np.zeros((2, *shape), bool) for _ in range(2)]
+        for row in np.flatnonzero(side >= 0):
+            number, *start = places[row].tolist()
+            (z, y, x), (z1, y1, x1) = box_at(tuple(start), PATCH)
+            seen[side[row]][number, z:z1, y:y1, x:x1] = True
+        assert not (seen[0] & seen[1]).any()
+        if shape[1] == 256:
+            middles = [starts[side == k, 1].mean() for k in (0, 1)]
+            assert abs(middles[0] - middles[1]) < 30, "halves would be 120 apart"
+            assert min((side == 0).sum(), (side == 1).sum()) > 60

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vesuvius.config import ArrayConfig, Triple
+from vesuvius.config import ArrayConfig, AugmentConfig, Triple
 from vesuvius.errors import ConfigError
 from vesuvius.generate.described import check_volume, run_of
 from vesuvius.generate.evaluate.figures import Judgement, judge
@@ -29,6 +29,7 @@ from vesuvius.generate.evaluate.patches import (
     cut_generated,
     generated_set,
     open_generated,
+    qualifying,
 )
 from vesuvius.generate.evaluate.seams import Seam, face_planes, plane_differences, seam_statistics
 from vesuvius.generate.sample_zarr import SAMPLE, SAMPLES, published_when_whole
@@ -52,6 +53,7 @@ log = logging.getLogger(__name__)
 
 NAME = "evaluation"
 _COLUMNS = 8
+_UNTURNED = AugmentConfig(flip=False, turn=False)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
     config = info.config
     own = config.has_condition or info.data.scalars.shape[1] > 0
     number = request.training_volume if own or len(config.data.volumes) == 1 else None
-    source = RealSource(config.seed, config.data, number, info.data.greys.volumes)
+    facts, grey = info.data.volumes[request.training_volume], info.data.greys.volumes[request.training_volume]
+    source = RealSource(config.seed, config.data, number, info.data.greys.volumes, (grey, facts.dtype))
     patch = config.data.patch_size
     place_of = 0 if number is not None else request.training_volume  # among the volumes of `source`
     condition = source.data.conditions[place_of].name if config.has_condition else None
@@ -111,19 +114,26 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
             found = open_generated(path, patch, count, condition)
         started = time.monotonic()
         seams = [] if tiled is None else tiled.seams(source.data.volumes[place_of])
-    facts, grey = info.data.volumes[request.training_volume], info.data.greys.volumes[request.training_volume]
+    found = qualifying(found, source, place_of)
     halves = None if found.starts_zyx is None else [source.half_of(place_of, start) for start in found.starts_zyx]
-    generated = generated_set(found, grey, facts.dtype, halves)
+    augment, oriented = config.data.augment, config.has_condition or found.places is not None
+    generated = generated_set(found, grey, facts.dtype, halves, augment if oriented else _UNTURNED)
     search = TrainingSearch(real.searched, config.data.patch_size, config.data.augment)
-    judgement = judge(generated, real.held_out, real.training, real.beside, search, request.classifier_steps)
+    judgement = judge(generated, real.held_out, real.training, real.sides, search, request.classifier_steps)
     seconds = reading_s + time.monotonic() - started
     notes = _notes(generated, real, search, config.has_condition)
+    if found.places is not None and (augment.contrast or augment.brightness):
+        notes.append(
+            "Training varies contrast or brightness from patch to patch, and a volume is one draw of them: its grey "
+            "values and the standard deviation of patch means differ from those of real patches also if the model is "
+            "perfect."
+        )
     described = {
         "checkpoint": str(info.checkpoint),
         "step": str(info.step),
         "generated": f"{len(generated)} from {path}",
         "held out": f"{len(real.held_out)}",
-        "training": f"{len(real.training)} and {len(real.beside)} beside them",
+        "training": f"{len(real.training)}; for the classifier {len(real.sides[0])} and {len(real.sides[1])}",
         "patch": format_sizes(config.data.patch_size),
         "time without sampling": format_duration(seconds),
     } | ({} if request.volume is None else {"tiled volume": str(request.volume)})
@@ -132,7 +142,12 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
     with published_when_whole(folder, "evaluations") as staged:
         record = {"facts": described, "notes": notes, "seconds": seconds} | plain(judgement, seams)
         (staged / f"{NAME}.json").write_text(json.dumps(record, indent=1) + "\n")
-        rows = _rows(source, place_of, found, generated, real.held_out, config.data.condition_classes)
+        first = generated.values[:SHOWN]
+        if found.starts_zyx is not None or found.labels is not None:  # beside its label, which is not turned
+            first = generated_set(
+                replace(found, stored=found.stored[:SHOWN]), grey, facts.dtype, None, _UNTURNED
+            ).values
+        rows = _rows(source, place_of, found, first, real.held_out, config.data.condition_classes)
         picture = _pictures(staged, rows, judgement, config.name)
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
         write_pages(staged, NAME, [report], made, [picture])
@@ -249,12 +264,12 @@ def _rows(
     source: RealSource,
     number: int,
     found: GeneratedPatches,
-    generated: PatchSet,
+    generated: NDArray[np.float32],
     held_out: PatchSet,
     classes: int | None,
 ) -> dict[str, NDArray[np.float32]]:
     """Patches for the montage: generated and real ones, of the same places where these are known, and their labels."""
-    rows, starts = {"generated": generated.values[:SHOWN]}, (found.starts_zyx or [])[:SHOWN]
+    rows, starts = {"generated": generated}, (found.starts_zyx or [])[:SHOWN]
     rows["real"] = source.values_at(number, starts) if starts else held_out.values[:SHOWN]
     labels = found.labels
     if labels is None and starts:

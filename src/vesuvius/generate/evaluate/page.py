@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vesuvius.generate.evaluate.figures import Estimate, Figure, Judgement
-from vesuvius.generate.evaluate.seams import Seam
+from vesuvius.generate.evaluate.seams import LEVEL, Seam
 from vesuvius.report.curves import Chart, banded, chart
 from vesuvius.report.model import RunReport, Table
 from vesuvius.training.validation.montage import MontageCell, middle_slice
@@ -22,11 +22,14 @@ _NAMES = {"generated": "generated", "held_out": "held out", "training": "trainin
 
 _HOW = (
     "Generated patches are compared with held-out ones, which training has never seen. The floor is the same "
-    "comparison with patches of training in their place: a perfect model comes out there. In brackets: 95 % intervals, "
-    "from 200 sets drawn with replacement, in which overlapping patches are drawn together. A figure is beyond the "
-    "floor where the intervals do not meet. Distances: of the histograms in model values (Wasserstein), of the power "
-    "spectra in dB, of the two-point correlations; nearest training place: the median share of a patch's variance that "
-    "the most similar place of training leaves unexplained, 0 for a copy."
+    "comparison with patches of training in their place: a perfect model comes out there. Real patches are mirrored, "
+    "turned and varied in contrast and brightness as training does. In brackets: 95 % intervals, from 200 sets drawn "
+    "with replacement, in which overlapping patches are drawn together. A figure is beyond the floor where fewer than "
+    "5 % of all tables would have one so far off if generated and training patches changed places at random; the AUC "
+    "where its interval is above 0.5. What cannot be measured is unknown. Distances, less what chance adds: of the "
+    "histograms in model values (Wasserstein), of the power spectra in dB, of the two-point correlations; nearest "
+    "training place: the median share of a patch's variance that the most similar place of training leaves "
+    "unexplained, 0 for a copy."
 )
 
 
@@ -63,19 +66,23 @@ def build_page(
 
 def verdict(judgement: Judgement, seams: Sequence[Seam]) -> str:
     """What an operator should know first."""
-    far = [figure.name for figure in judgement.figures if figure.beyond and figure.key != "nearest"]
-    found = [f"Beyond the floor: {', '.join(far)}." if far else "No figure is beyond the floor."]
-    alike = next(figure for figure in judgement.figures if figure.key == "ms_ssim")
-    if alike.beyond and alike.distance.value > 0:
-        found.append("The samples are less diverse than real patches.")
-    generated, held_out = (judgement.copies.get(of, 0.0) for of in ("generated", "held_out"))
+    named = {
+        reading: ", ".join(figure.name for figure in judgement.figures if figure.reading == reading)
+        for reading in ("beyond the floor", "unlike held out", "unknown")
+    }
+    found = [f"{reading.capitalize()}: {names}." for reading, names in named.items() if names]
+    if not named["beyond the floor"]:
+        found.insert(0, "No figure is beyond the floor.")
+    generated, held_out = (judgement.copies.get(of, math.nan) for of in ("generated", "held_out"))
     if judgement.memorised:
         found.append(f"Memorised: {generated:.0%} of the samples repeat training voxels ({held_out:.0%} by chance).")
+    elif judgement.memorised is None:
+        found.append("Whether training voxels are memorised is unknown: too few patches have texture.")
     else:
         found.append("No sign of memorised training voxels among those that were searched.")
-    if seams:
-        shown = [seam.axis for seam in seams if seam.shows]
-        found.append(f"Faces of tiles show along {', '.join(shown)}." if shown else "Faces of tiles do not show.")
+    for reading in dict.fromkeys(seam.reading for seam in seams):
+        axes = ", ".join(seam.axis for seam in seams if seam.reading == reading)
+        found.append(f"Faces of tiles along {axes}: {reading}.")
     return " ".join(found)
 
 
@@ -84,8 +91,7 @@ def figure_table(figures: Sequence[Figure]) -> Table:
     rows = [
         (
             figure.name,
-            ("beyond" if figure.beyond else "at the floor" if figure.floor else "as held out")
-            + (f"; {figure.note}" if figure.note else ""),
+            figure.reading + (f"; {figure.note}" if figure.note else ""),
             *(_text(figure.values.get(of)) for of in _NAMES),
             _text(figure.distance),
             _text(figure.floor),
@@ -102,18 +108,19 @@ def seam_table(seams: Sequence[tuple[Seam, Seam | None]]) -> Table:
         (
             seam.axis,
             str(seam.faces),
-            f"{seam.value:.3f}",
-            f"{seam.elsewhere[0]:.3f} to {seam.elsewhere[1]:.3f}",
-            "" if real is None else f"{real.value:.3f}",
-            "shows" if seam.shows else "does not show",
+            _number(seam.value),
+            _number(seam.p),
+            "" if real is None else f"{_number(real.value)} (p {_number(real.p)})",
+            seam.reading,
         )
         for seam, real in seams
     ]
     note = (
         "Mean squared difference of neighbouring voxels across faces of tiles over that across all other planes: 1 "
-        "where faces do not show. Elsewhere: the same with all faces shifted, by every distance up to the next face."
+        "where faces do not show. p: how often faces at random planes nearby would stand out as much. They show where "
+        f"that is below {LEVEL:.0%} for all axes together."
     )
-    columns = ("axis", "faces", "faces / others", "elsewhere", "real voxels, same planes", "reading")
+    columns = ("axis", "faces", "faces / others", "p", "real voxels, same planes", "reading")
     return Table("Seams of the tiled volume", columns, tuple(rows), note)
 
 
@@ -122,12 +129,16 @@ def plain(judgement: Judgement, seams: Sequence[tuple[Seam, Seam | None]]) -> di
     found: dict[str, Any] = _json(
         {
             "verdict": verdict(judgement, [seam for seam, _ in seams]),
-            "figures": {figure.key: asdict(figure) for figure in judgement.figures},
+            "figures": {
+                figure.key: asdict(figure) | {"beyond": figure.beyond, "reading": figure.reading}
+                for figure in judgement.figures
+            },
             "copies": judgement.copies,
             "memorised": judgement.memorised,
             "nearest_distances": {of: found.tolist() for of, found in judgement.distances.items()},
             "seams": {
-                seam.axis: asdict(seam) | {"shows": seam.shows, "real": real and asdict(real)} for seam, real in seams
+                seam.axis: asdict(seam) | {"reading": seam.reading, "real": real and asdict(real)}
+                for seam, real in seams
             },
         }
     )
@@ -184,6 +195,10 @@ def _text(found: Estimate | None) -> str:
     if found is None or math.isnan(found.value):
         return ""
     return f"{found.value:.3g} [{found.low:.3g}, {found.high:.3g}]"
+
+
+def _number(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.3f}"
 
 
 def _json(value: Any) -> Any:
