@@ -75,6 +75,7 @@ class StartReads:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.expect("", [])
         self._end()
         self._held.close()
 
@@ -107,6 +108,8 @@ class StartReads:
         Args:
             what: is done, for the log.
         """
+        if self._progress is not None:
+            self._progress.close()
         self._expected = deque(boxes)
         self._progress = Progress(what, len(boxes)) if boxes else None
 

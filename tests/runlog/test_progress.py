@@ -1,0 +1,47 @@
+"""What takes long is said while it lasts, whether or not items come; what is short is not."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+from vesuvius.runlog import progress
+from vesuvius.runlog.progress import with_progress
+
+
+def threads() -> int:
+    return sum(thread.name == "progress" for thread in threading.enumerate())
+
+
+def test_one_item_that_takes_long_is_no_silence(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_EVERY_S", 0.01)
+    caplog.set_level(logging.INFO)
+    for number in with_progress(range(2), "doing it", 2):
+        before = len(caplog.messages)
+        while len(caplog.messages) < before + 2:
+            time.sleep(0.005)
+        assert caplog.messages[-1].startswith(f"doing it: {number} of 2")
+    assert caplog.messages[-1].startswith("doing it: done, 2 in ")
+
+
+@pytest.mark.parametrize("ends", ["all are taken", "one is taken", "an error"])
+def test_what_ends_says_no_more(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    caplog.set_level(logging.INFO)
+    before = threads()
+    items = with_progress(range(3), "doing it")
+    if ends == "an error":
+        with pytest.raises(RuntimeError):
+            items.throw(RuntimeError()) if next(items) == 0 else None  # type: ignore[attr-defined]
+    else:
+        for _ in items:
+            if ends == "one is taken":
+                items.close()  # type: ignore[attr-defined]
+                break
+    while threads() > before:
+        time.sleep(0.005)
+    assert not caplog.messages, "what is short is not worth a line"
