@@ -117,6 +117,24 @@ def test_signals_that_come_together_when_a_session_ends_are_one_request(
     assert run_end(tmp_path / "runs/tiny")["cause"] in [number.name for number in signals]
 
 
+LATE = """
+import os, signal, sys
+from vesuvius.trials.alone import signals_to
+from vesuvius.training.stop import StopRequest
+for request in (StopRequest(None), signals_to(lambda: None)):
+    with request:
+        os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+print("writes its last line")
+"""
+
+
+def test_one_that_comes_late_does_not_end_what_is_left_to_do_after_the_stop() -> None:
+    done = fork_server.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "writes its last line\n"), done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("nohup", [(), ("nohup",)])
 def test_ranks_save_where_torchrun_passes_the_signal_on_also_under_nohup(

@@ -10,10 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vesuvius.errors import EXIT_INTERRUPTED, EXIT_STOPPED, VesuviusError
 from vesuvius.runlog.logfile import silence_lost_terminal
@@ -36,6 +36,12 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, *([] if ignores_hangup else [signal.SIGHUP])]
 
 
+def restore_handlers(before: Mapping[signal.Signals, Any], heard: bool) -> None:
+    """Put the handlers of signals back; where SIGHUP was heard it is ignored from now on, as it comes several times."""
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_IGN if heard and number == signal.SIGHUP else handler)
+
+
 class StopRequest:
     """Turns SIGTERM, SIGHUP, Ctrl-C and a time limit into a request that the loop checks after each step.
 
@@ -49,7 +55,7 @@ class StopRequest:
         self._max_hours = max_hours
         self.exit_code: int | None = None
         self.reason: str | None = None
-        self._signalled = False
+        self._signalled = self._hung_up = False
         self._since_s: float | None = None
         self._before = {number: signal.getsignal(number) for number in stop_signals()}
 
@@ -61,8 +67,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+            restore_handlers(self._before, heard=self._hung_up)
 
     def left_s(self) -> float | None:
         """Seconds until the time limit; None without one."""
@@ -110,6 +115,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name, hangup = signal.Signals(number).name, number == signal.SIGHUP
         if hangup:
+            self._hung_up = True
             silence_lost_terminal()
         elif self._signalled:
             signal.signal(number, signal.SIG_DFL)

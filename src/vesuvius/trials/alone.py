@@ -13,7 +13,7 @@ from types import FrameType
 from vesuvius.errors import ConfigError, storage_errors
 from vesuvius.runlog.files.file_lock import take_lock
 from vesuvius.runlog.logfile import silence_lost_terminal
-from vesuvius.training.stop import stop_signals
+from vesuvius.training.stop import restore_handlers, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -57,5 +57,4 @@ def signals_to(stop: Callable[[], None]) -> Iterator[list[signal.Signals]]:
     try:
         yield came
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore_handlers(before, heard=signal.SIGHUP in came)

@@ -35,7 +35,7 @@ from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
 from vesuvius.training.request import Request
-from vesuvius.training.stop import stop_signals
+from vesuvius.training.stop import restore_handlers, stop_signals
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ class _Signals:
         self._since_s = 0.0
         self._heard = False
         self.why = ""
-        self._before: dict[int, Any] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Signals:
         for number in stop_signals():
@@ -169,8 +169,7 @@ class _Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        restore_handlers(self._before, heard=signal.SIGHUP in self._came)
 
     @property
     def exit_code(self) -> int:
