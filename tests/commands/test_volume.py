@@ -18,6 +18,7 @@ import zarr
 from tests.conftest import run_vesuvius, textured, write_array
 from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
+from tests.volumes.test_alignment import volume_of
 from tests.volumes.test_axes import axis, ome_06, sequence
 from vesuvius.commands import cli, volume
 from vesuvius.commands.output import progress
@@ -45,6 +46,30 @@ def test_the_command_refuses_an_existing_volume_until_told_to_overwrite(tmp_path
     assert volume.main(command) == 2
     assert "--overwrite" in capsys.readouterr().err
     assert volume.main([*command, "--overwrite"]) == 0
+
+
+def test_info_of_two_volumes_says_how_the_second_lies_in_the_first_or_that_it_does_not(tmp_path, capsys):
+    for name, shape, scale, corner in (
+        ("raw", (40, 72, 88), 4, (0, 0, 0)),
+        ("labels", (20, 16, 16), 8, (40, 60, 80)),
+        ("away", (20, 16, 16), 4, (400, 0, 0)),
+    ):
+        volume_of(tmp_path / name, shape, scale, corner)
+    raw, labels = str(tmp_path / "raw"), str(tmp_path / "labels")
+    assert volume.main(["info", raw, f"{labels}@0"]) == 0
+    captured = capsys.readouterr()
+    rows = [line.split(maxsplit=0)[0] for line in captured.out.splitlines()]
+    assert any(row.endswith("(20, 16, 16) voxels of 8 x 8 x 8 nanometer from 40, 60, 80") for row in rows)
+    assert any(re.fullmatch(r"known from +scale and translation", row) for row in rows)
+    assert any(re.fullmatch(r"voxels covered by one +2 x 2 x 2", row) for row in rows)
+    assert any(re.fullmatch(r"its first voxel at +z 10, y 15, x 20", row) for row in rows)
+    assert any(re.fullmatch(r"both exist in +z 10:40, y 15:47, x 20:52, of .40, 72, 88.", row) for row in rows)
+    assert volume.main(["info", raw, labels, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["factors"], found["offsets"]) == ([2, 2, 2], [10, 15, 20])
+    assert found["covered"] == [[10, 15, 20], [40, 47, 52]]
+    assert volume.main(["info", raw, str(tmp_path / "away")]) == 6
+    assert "they share no voxel; it has (20, 16, 16) voxels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shape", ["256,512", "0,64,64", "64,64,-64", "64,64,15", "a,b,c", "64.5,64,64", "1,2,3,4", ""])

@@ -334,7 +334,7 @@ def test_a_mask_that_does_not_fit_is_refused(tmp_path: Path, shape: tuple[int, i
     mask = ArrayConfig(path=str(write_array(tmp_path / "mask.zarr", textured(shape))))
     with pytest.raises(
         DataError,
-        match=r"shape of its volume, or be smaller by a whole factor per axis; got .*mask\.zarr for .*v\.zarr",
+        match=r"the mask .*mask\.zarr does not lie in the volume .*v\.zarr: its shape is not that of the volume",
     ):
         prepare_data(0, data_config(path, min_foreground=0.5, mask=mask))
 

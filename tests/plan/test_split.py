@@ -46,7 +46,7 @@ def test_the_slab_lies_across_the_axis_that_is_longest_in_patches() -> None:
 @pytest.mark.parametrize(
     ("shape", "patch", "message"),
     [
-        ((96, 512, 512), (128, 128, 128), r"patch_size must fit inside the volume; got \(128, 128, 128\) in \(96, 512"),
+        ((96, 512, 512), (128, 128, 128), r"patch_size \(128, 128, 128\) does not fit into \(96, 512"),
         ((72, 200, 200), (72, 136, 136), r"along y; got 136 \+ 136 \+ 136 voxels in 200 of v; reduce"),
     ],
 )

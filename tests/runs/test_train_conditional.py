@@ -90,8 +90,9 @@ def test_what_the_network_was_told_of_a_volume_stays_when_its_metadata_change(
     tmp_path: Path, conditional_config: Path
 ) -> None:
     assert vesuvius_train(conditional_config, "training.max_steps=1") == 0
-    attributes = tmp_path / "scan.zarr" / ".zattrs"
-    attributes.write_text(attributes.read_text().replace("8.0", "2.0"))
+    for name in ("scan", "labels"):  # both: else the labels would lie elsewhere
+        attributes = tmp_path / f"{name}.zarr" / ".zattrs"
+        attributes.write_text(attributes.read_text().replace("8.0", "2.0"))
     assert vesuvius_train(conditional_config, "training.max_steps=2", "--resume") == 0
     state = torch.load(tmp_path / "runs/tiny/checkpoints/step_00000002/state.pt", weights_only=True)
     assert state["volumes"][0]["scalars"] == [3.0]

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zarr
 
 from tests.conftest import textured, write_array
 from tests.stream.test_stream import open_stream
 from tests.support.chunk_server import ChunkServer
-from tests.volumes.test_coarser import repeated
-from vesuvius.config import ArrayConfig, DataConfig, VolumeConfig
+from tests.volumes.test_alignment import repeated, volume_of
+from vesuvius.config import ArrayConfig, DataConfig, ValidationConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.reading.quarantine import damaged_box
 from vesuvius.stream.start.fixed_patches import read_fixed_patches
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.stream.start.spot_check import spot_check
-from vesuvius.volumes.box import intersects
-from vesuvius.volumes.coarser import Upsampling, factors_between
+from vesuvius.volumes.alignment import Alignment
+from vesuvius.volumes.box import box_at, intersects, slices
 
 FINE = (97, 130, 127)
 HALVES, UNEVEN = (49, 65, 64), (97, 32, 63)  # rounded up; rounded down, with factors 1, 4, 2
 
 
 def upsampled(coarse: np.ndarray[Any, Any], fine: Any = FINE) -> np.ndarray[Any, Any]:
-    factors = factors_between(fine, coarse.shape)  # type: ignore[arg-type]
-    assert factors is not None
-    return repeated(coarse, Upsampling(fine, coarse.shape, factors))  # type: ignore[arg-type]
+    factors: Any = tuple(Fraction(round(size / count)) for size, count in zip(fine, coarse.shape, strict=True))
+    return repeated(coarse, Alignment(fine, coarse.shape, factors))  # type: ignore[arg-type]
 
 
 def config_of(volume: Path, condition: Path | str, **keys: Any) -> DataConfig:
@@ -128,7 +129,92 @@ def test_conditions_that_are_not_coarser_by_whole_factors_are_refused(tmp_path: 
         condition = write_array(tmp_path / f"{number}.zarr", textured(shape))
         with pytest.raises(DataError) as refused:
             prepare_data(0, config_of(volume, condition))
-        assert str(refused.value) == (
-            "a condition must have the shape of its volume, or be smaller by a whole factor per axis; got "
-            f"{shape} of {condition} for (96, 128, 128) of {volume}; take another level, or resample it"
+        assert str(refused.value).startswith(
+            f"the condition {condition} does not lie in the volume {volume}: its shape is not that of the volume "
+            f"divided by whole factors; it has {shape} voxels and no OME scale, the volume (96, 128, 128) voxels and "
         )
+
+
+RAW, AT = (64, 96, 96), (11, 22, 34)
+
+
+def part_of(tmp_path: Path, factor: int = 1) -> tuple[Path, Path, np.ndarray[Any, Any]]:
+    """A volume, labels of a part of it that begins at `AT`, and what they say of each of its voxels, 255 elsewhere."""
+    raw, labels = textured(RAW), textured((40 // factor, 60 // factor, 60 // factor), seed=1) % 200
+    said = np.full(RAW, 255, np.uint8)
+    said[tuple(slice(at, at + size * factor) for at, size in zip(AT, labels.shape, strict=True))] = np.kron(
+        labels, np.ones((factor,) * 3, np.uint8)
+    )
+    for name, voxels, scale, corner in (("raw", raw, 4, (0, 0, 0)), ("part", labels, 4 * factor, AT)):
+        volume_of(tmp_path / name, voxels.shape, scale, [4 * at for at in corner])
+        zarr.open_array(str(tmp_path / name / "0"), mode="r+")[:] = voxels
+    return tmp_path / "raw", tmp_path / "part", said
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_patches_are_drawn_evenly_where_labels_of_a_part_exist_and_show_them_there(tmp_path: Path, factor: int) -> None:
+    raw, part, said = part_of(tmp_path, factor)
+    config = config_of(raw, part, validation={"fraction": 0.2, "guard": 0.5})
+    data = prepare_data(0, config)
+    (split,) = data.splits
+    assert split.validation is not None
+    part_box = AT, tuple(at + size for at, size in zip(AT, (40, 60, 60), strict=True))
+    assert split.train[0] == part_box[0]
+    assert split.validation[1] == part_box[1]
+    volume = data.plan.volumes[0]
+    wanted = [hi - lo - size + 1 for lo, hi, size in zip(*split.train, config.patch_size, strict=True)]
+    assert [axis.count for axis in volume.cells.axes] == wanted, "every start of the part may come"
+    with open_stream(data.job) as stream:
+        for batch in (next(stream) for _ in range(16)):
+            assert batch.condition is not None
+            for patch, condition, sample in zip(batch.patches, batch.condition, batch.samples, strict=True):
+                place = slices(sample.box)
+                np.testing.assert_array_equal(patch, textured(RAW)[place])
+                np.testing.assert_array_equal(condition, said[place])
+    fixed = read_fixed_patches(data, config, 6)
+    assert fixed.conditions is not None
+    for start, condition in zip(fixed.starts_zyx, fixed.conditions, strict=True):
+        np.testing.assert_array_equal(condition, said[slices(box_at(start, config.patch_size))])
+
+
+def test_a_damaged_chunk_of_labels_of_a_part_is_quarantined_where_it_lies(tmp_path: Path) -> None:
+    raw, part, said = part_of(tmp_path, factor=2)
+    (part / "0/0.1.0").write_bytes(b"torn")
+    data = prepare_data(0, config_of(raw, part))
+    with open_stream(data.job) as stream:
+        for batch in (next(stream) for _ in range(24)):
+            assert batch.condition is not None
+            for condition, sample in zip(batch.condition, batch.samples, strict=True):
+                np.testing.assert_array_equal(condition, said[slices(sample.box)])
+        (record,) = stream.quarantined
+    z, y, x = AT  # chunks of 16 voxels of the labels, 32 of the volume; y has 30, so the last ends with them
+    assert damaged_box(record) == (0, ((z, y + 32, x), (z + 32, y + 60, x + 32)))
+
+
+def test_a_mask_of_a_part_is_foreground_where_it_lies_and_patches_stay_in_it(tmp_path: Path) -> None:
+    raw, part, said = part_of(tmp_path, factor=2)
+    spec = VolumeConfig(path=str(raw), mask=ArrayConfig(path=str(part)))
+    mask = zarr.open_array(str(part / "0"), mode="r+")
+    mask[:] = mask[:] % 2
+    said = np.where(said == 255, 0, said % 2)
+    config = DataConfig(
+        volumes=(spec,), patch_size=(8, 8, 8), min_foreground=0.5, validation=ValidationConfig(fraction=0)
+    )
+    data = prepare_data(0, config)
+    found = data.plan.volumes[0].foreground
+    assert found is not None
+    assert found.map.cell_zyx == (2, 2, 2)
+    assert data.splits[0].train == (AT, (51, 82, 94))
+    exists, cells = np.zeros(RAW), (32, 2, 48, 2, 48, 2)
+    exists[slices(data.splits[0].train)] = 1
+    foreground, voxels = (part.reshape(cells).sum((1, 3, 5)) for part in (said * exists, exists))
+    share = np.divide(foreground, voxels, out=np.zeros(foreground.shape), where=voxels > 0)
+    np.testing.assert_array_equal(found.map.fraction, np.floor(255 * share + 0.5))
+
+
+def test_a_part_that_is_smaller_than_a_patch_is_refused_with_its_box(tmp_path: Path) -> None:
+    raw, part, _ = part_of(tmp_path)
+    with pytest.raises(
+        DataError, match=r"does not fit into \(40, 60, 60\) of .*raw level 0, where its condition and m"
+    ):
+        prepare_data(0, config_of(raw, part, patch_size=(48, 48, 48)))

@@ -363,7 +363,7 @@ def test_a_volume_that_is_too_small_is_told_so(tmp_path: Path) -> None:
     facts = look(path, (32, 32, 48))
     assert (facts.region, facts.uniform) == (None, None)
     assert facts.no_region is not None
-    assert "patch_size must fit inside the volume; got (32, 32, 48)" in facts.no_region
+    assert "data.patch_size (32, 32, 48) does not fit into" in facts.no_region
     facts = look(path, (32, 32, 32))
     assert facts.uniform is not None, "it fits, but nothing is left to be held out"
     assert "validation slab" in str(facts.no_region)

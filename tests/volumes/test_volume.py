@@ -29,7 +29,8 @@ def open_at(path: Path, **options: Any) -> Volume:
 
 
 def write_ome(path: Path, levels: dict[str, np.ndarray[Any, Any]], axes: str = "zyx", version: str = "0.4") -> Path:
-    """An OME-Zarr whose levels have the given names, in the given order."""
+    """An OME-Zarr whose levels have the given names, in the given order, and as many micrometers as the first one."""
+    finest = next(iter(levels.values())).shape
     zarr_format = 2 if version == "0.4" else 3
     group = zarr.create_group(str(path), zarr_format=zarr_format)
     multiscales = [
@@ -37,8 +38,8 @@ def write_ome(path: Path, levels: dict[str, np.ndarray[Any, Any]], axes: str = "
             "version": version,
             "axes": [{"name": axis, "type": "space", "unit": "micrometer"} for axis in axes],
             "datasets": [
-                {"path": name, "coordinateTransformations": [{"type": "scale", "scale": [2.4 * 2**i] * len(axes)}]}
-                for i, name in enumerate(levels)
+                {"path": name, "coordinateTransformations": [{"type": "scale", "scale": _scale(finest, voxels.shape)}]}
+                for name, voxels in levels.items()
             ],
         }
     ]
@@ -46,6 +47,10 @@ def write_ome(path: Path, levels: dict[str, np.ndarray[Any, Any]], axes: str = "
     for name, voxels in levels.items():
         write_array(path / name, voxels, zarr_format=zarr_format)
     return path
+
+
+def _scale(finest: tuple[int, ...], shape: tuple[int, ...]) -> list[float]:
+    return [2.4 * round(size / count) for size, count in zip(finest, shape, strict=True)]
 
 
 DTYPES = [

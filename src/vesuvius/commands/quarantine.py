@@ -20,8 +20,8 @@ from vesuvius.runlog.find_run import find_run
 from vesuvius.stream.reading.notes import forget_crashes
 from vesuvius.training.quarantine import Record, as_json, box_of, clear, read_quarantine
 from vesuvius.volume_tools.child_reads import Reading, read_in_children
+from vesuvius.volumes.alignment import align
 from vesuvius.volumes.box import format_box
-from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.object_store import is_remote
 from vesuvius.volumes.volume import Volume, open_volume
@@ -111,7 +111,7 @@ def _still_broken(run: Path, records: Sequence[Record]) -> dict[int, str]:
         with closing(open_volume(spec, config.data.store)) as volume:
             if spec is config.data.volumes[number].condition:  # records count in voxels of the volume
                 with closing(open_volume(config.data.volumes[number], config.data.store)) as fine:
-                    inside = Upsampling.between(fine, volume, "a condition").coarse_box
+                    inside = align(fine, volume, "the condition").array_box
                 of_array = {place: record | {"box": inside(box_of(record))} for place, record in of_array.items()}
             _check_inside(volume, list(of_array.values()))
             reading = Reading(spec, config.data.store, _must_be_stored(volume, list(of_array.values())))

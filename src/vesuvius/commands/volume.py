@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 
 from vesuvius.commands.arguments.volume import parser
 from vesuvius.commands.command import as_command, say
 from vesuvius.commands.output.progress import progress
 from vesuvius.commands.output.volume import (
+    alignment_json,
+    alignment_text,
     copy_line,
     copy_text,
     info_json,
@@ -28,6 +30,8 @@ from vesuvius.volume_tools.info import describe_volume, make_sidecar
 from vesuvius.volume_tools.partial import partial_path
 from vesuvius.volume_tools.phantom_zarr import write_phantom
 from vesuvius.volume_tools.verify import verify_volume
+from vesuvius.volumes.alignment import align
+from vesuvius.volumes.volume import open_volume
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +80,10 @@ def _synth(arguments: argparse.Namespace) -> str:
 
 
 def _info(arguments: argparse.Namespace) -> str:
+    if arguments.other is not None:
+        with closing(open_volume(_source(arguments))) as volume, closing(open_volume(arguments.other)) as other:
+            found = align(volume, other, "the array")
+            return alignment_json(found) if arguments.json else alignment_text(volume, other, found)
     with redirect_stdout(sys.stderr):  # log lines about a listing; stdout holds the result alone
         facts = describe_volume(_source(arguments), arguments.patch, listing=arguments.list, places=arguments.places)
     return info_json(facts) if arguments.json else info_text(facts)

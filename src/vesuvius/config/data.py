@@ -28,12 +28,12 @@ class VolumeConfig(ArrayConfig):
 
     weight: float = Field(1.0, gt=0, description="share of the regions drawn from this volume, relative to the others")
     mask: ArrayConfig | None = Field(
-        None, description="volume whose nonzero voxels are foreground; may be coarser by a whole factor per axis"
+        None, description="volume whose nonzero voxels are foreground; placed as a condition is"
     )
     condition: ArrayConfig | None = Field(
         None,
-        description="labels, a second scan or a coarser level, cut at the same place as a second tensor; coarser by "
-        "whole factors only",
+        description="labels, a second scan or another level, cut at the same place as a second tensor; placed by OME "
+        "scale and translation (docs/volumes.md); patches are drawn where both exist",
     )
 
 
@@ -149,9 +149,17 @@ class DataConfig(Section):
         NormalizeConfig(), description="grey values of the condition to model values"
     )
     condition_classes: PositiveInt | None = Field(
-        None, description="the condition holds labels 0 ... n-1, shown as n channels of 0 and 1; null = grey values"
+        None, description="the condition holds labels of n classes, shown as n channels of 0 and 1; null = grey values"
+    )
+    condition_values: tuple[int, ...] | None = Field(
+        None, description="the stored label of each of the condition_classes, in order; null = 0 ... n-1"
     )
     validation: ValidationConfig = Field(ValidationConfig(), description="what is held out")
+
+    @property
+    def labels(self) -> tuple[int, ...] | None:
+        """The stored label of each class; None where conditions are grey values."""
+        return self.condition_values or (tuple(range(self.condition_classes)) if self.condition_classes else None)
 
     def with_store(self, **changes: Any) -> Self:
         """The same with other values of `store`, which are not checked.  Pure."""
@@ -182,6 +190,12 @@ class DataConfig(Section):
                 "condition_normalize is for conditions of grey values; got "
                 f"{self.condition_normalize.low:g} to {self.condition_normalize.high:g} and "
                 f"{'labels' if self.condition_classes else 'no condition'}; remove data.condition_normalize"
+            )
+        values = self.condition_values
+        if values is not None and (len(set(values)) != len(values) or len(values) != self.condition_classes):
+            yield (
+                f"condition_values names a label for each class, each once; got {list(values)} and "
+                f"condition_classes={self.condition_classes}; set both to as many"
             )
         if self.condition_classes and not any(paired):
             yield (

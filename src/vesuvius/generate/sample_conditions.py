@@ -18,9 +18,10 @@ from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.checkpoint.data_facts import DataFacts
 from vesuvius.training.step.grey_values import grey_scales, normalised
-from vesuvius.volumes.box import Box, box_at, format_box, is_inside, shape_of, times, triple
-from vesuvius.volumes.coarser import Upsampling
+from vesuvius.volumes.alignment import ZEROS, Alignment, shape_on
+from vesuvius.volumes.box import Box, box_at, format_box, is_inside, moved, shape_of, triple
 from vesuvius.volumes.geometry import FloatTriple
+from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.volume import open_volume
 
 
@@ -53,16 +54,19 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         self.volume = open_volume(spec, config.store, config.missing_chunk)
         self._patch_zyx, self._seed = config.patch_size, seed
         volume = facts.volumes[number]
-        factors = volume.condition_factors
-        shape = (None if given else volume.shape_zyx) or times(self.volume.shape_zyx, factors)
-        self._upsampling = Upsampling(shape, self.volume.shape_zyx, factors)
+        factors, offsets = volume.condition_factors, ZEROS if given else volume.condition_offsets
+        shape = (None if given else volume.shape_zyx) or shape_on(self.volume.shape_zyx, factors)
+        self._alignment = Alignment(shape, self.volume.shape_zyx, factors, offsets)
+        # A given volume is its own grid: where that begins in the training volume is known if it is the run's.
+        self._origin = triple(map(int, volume.condition_offsets)) if given else (0, 0, 0)
         if given is None:
-            split = split_volume(self.volume.name, shape, config.patch_size, config.validation)
+            split = split_volume(self.volume.name, shape, config.patch_size, config.validation, volume.within)
             self._box = split.validation or split.train
         else:
             self._box = _checked(box or ((0, 0, 0), shape), shape, self.volume.name, config.patch_size)
-        labels = config.condition_classes
-        self._grey = GreyRange(0, max(1, labels - 1)) if labels else facts.greys.conditions[number]
+        self._labels = config.labels
+        low, high = (min(self._labels), max(self._labels)) if self._labels else (0, 0)
+        self._grey = GreyRange(low, max(low + 1, high)) if self._labels else facts.greys.conditions[number]
 
     def __exit__(self, *_: object) -> None:
         self.volume.close()
@@ -71,17 +75,25 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         """Where the condition of a sample begins, from (seed, sample) alone.  Pure."""
         return random_start(self._box, self._patch_zyx, self._seed, sample)
 
+    def place_zyx(self, sample: int) -> Triple:
+        """The same in the volume of the training, if the condition is that of the training."""
+        return moved(self.start_zyx(sample), self._origin)
+
     @property
     def voxel_size_um(self) -> FloatTriple | None:
         """Edge lengths (z, y, x) of what is shown, where the condition's metadata say them."""
         if (size_um := self.volume.voxel_size_um) is None:
             return None
-        return triple(size / factor for size, factor in zip(size_um, self._upsampling.factors, strict=True))
+        return triple(size / float(factor) for size, factor in zip(size_um, self._alignment.factors, strict=True))
 
     def read(self, samples: Sequence[int]) -> NDArray[Any]:
         """The conditions of these samples: [len(samples), Z, Y, X] in the stored dtype.  Raises DataError."""
         boxes = [box_at(self.start_zyx(sample), self._patch_zyx) for sample in samples]
-        return np.stack([self._upsampling.read(box, self.volume.read) for box in boxes])
+        stored = [self._alignment.read(box, self.volume.read) for box in boxes]
+        for box, voxels in zip(boxes, stored, strict=True):
+            if self._labels:
+                check_labels(voxels, self._labels, self.volume.name, box)
+        return np.stack(stored)
 
     def to_model_values(self, stored: NDArray[Any]) -> NDArray[np.float32]:
         """For a picture: low grey, or label 0, becomes -1, high grey, or the last label, +1.  Pure."""

@@ -162,7 +162,7 @@ class _Drawing:
             record = describe(request, info, self._network.denoiser.amp, evaluations)
             samples.finish(record)
             if conditions:
-                starts = [conditions.start_zyx(number) for number in record["numbers"]]
+                starts = [conditions.place_zyx(number) for number in record["numbers"]]
                 shown.finish(record | {"condition": conditions.volume.name, "starts_zyx": starts})
         if flat is not None:
             flat.flush()

@@ -42,11 +42,13 @@ class ForegroundMap:
     fraction: uint8 (nz, ny, nx), 0 none ... 255 all of the cell.
     cell_zyx: edge lengths of a map cell in voxels.
     shape_zyx: voxels of the volume.  The last cell of an axis may stick out of it; its fraction is that of its inside.
+    within: the part of the volume that the map knows; None = all.
     """
 
     fraction: NDArray[np.uint8]
     cell_zyx: Triple
     shape_zyx: Triple
+    within: Box | None = None
 
     def __post_init__(self) -> None:
         cells = grid_shape(self.shape_zyx, self.cell_zyx)

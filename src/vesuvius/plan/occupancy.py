@@ -5,9 +5,11 @@ From the list of its stored chunks (or its `.chunk_occupancy.npz` sidecar), a co
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,14 @@ from numpy.typing import NDArray
 from vesuvius.config import ArrayConfig, DataConfig, Triple, VolumeConfig
 from vesuvius.plan.foreground import ForegroundMap
 from vesuvius.runlog.progress import with_progress
-from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, times, triple
-from vesuvius.volumes.coarser import Upsampling
+from vesuvius.volumes.alignment import Alignment, log_alignment
+from vesuvius.volumes.box import box_along, grid_shape, triple
 from vesuvius.volumes.listing import Bools, chunk_occupancy
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.volume import Volume, open_volume
 
 _CELLS_MAX = 64_000_000
-_BLOCK_BYTES = 64 * 2**20
+_BLOCK_BYTES = 16 * 2**20
 
 
 def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> ForegroundMap | None:
@@ -41,9 +43,8 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
         return coarse_map(volume, mask, None, config.patch_size)
     if config.foreground.source == "level":
         coarse_spec = ArrayConfig(path=spec.path, level=config.foreground.level, select=spec.select)
-        return coarse_map(
-            volume, open_volume(coarse_spec, config.store), config.foreground.threshold, config.patch_size
-        )
+        coarse = open_volume(coarse_spec, config.store)
+        return coarse_map(volume, coarse, config.foreground.threshold, config.patch_size, "the foreground level")
     occupancy = chunk_occupancy(volume, config.max_quarantined)
     if occupancy.shape == volume.grid.counts_zyx:  # of a stored shard any chunk may be absent
         volume.missing.stored = StoredChunks.of(occupancy)
@@ -57,51 +58,80 @@ def occupancy_map(volume: Volume, occupancy: Bools) -> ForegroundMap:
     return ForegroundMap(np.where(occupancy, np.uint8(255), np.uint8(0)), cell, volume.shape_zyx)
 
 
-def coarse_map(volume: Volume, coarse: Volume, threshold: float | None, patch_zyx: Triple) -> ForegroundMap:
-    """The map of a coarser array's voxels above a threshold (None = that are not 0).  Streams the array once.
+def coarse_map(
+    volume: Volume, coarse: Volume, threshold: float | None, patch_zyx: Triple, what: str = "the mask"
+) -> ForegroundMap:
+    """The map of an array's voxels above a threshold (None = that are not 0), where it lies.  Streams the array once.
 
-    Cells are a quarter of a patch or one coarse voxel, whichever is larger, or larger to stay below 64 million.
+    Cells are a quarter of a patch or one voxel of the array, whichever is larger, or larger to stay below 64 million.
 
     Raises:
-        DataError: the array is not coarser by whole factors, or cannot be read.
+        DataError: the array does not lie in the volume, or cannot be read.
     """
-    factors = Upsampling.between(volume, coarse, "a mask or coarse level").factors
-    merged = [max(p // (4 * f), 1) for p, f in zip(patch_zyx, factors, strict=True)]
-    while np.prod([-(-n // m) for n, m in zip(coarse.shape_zyx, merged, strict=True)]) > _CELLS_MAX:
-        finest = min(range(3), key=lambda axis: merged[axis] * factors[axis])
-        merged[finest] *= 2
-    cell = times(triple(merged), factors)
-    fraction = np.zeros(grid_shape(volume.shape_zyx, cell), np.uint8)
-    boxes = list(_blocks(coarse, merged))
-    what = f"reading {coarse.name} for the foreground of {volume.name}"
+    alignment = log_alignment(volume, coarse, what)
+    merged = [int(max(p // (4 * f), 1)) for p, f in zip(patch_zyx, alignment.factors, strict=True)]
+    while True:
+        cell = triple(math.ceil(m * f) for m, f in zip(merged, alignment.factors, strict=True))
+        counts = grid_shape(volume.shape_zyx, cell)
+        if math.prod(counts) <= _CELLS_MAX:
+            break
+        merged[cell.index(min(cell))] *= 2
+    fraction = np.zeros(counts, np.uint8)
+    steps = [step // m for step, m in zip(_block_edges(coarse, merged), merged, strict=True)]
+    blocks = list(itertools.product(*(_spans(alignment, axis, cell[axis], steps[axis]) for axis in range(3))))
+    boxes = [box_along(span.voxels for span in block) for block in blocks]
+    reading = f"reading {coarse.name} for the foreground of {volume.name}"
     with closing(coarse):
-        for number, box in enumerate(with_progress(boxes, what, len(boxes))):
+        for number, block in enumerate(with_progress(blocks, reading, len(blocks))):
             for near in boxes[number : number + 2]:
                 coarse.stage(near)
-            voxels = coarse.read(box)
-            share = _share_of_cells(voxels != 0 if threshold is None else voxels > threshold, merged)
-            fraction[np.ix_(*chunk_ranges(box, triple(merged)))] = share
-    return ForegroundMap(fraction, cell, volume.shape_zyx)
+            voxels = coarse.read(boxes[number])
+            share = _share_of_cells(voxels != 0 if threshold is None else voxels > threshold, block)
+            fraction[tuple(span.cells for span in block)] = share
+    return ForegroundMap(fraction, cell, volume.shape_zyx, alignment.covered)
 
 
-def _blocks(coarse: Volume, merged: list[int]) -> Iterator[Box]:
-    """Boxes of some 64 MiB that cover an array; edges are multiples of `merged`, and of its chunks where possible."""
+@dataclass(frozen=True, eq=False)
+class _Span:
+    """Cells along an axis that are read together, in pieces: voxels of the volume in one cell and one array voxel."""
+
+    voxels: tuple[int, int]  # of the array: first, and one after the last
+    cells: slice
+    # piece_voxels, piece_sizes: of each piece, its array voxel from the first on, and its length
+    piece_voxels: NDArray[np.int64]
+    piece_sizes: NDArray[np.int64]
+    cell_pieces: NDArray[np.int64]  # the first piece of each cell
+
+
+def _spans(alignment: Alignment, axis: int, cell: int, step: int) -> Iterator[_Span]:
+    """Spans of `step` cells, where the array lies; its last voxels count as a whole."""
+    first, stop = alignment.shown(axis)
+    for begin in range(first // cell, -(-stop // cell), step):
+        lo, hi = max(begin * cell, first), min((begin + step) * cell, stop)
+        voxels, cells = alignment.indices(axis, lo, hi), np.arange(lo, hi) // cell
+        pieces = np.flatnonzero(np.diff(voxels, prepend=-1) | np.diff(cells, prepend=-1))
+        sizes = np.diff(pieces, append=hi - lo)
+        of_cells = np.flatnonzero(np.diff(cells[pieces], prepend=-1))
+        ends = int(voxels[0]), int(voxels[-1]) + 1
+        yield _Span(ends, slice(int(cells[0]), int(cells[-1]) + 1), voxels[pieces] - ends[0], sizes, of_cells)
+
+
+def _block_edges(coarse: Volume, merged: list[int]) -> Triple:
+    """Edges of boxes of some 16 million voxels; multiples of `merged`, and of chunks where possible."""
     edge = int((_BLOCK_BYTES / coarse.dtype.itemsize) ** (1 / 3))
     whole = [math.lcm(m, chunk) for m, chunk in zip(merged, coarse.chunk_zyx, strict=True)]
     units = [unit if unit <= edge else m for unit, m in zip(whole, merged, strict=True)]
-    steps = triple(max(edge // unit, 1) * unit for unit in units)
-    for index in np.ndindex(grid_shape(coarse.shape_zyx, steps)):
-        yield chunk_box(triple(index), steps, coarse.shape_zyx)
+    return triple(max(edge // unit, 1) * unit for unit in units)
 
 
-def _share_of_cells(foreground: Bools, merged: list[int]) -> NDArray[np.uint8]:
-    """Foreground share of each cell, 0..255; the last cells may be smaller."""
-    total: NDArray[Any] = foreground.astype(np.uint32)
-    voxels: NDArray[Any] = np.ones((1, 1, 1), np.uint32)
-    for axis, m in enumerate(merged):
-        starts = np.arange(0, foreground.shape[axis], m)
-        total = np.add.reduceat(total, starts, axis=axis)
-        sizes = np.diff(np.append(starts, foreground.shape[axis]))
-        voxels = voxels * sizes.reshape([-1 if a == axis else 1 for a in range(3)])
-    share: NDArray[np.uint8] = ((255 * total.astype(np.uint64) + voxels // 2) // voxels).astype(np.uint8)
+def _share_of_cells(foreground: Bools, block: Sequence[_Span]) -> NDArray[np.uint8]:
+    """Foreground share of each cell of a block, 0..255; the last cells may be smaller."""
+    total: NDArray[Any] = foreground.view(np.uint8)
+    voxels: NDArray[Any] = np.ones((1, 1, 1), np.int64)
+    for axis, span in enumerate(block):
+        along = [-1 if a == axis else 1 for a in range(3)]
+        pieces = total.take(span.piece_voxels, axis) * span.piece_sizes.reshape(along)
+        total = np.add.reduceat(pieces, span.cell_pieces, axis=axis)
+        voxels = voxels * np.add.reduceat(span.piece_sizes, span.cell_pieces).reshape(along)
+    share: NDArray[np.uint8] = ((255 * total + voxels // 2) // voxels).astype(np.uint8)
     return share

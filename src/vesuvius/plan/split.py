@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vesuvius.config import Triple, ValidationConfig
 from vesuvius.errors import DataError
-from vesuvius.volumes.box import Box, triple
+from vesuvius.volumes.box import Box, format_box, shape_of, triple
 
 
 @dataclass(frozen=True)
@@ -18,22 +18,32 @@ class Split:
     validation: Box | None
 
 
-def split_volume(name: str, shape_zyx: Triple, patch_zyx: Triple, config: ValidationConfig) -> Split:
+def split_volume(
+    name: str, shape_zyx: Triple, patch_zyx: Triple, config: ValidationConfig, within: Box | None = None
+) -> Split:
     """Hold out the end of the axis that is longest in patches.
 
     The slab is `fraction` of that axis, at least one patch; the guard before it is `guard` patches.
 
+    Args:
+        within: the part that is split, e.g. that of its labels; None = all.
+
     Raises:
         DataError: the volume is smaller than a patch, or too small for patch + guard + validation.
     """
-    if any(p > s for p, s in zip(patch_zyx, shape_zyx, strict=True)):
+    whole = ((0, 0, 0), shape_zyx)
+    box = within or whole
+    sizes = shape_of(box)
+    if any(p > s for p, s in zip(patch_zyx, sizes, strict=True)):
+        where = "" if box == whole else f", where its condition and mask exist ({format_box(box)})"
         raise DataError(
-            f"patch_size must fit inside the volume; got {patch_zyx} in {shape_zyx} of {name}; reduce data.patch_size"
+            f"data.patch_size {patch_zyx} does not fit into {triple(max(s, 0) for s in sizes)} of {name}{where}; "
+            "reduce it, or choose a finer level"
         )
     if config.fraction == 0:
-        return Split(train=((0, 0, 0), shape_zyx), validation=None)
-    axis = max(range(3), key=lambda a: shape_zyx[a] / patch_zyx[a])
-    patch, size = patch_zyx[axis], shape_zyx[axis]
+        return Split(train=box, validation=None)
+    axis = max(range(3), key=lambda a: sizes[a] / patch_zyx[a])
+    patch, size = patch_zyx[axis], sizes[axis]
     held_out = max(math.ceil(config.fraction * size), patch)
     guard = math.ceil(config.guard * patch)
     train_stop = size - held_out - guard
@@ -44,8 +54,8 @@ def split_volume(name: str, shape_zyx: Triple, patch_zyx: Triple, config: Valida
             "set data.validation.fraction=0"
         )
     return Split(
-        train=((0, 0, 0), _replace(shape_zyx, axis, train_stop)),
-        validation=(_replace((0, 0, 0), axis, size - held_out), shape_zyx),
+        train=(box[0], _replace(box[1], axis, box[0][axis] + train_stop)),
+        validation=(_replace(box[0], axis, box[1][axis] - held_out), box[1]),
     )
 
 

@@ -103,7 +103,7 @@ def build_loop(
 ) -> TrainingLoop:
     """Join what feeds the steps, what is due between them, and what watches them."""
     config, data, facts = run.config, preflight.data, preflight.facts
-    conditioner = Conditioner(config.data.condition_classes, facts.greys.conditions, facts.scalars, run.device)
+    conditioner = Conditioner(config.data.labels, facts.greys.conditions, facts.scalars, run.device)
     fixed = preflight.fixed
     reference = None if fixed is None else Reference(fixed, facts.greys, conditioner, run.device)
 

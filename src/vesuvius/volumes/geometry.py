@@ -7,7 +7,7 @@ coordinate systems that have axes, and transformations say which axis of the arr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import zarr
@@ -45,6 +45,7 @@ class Geometry:
     scale_zyx: FloatTriple
     translation_zyx: FloatTriple
     units_zyx: tuple[str | None, str | None, str | None]
+    translated: bool = field(default=False, compare=False)  # whether a translation is given, be it 0
 
     @property
     def voxel_size_um(self) -> FloatTriple | None:
@@ -71,7 +72,9 @@ class Space:
 
     volume: str  # its name, for messages
     dimensions: tuple[Dimension, ...]  # of the coordinate system that the voxels are given in
-    scaled: bool = False  # whether a scale is given
+    # scaled, translated: whether a scale, a translation is given
+    scaled: bool = False
+    translated: bool = False
     readable: bool = True  # whether all scales and translations can be read
 
     def array_names(self, ndim: int) -> Names | None:
@@ -96,6 +99,7 @@ class Space:
             (z.scale, y.scale, x.scale),
             (z.translation, y.translation, x.translation),
             (z.unit, y.unit, x.unit),
+            self.translated,
         )
 
 
@@ -235,7 +239,7 @@ def _moved(space: Space, kind: str, values: Any) -> Space:
         return replace(space, readable=False)
     if kind == "translation":
         moved = [replace(d, translation=d.translation + v) for d, v in zip(space.dimensions, vector, strict=True)]
-        return replace(space, dimensions=tuple(moved))
+        return replace(space, dimensions=tuple(moved), translated=True)
     scaled = [
         replace(d, scale=d.scale * v, translation=d.translation * v)
         for d, v in zip(space.dimensions, vector, strict=True)
@@ -269,7 +273,12 @@ def _multiplied(space: Space, kind: str, matrix: Any) -> Space:
         found.append(replace(source, scale=source.scale * factor, translation=source.translation * factor + shift))
     if sorted(dimension.array_axis for dimension in found) != sorted(d.array_axis for d in space.dimensions):
         raise UnsupportedTransformError(f"{kind} {matrix}, which does not give each axis once")
-    return replace(space, dimensions=_with_names_of(found, space.dimensions), scaled=True)
+    return replace(
+        space,
+        dimensions=_with_names_of(found, space.dimensions),
+        scaled=True,
+        translated=kind == "affine" or space.translated,
+    )
 
 
 def _by_dimension(space: Space, parts: Any) -> Space:
@@ -281,7 +290,7 @@ def _by_dimension(space: Space, parts: Any) -> Space:
         some = replace(space, dimensions=tuple(space.dimensions[axis] for axis in part["inputAxes"]))
         some = _transformed(some, part["transformation"])
         found |= dict(zip(part["outputAxes"], some.dimensions, strict=True))
-        space = replace(space, scaled=space.scaled or some.scaled, readable=space.readable and some.readable)
+        space = replace(some, dimensions=space.dimensions)
     if sorted(found) != list(range(len(space.dimensions))):
         raise ValueError(f"byDimension with the output axes {sorted(found)}")
     return replace(space, dimensions=_with_names_of([found[axis] for axis in sorted(found)], space.dimensions))

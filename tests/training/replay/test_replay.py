@@ -77,7 +77,7 @@ class Session:
         spectrum = measure_spectrum(self.data, config.data, greys, self.data.read)
         schedule = Schedule.from_config(config.diffusion, spectrum)
         self.step = TrainStep(config, build_network(config, CPU), schedule, CPU)
-        conditioner = Conditioner(config.data.condition_classes, greys.conditions, scalars, CPU)
+        conditioner = Conditioner(config.data.labels, greys.conditions, scalars, CPU)
         self._options = StreamOptions.from_config(config.training, config.cluster)
         self._feed = DeviceFeed(CPU, self._options, self.data.job, greys.volumes, conditioner)
         replays = self.replays or self.directory / "nonfinite"

@@ -56,7 +56,7 @@ def run_steps(config: Config, directory: Path, steps: int) -> list[dict[str, Any
     """The steps of a run as `Run` makes them, with neither checkpoints nor validation; returns what was recorded."""
     data = prepare_data(config.seed, config.data)
     greys, scalars = data.grey_ranges(config.data), volume_scalars(config, data)
-    conditioner = Conditioner(config.data.condition_classes, greys.conditions, scalars, CPU)
+    conditioner = Conditioner(config.data.labels, greys.conditions, scalars, CPU)
     step = TrainStep(config, build_network(config, CPU), Schedule.from_config(config.diffusion), CPU)
     options = StreamOptions.from_config(config.training, config.cluster)
     feed = DeviceFeed(CPU, options, data.job, greys.volumes, conditioner)

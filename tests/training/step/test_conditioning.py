@@ -86,10 +86,19 @@ LABELS: dict[str, list[float]] = {
 def test_labels_become_channels_of_0_and_1_and_a_label_beyond_them_none(dtype: str) -> None:
     labels = LABELS[dtype]
     raw = torch.from_numpy(np.array(labels, dtype)).view(1, 1, 1, 1, -1)
-    condition = Conditioner(3, [], NO_SCALARS, CPU)(raw, [0])
+    condition = Conditioner(range(3), [], NO_SCALARS, CPU)(raw, [0])
     assert condition.channels is not None
     expected = [[float(label == channel) for label in labels] for channel in range(3)]
     assert condition.channels[0, :, 0, 0].tolist() == [*expected, [1.0] * len(labels)]
+
+
+@pytest.mark.parametrize(("dtype", "values"), [("uint8", (0, 7, 255)), ("uint16", (3, 65535)), ("int8", (-1, 1))])
+def test_classes_may_be_stored_as_other_labels(dtype: str, values: tuple[int, ...]) -> None:
+    stored = np.array(values, dtype)
+    raw = torch.from_numpy(stored).view(1, 1, 1, 1, -1)
+    condition = Conditioner(values, [], NO_SCALARS, CPU)(raw, [0])
+    assert condition.channels is not None
+    assert condition.channels[0, : len(values), 0, 0].tolist() == np.eye(len(values)).tolist()
 
 
 def test_scalars_are_those_of_the_samples_volume(tmp_path: Path) -> None:
@@ -146,5 +155,5 @@ def test_ranges_are_estimated_for_grey_conditions_and_not_for_labels(tmp_path: P
     greys = prepare_data(0, config).grey_ranges(config)
     assert len(greys.conditions) == 1
     assert greys.conditions[0].high < 0.6 * greys.volumes[0].high
-    labelled = make_config(volumes, condition_classes=4).data
+    labelled = make_config(volumes, condition_classes=256).data
     assert prepare_data(0, labelled).grey_ranges(labelled).conditions == ()

@@ -110,7 +110,7 @@ def check_patches_and_labels(tmp_path: Path, dtype: str, workers: int) -> None:
     )
     data, options = prepare_data(0, config), StreamOptions(8, workers=workers)
     feed = DeviceFeed(
-        CPU, options, data.job, [GreyRange(-100, 100)], Conditioner(3, [], np.zeros((1, 0), np.float32), CPU)
+        CPU, options, data.job, [GreyRange(-100, 100)], Conditioner(range(3), [], np.zeros((1, 0), np.float32), CPU)
     )
     with feed.open():
         batch = feed.next(HostClock())

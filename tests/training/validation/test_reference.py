@@ -34,7 +34,7 @@ def open_reference(config: Config, count: int) -> tuple[FixedPatches, Reference]
     data = prepare_data(config.seed, config.data)
     greys = data.grey_ranges(config.data)
     fixed = read_fixed_patches(data, config.data, count)
-    conditioner = Conditioner(config.data.condition_classes, greys.conditions, volume_scalars(config, data), CPU)
+    conditioner = Conditioner(config.data.labels, greys.conditions, volume_scalars(config, data), CPU)
     return fixed, Reference(fixed, greys, conditioner, CPU)
 
 

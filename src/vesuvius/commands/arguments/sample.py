@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--condition",
-        type=_array,
+        type=array,
         metavar="VOLUME",
         help="zarr volume that conditions the network, PATH or PATH@LEVEL; samples use its "
         "--box (default: held-out places of the training condition)",
@@ -119,13 +119,13 @@ def _add_volume(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--inpaint",
-        type=_array,
+        type=array,
         metavar="VOLUME",
         help="zarr volume to fill, PATH or PATH@LEVEL; known voxels are kept",
     )
     group.add_argument(
         "--mask",
-        type=_array,
+        type=array,
         metavar="VOLUME",
         help="where --inpaint is to be filled: nonzero voxels (default: chunks that are not stored)",
     )
@@ -168,7 +168,7 @@ def check_options(arguments: argparse.Namespace) -> str | None:
     return None
 
 
-def _array(text: str) -> ArrayConfig:
+def array(text: str) -> ArrayConfig:
     """PATH or PATH@LEVEL."""
     at = _AT_LEVEL.search(text)
     return ArrayConfig(path=text[: at.start()] if at else text, level=int(at[1]) if at else 0)

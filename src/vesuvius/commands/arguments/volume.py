@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vesuvius.commands.arguments.sample import array
 from vesuvius.commands.arguments.types import natural, naturals, number_from_0, positive, triple
 from vesuvius.config import DataConfig, StoreConfig
 from vesuvius.volume_tools.phantom_zarr import MIN_SIZE_VOXELS
@@ -61,6 +62,13 @@ def _add_info(commands: Commands) -> None:
         "and how patches of it would be read, with the `data` section of a config.",
     )
     _add_source(info, "PATH", "zarr group or array: a folder, or an address https://, s3:// or gs://")
+    info.add_argument(
+        "other",
+        type=array,
+        nargs="?",
+        metavar="OTHER",
+        help="say only how this array, e.g. labels, lies in PATH: PATH or PATH@LEVEL; exit code 6 if it does not",
+    )
     info.add_argument(
         "--patch", type=_SIZE, default=_PATCH, metavar="Z,Y,X", help=f"voxels of a patch (default: {_PATCH_TEXT})"
     )

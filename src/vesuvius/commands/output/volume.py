@@ -18,9 +18,11 @@ from vesuvius.volume_tools.grey_statistics import PERCENTILES, GreyStatistics
 from vesuvius.volume_tools.info import LevelFacts, Occupancy, SidecarFacts, VolumeFacts
 from vesuvius.volume_tools.phantom_zarr import LEVELS, PhantomReport
 from vesuvius.volume_tools.verify import VerifyFigures
+from vesuvius.volumes.alignment import Alignment, geometry_words
 from vesuvius.volumes.axes import spatial
 from vesuvius.volumes.box import format_box
 from vesuvius.volumes.geometry import Geometry
+from vesuvius.volumes.volume import Volume
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -48,6 +50,28 @@ def info_text(facts: VolumeFacts) -> str:
     if facts.region:
         lines += ["", "to train on it:", *_yaml(facts)]
     return "\n".join(lines)
+
+
+def alignment_text(volume: Volume, array: Volume, found: Alignment) -> str:
+    """How an array lies in a volume."""
+    rows = [
+        (volume.name, geometry_words(volume)),
+        (array.name, geometry_words(array)),
+        ("known from", found.caveat or "scale and translation"),
+        ("voxels covered by one", " x ".join(map(str, found.factors))),
+        (
+            "its first voxel at",
+            ", ".join(f"{axis} {offset}" for axis, offset in zip("zyx", found.offsets, strict=True)),
+        ),
+        ("both exist in", f"{format_box(found.covered)}, of {found.volume_zyx}"),
+    ]
+    return "\n".join(_rows(rows))
+
+
+def alignment_json(found: Alignment) -> str:
+    """The same for programs; factors and offsets in voxels of the volume."""
+    facts = asdict(found) | {"covered": found.covered}
+    return json.dumps(facts, indent=2, default=float)
 
 
 def sidecar_text(facts: SidecarFacts) -> str:

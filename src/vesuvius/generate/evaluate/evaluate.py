@@ -41,12 +41,13 @@ from vesuvius.report.files import FOLDER, new_folder, write_pages
 from vesuvius.report.model import Table
 from vesuvius.report.pictures import Picture
 from vesuvius.runlog.units import format_duration, format_percent, format_sizes
+from vesuvius.stream.start.prepare import PreparedData
 from vesuvius.training.checkpoint.format import find_checkpoint
 from vesuvius.training.checkpoint.trained import CheckpointInfo, check_weights, read_checkpoint_info
 from vesuvius.training.validation.charts import draw_charts
 from vesuvius.training.validation.montage import draw_grid, magnification
 from vesuvius.volume_tools.partial import finished_record
-from vesuvius.volumes.box import shape_of, shifted, triple
+from vesuvius.volumes.box import moved, shape_of, shifted, triple
 from vesuvius.volumes.volume import Volume, open_volume
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
         if path is not None:
             found = open_generated(path, patch, count, condition)
         elif tiled is not None:
-            path, found = tiled.path, tiled.cut(patch, count, condition)
+            path, found = tiled.path, tiled.cut(patch, count, condition, source.data, place_of)
         started = time.monotonic()
         real = source.read(count if found is None else len(found.stored))  # before samples are drawn for minutes
         reading_s = time.monotonic() - started
@@ -218,14 +219,17 @@ class _TiledVolume(AbstractContextManager["_TiledVolume"]):
     def __exit__(self, *_: object) -> None:
         self._volume.close()
 
-    def cut(self, patch_zyx: Triple, count: int, condition: str | None) -> GeneratedPatches:
+    def cut(
+        self, patch_zyx: Triple, count: int, condition: str | None, data: PreparedData, number: int
+    ) -> GeneratedPatches:
         """Patches of it.  Raises ConfigError and DataError.
 
         Args:
-            condition: name of the training's condition.
+            condition: name of the training's condition, which is that of volume `number` of `data`.
         """
-        shown = (self._record.get("given") or {}).get("condition", [None])[0]
-        first = self._first_zyx if condition is not None and shown == condition else None
+        shown, first = (self._record.get("given") or {}).get("condition", [None])[0], None
+        if condition is not None and shown == condition:
+            first = moved(self._first_zyx, map(int, data.array("condition", number)[1].offsets))
         return cut_generated(self._volume, patch_zyx, count, first)
 
     def seams(self, real: Volume) -> list[tuple[Seam, Seam | None]]:

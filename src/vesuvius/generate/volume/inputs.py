@@ -21,6 +21,7 @@ from vesuvius.errors import ConfigError
 from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.training.step.grey_values import grey_scales, normalised
+from vesuvius.volumes.alignment import ONES, ZEROS, Alignment, Fractions, align, fits, geometry_words, shape_on
 from vesuvius.volumes.box import (
     Box,
     box_at,
@@ -32,11 +33,10 @@ from vesuvius.volumes.box import (
     shape_of,
     shifted,
     slices,
-    times,
     triple,
 )
-from vesuvius.volumes.coarser import Upsampling, fits
 from vesuvius.volumes.geometry import FloatTriple
+from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.volume import Volume, metadata_hash, open_volume
 
 _BLOCK = 128  # voxels of a drawing along each axis that are compared at once
@@ -65,14 +65,17 @@ class Inputs(AbstractContextManager["Inputs"]):
         given: GivenVolumes,
         store: StoreConfig,
         shape_zyx: Triple | None = None,
-        condition_factors: Triple = (1, 1, 1),
+        condition_factors: Fractions = ONES,
+        labels: tuple[int, ...] | None = None,
     ) -> None:
         """Reads metadata.  Raises DataError, and ConfigError where shapes differ or the box is outside.
 
         Args:
             shape_zyx: of the drawing, where it is asked for.
             condition_factors: voxels of the drawing per voxel of the condition, along each axis.
+            labels: of the classes of the condition; None where it holds grey values.
         """
+        self._labels = labels
         named = {"--inpaint": given.inpaint, "--mask": given.mask, "--condition": given.condition}
         with ExitStack() as opened:
             volumes = {}
@@ -84,9 +87,9 @@ class Inputs(AbstractContextManager["Inputs"]):
         self.volumes: dict[str, Volume] = volumes
         self.shape_zyx = shape_of(given.box) if given.box else whole
         self._origin = given.box[0] if given.box else (0, 0, 0)
-        self._upsampling = None
+        self._alignment = None
         if whole is not None and self.condition is not None:
-            self._upsampling = Upsampling(whole, self.condition.shape_zyx, condition_factors)
+            self._alignment = Alignment(whole, self.condition.shape_zyx, condition_factors)
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
@@ -106,8 +109,8 @@ class Inputs(AbstractContextManager["Inputs"]):
         found = {}
         for option, volume in self.volumes.items():
             assert self.shape_zyx is not None
-            box, upsampling = box_at(self._origin, self.shape_zyx), self._upsampling_of(volume)
-            box = upsampling.coarse_box(box) if upsampling else box
+            box, alignment = box_at(self._origin, self.shape_zyx), self._alignment_of(volume)
+            box = alignment.array_box(box) if alignment else box
             found[option.strip("-")] = [volume.name, metadata_hash(volume.array), _stored_stamp(volume, box)]
         return found
 
@@ -120,8 +123,8 @@ class Inputs(AbstractContextManager["Inputs"]):
         volume = next(iter(self.volumes.values()), None)
         geometry = volume.geometry if volume is not None else None
         stored = own = geometry.voxel_size_um if geometry is not None else None
-        if stored is not None and volume is not None and (upsampling := self._upsampling_of(volume)):
-            own = triple(size / factor for size, factor in zip(stored, upsampling.factors, strict=True))
+        if stored is not None and volume is not None and (alignment := self._alignment_of(volume)):
+            own = triple(size / float(factor) for size, factor in zip(stored, alignment.factors, strict=True))
         z, y, x = scale = own or voxel_size_um or (1.0, 1.0, 1.0)
         oz, oy, ox = self._origin
         corner = (oz * z, oy * y, ox * x)
@@ -133,12 +136,15 @@ class Inputs(AbstractContextManager["Inputs"]):
 
     def read(self, volume: Volume, box: Box) -> NDArray[Any]:
         """Stored voxels, those of the condition upsampled.  Raises DataError."""
-        there, upsampling = shifted(box, self._origin), self._upsampling_of(volume)
-        return upsampling.read(there, volume.read) if upsampling else volume.read(there)
+        there, alignment = shifted(box, self._origin), self._alignment_of(volume)
+        voxels = alignment.read(there, volume.read) if alignment else volume.read(there)
+        if self._labels and volume is self.condition:
+            check_labels(voxels, self._labels, volume.name, there)
+        return voxels
 
-    def _upsampling_of(self, volume: Volume) -> Upsampling | None:
+    def _alignment_of(self, volume: Volume) -> Alignment | None:
         """How the condition lies in the drawing; None for the other volumes, which have its voxels."""
-        return self._upsampling if volume is self.condition else None
+        return self._alignment if volume is self.condition else None
 
     def differences(self, read: Callable[[Box], NDArray[Any]]) -> tuple[float, float] | None:
         """Compare the voxels of a coarser condition with the means of the drawn voxels that each covers.
@@ -150,16 +156,19 @@ class Inputs(AbstractContextManager["Inputs"]):
             Root mean square of the differences, and the standard deviation of the condition; None without one that is
             coarser, and where its voxels begin beside those of the drawing.  Raises DataError.
         """
-        up, shape = self._upsampling, self.shape_zyx
-        if up is None or shape is None or up.factors == (1, 1, 1) or any(map(operator.mod, self._origin, up.factors)):
+        found, shape = self._alignment, self.shape_zyx
+        if found is None or shape is None or found.factors == ONES:
+            return None
+        factors = triple(map(int, found.factors))
+        if any(f.denominator > 1 for f in found.factors) or any(map(operator.mod, self._origin, factors)):
             return None
         assert self.condition is not None
-        block, sums = triple(max(_BLOCK // f, 1) * f for f in up.factors), np.zeros(4)
+        block, sums = triple(max(_BLOCK // f, 1) * f for f in factors), np.zeros(4)
         for index in np.ndindex(grid_shape(shape, block)):
             box = chunk_box(triple(index), block, shape)
-            shown = self.condition.read(up.coarse_box(shifted(box, self._origin))).astype(np.float64)
+            shown = self.condition.read(found.array_box(shifted(box, self._origin))).astype(np.float64)
             drawn = read(box).astype(np.float64)
-            for axis, f in enumerate(up.factors):
+            for axis, f in enumerate(factors):
                 starts = np.arange(0, drawn.shape[axis], f)[: shown.shape[axis]]
                 sizes = np.diff(np.append(starts, drawn.shape[axis])).reshape(
                     [-1 if a == axis else 1 for a in range(3)]
@@ -209,7 +218,7 @@ def _stored_stamp(volume: Volume, box: Box) -> str | None:
 
 
 def _common_shape(
-    volumes: dict[str, Volume], box: Box | None, asked_zyx: Triple | None, condition_factors: Triple
+    volumes: dict[str, Volume], box: Box | None, asked_zyx: Triple | None, condition_factors: Fractions
 ) -> Triple | None:
     """The shape that all volumes have and the box lies in; the condition's shape is multiplied by its factors."""
     if not volumes:
@@ -218,18 +227,26 @@ def _common_shape(
                 f"--box is a part of --condition or --inpaint; got {format_box(box)} and neither; use --shape"
             )
         return asked_zyx
-    factors = dict.fromkeys(volumes, (1, 1, 1)) | {"--condition": condition_factors}
-    first, volume = next(iter(volumes.items()))
-    shape = times(volume.shape_zyx, factors[first])
+    factors = dict.fromkeys(volumes, ONES) | {"--condition": condition_factors}
+    first, anchor = next(iter(volumes.items()))
+    shape = shape_on(anchor.shape_zyx, factors[first])
     if asked_zyx is not None and box is None:
         first, shape = "--shape", asked_zyx
     for option, volume in volumes.items():
         by = factors[option]
         if not all(map(fits, shape, volume.shape_zyx, by)):
-            much = "have one shape" if by == (1, 1, 1) else f"differ by the factors of the training, {format_sizes(by)}"
+            much = "have one shape" if by == ONES else f"differ by the factors of the training, {format_sizes(by)}"
             raise ConfigError(
                 f"{first} and {option} must {much}; got {format_sizes(shape)} and {format_sizes(volume.shape_zyx)}; "
                 "give volumes (or levels, PATH@LEVEL) of the same region"
+            )
+        if anchor is volumes.get("--condition") or anchor.geometry is None or volume.geometry is None:
+            continue
+        found = align(anchor, volume, option)
+        if (found.factors, found.offsets) != (by, ZEROS):
+            raise ConfigError(
+                f"{next(iter(volumes))} and {option} do not lie at the same place: {found.words()}; got "
+                f"{geometry_words(anchor)} and {geometry_words(volume)}; give volumes of the same region"
             )
     if box is not None and not is_inside(box, shape):
         raise ConfigError(

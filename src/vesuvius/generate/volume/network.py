@@ -52,7 +52,7 @@ class Network:
         layers, channels_last = network_convolutions(config), config.training.channels_last
         check_convolutions(layers, self.device, self.denoiser.amp, channels_last, backward=False)
         self._volume = request.volume
-        self._conditioner = Conditioner(config.data.condition_classes, data.greys.conditions, data.scalars, self.device)
+        self._conditioner = Conditioner(config.data.labels, data.greys.conditions, data.scalars, self.device)
 
     def condition_of(self, stored: NDArray[Any] | None, count: int) -> Condition:
         """The network's condition of `count` samples, from its voxels, [B, 1, Z, Y, X] as they are stored."""

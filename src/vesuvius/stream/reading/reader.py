@@ -25,9 +25,10 @@ from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.runlog.proc import rss_anon_bytes
 from vesuvius.stream.reading.guarded import GuardedReader
 from vesuvius.stream.reading.quarantine import DamagedBox, check_quarantine, record_of
+from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
-from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.retry import Outage
 from vesuvius.volumes.volume import Volume, open_volume
@@ -52,6 +53,7 @@ class ReaderJob:
     # dtype, condition_dtype: of the patches; the latter None without conditions
     dtype: str
     condition_dtype: str | None = None
+    labels: tuple[int, ...] | None = None  # of the classes of a condition; None where it holds grey values
     store: StoreConfig = StoreConfig()
     missing_chunk: Literal["air", "error"] = "air"
     # the chunks listed for each volume, where they were listed: a missing one is damage, not air
@@ -217,8 +219,8 @@ class Reader:
                 return
             if key not in self._staged and not self._is_damaged(key):
                 self._staged.append(key)
-                for volume, upsampling in self._arrays[key[0]]:
-                    volume.stage(upsampling.coarse_box(key[1]))
+                for volume, alignment in self._arrays[key[0]]:
+                    volume.stage(alignment.array_box(key[1]))
 
     def _fill(self, visit: Visit) -> Visit:
         """Read the region of a visit into the block, or that of a substitute; returns which.
@@ -248,13 +250,15 @@ class Reader:
             return False
         started = time.perf_counter()
         try:
-            for place, (volume, upsampling) in enumerate(self._arrays[number]):
+            for place, (volume, alignment) in enumerate(self._arrays[number]):
                 out = regions_in(self._block, self._job, shape_of(box))[place]
-                voxels = upsampling.read(box, partial(self._reads.read, volume), out)
+                voxels = alignment.read(box, partial(self._reads.read, volume), out)
+                if place and self._job.labels:
+                    check_labels(voxels, self._job.labels, volume.name, box)
                 if voxels is not out:
                     self._renew_block()
                     regions_in(self._block, self._job, shape_of(box))[place][...] = voxels
-                self._since.bytes_read += _decoded_bytes(volume, upsampling.coarse_box(box))
+                self._since.bytes_read += _decoded_bytes(volume, alignment.array_box(box))
         except UnreadableChunkError as error:
             self._renew_block()
             self._unstage(key)
@@ -270,8 +274,8 @@ class Reader:
 
     def _unstage(self, key: _RegionKey) -> None:
         """Drop what was fetched for a region that is not read to its end."""
-        for volume, upsampling in self._arrays[key[0]]:
-            volume.release(upsampling.coarse_box(key[1]))
+        for volume, alignment in self._arrays[key[0]]:
+            volume.release(alignment.array_box(key[1]))
 
     def _is_damaged(self, key: _RegionKey) -> bool:
         return any(number == key[0] and intersects(box, key[1]) for number, box in self._damaged)
@@ -312,11 +316,11 @@ class Reader:
 _RegionKey = tuple[int, Box]  # volume number and region
 
 
-def _open_arrays(spec: VolumeConfig, job: ReaderJob) -> list[tuple[Volume, Upsampling]]:
+def _open_arrays(spec: VolumeConfig, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
     """The volume, and its condition if it has one, with how they lie in the volume."""
     specs = [spec, *([spec.condition] if spec.condition else [])]
     arrays = [open_volume(array, job.store, job.missing_chunk, known=True) for array in specs]
-    return [(array, Upsampling.between(arrays[0], array, "a condition")) for array in arrays]
+    return [(array, align(arrays[0], array, "the condition")) for array in arrays]
 
 
 @dataclass

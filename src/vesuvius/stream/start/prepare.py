@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,13 +20,15 @@ from vesuvius.plan.plan import Plan
 from vesuvius.plan.split import Split, split_volume
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.start_reads import Kind, Wanted
-from vesuvius.volumes.box import Box
-from vesuvius.volumes.coarser import Upsampling
+from vesuvius.volumes.alignment import Alignment, align, log_alignment
+from vesuvius.volumes.box import Box, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.volume import Volume, open_volume
 from vesuvius.volumes.voxels import percentiles
 
 _PATCHES_PER_ESTIMATE = 16
+_PATCHES_OF_LABELS = 4
 _PERCENTILES = (0.5, 99.5)
 _SEED = 0  # not the run's, so that runs with other seeds on the same data see the same model values
 
@@ -62,28 +65,36 @@ class PreparedData:
 
     volumes: tuple[Volume, ...]
     conditions: tuple[Volume, ...]
+    # within, splits: where a volume and its condition and mask exist, and how that is split
+    within: tuple[Box, ...]
     splits: tuple[Split, ...]
     plan: Plan
     job: ReaderJob
 
-    def array(self, kind: Kind, number: int) -> tuple[Volume, Upsampling]:
+    def array(self, kind: Kind, number: int) -> tuple[Volume, Alignment]:
         """The volume of this number, or its condition, and how that lies in the volume."""
         volume = self.volumes[number]
         array = volume if kind == "volume" else self.conditions[number]
-        return array, Upsampling.between(volume, array, "a condition")
+        return array, align(volume, array, "the condition")
 
     def read(self, kind: Kind, number: int, box: Box) -> NDArray[Any]:
         """A `ReadBox` in this process.  Raises as `Volume.read`."""
         return self.array(kind, number)[0].read(box)
 
     def read_patch(self, read: ReadBox, kind: Kind, number: int, box: Box) -> NDArray[Any]:
-        """A box in voxels of the volume of this number, of it or of its condition, upsampled.  Raises as `read`."""
-        upsampling = self.array(kind, number)[1]
-        return upsampling.read(box, lambda inner, _: read(kind, number, inner))
+        """A box of the volume of this number, or its condition as it lies there.
+
+        Raises as `read`, and DataError for labels of no class.
+        """
+        array, alignment = self.array(kind, number)
+        voxels = alignment.read(box, lambda inner, _: read(kind, number, inner))
+        if kind == "condition" and self.job.labels:
+            check_labels(voxels, self.job.labels, array.name, box)
+        return voxels
 
     def wanted(self, kind: Kind, number: int, box: Box) -> Wanted:
         """What `read_patch` reads for a box."""
-        return kind, number, self.array(kind, number)[1].coarse_box(box)
+        return kind, number, self.array(kind, number)[1].array_box(box)
 
     def grey_ranges(
         self, config: DataConfig, read: ReadBox | None = None, expect: Expect = expect_nothing
@@ -95,7 +106,7 @@ class PreparedData:
             expect: told what will be read.
 
         Raises:
-            DataError: a range must be estimated, and all sampled voxels are air or equal.
+            DataError: a range must be estimated, and all sampled voxels are air or equal, or labels are of no class.
         """
 
         def ranges(
@@ -112,10 +123,21 @@ class PreparedData:
             return tuple(found)
 
         conditions = () if config.condition_classes else self.conditions
+        if config.condition_classes:
+            self._look_at_labels(read or self.read, expect)
         return GreyRanges(
             ranges("volume", "data.normalize", config.normalize, self.volumes),
             ranges("condition", "data.condition_normalize", config.condition_normalize, conditions),
         )
+
+    def _look_at_labels(self, read: ReadBox, expect: Expect) -> None:
+        """Read a few patches of labels.  Raises DataError for labels of no class."""
+        for number, labels in enumerate(self.conditions):
+            boxes = [self.plan.uniform_patch(number, draw) for draw in range(_PATCHES_OF_LABELS)]
+            expect(f"reading patches of {labels.name}", [self.wanted("condition", number, box) for box in boxes])
+            for box in boxes:
+                with suppress(UnreadableChunkError):  # the readers will find, report and quarantine it
+                    self.read_patch(read, "condition", number, box)
 
     def describe(self, config: DataConfig, greys: GreyRanges) -> dict[str, Any]:
         """The content of `split.json`."""
@@ -161,11 +183,17 @@ def prepare_data(
         open_volume(spec.condition, config.store, config.missing_chunk) for spec in config.volumes if spec.condition
     )
     dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
-    for volume, condition in zip(volumes, conditions, strict=False):
-        Upsampling.between(volume, condition, "a condition")
+    maps = [foreground(volume, spec, config) for volume, spec in zip(volumes, config.volumes, strict=True)]
+    within = [(found and found.within) or ((0, 0, 0), v.shape_zyx) for v, found in zip(volumes, maps, strict=True)]
+    for number, (volume, condition) in enumerate(zip(volumes, conditions, strict=False)):
+        covered = log_alignment(volume, condition, "the condition").covered
+        within[number] = intersection(within[number], covered)
     assert dtype is not None
     voxel_bytes = sum(np.dtype(name).itemsize for name in (dtype, condition_dtype) if name)
-    splits = tuple(split_volume(v.name, v.shape_zyx, config.patch_size, config.validation) for v in volumes)
+    splits = tuple(
+        split_volume(v.name, v.shape_zyx, config.patch_size, config.validation, box)
+        for v, box in zip(volumes, within, strict=True)
+    )
     planned = [
         plan_volume(
             volume.name,
@@ -176,9 +204,9 @@ def prepare_data(
             spec.weight,
             config,
             voxel_bytes=voxel_bytes,
-            foreground=foreground(volume, spec, config),
+            foreground=found,
         )
-        for spec, volume, split in zip(config.volumes, volumes, splits, strict=True)
+        for spec, volume, split, found in zip(config.volumes, volumes, splits, maps, strict=True)
     ]
     plan = make_plan(seed, config, planned)
     job = ReaderJob(
@@ -186,6 +214,7 @@ def prepare_data(
         volumes=config.volumes,
         dtype=dtype,
         condition_dtype=condition_dtype,
+        labels=config.labels,
         store=config.store,
         missing_chunk=config.missing_chunk,
         max_quarantined=config.max_quarantined,
@@ -194,7 +223,7 @@ def prepare_data(
         rank=rank,
         world=world,
     )
-    return PreparedData(volumes, conditions, splits, plan, job)
+    return PreparedData(volumes, conditions, tuple(within), splits, plan, job)
 
 
 def _common_dtype(what: str, volumes: tuple[Volume, ...]) -> str | None:

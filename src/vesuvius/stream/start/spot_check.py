@@ -18,8 +18,8 @@ from vesuvius.config import ArrayConfig, DataConfig, Triple
 from vesuvius.stream.reading.quarantine import DamagedBox
 from vesuvius.stream.start.prepare import Expect, PreparedData, ReadBox, expect_nothing
 from vesuvius.stream.start.start_reads import Kind
+from vesuvius.volumes.alignment import Alignment
 from vesuvius.volumes.box import intersects
-from vesuvius.volumes.coarser import Upsampling
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.volume import Volume
 
@@ -88,13 +88,13 @@ def spot_check(
     arrays += [("condition", number, spec.condition) for number, spec in enumerate(config.volumes) if spec.condition]
     started = time.monotonic()
     for place, (kind, number, spec) in enumerate(arrays, 1):
-        volume, upsampling = data.array(kind, number)
+        volume, alignment = data.array(kind, number)
         found = SpotCheck(spec, volume.name, math.prod(volume.grid.counts_zyx))
-        chunks = _chunks(data, number, volume, upsampling, most)
+        chunks = _chunks(data, number, volume, alignment, most)
         expect(f"reading chunks of {volume.name}", [(kind, number, volume.grid.box_of(chunk)) for chunk in chunks])
         for chunk in chunks:
             box = volume.grid.box_of(chunk)
-            if any(n == number and intersects(upsampling.fine_box(box), damaged) for n, damaged in quarantined):
+            if any(n == number and intersects(alignment.volume_box(box), damaged) for n, damaged in quarantined):
                 found.quarantined += 1
                 continue
             if any(intersects(box, error.box) for error in found.broken):
@@ -120,15 +120,15 @@ def _read(found: SpotCheck, volume: Volume, chunk: Triple, voxels: NDArray[Any])
     found.absent += 1
 
 
-def _chunks(data: PreparedData, number: int, volume: Volume, upsampling: Upsampling, most: int) -> list[Triple]:
+def _chunks(data: PreparedData, number: int, volume: Volume, alignment: Alignment, most: int) -> list[Triple]:
     """All chunks that training and validation touch, or `most` of them in the order of random patches."""
     split, grid = data.splits[number], volume.grid
     if math.prod(grid.counts_zyx) <= most:
         boxes = (split.train, *((split.validation,) if split.validation else ()))
-        return sorted({chunk for box in boxes for chunk in grid.chunks_of(upsampling.coarse_box(box))})
+        return sorted({chunk for box in boxes for chunk in grid.chunks_of(alignment.array_box(box))})
     drawn: dict[Triple, None] = {}
     for draw in range(4 * most):
-        touched = list(grid.chunks_of(upsampling.coarse_box(data.plan.uniform_patch(number, draw))))
+        touched = list(grid.chunks_of(alignment.array_box(data.plan.uniform_patch(number, draw))))
         drawn.setdefault(touched[np.random.default_rng((_SEED, number, draw)).integers(len(touched))])
         if len(drawn) == most:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +15,8 @@ from vesuvius.diffusion.spectrum import Spectrum
 from vesuvius.stream.start.prepare import GreyRange, GreyRanges, PreparedData
 from vesuvius.stream.start.start_reads import Kind
 from vesuvius.training.checkpoint.files import read_state, write_state
+from vesuvius.volumes.alignment import ONES, ZEROS, Fractions
+from vesuvius.volumes.box import Box, triple
 from vesuvius.volumes.geometry import FloatTriple
 
 
@@ -26,7 +29,10 @@ class TrainedVolume:
     voxel_size_um: FloatTriple | None  # edge lengths (z, y, x), or None where unknown
     # None in checkpoints of versions whose conditions all had the shape of their volume
     shape_zyx: Triple | None = None
-    condition_factors: Triple = (1, 1, 1)  # its voxels per voxel of its condition, along each axis
+    # condition_factors, condition_offsets: how its condition lies in it, as in `Alignment`
+    condition_factors: Fractions = ONES
+    condition_offsets: Fractions = ZEROS
+    within: Box | None = None  # the part that is split, as in `PreparedData`; None = all
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +52,9 @@ class DataFacts:
     def state_dict(self) -> dict[str, Any]:
         """As tensors and plain data."""
         volumes = [
-            vars(volume) | {"dtype": volume.dtype.name, "scalars": row.tolist()}
+            vars(volume)
+            | {"dtype": volume.dtype.name, "scalars": row.tolist()}
+            | {key: tuple(map(str, vars(volume)[key])) for key in ("condition_factors", "condition_offsets")}
             for volume, row in zip(self.volumes, self.scalars, strict=True)
         ]
         greys = {"greys": self.greys.volumes, "condition_greys": self.greys.conditions}
@@ -68,7 +76,9 @@ class DataFacts:
                     np.dtype(volume["dtype"]),
                     volume["voxel_size_um"],
                     volume.get("shape_zyx"),
-                    volume.get("condition_factors", (1, 1, 1)),
+                    triple(map(Fraction, volume.get("condition_factors", (1, 1, 1)))),
+                    triple(map(Fraction, volume.get("condition_offsets", (0, 0, 0)))),
+                    volume.get("within"),
                 )
                 for volume in volumes
             ),
@@ -81,9 +91,10 @@ class DataFacts:
 def trained_volumes(data: PreparedData) -> tuple[TrainedVolume, ...]:
     """The volumes of prepared data."""
     kind: Kind = "condition" if data.conditions else "volume"
+    lies = [data.array(kind, number)[1] for number in range(len(data.volumes))]
     return tuple(
-        TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, data.array(kind, number)[1].factors)
-        for number, v in enumerate(data.volumes)
+        TrainedVolume(v.name, v.dtype, v.voxel_size_um, v.shape_zyx, found.factors, found.offsets, within)
+        for v, found, within in zip(data.volumes, lies, data.within, strict=True)
     )
 
 

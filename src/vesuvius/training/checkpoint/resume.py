@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from vesuvius.config.describe import flatten
 from vesuvius.config.load import parse_stored
 from vesuvius.errors import ConfigError
 from vesuvius.plan.plan import differences
+from vesuvius.runlog.units import format_sizes
 from vesuvius.stream.start.prepare import PreparedData
-from vesuvius.training.checkpoint.data_facts import DataFacts
+from vesuvius.training.checkpoint.data_facts import DataFacts, TrainedVolume, trained_volumes
 from vesuvius.training.checkpoint.format import (
     STATE,
     load_checkpoint,
@@ -134,6 +136,9 @@ def read_resume_point(path: Path, config: Config, data: PreparedData, allow_drif
         refused.append(f"dtype of the volumes: was {', '.join(dtypes[0])}, is {', '.join(dtypes[1])}")
     if state["condition_dtype"] != data.job.condition_dtype:
         refused.append(f"dtype of the conditions: was {state['condition_dtype']}, is {data.job.condition_dtype}")
+    lie = [_places(volumes) for volumes in (DataFacts.from_state(state).volumes, trained_volumes(data))]
+    if lie[0] != lie[1]:
+        refused.append(f"place of the conditions in their volumes (factors, offsets): was {lie[0]}, is {lie[1]}")
     if state["plan_hash"] != data.plan.hash:
         refused = _plan_changes(state["plan"], data.plan.describe()) + refused
     if refused and not allow_drift:
@@ -229,6 +234,11 @@ def restore(found: ResumePoint, step: TrainStep, device: torch.device, threads: 
         progress.best = None
     state.clear()  # gigabytes that would stay in memory for the whole session
     return progress
+
+
+def _places(volumes: Sequence[TrainedVolume]) -> str:
+    """How the conditions lie in their volumes."""
+    return "; ".join(f"{format_sizes(v.condition_factors)} at {format_sizes(v.condition_offsets)}" for v in volumes)
 
 
 def _without_paths(tree: Any) -> Any:

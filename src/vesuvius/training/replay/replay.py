@@ -159,7 +159,7 @@ def _replay(stored: NonFiniteStep, config: Config, device: torch.device) -> Repl
     step.set_weights(stored.weights)
     if step.amp == stored.amp == "fp16":
         step.scaler.load_state_dict(step.scaler.state_dict() | {"scale": stored.scale})
-    conditioner = Conditioner(config.data.condition_classes, facts.greys.conditions, facts.scalars, device)
+    conditioner = Conditioner(config.data.labels, facts.greys.conditions, facts.scalars, device)
     scales = grey_scales(facts.greys.volumes)
     watch = _Watch()
     with watch.watching(network):

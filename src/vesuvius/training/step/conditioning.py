@@ -23,7 +23,7 @@ class Conditioner:
     """Makes the `Condition` of a batch.
 
     Args:
-        classes: the condition holds labels 0 ... classes - 1; None: grey values.
+        labels: the stored label of each class; None: conditions are grey values.
         greys: grey range of each volume's condition; empty with labels, and without conditions.
         scalars: float32 [volumes, n] from `volume_scalars`.
         device: where the model is.
@@ -31,12 +31,12 @@ class Conditioner:
 
     def __init__(
         self,
-        classes: int | None,
+        labels: Sequence[int] | None,
         greys: Sequence[GreyRange],
         scalars: NDArray[np.float32],
         device: torch.device,
     ) -> None:
-        self._classes = classes
+        self._labels = labels
         self._scales = grey_scales(greys)
         self._scalars = scalars
         self._device = device
@@ -50,11 +50,10 @@ class Conditioner:
 
     def _channels(self, raw: Tensor, volumes: Sequence[int]) -> Tensor:
         raw = raw.to(self._device)
-        if self._classes:
-            # A label beyond the classes, such as 255 or -1 for "ignore", leaves all channels 0.  So do labels that
-            # become negative here, or are rounded: they are larger.
-            values = signed_view(raw).float()
-            channels = [(values == label).float() for label in range(self._classes)]
+        if self._labels:
+            values = signed_view(raw)  # unsigned labels of its upper half are negative there
+            bits = 8 * raw.element_size() if values.dtype != raw.dtype else 64
+            channels = [(values == (v - 2**bits if v >= 2 ** (bits - 1) else v)).float() for v in self._labels]
         else:
             channels = [normalised(raw, self._scales[list(volumes)])]
         return torch.cat([*channels, torch.ones_like(channels[0])], dim=1)

@@ -1,0 +1,328 @@
+"""How an array (a condition, labels, a mask, a coarser level) lies in a volume: the one place where two grids meet.
+
+Where both have an OME scale, scale and translation decide; else the shapes do, which say less, and `caveat` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vesuvius.config import Triple
+from vesuvius.errors import DataError
+from vesuvius.volumes.box import Box, box_along, format_box, intersects, shape_of, triple
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.geometry import MICROMETERS, Geometry
+from vesuvius.volumes.volume import Volume
+
+log = logging.getLogger(__name__)
+
+Fractions = tuple[Fraction, Fraction, Fraction]
+ONES: Fractions = (Fraction(1), Fraction(1), Fraction(1))
+ZEROS: Fractions = (Fraction(0), Fraction(0), Fraction(0))
+
+_POWERS = {2**n for n in range(16)}
+_VOXELS = Geometry((1.0, 1.0, 1.0), (0.0, 0.0, 0.0), (None, None, None))
+_EQUAL = 1e-3  # voxels: rests of two readings of a translation that differ by less are the same
+# Scales are rounded by whoever writes them: a factor is the first ratio of whole numbers with a denominator of at most
+# this that moves no voxel by more than half of one.
+_DENOMINATORS = range(1, 9)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """An array in the voxels of a volume.  Pure.
+
+    Along each axis voxel j of the array covers offset + factor * j to offset + factor * (j + 1).  A voxel of the volume
+    is shown the one that holds its centre; of two that meet there the lower one.
+    """
+
+    volume_zyx: Triple
+    array_zyx: Triple
+    factors: Fractions = ONES  # voxels of the volume per voxel of the array; below 1 where the array is finer
+    offsets: Fractions = ZEROS  # where the array begins, in voxels of the volume
+    caveat: str | None = field(default=None, compare=False)  # why the metadata alone do not say so
+
+    @property
+    def covered(self) -> Box:
+        """The part of the volume where both exist; its stop is not above its start where that is nowhere.
+
+        A rest that is shorter than a voxel of the array, as pyramids that round down leave it, belongs to the last one.
+        """
+        ends = []
+        for axis, (size, count) in enumerate(zip(self.volume_zyx, self.array_zyx, strict=True)):
+            start, stop = max(self._first(axis, 0), 0), min(self._first(axis, count), size)
+            ends.append((start, size if start < stop and size - stop < self.factors[axis] else stop))
+        return box_along(ends)
+
+    def array_box(self, box: Box) -> Box:
+        """The array's voxels that a covered box of the volume is shown."""
+        ends = zip(*box, self.array_zyx, strict=True)
+        return box_along(
+            (self._clipped(axis, lo, n), self._clipped(axis, hi - 1, n) + 1) for axis, (lo, hi, n) in enumerate(ends)
+        )
+
+    def volume_box(self, box: Box) -> Box:
+        """All voxels of the volume that a box of the array is shown in; at least one."""
+        ends = []
+        for axis, (lo, hi) in enumerate(zip(*box, strict=True)):
+            first, last = (covered[axis] for covered in self.covered)
+            start = min(max(self._first(axis, lo), first), last - 1)
+            stop = last if hi == self.array_zyx[axis] else min(self._first(axis, hi), last)
+            ends.append((start, max(stop, start + 1)))
+        return box_along(ends)
+
+    def read(
+        self, box: Box, read: Callable[[Box, NDArray[Any] | None], NDArray[Any]], out: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
+        """A box of the volume as the array shows it: the array's dtype, the shape of the box.
+
+        Args:
+            read: reads voxels of the array, e.g. `Volume.read`.
+            out: as in `Volume.read`.
+
+        Raises:
+            UnreadableChunkError: with boxes in voxels of the volume.
+        """
+        inner, plain = self.array_box(box), self.factors == ONES
+        try:
+            voxels = read(inner, out if plain else None)
+        except UnreadableChunkError as error:
+            damaged = self.volume_box(error.box)
+            raise UnreadableChunkError(error.volume, box, error.chunk, damaged, error.cause) from error
+        if plain:
+            return voxels
+        out = np.empty(shape_of(box), voxels.dtype) if out is None else out
+        z, y, x = (self.indices(axis, lo, hi) - inner[0][axis] for axis, (lo, hi) in enumerate(zip(*box, strict=True)))
+        for number, plane in enumerate(voxels):  # plane by plane, so that what is repeated stays in the cache
+            lo, hi = np.searchsorted(z, (number, number + 1))
+            if lo < hi:
+                out[lo:hi] = plane.take(x, axis=1).take(y, axis=0)
+        return out
+
+    def indices(self, axis: int, lo: int, hi: int) -> NDArray[np.int64]:
+        """The array's voxel that each of lo ... hi - 1 is shown."""
+        found: NDArray[np.int64] = self._index(axis, np.arange(lo, hi)).clip(0, self.array_zyx[axis] - 1)
+        return found
+
+    def shown(self, axis: int) -> tuple[int, int]:
+        """First and stop of the places that the array's voxels are shown at, the last one as a whole: it may stick out
+        of the volume."""
+        last = min(int(self._index(axis, self.volume_zyx[axis] - 1)) + 1, self.array_zyx[axis])
+        return max(self._first(axis, 0), 0), self._first(axis, last)
+
+    def words(self) -> str:
+        """'each voxel on 2 x 2 x 2, the first at z 10, y 0, x 0; both exist in z 10:30, y 0:40, x 0:40'."""
+        factors, corner = " x ".join(map(str, self.factors)), _zyx(self.offsets)
+        return f"each voxel on {factors}, the first at {corner}; both exist in {format_box(self.covered)}"
+
+    def _clipped(self, axis: int, place: int, count: int) -> int:
+        return min(max(int(self._index(axis, place)), 0), count - 1)
+
+    def _index(self, axis: int, place: Any) -> Any:
+        """The array's voxel that holds the centre of a voxel of the volume."""
+        (p, q), (a, b) = self.factors[axis].as_integer_ratio(), self.offsets[axis].as_integer_ratio()
+        return (((2 * place + 1) * b - 2 * a) * q - 1) // (2 * b * p)
+
+    def _first(self, axis: int, index: int) -> int:
+        """The first voxel of the volume that is shown this voxel of the array, or a later one."""
+        (p, q), (a, b) = self.factors[axis].as_integer_ratio(), self.offsets[axis].as_integer_ratio()
+        return -(-(2 * b * p * index + 2 * a * q + 1) // (b * q)) // 2
+
+
+def align(volume: Volume, array: Volume, what: str) -> Alignment:
+    """How an array lies in a volume, by their metadata or else their shapes.
+
+    Args:
+        what: the array's part in the message: "the condition".
+
+    Raises:
+        DataError: neither says it, they contradict each other, or the two share no voxel.
+    """
+    if array is volume:
+        return Alignment(volume.shape_zyx, array.shape_zyx)
+    try:
+        found = _aligned(volume, array)
+        if not intersects(found.covered, ((0, 0, 0), volume.shape_zyx)):
+            raise _MisfitError("they share no voxel")
+        if shape_of(found.array_box(found.covered)) == (1, 1, 1) != array.shape_zyx:
+            raise _MisfitError("all of the volume would lie in one voxel of it")
+    except _MisfitError as error:
+        raise DataError(
+            f"{what} {array.name} does not lie in the volume {volume.name}: {error}; it has {geometry_words(array)}, "
+            f"the volume {geometry_words(volume)}; correct scale, unit and translation in the OME metadata (the path "
+            "of a level's array itself is read without them, and placed by its shape), or name another level"
+        ) from error
+    return found
+
+
+def fits(size: int, count: int, factor: Fraction) -> bool:
+    """Whether so many voxels of an array are what a pyramid makes of so many of a volume, rounded down or up."""
+    return bool(abs(count * factor - size) < max(factor, Fraction(1)))
+
+
+def shape_on(array_zyx: Triple, factors: Fractions) -> Triple:
+    """Voxels of a volume that begins with an array and ends with it."""
+    return triple(max(math.floor(count * factor), 1) for count, factor in zip(array_zyx, factors, strict=True))
+
+
+def geometry_words(volume: Volume) -> str:
+    """'(40, 72, 88) voxels of 4 x 4 x 4 nanometer from 0, 0, 0'."""
+    if (geometry := volume.geometry) is None:
+        return f"{volume.shape_zyx} voxels and no OME scale"
+    units = set(geometry.units_zyx)
+    unit = str(geometry.units_zyx) if len(units) > 1 else units.pop() or "of no unit"
+    scale, corner = (" x ".join(f"{v:.6g}" for v in geometry.scale_zyx), geometry.translation_zyx)
+    begins = f"from {', '.join(f'{v:.6g}' for v in corner)}" if geometry.translated else "without a translation"
+    return f"{volume.shape_zyx} voxels of {scale} {unit} {begins}"
+
+
+def log_alignment(volume: Volume, array: Volume, what: str) -> Alignment:
+    """As `align`; logs what the metadata do not say, and where only a part of the volume is covered."""
+    found = align(volume, array, what)
+    partial = found.covered != ((0, 0, 0), volume.shape_zyx)
+    if found.caveat or partial:
+        doubtful = found.caveat and (partial or found.factors != ONES)
+        how = f"{found.caveat}: " if found.caveat else ""
+        drawn = "; patches are drawn from there" if partial else ""
+        level = logging.WARNING if doubtful else logging.INFO
+        log.log(level, "%s %s lies in %s %s%s%s", what, array.name, volume.name, how, found.words(), drawn)
+    return found
+
+
+class _MisfitError(Exception):
+    """Why two grids do not go together."""
+
+
+def _aligned(volume: Volume, array: Volume) -> Alignment:
+    """Decides whether metadata or shapes are believed.  Raises _MisfitError.
+
+    Writers that know no scale say 1 without a unit.  Next to another such volume, or to one without metadata, that
+    places a box whose translation is given; it does not tell a crop from a coarser level.
+    """
+    shapes = volume.shape_zyx, array.shape_zyx
+    same, geometries = shapes[0] == shapes[1], (volume.geometry or _VOXELS, array.geometry or _VOXELS)
+    kinds = {_kind(volume): volume.name, _kind(array): array.name}
+    if kinds.keys() <= {"none", "default"}:
+        if not same and any(geometry.translated for geometry in geometries):
+            raise _MisfitError("both have voxels of size 1 without a unit and begin at 0, but not one shape")
+        return _by_shape(*shapes, kinds.values())
+    if kinds.keys() == {"none", "scale"} or (same and kinds.keys() == {"default", "scale"}):
+        return _by_shape(*shapes, [name for kind, name in kinds.items() if kind != "scale"])
+    found = _measured(*geometries, shapes)
+    whole = all(map(fits, *shapes, found.factors))
+    if "scale" in kinds and len(kinds) == 2 and not (whole and found.offsets == ZEROS):
+        raise _MisfitError("one has voxels of size 1 without a unit")
+    if not whole and volume.level_paths and volume.source.address == array.source.address:
+        raise _MisfitError("levels of one pyramid cover the same, and by their scales and shapes these do not")
+    if whole and found.offsets != ZEROS and geometries[0].translated != geometries[1].translated:
+        raise _MisfitError("their shapes cover each other, and only one has a translation")
+    if not whole and not geometries[1].translated:
+        return replace(found, caveat="from its first voxel on, as it has no translation")
+    return found
+
+
+def _kind(volume: Volume) -> Literal["none", "default", "voxels", "scale"]:
+    """What is known of a volume's place: nothing, a writer's default, a place in voxels, or a scale."""
+    if (geometry := volume.geometry) is None:
+        return "none"
+    if set(geometry.scale_zyx) != {1.0} or any(unit in MICROMETERS for unit in geometry.units_zyx):
+        return "scale"
+    return "voxels" if any(geometry.translation_zyx) else "default"
+
+
+def _measured(there: Geometry, here: Geometry, shapes: tuple[Triple, Triple]) -> Alignment:
+    """By scale and translation.  Raises _MisfitError."""
+    factors, offsets = [], []
+    for axis, units in enumerate(zip(there.units_zyx, here.units_zyx, strict=True)):
+        first, second = (MICROMETERS.get(unit or "") for unit in units)
+        one, two = (1.0, 1.0) if first is None or second is None else (first, second)
+        size, count, voxel = shapes[0][axis], shapes[1][axis], there.scale_zyx[axis] * one
+        ratio = here.scale_zyx[axis] * two / voxel
+        factor = _factor(ratio, size, count)
+        if factor is None:
+            raise _MisfitError(f"a factor of {ratio:.6g} along {'zyx'[axis]} is no ratio of small whole numbers")
+        offset = _offset(factor, (here.translation_zyx[axis] * two - there.translation_zyx[axis] * one) / voxel)
+        if (first is None) != (second is None) and not -factor <= offset <= size - factor * (count - 1):
+            raise _MisfitError(f"only one has a unit, {units[0] or units[1]}; in the same one they do not fit")
+        factors.append(factor)
+        offsets.append(offset)
+    return Alignment(*shapes, triple(factors), triple(offsets))
+
+
+def _factor(ratio: float, size: int, count: int) -> Fraction | None:
+    """The ratio of two scales as a fraction; None where it is no simple one."""
+    if ratio < 1:
+        inverse = _factor(1 / ratio, count, size)
+        return inverse and 1 / inverse
+    shared = min(count, size / ratio)
+    for denominator in _DENOMINATORS:
+        simple = Fraction(round(ratio * denominator), denominator)
+        if abs(ratio - simple) * shared <= 0.5:
+            return simple
+    # Some writers divide the shapes of two levels.
+    return Fraction(size, count) if abs(ratio * count - size) <= 0.5 else None
+
+
+def _offset(factor: Fraction, shift: float) -> Fraction:
+    """Where an array begins, in voxels of the volume, as a whole number of voxels of the finer of the two.
+
+    A translation is that of corners or, by other writers, of the centres of first voxels: these differ by half the
+    difference of the voxels.  The reading that leaves the smaller rest is taken; if both leave the same, that of
+    corners, unless by centres both begin at one place.
+
+    Args:
+        shift: the difference of the translations, in voxels of the volume.
+    """
+    if factor < 1:
+        return -_offset(1 / factor, -shift / float(factor)) * factor
+    centred = shift - (float(factor) - 1) / 2
+    corner, centre = _nearest(shift), _nearest(centred)
+    gain = abs(shift - corner) - abs(centred - centre)
+    return Fraction(centre if gain > _EQUAL or (gain > -_EQUAL and centre == 0) else corner)
+
+
+def _nearest(value: float) -> int:
+    """The nearest whole number; of two the one nearer to 0."""
+    return math.ceil(value - 0.5) if value > 0 else math.floor(value + 0.5)
+
+
+def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: Iterable[str]) -> Alignment:
+    """Both begin and end together, by a whole factor per axis.  Raises _MisfitError.
+
+    Sizes are ambiguous: 100 voxels become 4 by any factor from 21 to 33.  One factor for all axes is preferred, a power
+    of two if possible, as pyramids halve; then factors that divide.
+
+    Args:
+        lacking: names of the volumes that give no scale.
+    """
+    fitting = [_whole_factors(size, count) for size, count in zip(volume_zyx, array_zyx, strict=True)]
+    if not all(fitting):
+        raise _MisfitError("its shape is not that of the volume divided by whole factors")
+    common = set.intersection(*([factors for factors in fitting if factors != {1}] or [{1}]))
+    shared = {min(common & _POWERS)} if common & _POWERS else common if len(common) == 1 else set()
+    factors = []
+    for size, count, allowed in zip(volume_zyx, array_zyx, fitting, strict=True):
+        exact = {size // count} if size % count == 0 else set()
+        left = allowed & shared or allowed & _POWERS or exact or allowed
+        if len(left) > 1 and not left & _POWERS:
+            raise _MisfitError(f"{size} voxels become {count} by every factor from {min(left)} to {max(left)}")
+        factors.append(Fraction(min(left)))
+    caveat = f"by shape alone, as {' and '.join(sorted(set(lacking)))} gives no scale"
+    return Alignment(volume_zyx, array_zyx, triple(factors), caveat=caveat)
+
+
+def _whole_factors(size: int, count: int) -> set[int]:
+    near = range(max(size // (count + 1), 1), size // max(count - 1, 1) + 2)
+    return {1} if size == count else {factor for factor in near if fits(size, count, Fraction(factor))}
+
+
+def _zyx(values: Fractions) -> str:
+    return ", ".join(f"{axis} {value}" for axis, value in zip("zyx", values, strict=True))
