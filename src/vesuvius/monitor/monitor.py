@@ -23,6 +23,7 @@ from vesuvius.monitor.memory.guard import Guard, Order
 from vesuvius.monitor.memory.limits import Limits, limit_of, run_bytes
 from vesuvius.monitor.memory.risk import Level, Risk, RiskWatch
 from vesuvius.monitor.probes.bounded import BoundedCall
+from vesuvius.monitor.probes.cgroup import is_in_cgroup
 from vesuvius.monitor.probes.system_sample import Rates, SystemSample, Watcher, rates_between
 from vesuvius.monitor.probes.vram import Vram, VramUse
 from vesuvius.monitor.recent import MemorySample, RecentFile
@@ -40,7 +41,7 @@ _RATES_OVER_S = 10.0
 _MOMENTS = 120
 _BLIND_EVERY_S = 600.0
 _JOIN_S = 2.0
-_OTHERS = 50  # of the processes beside the run, among which the one that grows is looked for
+_OTHERS = 1000  # of the processes beside the run, among which the one that grows is looked for
 _GROWTH_OVER_S = 2.0
 _VRAM_S = 0.5  # takes microseconds; of a GPU that has failed the driver may never answer
 
@@ -257,13 +258,13 @@ class Monitor:
                 lambda: log.warning("risk of an out of memory kill %s: %s", risk.level.name, risk.reason)
             )
             if risk.is_of_others(self._limits):
-                self._name_others(sample)
+                self._name_others(sample, risk.killers[0].cgroup)
         elif self._mode != "off" and risk.level < before:
             self._writer.later(lambda: log.info("memory risk is %s again", risk.level.name))
         if order is not None and order.rung == "exit" and (ordered is None or ordered.rung != "exit"):
             self._on_exit(order)
 
-    def _name_others(self, sample: SystemSample) -> None:
+    def _name_others(self, sample: SystemSample, cgroup: str | None) -> None:
         """On a thread that nothing waits for: to read of other people's processes may take long, or hang."""
 
         def name() -> None:
@@ -272,6 +273,7 @@ class Monitor:
             others = [
                 (use, (use.anon_bytes - before.get((use.pid, use.started_s), use.anon_bytes)) / _GROWTH_OVER_S)
                 for use in self._watcher.largest_others(sample, _OTHERS)
+                if cgroup is None or is_in_cgroup(use.pid, cgroup)
             ]
             text = others_text(run_bytes(sample, self._limits), self._limits.ranks_here, others)
             self._writer.later(lambda: log.warning("%s", text))

@@ -92,7 +92,9 @@ def test_errors_of_another_gpu_of_the_machine_do_not_ask_to_stop_this_run() -> N
 
 
 def _beside(pid: int, gib: float, rate: float) -> tuple[ProcessUse, float]:
-    return ProcessUse(pid, 1, f"program{pid} --flag", 0.0, "running", int(gib * GIB), 0, 0, 0, 0.0), rate
+    return ProcessUse(
+        pid, 1, f"/opt/bin/program{pid} jobs/fill.py --fast", 0.0, "running", int(gib * GIB), 0, 0, 0, 0.0
+    ), rate
 
 
 def test_the_process_that_grows_is_named_first_with_its_size_and_rate() -> None:
@@ -100,8 +102,8 @@ def test_the_process_that_grows_is_named_first_with_its_size_and_rate() -> None:
     text = others_text(GIB, 1, others)
     assert "this run holds 1.00 GiB of the memory in use" in text
     first, second, third = text.partition("beside it: ")[2].split(", program")
-    assert first == "program4 (pid 4) 0.50 GiB, which grows 496 MB/s"
-    assert (second, third) == ("1 (pid 1) 8.00 GiB", "2 (pid 2) 7.00 GiB")
+    assert first == "program4 fill.py (pid 4) 0.50 GiB, which grows 496 MB/s"
+    assert (second, third) == ("1 fill.py (pid 1) 8.00 GiB", "2 fill.py (pid 2) 7.00 GiB")
     quiet = others_text(GIB, 2, others[:3])
     assert "grows" not in quiet
     assert "about 1.00 GiB in 2 ranks" in quiet

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.support.system_trees import (
     write_v1,
     write_v2,
 )
-from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse, Pressure, parse_pressure, read_cgroup
+from vesuvius.monitor.probes.cgroup import CgroupLevel, CgroupUse, Pressure, is_in_cgroup, parse_pressure, read_cgroup
 from vesuvius.runlog.units import GIB
 
 MIB = 2**20
@@ -225,6 +226,14 @@ def test_nothing_to_read_is_no_cgroup(tmp_path: Path) -> None:
     (roots.proc / "10" / "cgroup").write_text("0::/\n")
     (roots.sys / "fs/cgroup/memory.stat").write_text("anon\nshmem x\n")
     assert read_cgroup(10) is None, "no figures"
+
+
+@pytest.mark.parametrize("write", [write_v1, write_v2])
+def test_a_process_is_in_its_cgroup_and_all_above_it(tmp_path: Path, write: Callable[..., Roots]) -> None:
+    write_process(write(tmp_path, path="/pods/ours"), pid=10)
+    assert [is_in_cgroup(10, path) for path in ("/", "/pods", "/pods/ours")] == [True] * 3
+    assert [is_in_cgroup(10, path) for path in ("/pods/other", "/pods/our", "/pods/ours/below")] == [False] * 3
+    assert is_in_cgroup(10, "an ancestor of /pods/ours"), "not known"
 
 
 def test_pressure_is_read_as_shares() -> None:

@@ -173,7 +173,7 @@ def others_text(run_bytes: int, ranks_here: int, others: Sequence[tuple[ProcessU
     if fastest is not None and fastest[1] >= _GROWS_BYTES_S:
         largest = [fastest, *(each for each in largest if each[0] is not fastest[0])][:_OTHERS_NAMED]
     named = ", ".join(
-        f"{use.name.split(' ')[0]} (pid {use.pid}) {size_text(use.anon_bytes)}"
+        f"{_short(use.name)} (pid {use.pid}) {size_text(use.anon_bytes)}"
         + (f", which grows {rate / 1e6:.0f} MB/s" if rate >= _GROWS_BYTES_S else "")
         for use, rate in largest
     )
@@ -183,3 +183,8 @@ def others_text(run_bytes: int, ranks_here: int, others: Sequence[tuple[ProcessU
         f"smaller, but saves a checkpoint before a kill; beside {'it' if ranks_here == 1 else 'this rank'}: "
         f"{named or 'no process that can be seen from here'}"
     )
+
+
+def _short(title: str) -> str:
+    """The program and its first argument, without their directories."""
+    return " ".join(word.rpartition("/")[2] for word in title.split()[:2])

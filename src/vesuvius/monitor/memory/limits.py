@@ -42,6 +42,7 @@ class MemoryLimit:
     limit_bytes: int  # what the shares of `Limits` are of
     kills_at_bytes: int  # where it kills; below the limit for Ray's monitor
     own_bytes: int | None = None  # what the run, with its other ranks here, holds of it; None = all of it
+    cgroup: str | None = None  # whose limit it is, by its path; None = the machine's or the run's own
     least_others_bytes: int | None = None  # the least that was seen of the rest; None = not watched
 
     @property
@@ -176,6 +177,7 @@ def _cgroups(sample: SystemSample) -> list[MemoryLimit]:
             level.used_bytes,
             level.limit_bytes,
             level.limit_bytes + (free if level.swap_left_bytes is None else min(free, level.swap_left_bytes)),
+            cgroup=level.path,
         )
         for level in levels
         if 0 < level.limit_bytes < sample.machine.total_bytes

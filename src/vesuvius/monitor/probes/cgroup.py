@@ -86,6 +86,12 @@ def cgroup_chain(pid: int, controller: str) -> tuple[Literal[1, 2] | None, list[
     return version, _chain(path, _mounts(mountinfo, version, controller))
 
 
+def is_in_cgroup(pid: int, path: str) -> bool:
+    """Whether a process is in a memory cgroup or below it; also where `path` is no cgroup's that can be seen."""
+    own = _place(read_text(f"{psutil.PROCFS_PATH}/{pid}/cgroup") or "", "memory")[1]
+    return not path.startswith("/") or Path(own).is_relative_to(path)
+
+
 def parse_pressure(text: str | None) -> Pressure | None:
     """The text of `memory.pressure` or /proc/pressure/memory; None where it is none.  Pure."""
     figures: dict[str, dict[str, float]] = {}
