@@ -31,6 +31,8 @@ WITH_SECRET = [
     f"AWS_SECRET_ACCESS_KEY='{SECRET} {SECRET}'",
     f'--token="{SECRET}"',
     f"http.api-key={SECRET}",
+    f"c.yaml:4: data.store.aws_secret_access_key: unknown key; got '{SECRET}'; did you mean requests?",
+    f"override data.store.token={SECRET}",
 ]
 HARMLESS = [
     "s3://bucket/scan?v=2",  # of S3 keys every character is meant literally

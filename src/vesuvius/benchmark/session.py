@@ -28,6 +28,7 @@ from vesuvius.report.files import made_by, new_folder, write_pages
 from vesuvius.report.model import commit_text
 from vesuvius.report.records import figure, read_run
 from vesuvius.runlog.files.whole_file import write_whole
+from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import BENCHES, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration, number
 from vesuvius.training.step.step import choose_device
@@ -174,7 +175,7 @@ def _write(request: BenchRequest, config: Config, folder: Path, ledger: BenchLed
         "measurements": [asdict(each) for each in ledger.measurements],
         "config": config.model_dump(mode="json"),
     }
-    write_whole(folder / "benchmark_results.json", (json.dumps(figures, indent=1) + "\n").encode())
+    write_whole(folder / "benchmark_results.json", (json.dumps(redacted(figures), indent=1) + "\n").encode())
     write_whole(folder / "gpu_benchmark_comparison.png", draw_comparison(title, results, memory))
     write_whole(folder / "performance_summary_table.png", draw_table(title, results))
     write_pages(folder, PAGE, [build_page(title, str(folder), facts, results, memory, dump_config(config))], made)

@@ -20,6 +20,7 @@ _SECRET = (
 )
 _SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
 _ASSIGNED = re.compile(rf"(\b[\w.-]*{_SECRET}=)(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)", re.IGNORECASE)
+_REFUSED = re.compile(rf"(\b[\w.-]*{_SECRET}: [^;\n]*; got )[^;\n]+", re.IGNORECASE)  # an unknown key of a config
 _LEAST_LENGTH = 8  # characters of a variable's value that is looked for: shorter ones are parts of words
 
 
@@ -30,6 +31,8 @@ def redact(text: str, environment: Mapping[str, str] = os.environ) -> str:
         text = _QUERY.sub(rf"\1?{HIDDEN}", _USER.sub(f"{HIDDEN}@", text))
     if "=" in text:
         text = _ASSIGNED.sub(rf"\1{HIDDEN}", text)
+    if "; got " in text:
+        text = _REFUSED.sub(rf"\1{HIDDEN}", text)
     for name in environment:
         value = environment.get(name, "")
         if len(value) >= _LEAST_LENGTH and value in text and _SECRET_NAME.search(name) and value[0] not in "/~":

@@ -19,6 +19,7 @@ from vesuvius.report.files import made_by, write_pages
 from vesuvius.report.model import commit_text
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.logfile import open_log
+from vesuvius.runlog.redact import redacted
 from vesuvius.runlog.run_dir import TUNE, describe_environment, run_dir
 from vesuvius.runlog.units import format_duration
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
@@ -188,7 +189,7 @@ def _finish(request: TuneRequest, ledger: TuneLedger, search: Search, found: Rec
         "options": [asdict(option) for option in options],
         "blocks": [asdict(entry) for entry in search.entries],
     }
-    write_whole(directory / "report.json", (json.dumps(figures, indent=1, allow_nan=False) + "\n").encode())
+    write_whole(directory / "report.json", (json.dumps(redacted(figures), indent=1, allow_nan=False) + "\n").encode())
     header = [f"{made[5:]}.", f"{headline(found, space)}.  {spent}.", f"Measured on: {ledger.machine.words()}"]
     _write_tuned(request, found, tuned, header)
     first, *others = closing_lines(found, search, options)

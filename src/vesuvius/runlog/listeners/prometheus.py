@@ -80,7 +80,7 @@ METRICS: dict[str, _Metric] = {
     "vesuvius_reader_deaths_total": _Metric("readers that died and were replaced", "event.reader_died", counts=_ONCE),
     "vesuvius_hangs_total": _Metric("times the watchdog reported the run as hung", "event.hung", counts=_ONCE),
     "vesuvius_guard_actions_total": _Metric(
-        "actions of the memory guard", "event", "action", ("prefetch", "worker", "exit")
+        "actions of the memory guard", "event", "action", ("save", "restart", "prefetch", "worker", "exit")
     ),
     "vesuvius_verdicts_total": _Metric(
         "verdicts by what limits the run",

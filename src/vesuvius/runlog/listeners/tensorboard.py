@@ -29,6 +29,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from vesuvius.runlog.files.delayed import DelayedWrites
 from vesuvius.runlog.listeners.scalars import SystemPace, scalars_of
 from vesuvius.runlog.records import Record
+from vesuvius.runlog.redact import redacted
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ def _text(tag: str, record: Record) -> Summary.Value:
         tensor=TensorProto(
             dtype=DT_STRING,
             tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
-            string_val=[f"    {json.dumps(fields)}".encode()],
+            string_val=[f"    {json.dumps(redacted(fields))}".encode()],
         ),
     )
 
