@@ -74,6 +74,12 @@ class ChunkServer:
         counts = self.stats()["paths"].items()
         return Counter({key.removeprefix(folder): count for key, count in counts if key.startswith(folder)})
 
+    def reads_of(self, path: Path) -> Counter[str]:
+        """As `asked_for`, without the requests for the first byte alone, which ask whether an object is there."""
+        folder = f"/{path.relative_to(self.root)}/"
+        looks = self.stats()["looks"].items()
+        return self.asked_for(path) - Counter({key.removeprefix(folder): count for key, count in looks})
+
     def reset(self) -> None:
         """Clears all counters, those of the rules too; the rules stay."""
         self._call("POST", "/__reset")

@@ -85,6 +85,7 @@ class Stats:
     bytes_sent: int = 0
     max_in_flight: int = 0
     paths: Counter[str] = field(default_factory=Counter)
+    looks: Counter[str] = field(default_factory=Counter)  # those for the first byte alone: is it there?
     faults: Counter[str] = field(default_factory=Counter)
 
 
@@ -251,6 +252,7 @@ class ChunkServer:
         """Count, wait, and answer through the fault that hits, if any; tells whether the connection stays open."""
         self.stats.requests += 1
         self.stats.paths[request.path] += 1
+        self.stats.looks[request.path] += request.headers.get("range") == "bytes=0-0"
         with self._in_flight():
             await asyncio.sleep(self.latency_s)
         answer = file_answer(self.root, request)

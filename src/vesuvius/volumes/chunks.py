@@ -104,7 +104,11 @@ class ChunkGrid:
 
     def key_of(self, chunk: Triple) -> str:
         """The key of the object that holds a chunk."""
-        return self._folder + self._name(self.object_index(chunk))
+        return self.object_key(self.object_index(chunk))
+
+    def object_key(self, index_zyx: Triple) -> str:
+        """The key of the chunk, or shard, with an index."""
+        return self._folder + self._name(index_zyx)
 
     def place_of(self, key: str) -> Triple | None:
         """Where the object with this key stands among the chunks, or shards; None where it is none of them."""
@@ -178,9 +182,9 @@ class ChunkGrid:
     def forget(self, box: Box) -> None:
         """Have the chunks of a box, and the indices that lead to them, fetched again next time: some are damaged."""
         for key, chunks in self._by_shard(box).items():
-            self.source.forget(key)
             with self._lock:
                 found = self._indices.pop(key, None)
+            self.source.forget(key)
             if found is not None:
                 for chunk in chunks:
                     self.source.forget(key, self._range_in(found[1], chunk))
@@ -256,7 +260,10 @@ class ChunkGrid:
     def _name(self, place: Sequence[Any]) -> str:
         outer = self.array.shards or self.array.chunks
         others = [i // o for i, o in zip(self.axes.select, self.axes.others_of(outer), strict=True)]
-        name: str = self.array.metadata.encode_chunk_key(self.axes.stored(place, others))
+        return self._encode(self.axes.stored(place, others))
+
+    def _encode(self, index: Sequence[Any]) -> str:
+        name: str = self.array.metadata.encode_chunk_key(tuple(index))
         return name
 
     @cached_property

@@ -11,6 +11,8 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from email.utils import format_datetime
 from typing import Any
 
 import obstore
@@ -21,7 +23,7 @@ from vesuvius.volumes.errors import ProtocolError, RefusedError, is_protocol_err
 from vesuvius.volumes.store.byte_range import ByteRange, checked, cut
 from vesuvius.volumes.store.credentials import Signing, find_signing
 from vesuvius.volumes.store.object_store import is_web, open_store, shown_address, web_url
-from vesuvius.volumes.store.web import WebServer
+from vesuvius.volumes.store.web import Answer, WebServer
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,10 @@ _WHOLE_BYTES_MAX = 64 * 2**20
 _SUFFIX_REFUSALS = {400, 416, 501}
 # How obstore calls answers to a range that are none, or of another range.
 _RANGE_ERRORS = re.compile(r"source: (NotPartial|NoContentRange|ParseContentRange|UnexpectedRange)")
+
+
+Listed = tuple[str, str]
+"""Key of an object, and a text that changes with its content."""
 
 
 class RemoteStore:
@@ -49,7 +55,7 @@ class RemoteStore:
         self._web_reads = 0  # of what obstore could not read
         self._has_suffixes = True
         self._lock = threading.Lock()
-        self._whole: tuple[str, bytes] | None = None
+        self._whole: tuple[str, Answer] | None = None
         self._whole_lock = threading.Lock()
 
     @property
@@ -57,7 +63,7 @@ class RemoteStore:
         """Whether the store can list its objects, which plain web servers cannot."""
         return self._web is None
 
-    def read(self, key: str, byte_range: ByteRange | None) -> bytes:
+    def read(self, key: str, byte_range: ByteRange | None) -> Answer:
         """An object, or a range of it.
 
         Raises:
@@ -66,55 +72,59 @@ class RemoteStore:
             FileNotFoundError, ProtocolError, BaseError, OSError: there is none, or it did not come.
         """
         if byte_range is None:
-            return self._get(key, None)[0]
+            return self._get(key, None)
         if byte_range.start < 0:
             return self._read_end(key, byte_range)
         try:
-            data, size = self._get(key, byte_range)
+            answer = self._get(key, byte_range)
         except NotSupportedError as error:
-            return cut(self._read_whole(key, reason(error)), byte_range)
-        return checked(data, byte_range, byte_range.start + len(data) if size is None else size)
+            return self._cut_from_whole(key, byte_range, reason(error))
+        checked(answer.data, byte_range, byte_range.start + len(answer.data) if answer.size is None else answer.size)
+        return answer
 
-    def check_exists(self, key: str) -> None:
-        """Raises FileNotFoundError where there is no such object, else as `read`.
+    def stamp(self, key: str) -> str | None:
+        """The stamp of an object.  Raises FileNotFoundError where there is no such object, else as `read`.
 
         A GET of one byte, as reads are GETs: servers answer HEAD with 403, 404, 405 or 501 for what they deliver.
         """
         try:
-            self._get(key, ByteRange(0, 1))
+            return self._get(key, ByteRange(0, 1)).stamp
         except NotSupportedError:  # it is there, and is not sent in parts
-            return
+            with suppress(BaseError):
+                return _stamp(obstore.get(self._store, key).meta)  # the body is not read
         except BaseError as error:
-            if status_of(error) in (400, 501):
-                obstore.get(self._store, key)  # the server knows no ranges; the body is not read
-            elif status_of(error) != 416:  # an empty object has no first byte
+            if status_of(error) in (400, 501):  # the server knows no ranges
+                return _stamp(obstore.get(self._store, key).meta)
+            if status_of(error) != 416:  # an empty object has no first byte
                 raise
+        return None
 
-    def pages(self, prefix: str, after: str | None) -> Iterator[list[str]]:
-        """Keys below a prefix (whole path segments) in order, page by page, from behind a key on."""
+    def pages(self, prefix: str, after: str | None) -> Iterator[list[Listed]]:
+        """What lies below a prefix (whole path segments) in order of its keys, page by page, from behind a key on."""
         for batch in obstore.list(self._store, prefix, offset=after, chunk_size=1000):
-            yield [entry["path"] for entry in batch]
+            yield list(map(_listed, batch))
 
-    def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Keys and prefixes one segment below `prefix`."""
+    def list_one_level(self, prefix: str) -> tuple[list[Listed], list[str]]:
+        """Objects and prefixes one segment below `prefix`."""
         found = obstore.list_with_delimiter(self._store, prefix)
-        return [entry["path"] for entry in found["objects"]], sorted(found["common_prefixes"])
+        return list(map(_listed, found["objects"])), sorted(found["common_prefixes"])
 
-    def _read_end(self, key: str, byte_range: ByteRange) -> bytes:
+    def _read_end(self, key: str, byte_range: ByteRange) -> Answer:
         """The last bytes of an object, found by its size where the server does not count from the end."""
         refused = ""
         if self._has_suffixes and not self._asks_web:
             try:
-                return self._get_by_obstore(key, byte_range)[0]
+                return self._get_by_obstore(key, byte_range)
             except (BaseError, ProtocolError) as error:
                 if status_of(error) not in _SUFFIX_REFUSALS and not is_protocol_error(error):
                     raise
                 refused = reason(error)
         try:
             size = self._size(key)
-            data = self._get(key, ByteRange(max(size + byte_range.start, 0), size))[0] if size else b""
+            last = ByteRange(max(size + byte_range.start, 0), size)
+            answer = self._get(key, last) if size else Answer(b"", 0, None)
         except NotSupportedError as error:
-            return cut(self._read_whole(key, reason(error)), byte_range)
+            return self._cut_from_whole(key, byte_range, reason(error))
         if self._has_suffixes and refused:
             self._has_suffixes = False
             log.warning(
@@ -122,12 +132,12 @@ class RemoteStore:
                 self._name,
                 refused,
             )
-        return data
+        return answer
 
     def _size(self, key: str) -> int:
         """Bytes of an object.  Raises NotSupportedError where the server does not tell, else as `read`."""
         try:
-            size = self._get(key, ByteRange(0, 1))[1]
+            size = self._get(key, ByteRange(0, 1)).size
             return int(obstore.head(self._store, key)["size"]) if size is None else size
         except (BaseError, ProtocolError) as error:
             if status_of(error) == 416:  # an empty object has no first byte
@@ -141,8 +151,8 @@ class RemoteStore:
         """Whether obstore is not asked any more: what it could not read once may have been an accident."""
         return self._web_reads > 1
 
-    def _get(self, key: str, byte_range: ByteRange | None, most: int | None = None) -> tuple[bytes, int | None]:
-        """An object or a range of it that does not count from the end, and the size of the whole if it is told.
+    def _get(self, key: str, byte_range: ByteRange | None, most: int | None = None) -> Answer:
+        """An object or a range of it that does not count from the end.
 
         Raises NotSupportedError where ranges are ignored, RefusedError for more than `most` bytes, else as `read`.
         """
@@ -159,8 +169,8 @@ class RemoteStore:
                     raise
                 error = first
         assert self._web is not None
-        data, size = self._web.read(key, byte_range, most)
-        self._check_size(key, len(data), most)
+        answer = self._web.read(key, byte_range, most)
+        self._check_size(key, len(answer.data), most)
         with self._lock:
             self._web_reads += 1
             say = self._web_reads == 2
@@ -171,11 +181,9 @@ class RemoteStore:
                 self._name,
                 reason(error),
             )
-        return data, size
+        return answer
 
-    def _get_by_obstore(
-        self, key: str, byte_range: ByteRange | None, most: int | None = None
-    ) -> tuple[bytes, int | None]:
+    def _get_by_obstore(self, key: str, byte_range: ByteRange | None, most: int | None = None) -> Answer:
         wanted: Any = None
         match byte_range:
             case ByteRange(start, int(stop)):
@@ -192,15 +200,15 @@ class RemoteStore:
         data, (start, stop) = bytes(found.bytes()), found.range
         if len(data) != stop - start:
             raise ProtocolError(f"{len(data)} bytes where Content-Range promises {stop - start}")
-        return data, found.meta["size"]
+        return Answer(data, found.meta["size"], _stamp(found.meta))
 
-    def _read_whole(self, key: str, why: str) -> bytes:
-        """An object of a server that does not know byte ranges; the last one is kept, as more parts of it will be
-        asked for."""
+    def _cut_from_whole(self, key: str, byte_range: ByteRange, why: str) -> Answer:
+        """A range of an object of a server that does not know ranges; the last object is kept, as more parts of it will
+        be asked for."""
         with self._whole_lock:
             if self._whole is not None and self._whole[0] == key:
-                return self._whole[1]
-            data, _ = self._get(key, None, _WHOLE_BYTES_MAX)
+                return self._whole[1]._replace(data=cut(self._whole[1].data, byte_range))
+            answer = self._get(key, None, _WHOLE_BYTES_MAX)
             if self._whole is None:
                 log.warning(
                     "%s ignores the Range header (%s): whole shards are fetched for a few of their chunks; a server "
@@ -208,8 +216,8 @@ class RemoteStore:
                     self._name,
                     why,
                 )
-            self._whole = (key, data)
-            return data
+            self._whole = (key, answer)
+            return answer._replace(data=cut(answer.data, byte_range))
 
     def _check_size(self, key: str, size: int, most: int | None) -> None:
         if most is not None and size > most:
@@ -218,3 +226,13 @@ class RemoteStore:
                 f"sends more than {most / 2**20:.0f} MiB of {key} in {self._name}; serve the volume with a server that "
                 "supports Range, such as nginx, or copy it to a disk"
             )
+
+
+def _stamp(meta: Any) -> str | None:
+    """The ETag, or the time of the last change, which obstore gives as 1970 where there is none."""
+    changed = meta["last_modified"].timestamp() > 0
+    return meta["e_tag"] or (f"{format_datetime(meta['last_modified'], True)} {meta['size']}" if changed else None)
+
+
+def _listed(entry: Any) -> Listed:
+    return entry["path"], f"{entry['e_tag']} {entry['last_modified']} {entry['size']}"

@@ -25,12 +25,14 @@ from vesuvius.volumes.errors import FetchError, ProtocolError, is_outage, reason
 from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.local_files import check_file, check_path, list_files, read_file
 from vesuvius.volumes.store.object_store import is_remote, open_cache, shown_address
-from vesuvius.volumes.store.remote import RemoteStore
+from vesuvius.volumes.store.remote import Listed, RemoteStore
 from vesuvius.volumes.store.retry import Outage, Retrier
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_STAMPS_MAX = 2**18  # some 50 MB
 
 
 @dataclass
@@ -73,6 +75,8 @@ class Source:
         self._store = RemoteStore(address, config) if self.remote else None
         self._root = Path(address).absolute()  # where it is a folder
         self._cache = open_cache(config) if self.remote else None
+        self._stamps: dict[str, str] = {}  # of the objects of which a part was read, or the cache holds something
+        self._warned_of_stamps = False
         self.shown = shown_address(address)
         self._retrier = Retrier(self.shown, config, known, self.remote, self._may_pass, self.count)
         self._lock = threading.Lock()
@@ -83,35 +87,76 @@ class Source:
         """Set while reads fail and are tried again; the oldest of them.  May be read from any thread at any time."""
         return self._retrier.outage
 
-    def get(self, key: str, byte_range: ByteRange | None = None, cached: bool = True) -> bytes | None:
+    def get(
+        self, key: str, byte_range: ByteRange | None = None, cached: bool = True, stamp: str | None = None
+    ) -> bytes | None:
         """The object, or a range of it; None where there is none.
 
+        What the disk cache holds is used if it has the stamp (ETag, or time of the last change) that the object has in
+        the store, which is asked once for each object.
+
         Args:
-            cached: False for what may change at its address, which the disk cache would hold for ever.
+            cached: False for what may change at its address while it is read.
+            stamp: of the object of which other parts were read; by default that of the last part.
 
         Raises:
-            FetchError: it is damaged.
+            FetchError: it is damaged, or a part of another version of the object was read before.
             OutageError: the store has not answered for `data.store.outage_minutes`.
             RefusedError: the store refuses access, or cannot deliver byte ranges.
         """
+        if self._store is None:
+            return self._tried(key, lambda: read_file(self._root, key, byte_range))
         cache = self._cache if self.cache_scope and cached else None
-        name = self._cache_name(key, byte_range)
+        name, store, stamp = self._cache_name(key, byte_range), self._store, stamp or self._stamps.get(key)
         if cache is not None:
             kept = cache.get(name)
-            self.count(cache_hits=kept is not None, cache_misses=kept is None)
-            if kept is not None:
-                return kept
-        data = self._tried(key, lambda: self._read(key, byte_range))
-        if data is not None and cache is not None:
-            cache.put(name, data)
-        return data
+            of, _, data = (kept or b"").partition(b"\n")
+            if kept and stamp is None:  # of an earlier run, or of another process of this one
+                stamp = self._tried(key, lambda: store.stamp(key))
+                self._note_stamp(key, stamp)
+            hit = bool(kept) and of == (stamp or "").encode()
+            self.count(cache_hits=hit, cache_misses=not hit)
+            if hit:
+                return data
+        now: str | None = None
+
+        def read() -> bytes:
+            nonlocal now
+            data, _, now = store.read(key, byte_range)
+            return data
+
+        fetched = self._tried(key, read)
+        if fetched is None:
+            return None
+        if byte_range is not None and stamp is not None and now != stamp:
+            raise FetchError(f"the object was replaced while parts of it were read (its stamp {stamp} is now {now})")
+        if cache is not None or byte_range is not None:
+            self._note_stamp(key, now)
+        if cache is not None and now is not None:
+            cache.put(name, now.encode() + b"\n" + fetched)
+        elif cache is not None and not self._warned_of_stamps:
+            self._warned_of_stamps = True
+            log.warning(
+                "%s says neither by ETag nor by Last-Modified whether an object has changed: nothing of it is kept in "
+                "data.store.cache_dir",
+                self.shown,
+            )
+        return fetched
+
+    def _note_stamp(self, key: str, stamp: str | None) -> None:
+        if stamp is not None:
+            with self._lock:
+                self._stamps[key] = stamp
+                if len(self._stamps) > _STAMPS_MAX:
+                    del self._stamps[next(iter(self._stamps))]
 
     def submit(self, key: str, byte_range: ByteRange | None = None) -> Future[bytes | None]:
-        """`get` on one of `config.requests` threads."""
-        return self.start(self.get, key, byte_range)
+        """`get` on one of `config.requests` threads; a range has the stamp that the object has now."""
+        return self.start(self.get, key, byte_range, True, self._stamps.get(key) if byte_range else None)
 
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
-        """Remove from the cache what turned out to be damaged."""
+        """Remove from the cache what turned out to be damaged, and take the object for a new one."""
+        self._stamps.pop(key, None)
         if self._cache is not None:
             self._cache.drop(self._cache_name(key, byte_range))
 
@@ -134,11 +179,12 @@ class Source:
         """How requests are signed, for messages; empty where they never are."""
         return "" if self._store is None else self._store.signing.words
 
-    def list_keys(self, prefix: str, folders_too: bool = False) -> Iterator[str]:
+    def list_keys(self, prefix: str, folders_too: bool = False, stamps: dict[str, str] | None = None) -> Iterator[str]:
         """Keys below a prefix (whole path segments), in any order.  On a disk links to folders are followed.
 
         Args:
             folders_too: on a disk also the folders, which may lie where a file should.
+            stamps: of a remote store it is given a text for each key that changes with the object's content.
 
         Raises:
             DataError: the store cannot list, or access is refused, if only to one folder.
@@ -148,11 +194,11 @@ class Source:
             if store is None:  # obstore would look at the size of each file
                 yield from list_files(self._root, prefix, folders_too)
                 return
-            pages: Iterator[list[str]] | None = None
+            pages: Iterator[list[Listed]] | None = None
             last: str | None = None
 
-            def next_page() -> list[str] | None:
-                """The keys behind `last`; asked for anew where the listing has broken off."""
+            def next_page() -> list[Listed] | None:
+                """The objects behind `last`; asked for anew where the listing has broken off."""
                 nonlocal pages
                 pages = pages or store.pages(prefix, last)
                 try:
@@ -162,8 +208,10 @@ class Source:
                     raise
 
             while (page := self._retrier.run(f"the list of {prefix or 'all keys'}", next_page)) is not None:
-                yield from page
-                last = page[-1] if page else last
+                if stamps is not None:
+                    stamps.update(page)
+                yield from (key for key, _ in page)
+                last = page[-1][0] if page else last
 
     def check_folder(self, key: str) -> None:
         """Raises DataError where on a disk something else lies in place of a folder of chunks."""
@@ -175,12 +223,17 @@ class Source:
                 "its source"
             ) from None
 
-    def list_one_level(self, prefix: str) -> tuple[list[str], list[str]]:
-        """Keys and prefixes one segment below `prefix`, of a remote store; errors as `list_keys`."""
+    def list_one_level(self, prefix: str, stamps: dict[str, str] | None = None) -> tuple[list[str], list[str]]:
+        """Keys and prefixes one segment below `prefix`, of a remote store; stamps and errors as `list_keys`."""
         with self._listing_errors():
             store = self._store
             assert store is not None
-            return self._retrier.run(f"the list of {prefix or 'all keys'}", lambda: store.list_one_level(prefix))
+            objects, folders = self._retrier.run(
+                f"the list of {prefix or 'all keys'}", lambda: store.list_one_level(prefix)
+            )
+            if stamps is not None:
+                stamps.update(objects)
+            return [key for key, _ in objects], folders
 
     def close(self) -> None:
         """End the threads; what they are reading is abandoned, and not tried again."""
@@ -219,15 +272,12 @@ class Source:
         part = f"?{byte_range.start}:{byte_range.stop}" if byte_range else ""
         return f"{self.cache_scope}/{key}{part}"
 
-    def _read(self, key: str, byte_range: ByteRange | None) -> bytes:
-        return read_file(self._root, key, byte_range) if self._store is None else self._store.read(key, byte_range)
-
     def _look(self, key: str) -> bool:
         """Raises FileNotFoundError where there is no such object."""
         if self._store is None:
             check_file(self._root, key)
         else:
-            self._store.check_exists(key)
+            self._store.stamp(key)
         return True
 
     def _tried(self, key: str, read: Callable[[], T]) -> T | None:

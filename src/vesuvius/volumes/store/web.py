@@ -11,7 +11,7 @@ import ssl
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -19,6 +19,15 @@ from obstore.exceptions import GenericError, NotSupportedError, PermissionDenied
 
 from vesuvius.volumes.errors import ProtocolError
 from vesuvius.volumes.store.byte_range import ByteRange
+
+
+class Answer(NamedTuple):
+    """What was read of an object."""
+
+    data: bytes
+    size: int | None  # bytes of the whole object, if the server tells
+    stamp: str | None  # changes with the content of the object; None where the server tells nothing of the kind
+
 
 # Characters that stay as they are in an address; `%` because it is escaped already.
 _KEPT_IN_URLS = "%/:?#[]@!$&'()*+,;=~"
@@ -51,8 +60,8 @@ class WebServer:
             self._opener.add_handler(handler())
         self._timeout_s = timeout_s
 
-    def read(self, key: str, byte_range: ByteRange | None, most: int | None = None) -> tuple[bytes, int | None]:
-        """An object or a range of it, and the size of the whole where a server that sends a range tells.
+    def read(self, key: str, byte_range: ByteRange | None, most: int | None = None) -> Answer:
+        """An object or a range of it.
 
         Args:
             byte_range: its start is not negative.
@@ -85,7 +94,9 @@ class WebServer:
                 )
         if length not in (None, len(data)):
             raise ProtocolError(f"{len(data)} bytes with Content-Range: {answer.headers['Content-Range']}")
-        return data, size
+        changed = answer.headers.get("Last-Modified")
+        size = len(data) if byte_range is None else size
+        return Answer(data, size, answer.headers.get("ETag") or (f"{changed} {size}" if changed else None))
 
     @contextmanager
     def _open(self, key: str, headers: dict[str, str]) -> Iterator[Any]:

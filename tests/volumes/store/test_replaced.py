@@ -1,0 +1,133 @@
+"""Objects that are replaced at their address: never an old voxel in a later run, never two versions of one object.
+
+A program that compares times only, sizes only, or whole objects only, that trusts what it has on its disk, or that
+checks between runs and not within one, fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Mapping
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import textured, write_array
+from tests.support.object_server import objects_of, serving
+from tests.support.s3 import upload
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.volumes.volume import Volume, open_volume
+
+OLD, NEW = textured((32, 32, 32)), textured((32, 32, 32), seed=1)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "chunks": {"compressors": None},
+    "shards": {"zarr_format": 3, "shards": (32, 32, 32), "compressors": None},  # of equal size, without checksums
+}
+
+
+def etag(body: bytes) -> str:
+    return f'"{zlib.crc32(body):08x}"'
+
+
+def time_of(body: bytes) -> str:
+    return formatdate(1.7e9 + zlib.crc32(body) % 10**7, usegmt=True)
+
+
+HEADERS: dict[str, Callable[[bytes], Mapping[str, str]]] = {
+    "etag": lambda body: {"ETag": etag(body), "Last-Modified": formatdate(1.7e9, usegmt=True)},
+    "weak etag only": lambda body: {"ETag": f"W/{etag(body)}"},
+    "time only": lambda body: {"Last-Modified": time_of(body)},
+    "neither": lambda body: {},
+}
+HALF = ((0, 0, 0), (32, 32, 16))
+WHOLE = ((0, 0, 0), (32, 32, 32))
+
+
+def opened(address: str, cache: Path | None) -> Volume:
+    store = StoreConfig(cache_dir=str(cache) if cache else None, cache_gib=0.1, outage_minutes=0.01)
+    return open_volume(ArrayConfig(path=address), store)
+
+
+def read(address: str, cache: Path, box: Any = WHOLE) -> tuple[Any, Any]:
+    volume = opened(address, cache)
+    try:
+        return volume.read(box), volume.source.figures
+    finally:
+        volume.close()
+
+
+@pytest.mark.parametrize("head", [None, 405])
+@pytest.mark.parametrize("headers", HEADERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cache_gives_what_the_store_has_now(tmp_path: Path, layout: str, headers: str, head: int | None) -> None:
+    versions = [
+        objects_of(write_array(tmp_path / n, v, 16, **LAYOUTS[layout]), "/v") for n, v in (("a", OLD), ("b", NEW))
+    ]
+    objects = dict(versions[0])
+    with serving(objects, head=head, headers=HEADERS[headers]) as web:
+        np.testing.assert_array_equal(read(f"{web}/v", tmp_path / "cache", HALF)[0], OLD[:, :, :16])
+        same, figures = read(f"{web}/v", tmp_path / "cache", HALF)
+        np.testing.assert_array_equal(same, OLD[:, :, :16])
+        if headers == "neither":
+            assert figures.cache_hits == 0, "what cannot be checked is not kept"
+        else:
+            assert figures.cache_misses == 0
+        objects |= versions[1]
+        np.testing.assert_array_equal(read(f"{web}/v", tmp_path / "cache")[0], NEW)
+        chunk = next(key for key in objects if key.endswith(("/0.0.0", "/0/0/0")))
+        objects[chunk] = versions[0][chunk]
+        part, _ = read(f"{web}/v", tmp_path / "cache", ((0, 0, 0), (16, 16, 16)))
+        np.testing.assert_array_equal(part, OLD[:16, :16, :16])
+
+
+def test_an_object_store_is_checked_as_well(tmp_path: Path, s3: Any) -> None:
+    for name, voxels in (("a", OLD), ("b", NEW)):
+        path = write_array(tmp_path / name, voxels, 16, **LAYOUTS["shards"])
+        address = upload(s3, path, "public", f"{tmp_path.name}/v")
+        for box in (HALF, WHOLE):
+            found, _ = read(address, tmp_path / "cache", box)
+            np.testing.assert_array_equal(found, voxels[: box[1][0], : box[1][1], : box[1][2]])
+
+
+def test_each_object_is_checked_once_however_many_parts_are_read(tmp_path: Path) -> None:
+    objects, asked = objects_of(write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"]), "/v"), list[str]()
+    with serving(objects, headers=HEADERS["etag"], asked=asked) as web:
+        read(f"{web}/v", tmp_path / "cache", HALF)
+        volume = opened(f"{web}/v", tmp_path / "cache")
+        asked.clear()
+        for _ in range(3):
+            np.testing.assert_array_equal(volume.read(HALF), OLD[:, :, :16])
+        volume.close()
+    assert len([path for path in asked if "/c/" in path]) == 1
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("headers", ["etag", "time only"])
+def test_a_shard_that_is_replaced_while_it_is_read_is_one_version_or_the_other(
+    tmp_path: Path, headers: str, cached: bool
+) -> None:
+    """Its chunks lie elsewhere in the new one: with the old index another chunk's voxels would come."""
+    old = write_array(tmp_path / "a", OLD, 16, **LAYOUTS["shards"])
+    moved = OLD.copy()
+    moved[:16, :16, :16] = 0  # not stored, so that all others move
+    new = write_array(tmp_path / "b", np.where(moved > 0, NEW, 0).astype("u1"), 16, **LAYOUTS["shards"])
+    corners = list(itertools.product((0, 16), (0, 16), (0, 16)))[1:]
+    boxes = [(corner, tuple(c + 16 for c in corner)) for corner in corners]
+    kinds = set()
+    for after in range(len(boxes)):
+        objects = objects_of(old, "/v")
+        with serving(objects, headers=HEADERS[headers]) as web:
+            volume = opened(f"{web}/v", tmp_path / f"cache{after}" if cached else None)
+            for number, box in enumerate(boxes):
+                if number == after:
+                    objects |= objects_of(new, "/v")
+                found, at = volume.read(box), tuple(slice(c, c + 16) for c in box[0])
+                versions = [np.array_equal(found, version[at]) for version in (OLD, NEW)]
+                assert any(versions), "voxels of another chunk"
+                kinds.add((number >= after, versions.index(True)))
+            volume.close()
+    assert kinds == {(False, 0), (True, 1)}
