@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,34 +92,55 @@ def test_a_listing_is_that_of_the_axes_that_are_fixed(tmp_path: Path) -> None:
         np.testing.assert_array_equal(list_chunks(volume), some_chunks(index))
 
 
+@pytest.mark.parametrize("store", ["disk", "s3"])
 @pytest.mark.parametrize("layout", ["v2", "v2-dots", "v3-sharded"])
-def test_a_kept_listing_is_used_until_a_chunk_comes_or_goes(tmp_path: Path, cache_home: Path, layout: str) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
-    chunk, place = {
-        "v2": ("1/2/1", (1, 2, 1)),
-        "v2-dots": ("1.2.1", (1, 2, 1)),
-        "v3-sharded": ("c/0/1/0", (slice(0, 2), slice(2, 4), slice(0, 2))),
-    }[layout]
+def test_a_listing_is_true_whatever_came_went_or_was_completed(
+    tmp_path: Path, cache_home: Path, s3: Any, layout: str, store: str
+) -> None:
+    """A program that keeps a listing, or looks at the times of folders only, fails at the next state."""
+    states = [voxels_of(some_chunks(seed)) for seed in (0, 1)] + [textured(SHAPE)]
+    versions = [write_array(tmp_path / f"{n}.zarr", voxels, **LAYOUTS[layout]) for n, voxels in enumerate(states)]
+    path, address = tmp_path / "v.zarr", f"public/{tmp_path.name}/v.zarr"
+    for version, expected in [*zip(versions, [some_chunks(0), some_chunks(1), np.ones(GRID, bool)], strict=True)]:
+        put_in_place(version, path)
+        if store == "s3":
+            replace_objects(s3, path, address)
+        for _ in range(2):
+            np.testing.assert_array_equal(
+                chunk_occupancy(opened(f"s3://{address}" if store == "s3" else path)), expected
+            )
 
-    def listed() -> tuple[Voxels, int]:
-        found = chunk_occupancy(opened(path))
-        (kept,) = cache_home.rglob("*.npz")
-        return found, kept.stat().st_mtime_ns
 
-    full, first = listed()
-    assert full.all()
-    assert listed()[1] == first, "nothing changed, nothing listed"
-    held = (path / chunk).read_bytes()
-    (path / chunk).unlink()
-    less, second = listed()
-    expected = np.ones(GRID, bool)
-    expected[place] = False
-    np.testing.assert_array_equal(less, expected)
-    assert listed()[1] == second > first
-    (path / chunk).write_bytes(held)
-    again, third = listed()
-    assert again.all()
-    assert third > second
+def put_in_place(version: Path, path: Path) -> None:
+    """Make `path` hold the files of another version: those of the same name are written to, and keep their time."""
+    files = {file.relative_to(version) for file in version.rglob("*") if file.is_file()}
+    for old in [file for file in path.rglob("*") if file.is_file() and file.relative_to(path) not in files]:
+        old.unlink()
+    for name in files:
+        times = (path / name).stat() if (path / name).exists() else None
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes((version / name).read_bytes())
+        if times:
+            os.utime(path / name, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def replace_objects(client: Any, folder: Path, address: str) -> None:
+    bucket, _, prefix = address.partition("/")
+    for found in client.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", []):
+        client.delete_object(Bucket=bucket, Key=found["Key"])
+    upload(client, folder, bucket, prefix)
+
+
+def test_indices_of_the_same_shards_are_read_once(tmp_path: Path, s3: Any) -> None:
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **LAYOUTS["v3-sharded"])
+    address = upload(s3, path, "public", f"{tmp_path.name}/v.zarr")
+    fetched = []
+    for anew in (False, False, True):
+        volume = opened(address)
+        before = volume.source.figures.bytes_fetched
+        np.testing.assert_array_equal(list_chunks(volume, anew=anew), some_chunks())
+        fetched.append(volume.source.figures.bytes_fetched - before)
+    assert fetched[0] == fetched[2] > fetched[1] == 0
 
 
 def test_no_patch_comes_from_a_shard_with_a_damaged_index_and_nothing_of_it_is_remembered(
@@ -148,19 +171,43 @@ def test_no_patch_comes_from_a_shard_with_a_damaged_index_and_nothing_of_it_is_r
     np.testing.assert_array_equal(chunk_occupancy(opened(path)), some_chunks())
 
 
-def test_a_kept_listing_that_is_damaged_is_made_anew(tmp_path: Path, cache_home: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()))
-    chunk_occupancy(opened(path))
-    (kept,) = cache_home.rglob("*.npz")
-    kept.write_bytes(kept.read_bytes()[:-30])
-    np.testing.assert_array_equal(chunk_occupancy(opened(path)), some_chunks())
-    np.testing.assert_array_equal(np.load(kept)["occupancy"], some_chunks())
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "truncated": lambda kept: kept.write_bytes(kept.read_bytes()[:-30]),
+    "empty": lambda kept: kept.write_bytes(b""),
+    "random": lambda kept: kept.write_bytes(np.random.default_rng(0).bytes(500)),
+    "other shape": lambda kept: np.savez(
+        kept, occupancy=np.ones((1, 2, 3), bool), signature=np.load(kept)["signature"]
+    ),
+    "no signature": lambda kept: np.savez(kept, occupancy=np.ones(GRID, bool)),
+    "a folder": lambda kept: (kept.unlink(), kept.mkdir()),
+    "a folder of files": lambda kept: (kept.unlink(), kept.mkdir(), (kept / "x").touch()),
+    "a link to nothing": lambda kept: (kept.unlink(), kept.symlink_to("nowhere/at/all")),
+    **{f"bit {bit}": lambda kept, bit=bit: flip(kept, bit) for bit in range(0, 4000, 97)},  # type: ignore[misc]
+}
+
+
+def flip(kept: Path, bit: int) -> None:
+    data = bytearray(kept.read_bytes())
+    data[(bit // 8) % len(data)] ^= 1 << bit % 8
+    kept.write_bytes(data)
+
+
+def test_a_kept_listing_that_is_damaged_in_any_way_is_made_anew(tmp_path: Path, cache_home: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **LAYOUTS["v3-sharded"])
+    volume = opened(path)
+    for damage in DAMAGE.values():
+        chunk_occupancy(volume)
+        (kept,) = cache_home.rglob("*.npz")
+        damage(kept)
+        np.testing.assert_array_equal(chunk_occupancy(volume), some_chunks())
+        if kept.is_dir():
+            shutil.rmtree(kept)
 
 
 def test_a_listing_that_cannot_be_kept_is_made_all_the_same(
     tmp_path: Path, cache_home: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()))
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()), **LAYOUTS["v3-sharded"])
     (cache_home / "vesuvius").write_bytes(b"a file where the folder should be")
     np.testing.assert_array_equal(chunk_occupancy(opened(path)), some_chunks())
     assert "could not be cached" in caplog.text
@@ -212,7 +259,7 @@ def test_a_sidecar_of_shards_is_as_good_as_one_of_chunks(tmp_path: Path) -> None
 
 
 def test_a_written_sidecar_reads_back(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    path = write_array(tmp_path / "v.zarr", voxels_of(some_chunks()))
     write_sidecar(path / SIDECAR, some_chunks(), sidecar_signature(opened(path)))
     np.testing.assert_array_equal(chunk_occupancy(opened(path)), some_chunks())
     assert [file.name for file in path.glob(".chunk*")] == [SIDECAR]
@@ -255,6 +302,31 @@ def test_a_sidecar_that_is_cut_is_refused(tmp_path: Path, part: slice) -> None:
         chunk_occupancy(opened(path))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_sidecar_from_before_the_volume_grew_is_refused(
+    server: ChunkServer, tmp_path: Path, layout: str, remote: bool
+) -> None:
+    """One that somebody made by hand may leave chunks out; one of ours says what was stored, and is out of date."""
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE), **LAYOUTS[layout])
+    half = np.ones(GRID, bool)
+    half[:, :, 2:] = False
+    address = server.url_of(path) if remote else path
+    write_sidecar(path / SIDECAR, half, "by hand")
+    np.testing.assert_array_equal(chunk_occupancy(opened(address)), half)
+    write_sidecar(path / SIDECAR, half, sidecar_signature(opened(path)))
+    with pytest.raises(DataError, match=r"is out of date: \S+ is stored and is not in it; rebuild it with"):
+        chunk_occupancy(opened(address))
+
+
+@pytest.mark.parametrize("signature", ["by hand", None])
+def test_a_sidecar_that_lists_nothing_is_refused(tmp_path: Path, signature: str | None) -> None:
+    path = write_array(tmp_path / "v.zarr", textured(SHAPE))
+    write_sidecar(path / SIDECAR, np.zeros(GRID, bool), signature or sidecar_signature(opened(path)))
+    with pytest.raises(DataError, match="it says that no chunk is stored, and some are; rebuild it"):
+        chunk_occupancy(opened(path))
+
+
 def test_a_sidecar_that_was_renewed_is_seen_past_the_disk_cache(server: ChunkServer, tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     store = StoreConfig(cache_dir=str(tmp_path / "cache"), cache_gib=0.1)
@@ -279,8 +351,8 @@ def test_a_web_server_without_a_sidecar_cannot_give_a_plan(server: ChunkServer, 
 
 
 def empty_volume(path: Path, shape: tuple[int, ...]) -> Volume:
-    """A volume of metadata only."""
-    zarr.create_array(str(path), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)
+    """A volume of one chunk."""
+    zarr.create_array(str(path), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)[0, 0, 0] = 1
     return opened(path)
 
 
@@ -346,7 +418,7 @@ def test_a_large_coarse_array_is_read_by_whole_chunks(server: ChunkServer, tmp_p
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(occupancy, "_BLOCK_BYTES", 40**3)
         coarse_map(fine, opened(server.url_of(path)), 0, (8, 16, 16))
-    asked = server.asked_for(path)
+    asked = server.reads_of(path)
     chunks = {f"{z}/{y}/{x}" for z, y, x in itertools.product(range(6), range(8), range(8))}
     assert {key: asked[key] for key in chunks} == dict.fromkeys(chunks, 1)
 
@@ -492,11 +564,11 @@ print(peak_kib * 1024, volume.visits_per_pass, prepared_s, time.monotonic() - st
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_the_largest_scroll_is_planned_in_little_memory(tmp_path: Path) -> None:
-    """75784 x 32693 x 32693 voxels in 39 million chunks, a quarter of them stored; metadata and a sidecar only."""
+    """75784 x 32693 x 32693 voxels in 39 million chunks, a quarter of them stored, says a sidecar."""
     path, shape, counts = tmp_path / "v.zarr", (75784, 32693, 32693), (593, 256, 256)
     zarr.create_array(
         str(path), shape=shape, dtype="uint8", chunks=(128, 128, 128), zarr_format=2, fill_value=0, compressors=None
-    )
+    )[-1, -1, -1] = 1
     stored = np.zeros(counts, bool)
     y, x = np.mgrid[:256, :256]
     for z in range(593):  # a disc of a quarter of the plane that wanders

@@ -1,12 +1,13 @@
-"""Lists which chunks of a volume are stored: from the sidecar beside it, a cached listing, or the store."""
+"""Lists which chunks of a volume are stored: from the sidecar beside it, or from the store."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import logging
+import math
 import os
-import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from vesuvius.volumes.volume import Volume, metadata_hash
 log = logging.getLogger(__name__)
 
 SIDECAR = ".chunk_occupancy.npz"
+_PROBES = 16
 
 Bools = NDArray[np.bool_]
 
@@ -31,43 +33,16 @@ Bools = NDArray[np.bool_]
 def chunk_occupancy(volume: Volume, max_damaged: int = 0) -> Bools:
     """Which chunks are stored: bool over the chunk grid (of a sharded array: of inner chunks, or of shards).
 
-    From the sidecar beside the array, else from a cached listing, else from a new listing, which is cached.
+    From the sidecar beside the array, else as `list_chunks`.
 
     Args:
-        max_damaged: so many shards may have a damaged index.  Their chunks cannot be read and count as missing, and the
-            listing is not cached.
+        max_damaged: so many shards may have a damaged index.  Their chunks cannot be read and count as missing.
 
     Raises:
         DataError: the store cannot list, more shards are damaged, or the sidecar is not of this volume.
     """
     sidecar = read_sidecar(volume)
-    if sidecar is not None:
-        return sidecar
-    path, signature = kept_file(volume, "occupancy", ".npz"), _signature(volume)
-    if path.exists():
-        try:
-            kept = _parse_sidecar(path.read_bytes())
-            if kept[1] == signature:
-                return kept[0]
-        except (OSError, ValueError) as error:
-            log.warning("a cached listing is damaged and is rebuilt: %s (%s)", path, one_line(error))
-    occupancy, damaged = _listed(volume)
-    if damaged:
-        if len(damaged) > max_damaged:
-            raise _damaged_shards(volume, damaged)
-        log.warning(
-            "%s: the index of %d of its shards cannot be read, the first: %s; no patch comes from there; restore them "
-            "(`vesuvius volume verify` lists what is broken) and start a new run: the plan then differs, "
-            "and --resume needs --allow-drift",
-            *(volume.name, len(damaged), damaged[0]),
-        )
-        return occupancy
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_sidecar(path, occupancy, signature)
-    except OSError as error:
-        log.warning("the listing of chunks could not be cached and will be made again next time: %s", error)
-    return occupancy
+    return list_chunks(volume, max_damaged) if sidecar is None else sidecar
 
 
 def read_sidecar(volume: Volume) -> Bools | None:
@@ -102,7 +77,32 @@ def read_sidecar(volume: Volume) -> Bools | None:
             f"a sidecar's occupancy must have the shape of the chunk grid; got {occupancy.shape} for {wanted[0]} in "
             f"{key} of {volume.name}; rebuild it with `vesuvius volume occupancy`, or remove it"
         )
+    stale = _stale(volume, occupancy, signature)
+    if stale:
+        raise DataError(
+            f"The sidecar {key} of {volume.name} is out of date: {stale}; rebuild it with `vesuvius volume occupancy`, "
+            "or remove it"
+        )
     return occupancy
+
+
+def _stale(volume: Volume, occupancy: Bools, signature: str) -> str:
+    """What a sidecar misses, as a few random objects tell; '' where nothing is found.
+
+    One that was not made here may leave out on purpose what is stored, but not everything.
+    """
+    if not occupancy.any():
+        return "it says that no chunk is stored, and some are"
+    if not signature.startswith("vesuvius:"):
+        return ""
+    grid = volume.grid
+    drawn = np.random.default_rng(0).integers(math.prod(grid.object_counts_zyx), size=64)
+    places = [triple(map(int, np.unravel_index(number, grid.object_counts_zyx))) for number in drawn]
+    per_object = triple(-(-n // c) for n, c in zip(occupancy.shape, grid.object_counts_zyx, strict=True))
+    left_out = (p for p in places if not occupancy[slices(box_at(times(p, per_object), per_object))].any())
+    keys = list(dict.fromkeys(map(grid.object_key, left_out)))[:_PROBES]
+    grown = sorted(set(keys) - set(volume.source.absent(keys)))
+    return f"{grown[0]} is stored and is not in it" if grown else ""
 
 
 def write_sidecar(path: Path, occupancy: Bools, signature: str) -> None:
@@ -118,24 +118,58 @@ def sidecar_signature(volume: Volume) -> str:
     return f"vesuvius:{metadata_hash(volume.array)}"
 
 
-def list_chunks(volume: Volume) -> Bools:
+def list_chunks(volume: Volume, max_damaged: int = 0, anew: bool = False) -> Bools:
     """List the chunks in the store.  Streams the listing, with a line of progress every few seconds.
 
-    Reads the index of every shard of a sharded array.
+    Of a sharded array the index of every shard is read, unless an earlier listing of the very same shards was kept.
+
+    Args:
+        max_damaged: as `chunk_occupancy`.
+        anew: read the indices whatever was kept.
 
     Raises:
-        DataError: the store cannot list, or a shard's index is damaged.
+        DataError: the store cannot list, or the index of more than `max_damaged` shards is damaged.
     """
-    occupancy, damaged = _listed(volume)
+    if volume.grid.shard_zyx is None:
+        return list_objects(volume)
+    stamps = dict[str, str]()
+    shards = list_objects(volume, stamps)
+    digest = hashlib.sha256(repr(sorted(stamps.items())).encode()).hexdigest()[:16]
+    path, signature = kept_file(volume, "occupancy", ".npz"), f"{sidecar_signature(volume)}:{digest}"
+    kept = None if anew else _kept(path, signature, volume.grid.counts_zyx)
+    if kept is not None:
+        return kept
+    occupancy, damaged = _inner_occupancy(volume, shards)
     if damaged:
-        raise _damaged_shards(volume, damaged)
+        if len(damaged) > max_damaged:
+            raise _damaged_shards(volume, damaged)
+        log.warning(
+            "%s: the index of %d of its shards cannot be read, the first: %s; no patch comes from there; restore them "
+            "(`vesuvius volume verify` lists what is broken) and start a new run: the plan then differs, "
+            "and --resume needs --allow-drift",
+            *(volume.name, len(damaged), damaged[0]),
+        )
+        return occupancy
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_sidecar(path, occupancy, signature)
+    except OSError as error:
+        log.warning("the listing of chunks could not be cached and will be made again next time: %s", error)
     return occupancy
 
 
-def _listed(volume: Volume) -> tuple[Bools, list[str]]:
-    """As `list_chunks`, and a line on each shard with a damaged index, whose chunks count as missing."""
-    objects = list_objects(volume)
-    return _inner_occupancy(volume, objects) if volume.grid.shard_zyx else (objects, [])
+def _kept(path: Path, signature: str, counts_zyx: Triple) -> Bools | None:
+    """The listing of an earlier run, if it is of these very shards."""
+    try:
+        occupancy, of = _parse_sidecar(path.read_bytes())
+        if of == signature and occupancy.shape != counts_zyx:
+            raise ValueError(f"it is of {occupancy.shape} chunks")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning("a cached listing is damaged and is rebuilt: %s (%s)", path, one_line(error))
+        return None
+    return occupancy if of == signature else None
 
 
 def _damaged_shards(volume: Volume, damaged: list[str]) -> DataError:
@@ -146,19 +180,34 @@ def _damaged_shards(volume: Volume, damaged: list[str]) -> DataError:
     )
 
 
-def list_objects(volume: Volume) -> Bools:
-    """Which chunks, or of a sharded array which shards, the store lists; as `list_chunks` but reads no shard.
+def list_objects(volume: Volume, stamps: dict[str, str] | None = None) -> Bools:
+    """Which chunks, or of a sharded array which shards, the store lists; reads no shard.
+
+    Args:
+        stamps: is given a text for each object that changes with its content.
 
     Raises:
         DataError: the store cannot list, or on a disk a folder of chunks is a dangling link or a file.
     """
-    grid = volume.grid
+    grid, listed = volume.grid, dict[str, str]()
     occupancy = np.zeros(grid.object_counts_zyx, bool)
-    places = (place for keys in _listed_keys(volume) for key in keys if (place := _place_of(volume, key)))
-    for place in with_progress(places, f"listing the chunks of {volume.name}"):
-        if all(i < n for i, n in zip(place, occupancy.shape, strict=True)):
+    keys = itertools.chain.from_iterable(_listed_keys(volume, None if stamps is None else listed))
+    for key in with_progress(keys, f"listing the chunks of {volume.name}"):
+        place = _place_of(volume, key)
+        if place is not None and all(i < n for i, n in zip(place, occupancy.shape, strict=True)):
             occupancy[place] = True
+            if stamps is not None:
+                stamps[key] = listed[key] if volume.source.remote else _stamp(Path(volume.source.address, key))
     return occupancy
+
+
+def _stamp(path: Path) -> str:
+    """Changes when a file is written to or replaced, also by a program that sets its time back."""
+    try:
+        found = path.stat()
+    except OSError as error:  # whoever reads it says why
+        return type(error).__name__
+    return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
 
 
 def _place_of(volume: Volume, key: str) -> Triple | None:
@@ -169,7 +218,7 @@ def _place_of(volume: Volume, key: str) -> Triple | None:
     return place
 
 
-def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
+def _listed_keys(volume: Volume, stamps: dict[str, str] | None) -> Iterator[Iterable[str]]:
     """Keys below the array; from a remote store, where chunks lie in folders, several folders at once."""
     source = volume.source
     if not source.remote:
@@ -177,14 +226,15 @@ def _listed_keys(volume: Volume) -> Iterator[Iterable[str]]:
         return
     folders = [volume.array.path]
     while len(folders) == 1:  # go down to where there are several folders to list at once
-        keys, folders = source.list_one_level(folders[0])
+        keys, folders = source.list_one_level(folders[0], stamps)
         yield keys
     with ThreadPoolExecutor(source.config.requests) as pool:
-        yield from pool.map(lambda folder: list(source.list_keys(folder)), folders)
+        yield from pool.map(lambda folder: list(source.list_keys(folder, stamps=stamps)), folders)
 
 
 def _inner_occupancy(volume: Volume, shards: Bools) -> tuple[Bools, list[str]]:
-    """Which inner chunks are stored, from the index of each stored shard; the rest as `_listed`."""
+    """Which inner chunks are stored, from the index of each stored shard; and a line on each shard with a damaged one,
+    whose chunks count as missing."""
     grid = volume.grid
     assert grid.shard_zyx is not None
     per_shard = grid_shape(grid.shard_zyx, grid.chunk_zyx)
@@ -216,8 +266,8 @@ def _parse_sidecar(data: bytes) -> tuple[Bools, str]:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as found:
             occupancy, signature = found["occupancy"], str(found["signature"]) if "signature" in found else ""
-    except (KeyError, OSError, zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(one_line(error)) from error
+    except Exception as error:  # a flipped bit leads to nearly any type: zlib.error, BadZipFile, MemoryError, ...
+        raise ValueError(f"{type(error).__name__}: {one_line(error)}") from error
     if occupancy.dtype != bool or occupancy.ndim != 3:
         raise ValueError(f"occupancy of {occupancy.dtype} and {occupancy.ndim} axes")
     return occupancy, signature
@@ -229,24 +279,3 @@ def kept_file(volume: Volume, kind: str, ending: str) -> Path:
     address = volume.source.address if volume.source.remote else str(Path(volume.source.address).resolve())
     name = hashlib.sha256(f"{address}#{volume.array.path}#{volume.axes}".encode()).hexdigest()[:24]
     return root / "vesuvius" / kind / f"{name}{ending}"
-
-
-def _signature(volume: Volume) -> str:
-    """Changes when a cached listing may be stale: with the metadata, on disk also with any folder of chunks."""
-    signature = sidecar_signature(volume)
-    if volume.source.remote:
-        return signature
-    folder = Path(volume.source.address) / volume.array.path
-    depth = volume.grid.key_of((0, 0, 0)).removeprefix(volume.array.path).strip("/").count("/")
-    stamps = hashlib.sha256(repr(sorted(_folder_stamps(folder, depth))).encode()).hexdigest()
-    return f"{signature}:{stamps[:16]}"
-
-
-def _folder_stamps(folder: Path, depth: int) -> Iterator[tuple[str, int]]:
-    """Path and modification time of a folder and of those below it, `depth` levels down."""
-    yield str(folder), folder.stat().st_mtime_ns
-    if depth:
-        with os.scandir(folder) as entries:
-            below = [entry.path for entry in entries if entry.is_dir()]
-        for path in below:
-            yield from _folder_stamps(Path(path), depth - 1)
