@@ -113,11 +113,17 @@ def write_array(path: Path, voxels: np.ndarray[Any, Any], chunk: int = 32, **opt
     }
     if options.get("zarr_format") == 3:
         defaults = {"fill_value": 0}
-    array = zarr.create_array(
-        str(path), shape=voxels.shape, dtype=voxels.dtype, chunks=(chunk,) * voxels.ndim, **(defaults | options)
-    )
-    array[...] = voxels
+    # Not by zarrs, which the process may have turned to by now: it stores no empty chunk even where `config` says so.
+    with zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}):
+        array = zarr.create_array(
+            str(path), shape=voxels.shape, dtype=voxels.dtype, chunks=(chunk,) * voxels.ndim, **(defaults | options)
+        )
+        array[...] = voxels
     return path
+
+
+STORED_AIR: dict[str, Any] = {"config": {"write_empty_chunks": True}}
+"""For `write_array`: chunks of nothing but the fill value are stored too."""
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import zarr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
+from tests.conftest import SCROLL_DATA, STORED_AIR, needs_scroll_data, textured, write_array
 from tests.support.chunk_server import ChunkServer
 from vesuvius.commands.output.volume import info_text
 from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, Triple, VolumeConfig
@@ -222,10 +222,10 @@ def test_grey_values_are_taken_where_something_is_stored_and_are_the_same_each_t
 
 
 def test_nothing_but_air_has_no_grey_values(tmp_path: Path) -> None:
-    path = write_array(tmp_path / "v.zarr", np.zeros((32, 32, 32), np.uint8), chunk=16)
+    path = write_array(tmp_path / "v.zarr", np.zeros((32, 32, 32), np.uint8), chunk=16, **STORED_AIR)
     grey = look(path).grey
     assert grey is not None
-    assert (grey.places, grey.mean, grey.percentiles, grey.air_share) == (0, None, None, None)
+    assert (grey.places, grey.mean, grey.percentiles, grey.air_share) == (8, None, None, 1.0)
     assert look(path, places=0).grey is None
 
 

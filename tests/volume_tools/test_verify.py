@@ -51,7 +51,7 @@ def test_a_whole_volume_is_read_once_and_found_whole(server: ChunkServer, tmp_pa
         assert (found.chunks, found.broken) == (CHUNKS, [])
         assert found.done == found.objects == (8 if layout == "v3-sharded" else CHUNKS)
     if "sharded" not in layout:
-        asked = {key: count for key, count in server.asked_for(path).items() if key[-1].isdigit() and key[0] in "0123c"}
+        asked = {key: count for key, count in server.reads_of(path).items() if key[-1].isdigit() and key[0] in "0123c"}
         assert set(asked.values()) == {1}
         assert len(asked) == CHUNKS
 
@@ -200,7 +200,7 @@ def test_a_verification_that_was_ended_goes_on_and_leaves_no_process(
     found = json.loads(done.stdout)
     assert 8 <= found["before"] < found["done"] == CHUNKS
     assert [broken["chunk"] for broken in found["broken"]] == [[0, 0, 0]]
-    again = [key for key in server.asked_for(path) if key[0].isdigit()]
+    again = [key for key in server.reads_of(path) if key[0].isdigit()]
     assert len(again) == CHUNKS - found["before"], "what was read is not read again"
     assert not journal.exists()
 

@@ -197,7 +197,8 @@ def test_the_metadata_are_looked_at_once_a_second_not_for_every_region_of_air(
 ) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
     for chunk in path.glob("[0-9]/*/*"):
-        chunk.unlink()
+        if chunk != path / "1/1/1":
+            chunk.unlink()
     volume = open_at(server.url_of(path))
     server.reset()
     began = time.monotonic()

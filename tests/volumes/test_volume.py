@@ -197,8 +197,12 @@ REFUSALS = [
     ("5D", {}, r"set data.volumes\[\].select to 2 indices, e.g. \[0, 0\]"),
     ("5D", {"select": (0, 9)}, "inside the array"),
     ("array", {"select": (0,)}, "set data.volumes"),
-    ("unknown codec", {}, "metadata must be readable"),
-    ("broken metadata", {}, "metadata must be readable"),
+    (
+        "unknown codec",
+        {},
+        "metadata .zarray of .* cannot be read: no codec 'no-such-codec' is installed; install the package",
+    ),
+    ("broken metadata", {}, "metadata .zarray of .* cannot be read: the JSON breaks off after 1 bytes; restore it"),
 ]
 
 

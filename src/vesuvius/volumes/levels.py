@@ -11,6 +11,7 @@ import zarr
 from vesuvius.config import ArrayConfig
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.geometry import ome_attributes
+from vesuvius.volumes.store.object_store import shown_address
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ _CHILDREN_NAMED = 8
 class Level:
     """One level of an OME-Zarr group."""
 
-    array: zarr.Array[Any]
+    path: str  # of its array below the group
     entry: Any  # the group's `multiscales` entry
     dataset: Any  # its entry of this level
     paths: tuple[str, ...]  # the arrays of all levels from the finest
@@ -38,21 +39,13 @@ def pick_level(group: zarr.Group, spec: ArrayConfig) -> Level:
         datasets = list(entry["datasets"])
         paths = tuple(str(dataset["path"]) for dataset in datasets)
     except (KeyError, IndexError, TypeError) as error:
-        raise DataError(_no_pyramid(group, spec.path.rstrip("/"))) from error
+        raise DataError(_no_pyramid(group, shown_address(spec.path).rstrip("/"))) from error
     if spec.level >= len(paths):
         raise DataError(
-            f"level must be one of 0..{len(paths) - 1}; got {spec.level} of {spec.path}; change data.volumes[].level"
+            f"level must be one of 0..{len(paths) - 1}; got {spec.level} of {shown_address(spec.path)}; change "
+            "data.volumes[].level"
         )
-    try:
-        array = group[paths[spec.level]]
-    except Exception as error:
-        raise DataError(
-            f"each level in the metadata must exist; got {type(error).__name__}: {one_line(error)} for level "
-            f"{spec.level} ({paths[spec.level]!r}) of {spec.path}; copy the missing level or choose another"
-        ) from error
-    if not isinstance(array, zarr.Array):
-        raise DataError(f"a level must be an array; got a group at {spec.path}/{paths[spec.level]}; check its metadata")
-    return Level(array, entry, datasets[spec.level], paths)
+    return Level(paths[spec.level], entry, datasets[spec.level], paths)
 
 
 def _no_pyramid(group: zarr.Group, path: str) -> str:
@@ -68,6 +61,7 @@ def _no_pyramid(group: zarr.Group, path: str) -> str:
 
 def _found(group: zarr.Group) -> list[str]:
     try:
+        group = zarr.open_group(group.store, mode="r")  # consolidated metadata name its members where none can list
         return _series(group) or _children(group)
     except Exception as error:  # as in `volume.py`: damaged metadata and stores raise many types; names are but a help
         log.debug("looking for arrays in %s: %s", group, one_line(error))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import zarr
 from numpy.typing import NDArray
 
 from vesuvius.config import Triple
@@ -55,11 +54,9 @@ class MetadataCheck:
         self._known: bytes | None = None
         self._due = 0.0
 
-    def note(self, array: zarr.Array[Any]) -> None:
-        """Remember the metadata of an array as they are now.  Reads them."""
-        name = ".zarray" if array.metadata.zarr_format == 2 else "zarr.json"
-        self._source.metadata_key = f"{array.path}/{name}".lstrip("/")
-        self._known = self._source.get(self._source.metadata_key, cached=False)
+    def note(self, key: str, stored: bytes) -> None:
+        """Remember the object that holds the metadata, and its bytes."""
+        self._source.metadata_key, self._known = key, stored
 
     def check(self, at_once: bool) -> None:
         """Raises DataError where the volume is gone, or is another one; looks no more often than costs nothing."""

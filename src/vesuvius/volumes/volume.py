@@ -26,8 +26,11 @@ import numpy as np
 import zarr
 from numcodecs import blosc
 from numpy.typing import NDArray
+from zarr.abc.store import Store
+from zarr.core.array import AsyncArray
 from zarr.core.buffer import default_buffer_prototype
-from zarr.storage import LocalStore
+from zarr.errors import UnstableSpecificationWarning, ZarrUserWarning
+from zarr.storage import LocalStore, StorePath
 
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import DataError, one_line
@@ -36,8 +39,11 @@ from vesuvius.volumes.box import Box, format_box, intersection, shape_of, slices
 from vesuvius.volumes.chunks import ChunkGrid, ShardIndexError
 from vesuvius.volumes.errors import ClosedError, FetchError, UnreadableChunkError
 from vesuvius.volumes.geometry import FloatTriple, Geometry, space_of
+from vesuvius.volumes.key_form import as_stored
 from vesuvius.volumes.levels import Level, pick_level
+from vesuvius.volumes.metadata import open_array, open_group, read_node
 from vesuvius.volumes.missing import MetadataCheck, MissingChunks
+from vesuvius.volumes.no_zarr import no_zarr_error
 from vesuvius.volumes.staged import StagedStore
 from vesuvius.volumes.store.object_store import is_remote
 from vesuvius.volumes.store.source import Source
@@ -242,8 +248,7 @@ class Volume:
         from decode."""
         store = StagedStore(self.source)
         store.grid = self.grid
-        with zarr.config.set(_PYTHON_PIPELINE):
-            return zarr.open_array(store, path=self.array.path, mode="r")
+        return _decoded_by_python(self.array, store)
 
     @cached_property
     def _checked_array(self) -> zarr.Array[Any]:
@@ -267,56 +272,68 @@ def open_volume(
         DataError: nothing there, not a zarr, no such level, no axes z, y, x, or a dtype that is not supported.
     """
     _use_one_codec_thread()
-    with warnings.catch_warnings():
-        # Where zarrs does not support an array it falls back to zarr-python and warns on every open;
-        # `Volume.codec_pipeline` says which one is at work, and the run's log repeats it once.
-        warnings.filterwarnings("ignore", message="Array is unsupported by ZarrsCodecPipeline")
-        volume = _open_volume(spec, store, missing_chunk, known)
-    volume.metadata.note(volume.array)
-    return volume
-
-
-def _open_volume(spec: ArrayConfig, config: StoreConfig, missing_chunk: Literal["air", "error"], known: bool) -> Volume:
     if not is_remote(spec.path) and not Path(spec.path).exists():
         raise DataError(f"a volume must exist; got {spec.path}, which does not exist; {_how_to_get_data(spec.path)}")
-    source = Source(spec.path, config, known=known)
-    node = _open_node(source)
+    source = Source(spec.path, store, known=known)
+    try:
+        with warnings.catch_warnings():
+            # Where zarrs does not support an array it falls back to zarr-python and warns on every open;
+            # `Volume.codec_pipeline` says which one is at work, and the run's log repeats it once.
+            warnings.filterwarnings("ignore", message="Array is unsupported by ZarrsCodecPipeline")
+            warnings.simplefilter("ignore", ZarrUserWarning)  # on codecs that zarr v3 does not specify, and the like
+            warnings.simplefilter("ignore", UnstableSpecificationWarning)
+            return _open_volume(source, spec, missing_chunk, known)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _open_volume(source: Source, spec: ArrayConfig, missing_chunk: Literal["air", "error"], known: bool) -> Volume:
+    store = StagedStore(source) if source.remote else LocalStore(source.address, read_only=True)
+    node, path = read_node(source, ""), ""
+    if node is None:
+        raise no_zarr_error(source)
     level: Level | None = None
-    if isinstance(node, zarr.Group):
-        level = pick_level(node, spec)
-        array, name = level.array, f"{source.shown} level {spec.level}"
-    else:
-        array, name = node, source.shown
-        if spec.level:
+    name = source.shown
+    if not node.is_array:
+        level = pick_level(open_group(node, store), spec)
+        node, path, name = read_node(source, level.path), level.path, f"{source.shown} level {spec.level}"
+        if node is None or not node.is_array:
+            what = "which is not there" if node is None else "which is a group"
             raise DataError(
-                f"a bare array has level 0 only; got level {spec.level} of {spec.path}; set level to 0 or point "
-                "path at the OME-Zarr group"
+                f"each level in the metadata must exist; got level {spec.level} ({path!r}) of {source.shown}, {what}; "
+                "copy the missing level or choose another"
             )
-    _check_dtype(name, array)
+    elif spec.level:
+        raise DataError(
+            f"a bare array has level 0 only; got level {spec.level} of {source.shown}; set level to 0 or point "
+            "path at the OME-Zarr group"
+        )
+    array = open_array(source, node, store, path)
     space = space_of(level.entry, level.dataset, array.ndim, name) if level else None
     axes, axis_names = find_axes(name, array, space.array_names(array.ndim) if space else None, spec.select)
+    array = as_stored(name, array, axes, source, quiet=known)
     # zarrs decodes native byte order only, and says so at the first read.  Parts of chunks, as regions have at their
     # faces, it decodes more slowly than zarr-python does (docs/performance.md); in shards as fast.
     if not np.dtype(array.dtype).isnative or array.shards is None:
-        with zarr.config.set(_PYTHON_PIPELINE):
-            array = zarr.open_array(array.store_path, mode="r")
+        array = _decoded_by_python(array, array.store)
     source.cache_scope = f"{spec.path.rstrip('/')}#{metadata_hash(array)}"
     geometry, paths = (space.geometry(axes.zyx), level.paths) if space and level else (None, ())
-    return Volume(name, array, axes, axis_names, geometry, paths, source, missing_chunk)
+    volume = Volume(name, array, axes, axis_names, geometry, paths, source, missing_chunk)
+    volume.metadata.note(node.key, node.stored)
+    return volume
+
+
+def _decoded_by_python(array: zarr.Array[Any], store: Store) -> zarr.Array[Any]:
+    """The same array, decoded by zarr-python."""
+    with zarr.config.set(_PYTHON_PIPELINE):
+        return zarr.Array(AsyncArray(array.metadata, StorePath(store, array.path)))
 
 
 def metadata_hash(array: zarr.Array[Any]) -> str:
     """Changes with shape, chunks, dtype and codecs; not with attributes."""
     metadata = {key: value for key, value in array.metadata.to_dict().items() if key != "attributes"}
     return hashlib.sha256(json.dumps(metadata, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _check_dtype(name: str, array: zarr.Array[Any]) -> None:
-    dtype = np.dtype(array.dtype)
-    if dtype.kind not in "buif" or dtype.itemsize > 8:
-        raise DataError(
-            f"voxels must be bool, or integers or floats of up to 8 bytes; got {dtype} in {name}; convert the volume"
-        )
 
 
 def _read_into(array: zarr.Array[Any], axes: Axes, box: Box, out: NDArray[Any]) -> None:
@@ -342,29 +359,6 @@ def _use_one_codec_thread() -> None:
     if importlib.util.find_spec("zarrs") is not None:
         settings |= {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline", "codec_pipeline.chunk_concurrent_maximum": 1}
     zarr.config.set(settings)
-
-
-def _open_node(source: Source) -> zarr.Array[Any] | zarr.Group:
-    address = source.shown
-    try:
-        return zarr.open(StagedStore(source) if source.remote else LocalStore(source.address, read_only=True), mode="r")
-    except FileNotFoundError as error:
-        if source.forbidden:
-            raise DataError(
-                f"a volume's store must answer; got {source.forbidden} for {address}; check the address and the "
-                "credentials"
-            ) from error
-        raise DataError(
-            f"a volume must be a zarr array or group; got {address}, which is neither; point path at the "
-            "zarr itself (it holds .zarray, .zgroup or zarr.json)"
-        ) from error
-    except DataError:
-        raise
-    except Exception as error:  # malformed metadata and unknown codecs raise many types
-        raise DataError(
-            f"a volume's metadata must be readable; got {type(error).__name__}: {one_line(error)} in {address}; check "
-            "its codec and metadata, or install the codec's package"
-        ) from error
 
 
 def _how_to_get_data(path: str) -> str:

@@ -64,7 +64,7 @@ def test_patches_lie_in_the_held_out_slab_and_a_guard_away_from_what_is_trained_
     guard: float,
 ) -> None:
     path = tmp_path_factory.mktemp("sizes") / "v.zarr"
-    zarr.create_array(str(path), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)  # nothing but metadata
+    zarr.create_array(str(path), shape=shape, dtype="uint8", chunks=(32, 32, 32), fill_value=0)[0, 0, 0] = 1
     validation = ValidationConfig(fraction=fraction, guard=guard)
     config = data_config(path, patch_size=patch, validation=validation, augment=AugmentConfig(turn=False))
     data = prepare_data(0, config)

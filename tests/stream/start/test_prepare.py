@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conftest import textured, write_array
+from tests.conftest import STORED_AIR, textured, write_array
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.stream.start.prepare import GreyRange, prepare_data
@@ -17,7 +17,7 @@ FAR = {"int16": -1000, "int32": 2**30, "uint32": 2**32 - 2**20, "int64": 2**40, 
 
 
 def estimated(path: Path, voxels: np.ndarray[Any, Any], fill: Any = 0) -> GreyRange:
-    write_array(path, voxels, fill_value=fill)
+    write_array(path, voxels, fill_value=fill, **STORED_AIR)
     config = DataConfig(volumes=(VolumeConfig(path=str(path)),), patch_size=(32, 64, 64), validation={"guard": 0})
     (grey,) = prepare_data(0, config).grey_ranges(config).volumes
     return grey

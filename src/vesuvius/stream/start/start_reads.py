@@ -231,7 +231,7 @@ def serve() -> None:
     def volume_of(kind: Kind, number: int) -> Volume:
         if (kind, number) not in opened:
             spec = _spec(config, kind, number)
-            opened[kind, number] = open_volume(spec, config.store, config.missing_chunk)
+            opened[kind, number] = open_volume(spec, config.store, config.missing_chunk, known=True)
         return opened[kind, number]
 
     staged = set[Wanted]()

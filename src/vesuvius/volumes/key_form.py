@@ -1,0 +1,206 @@
+"""Finds by which form of key the chunks of an array are stored, where its metadata name another one.
+
+Writers have left `dimension_separator` out of nested zarr v2 arrays, and copies and conversions mix up the forms of v2
+and v3.  zarr finds nothing by the wrong form and takes all chunks for air, so absence is believed only after a look at
+the other forms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.core.array import AsyncArray
+
+from vesuvius.config import Triple
+from vesuvius.errors import DataError
+from vesuvius.volumes.axes import Axes
+from vesuvius.volumes.box import triple
+from vesuvius.volumes.chunks import ChunkGrid
+from vesuvius.volumes.store.source import Source
+
+log = logging.getLogger(__name__)
+
+# (key encoding, separator): `c/0/0/0`, `c.0.0.0`, `0/0/0`, `0.0.0`
+_FORMS = (("default", "/"), ("default", "."), ("v2", "/"), ("v2", "."))
+_FIRST_PROBES, _PROBES = 8, 64
+# Names in the folder of an array that are looked at on a disk, and keys of a remote listing: one page.
+_NAMES, _PAGE = 2000, 1000
+
+_warned: set[str] = set()
+
+
+class _Form(ChunkGrid):
+    """The chunks (or shards) of an array by one form of key."""
+
+    def __init__(self, array: zarr.Array[Any], axes: Axes, source: Source, encoding: str, separator: str) -> None:
+        super().__init__(array, axes, source)
+        self.encoding, self.separator = encoding, separator
+
+    def _encode(self, index: Sequence[Any]) -> str:
+        return self.separator.join([*(["c"] if self.encoding == "default" else []), *map(str, index)])
+
+    def place(self, key: str) -> Triple | None:
+        """Where the object with a key stands; None where it is none by this form."""
+        place = self.place_of(key)
+        inside = place is not None and all(i < n for i, n in zip(place, self.object_counts_zyx, strict=True))
+        return place if inside else None
+
+    def found(self, places: Iterable[Triple]) -> set[Triple]:
+        """Those at which the store has an object.  One request each."""
+        keys = {self.object_key(place): place for place in places}
+        return {keys[key] for key in keys.keys() - set(self.source.absent(list(keys)))}
+
+    @property
+    def example(self) -> str:
+        """Key of the first chunk."""
+        return self.object_key((0, 0, 0))
+
+
+def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, quiet: bool = False) -> zarr.Array[Any]:
+    """The array with the form of key by which its chunks are stored.  Lists a folder, or asks for a few chunks.
+
+    Args:
+        name: of the volume, for messages.
+        quiet: another process has opened the array, and has said what is said here.
+
+    Raises:
+        DataError: no chunk is stored by any form, or some are by another one than the metadata name.
+    """
+    declared, *others = forms = _forms(array, axes, source)
+    found, complete = _found_by_requests(forms) if source.remote else _found_on_disk(forms)
+    stored = found[0]
+    for form, places in zip(others, found[1:], strict=True):
+        if not places - stored:
+            continue
+        correct = _correction(array, form)
+        if stored or any(more for more in found[1:] if more is not places) or correct is None:
+            count = f"{len(places - stored)} chunks{'' if complete else ' of those asked for'}"
+            raise DataError(
+                f"Chunks of {name} are stored by another form of key than its metadata name: {count} lie as "
+                f"{form.example}, not as {declared.example}, and would be read as air; rename them, or correct "
+                f"{correct or 'the metadata'}"
+            )
+        if not quiet and name not in _warned:
+            _warned.add(name)
+            log.warning(
+                "%s: its metadata name chunks like %s, but they are stored like %s and are read so; correct %s",
+                *(name, declared.example, form.example, correct),
+            )
+        return _renamed(array, form)
+    total = math.prod(declared.object_counts_zyx)
+    if stored or quiet or source.forbidden is not None:
+        return array
+    if complete:
+        raise DataError(
+            f"No chunk of {name} is stored (0 of {total}, looked for as {declared.example} and by the other forms of "
+            "key); correct its path, level or select, or copy its chunks too.  An array that is meant to be empty "
+            "needs one stored chunk"
+        )
+    if name not in _warned:
+        _warned.add(name)
+        log.warning(
+            "%s: none of %d chunks that were asked for at random is stored, of %d; check its path, level and select if "
+            "patches come out empty",
+            *(name, min(_PROBES, total), total),
+        )
+    return array
+
+
+def _found_on_disk(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
+    """Some chunks of each form; and whether a form of which none is given has none.
+
+    Of the form that the metadata name one chunk is enough, as long as nothing in the folder is of another form.
+    """
+    declared, *others = forms
+    source, path = declared.source, declared.array.path
+    prefix, stored, suspicious = f"{path}/" if path else "", set[Triple](), False
+    try:
+        with os.scandir(Path(source.address, path)) as entries:
+            for entry in itertools.islice(entries, _NAMES):
+                key = prefix + entry.name
+                suspicious |= any(form.place(key) is not None or form.leads_to_chunks(key) for form in others)
+                if not stored and (place := declared.place(key)) is not None:
+                    stored.add(place)
+        keys = iter(()) if stored and not suspicious else source.list_keys(path)
+        found = [stored, *(set[Triple]() for _ in others)]
+        for key in keys:
+            for places, form in zip(found, forms, strict=True):
+                if (place := form.place(key)) is not None:
+                    places.add(place)
+            if stored and not suspicious:
+                break
+    except (OSError, DataError) as error:
+        log.debug("%s is probed without a listing: %s", source.shown, error)
+        return _found_by_requests(forms)
+    return found, True
+
+
+def _found_by_requests(forms: list[_Form]) -> tuple[list[set[Triple]], bool]:
+    """As `_found_on_disk`, by requests for a few chunks: without a listing only small arrays are known to have none."""
+    declared, *others = forms
+    source, nothing = declared.source, [set[Triple]() for _ in forms]
+    places = _some_places(declared.object_counts_zyx, _PROBES)
+    first = places[:_FIRST_PROBES]
+    stored = declared.found(first)
+    if len(stored) > len(first) // 4:
+        return [stored, *nothing[1:]], False
+    found = [stored, *(form.found(set(first) - stored) for form in others)]
+    if any(found):
+        return found, False
+    if source.can_list:
+        try:
+            page = list(itertools.islice(source.list_keys(declared.array.path), _PAGE))
+        except DataError as error:
+            log.debug("%s is probed without a listing: %s", source.shown, error)
+        else:
+            found = [{place for key in page if (place := form.place(key)) is not None} for form in forms]
+            if any(found) or len(page) < _PAGE:
+                return found, len(page) < _PAGE
+    for number, form in enumerate(forms):
+        if not any(found):
+            found[number] = form.found(places)
+    return found, len(places) == math.prod(declared.object_counts_zyx)
+
+
+def _some_places(counts_zyx: Triple, most: int) -> list[Triple]:
+    """The middle and random places of a grid; all of them where they are few."""
+    total = math.prod(counts_zyx)
+    middle = int(np.ravel_multi_index([n // 2 for n in counts_zyx], counts_zyx))
+    drawn = range(total) if total <= most else np.random.default_rng(0).integers(total, size=most - 1).tolist()
+    numbers = list(dict.fromkeys([middle, *drawn]))
+    return [triple(map(int, np.unravel_index(number, counts_zyx))) for number in numbers]
+
+
+def _forms(array: zarr.Array[Any], axes: Axes, source: Source) -> list[_Form]:
+    """The form that the metadata name, and then the others."""
+    if array.metadata.zarr_format == 2:
+        declared = ("v2", str(array.metadata.dimension_separator))
+    else:
+        encoding = array.metadata.chunk_key_encoding
+        declared = (str(encoding.name), str(getattr(encoding, "separator", None)))
+    return [_Form(array, axes, source, *form) for form in (declared, *(form for form in _FORMS if form != declared))]
+
+
+def _renamed(array: zarr.Array[Any], form: _Form) -> zarr.Array[Any]:
+    """The array with another form of key."""
+    document: dict[str, Any] = dict(array.metadata.to_dict())
+    if array.metadata.zarr_format == 2:
+        document["dimension_separator"] = form.separator
+    else:
+        document["chunk_key_encoding"] = {"name": form.encoding, "configuration": {"separator": form.separator}}
+    return zarr.Array(AsyncArray(document, array.store_path))  # type: ignore[call-overload]
+
+
+def _correction(array: zarr.Array[Any], form: _Form) -> str | None:
+    """What the metadata would have to say for a form; None where they cannot."""
+    if array.metadata.zarr_format == 3:
+        return f'chunk_key_encoding in zarr.json to "{form.encoding}" with the separator "{form.separator}"'
+    return f'dimension_separator in .zarray to "{form.separator}"' if form.encoding == "v2" else None

@@ -1,0 +1,148 @@
+"""Chunks that are stored, but not by the key that the metadata name: never air.
+
+A program that knows one wrong form only (nested without a separator, as in the public report), that looks on disks
+only, or that looks at the whole array and not at z, y, x of it, fails one of the layouts below.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import STORED_AIR, textured, write_array
+from tests.support.object_server import objects_of, serving
+from tests.support.s3 import upload
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.volumes.volume import Volume, open_volume
+
+VOXELS = textured((40, 48, 56))
+FORMS = {"c/": ("default", "/"), "c.": ("default", "."), "/": ("v2", "/"), ".": ("v2", ".")}
+READABLE = [(2, "/", "."), (2, ".", "/")] + [(3, a, b) for a in FORMS for b in FORMS if a != b]
+
+
+def rename(path: Path, form: str) -> None:
+    """Have the metadata name another form than that of the files."""
+    name, separator = FORMS[form]
+    file = path / ("zarr.json" if (path / "zarr.json").exists() else ".zarray")
+    metadata = json.loads(file.read_bytes())
+    if file.name == ".zarray":
+        metadata["dimension_separator"] = separator
+        if separator == ".":
+            del metadata["dimension_separator"]  # as old writers did
+    else:
+        metadata["chunk_key_encoding"] = {"name": name, "configuration": {"separator": separator}}
+    file.write_text(json.dumps(metadata))
+
+
+def written(path: Path, zarr_format: int, form: str, voxels: Any = VOXELS, **options: Any) -> Path:
+    """An array whose chunks have keys of a form."""
+    encoding = dict(zip(("name", "separator"), FORMS[form], strict=True))
+    return write_array(path, voxels, 16, zarr_format=zarr_format, chunk_key_encoding=encoding, **options)
+
+
+def opened(address: str | Path, **options: Any) -> Volume:
+    return open_volume(ArrayConfig(path=str(address), **options), StoreConfig(outage_minutes=0.01))
+
+
+def whole(address: str | Path, **options: Any) -> Any:
+    volume = opened(address, **options)
+    try:
+        return volume.read(((0, 0, 0), volume.shape_zyx))
+    finally:
+        volume.close()
+
+
+@pytest.mark.parametrize(("zarr_format", "stored", "named"), READABLE)
+def test_chunks_by_another_key_than_the_metadata_name_are_read_with_one_warning(
+    tmp_path: Path, zarr_format: int, stored: str, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path / "v.zarr", zarr_format, stored)
+    rename(path, named)
+    for _ in range(2):
+        np.testing.assert_array_equal(whole(path), VOXELS)
+    with serving(objects_of(path, "/v"), head=405) as address:
+        np.testing.assert_array_equal(whole(f"{address}/v"), VOXELS)
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warned) == 2, "one for each address"
+    assert all("are stored like" in message and "correct" in message for message in warned)
+
+
+def test_a_store_that_lists_is_looked_through_where_few_chunks_are_stored(tmp_path: Path, s3: Any) -> None:
+    """1 of 1728 chunks: no few probes find it."""
+    voxels = np.zeros((96, 96, 96), "u1")
+    voxels[90, 3, 50] = 7
+    path = write_array(tmp_path / "v.zarr", voxels, 8)
+    rename(path, ".")
+    address = upload(s3, path, "public", tmp_path.name)
+    np.testing.assert_array_equal(whole(address), voxels)
+
+
+def test_shards_by_another_key_are_found_in_levels_and_selected_axes(tmp_path: Path) -> None:
+    five = np.stack([VOXELS, VOXELS[::-1]])[:, None]
+    path = written(tmp_path / "v.zarr", 3, ".", five, shards=(32,) * 5)
+    rename(path, "c/")
+    np.testing.assert_array_equal(whole(path, select=(1, 0)), VOXELS[::-1])
+
+
+@pytest.mark.parametrize(("zarr_format", "stored", "named"), [(2, "/", "."), (3, ".", "c/"), (3, "/", "c.")])
+def test_a_mixture_of_two_forms_is_refused_rather_than_read_with_holes(
+    tmp_path: Path, zarr_format: int, stored: str, named: str
+) -> None:
+    """Also where nearly nothing is stored by the right one: a chunk that a careful tool has added, say."""
+    path = written(tmp_path / "v.zarr", zarr_format, stored)
+    rename(path, named)
+    other = written(tmp_path / "w.zarr", zarr_format, named)
+    key = next(key for key in objects_of(other) if key.endswith(("1/1/2", "1.1.2")))  # the middle
+    (path / key[1:]).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(other / key[1:], path / key[1:])
+    with pytest.raises(DataError, match=r"by another form of key than its metadata name: 35 chunks lie as"):
+        opened(path)
+    with serving(objects_of(path, "/v")) as address, pytest.raises(DataError, match="by another form of key"):
+        opened(f"{address}/v")
+
+
+def test_a_stray_copy_of_a_chunk_by_another_key_hides_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path / "v.zarr", 2, "/")
+    shutil.copyfile(path / "0/0/0", path / "0.0.0")
+    np.testing.assert_array_equal(whole(path), VOXELS)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("kind", ["disk", "http", "s3"])
+def test_an_array_without_a_single_chunk_is_refused(tmp_path: Path, zarr_format: int, kind: str, s3: Any) -> None:
+    path = written(tmp_path / "v.zarr", zarr_format, "/", np.zeros_like(VOXELS))
+    (path / "0/1").mkdir(parents=True)  # folders that a copy has left without their files
+    (path / "9").mkdir()
+    (path / "9.9.9").touch()  # no chunk of this array
+    with serving(objects_of(path, "/v")) as web:
+        address = {"disk": str, "http": lambda _: f"{web}/v", "s3": lambda p: upload(s3, p, "public", tmp_path.name)}
+        with pytest.raises(DataError, match=r"No chunk of .* is stored \(0 of 36, .*; correct its path, level or"):
+            opened(address[kind](path))
+    path = written(tmp_path / "w.zarr", zarr_format, "/", np.zeros_like(VOXELS), **STORED_AIR)
+    for file in path.glob("[0-9]/*/*"):
+        if file != path / "0/2/3":
+            file.unlink()
+    assert not whole(path).any(), "one stored chunk is enough"
+
+
+def test_where_absence_cannot_be_known_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    voxels = np.zeros((96, 96, 96), "u1")
+    voxels[90, 3, 50] = 7
+    path = write_array(tmp_path / "v.zarr", voxels, 8)
+    with serving(objects_of(path, "/v")) as address:
+        np.testing.assert_array_equal(whole(f"{address}/v"), voxels)
+    assert "none of 64 chunks that were asked for at random is stored, of 1728" in caplog.text
+
+
+def test_a_healthy_remote_volume_costs_one_round_of_a_few_requests(tmp_path: Path) -> None:
+    path, asked = written(tmp_path / "v.zarr", 2, "/"), list[str]()
+    with serving(objects_of(path, "/v"), asked=asked) as address:
+        opened(f"{address}/v").close()
+    assert len(asked) == 4 + 8, "metadata, and a probe"

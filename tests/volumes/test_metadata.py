@@ -1,0 +1,190 @@
+"""Metadata in every spelling, and what is said of what cannot be read.
+
+A program that only knows the spellings of the public reports, that translates one library's errors, or that checks on
+disks only, fails.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.conftest import textured, write_array
+from tests.support.object_server import objects_of, serving
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.errors import DataError
+from vesuvius.volumes.volume import open_volume
+
+VOXELS = textured((16, 16, 16))
+Change = Callable[[dict[str, Any]], None]
+
+
+def changed(path: Path, zarr_format: int, change: Change, voxels: Any = VOXELS, **options: Any) -> Path:
+    """An array whose metadata were edited."""
+    write_array(path, voxels, 8, zarr_format=zarr_format, **options)
+    file = path / (".zarray" if zarr_format == 2 else "zarr.json")
+    metadata = json.loads(file.read_bytes())
+    change(metadata)
+    file.write_text(json.dumps(metadata))
+    return path
+
+
+def set_to(**values: Any) -> Change:
+    return lambda metadata: metadata.update(values)
+
+
+def before_the_others(codec: Any) -> Change:
+    return lambda metadata: metadata["codecs"].insert(0, codec)
+
+
+def shard_of(*codecs: Any) -> Change:
+    configuration = {"chunk_shape": [4, 4, 4], "codecs": list(codecs), "index_codecs": ["bytes", "crc32c"]}
+    return set_to(codecs=[{"name": "sharding_indexed", "configuration": configuration}])
+
+
+def read(address: str | Path) -> Any:
+    volume = open_volume(ArrayConfig(path=str(address)), StoreConfig(outage_minutes=0.01))
+    try:
+        return volume.read(((0, 0, 0), volume.shape_zyx))
+    finally:
+        volume.close()
+
+
+@pytest.mark.parametrize("dtype", [">u1", "<u1", "=u1", "u1", "uint8"])
+def test_one_byte_has_no_order_however_it_is_written(tmp_path: Path, dtype: str) -> None:
+    np.testing.assert_array_equal(read(changed(tmp_path / "v.zarr", 2, set_to(dtype=dtype))), VOXELS)
+    signed = VOXELS.astype("i1")
+    path = changed(tmp_path / "w.zarr", 2, set_to(dtype=dtype.replace("u", "i", 1).replace("iint", "int")), signed)
+    np.testing.assert_array_equal(read(path), signed)
+
+
+@pytest.mark.parametrize("dtype", [">b1", "<b1", "bool"])
+def test_bool_has_no_order_either(tmp_path: Path, dtype: str) -> None:
+    path = changed(tmp_path / "v.zarr", 2, set_to(dtype=dtype, fill_value=False), VOXELS > 128)
+    np.testing.assert_array_equal(read(path), VOXELS > 128)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("shards", [None, (16, 16, 16)])
+def test_an_order_of_axes_may_be_a_letter(tmp_path: Path, order: str, shards: Any) -> None:
+    """Of zarr v2 the order of a chunk's voxels, of v3 a codec, also inside of shards."""
+    numbers = {"C": (0, 1, 2), "F": (2, 1, 0)}[order]
+    if shards is None:
+        np.testing.assert_array_equal(read(write_array(tmp_path / "v2.zarr", VOXELS, 8, order=order)), VOXELS)
+
+    def in_letters(metadata: dict[str, Any]) -> None:
+        chain = metadata["codecs"] if shards is None else metadata["codecs"][0]["configuration"]["codecs"]
+        transpose = next(codec for codec in chain if codec["name"] == "transpose")
+        transpose["configuration"]["order"] = order
+
+    filters = [zarr.codecs.TransposeCodec(order=numbers)]
+    path = changed(tmp_path / "v3.zarr", 3, in_letters, shards=shards, filters=filters)
+    np.testing.assert_array_equal(read(path), VOXELS)
+
+
+def test_short_forms_of_names_are_read(tmp_path: Path) -> None:
+    short = set_to(codecs=["bytes"], chunk_key_encoding="default", data_type={"name": "uint8"})
+    np.testing.assert_array_equal(read(changed(tmp_path / "v.zarr", 3, short, compressors=None)), VOXELS)
+
+
+PCODEC = {"name": "numcodecs.pcodec", "configuration": {"level": 8}}
+REFUSED: dict[str, tuple[int, Change, str]] = {
+    "v2 codec": (2, set_to(compressor={"id": "pcodec", "level": 8}), "no codec 'pcodec' is installed; install"),
+    "v2 filter": (2, set_to(filters=[{"id": "gone"}]), "no codec 'gone' is installed"),
+    "v2 codec's settings": (2, set_to(compressor={"id": "zlib", "x": 1}), "codec 'zlib' refuses its configuration"),
+    "v3 codec": (3, set_to(codecs=[PCODEC], data_type="float32"), "no codec 'numcodecs.pcodec' is installed"),
+    "v3 in shards": (3, shard_of(PCODEC), "no codec 'numcodecs.pcodec' is installed"),
+    "v3 unknown": (3, set_to(codecs=["bytes", "https://a/b"]), "no codec 'https://a/b' is installed"),
+    "v2 structure": (2, set_to(dtype=[["a", "<u1"]]), r"got a structure of several values, .*; convert"),
+    "v2 strings": (2, set_to(dtype="<U4"), r"got <U4 \(strings\)"),
+    "v2 dates": (2, set_to(dtype="<M8[ns]"), r"got <M8\[ns\] \(dates\)"),
+    "v2 complex": (2, set_to(dtype="<c8"), r"got <c8 \(complex numbers\)"),
+    "v2 unknown dtype": (2, set_to(dtype="thing"), "dtype 'thing' is unknown"),
+    "v2 no byte order": (2, set_to(dtype="u2"), "'u2' does not say in which order"),
+    "v3 bfloat16": (3, set_to(data_type="bfloat16"), "got bfloat16; convert"),
+    "v3 extension": (3, set_to(data_type={"name": "a.b", "configuration": {"c": 1}}), "got {'name': 'a.b'"),
+    "v3 grid": (3, set_to(chunk_grid={"name": "rectilinear"}), "chunk grid 'rectilinear' is not supported"),
+    "v3 transformers": (3, set_to(storage_transformers=[{"name": "a"}]), r"not supported: storage_transformers \[.*a"),
+    "v3 unknown field": (3, set_to(encrypted={"name": "a"}), "must be understood are not supported: encrypted;"),
+    "v1": (2, set_to(zarr_format=1), "zarr_format is 1; convert"),
+    "chunks of 0": (2, set_to(chunks=[8, 8, 0]), r"chunks is \[8, 8, 0\]"),
+    "no chunks": (2, lambda metadata: metadata.pop("chunks"), "chunks is missing"),
+    "no node": (3, set_to(node_type="image"), "node_type is 'image'"),
+    "anything else": (2, set_to(fill_value="x"), r"zarr-python refuses them \(TypeError: .*\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_named_before_a_chunk_is_called_damaged(tmp_path: Path, case: str) -> None:
+    zarr_format, change, words = REFUSED[case]
+    path = changed(tmp_path / "v.zarr", zarr_format, change)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(DataError, match=rf"^The metadata \S+ of \S+ cannot be read: .*{words}") as refused:
+            read(path)
+    assert "\n" not in str(refused.value)
+
+
+NO_JSON: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "page": (lambda _: b"\n<!DOCTYPE html><html>", "is an HTML page; check the address and the login"),
+    "xml": (lambda _: b"<?xml version='1.0'?><Error/>", "is an XML document"),
+    "gzip": (gzip.compress, "is gzip data; store it uncompressed"),
+    "empty": (lambda _: b"", r"is empty \(0 bytes\); restore it"),
+    "zeros": (lambda data: bytes(len(data)), "is empty"),
+    "half": (lambda data: data[: len(data) // 2], r"breaks off after \d+ bytes"),
+    "all but the last": (lambda data: data.rstrip()[:-1], r"breaks off after \d+ bytes"),
+    "random": (lambda _: b"\x93\xfe" * 9, "is not JSON"),
+    "list": (lambda _: b"[]", "they are a list"),
+    "lfs": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+}
+
+
+@pytest.mark.parametrize("case", NO_JSON)
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_what_lies_in_place_of_metadata_is_named(tmp_path: Path, case: str, zarr_format: int) -> None:
+    path = write_array(tmp_path / "v.zarr", VOXELS, 8, zarr_format=zarr_format)
+    make, words = NO_JSON[case]
+    file = path / (".zarray" if zarr_format == 2 else "zarr.json")
+    file.write_bytes(make(file.read_bytes()))
+    with serving(objects_of(path, "/v")) as web:
+        for address in (path, f"{web}/v"):
+            with pytest.raises(DataError, match=rf"^The metadata {file.name} of .* cannot be read: .*{words}"):
+                read(address)
+
+
+def test_a_byte_order_mark_is_read_over(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "v.zarr", VOXELS, 8)
+    (path / ".zarray").write_bytes(b"\xef\xbb\xbf" + (path / ".zarray").read_bytes())
+    np.testing.assert_array_equal(read(path), VOXELS)
+
+
+NO_ZARR: dict[str, tuple[str, bytes, str]] = {
+    "zip": ("v.zip", b"PK\x03\x04rest", "but a zip archive; unpack it"),
+    "hdf5": ("v.h5", b"\x89HDF\r\n\x1a\n", "but an HDF5 file; convert"),
+    "tiff": ("v.tif", b"II*\0rest", "but a TIFF file; convert"),
+    "n5": ("v.n5/attributes.json", b"{}", "but an N5 container; convert"),
+    "images": ("v/0001.tif", b"II*\0", r"but a folder of images \(1 .tif\); convert"),
+    "precomputed": ("v/info", b"{}", "but a neuroglancer precomputed volume; convert"),
+    "chunks": ("v/0/0/0", b"x", "but a folder of chunks without metadata; copy its .zarray"),
+    "parent": ("v/scan.zarr/.zarray", b"{}", r"but a folder that holds zarrs; set path to \S+/v/scan\.zarr$"),
+    "a file in it": ("v/.zarray", b"{}", r"but a file; point path at the zarr itself"),
+}
+
+
+@pytest.mark.parametrize("case", NO_ZARR)
+def test_what_is_given_in_place_of_a_zarr_is_named(tmp_path: Path, case: str) -> None:
+    name, data, words = NO_ZARR[case]
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(data)
+    address = file if case == "a file in it" else tmp_path / name.split("/")[0]
+    with pytest.raises(DataError, match=rf"got \S+, which is neither {words}"):
+        read(address)
