@@ -29,6 +29,7 @@ from vesuvius.doctor import data as doctor_data
 from vesuvius.doctor import device, examination, host, trial
 from vesuvius.doctor.check import THREADS, Check, Finding, examine
 from vesuvius.errors import EXIT_CONFIG, EXIT_ERROR, EXIT_OK
+from vesuvius.monitor.probes.task_limits import TaskLimit
 from vesuvius.runlog.run_dir import installed_version
 from vesuvius.runlog.units import GIB
 from vesuvius.trials import process
@@ -237,9 +238,10 @@ def test_processes_of_checks_that_hang_end_with_the_examination(monkeypatch: pyt
     assert ended == [-signal.SIGKILL]
 
 
+_FEW_TASKS = TaskLimit("pids.max of cgroup /", 150, 10)
 NAMES = [
     "versions", "import name", "processors", "memory", "disk", "volumes", "memory plan", "checkpoints", "/dev/shm",
-    "torch", "GPU", "cuDNN", "kernels", "Ray", "one step",
+    "limits", "torch", "GPU", "cuDNN", "kernels", "Ray", "one step",
 ]  # fmt: skip
 
 
@@ -249,6 +251,10 @@ def refused(directory: Path) -> None:
 
 # What is patched where the machine is asked, and the line that must say so.
 FAULTS: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
+    "few processes": (
+        {"examination.task_limits": lambda: [_FEW_TASKS]},
+        ("fail", "limits", "pids.max of cgroup / allows 150"),
+    ),
     "small /dev/shm": ({"host.free_shm": lambda: 64 * 2**20}, ("fail", "/dev/shm", "--shm-size=1g")),
     "no write permission": ({"host._try_disk": refused}, ("fail", "disk", "Permission denied")),
     "unreachable store": ({"data._GIVE_UP_MINUTES": 0.2 / 60}, ("fail", "volumes", "http://127.0.0.1")),

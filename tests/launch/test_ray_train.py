@@ -23,7 +23,7 @@ from vesuvius.launch.launch import with_number_of_ranks
 from vesuvius.launch.ray import command, room, trainer, worker
 from vesuvius.launch.ray.bulletin import Bulletin
 from vesuvius.stream.options import StreamOptions, reads_here
-from vesuvius.stream.ray.session import passed_on
+from vesuvius.stream.ray.start import passed_on
 from vesuvius.training.request import Request
 from vesuvius.training.stop import StopRequest
 

@@ -25,6 +25,7 @@ from vesuvius.stream import closing
 from vesuvius.stream import stream as stream_module
 from vesuvius.stream.ray import blocks
 from vesuvius.stream.ray import session as ray_session
+from vesuvius.stream.ray import start as ray_start
 from vesuvius.stream.ray import watch as ray_watch
 from vesuvius.stream.ray.deaths import ReaderDeath
 from vesuvius.stream.reading.reader import Block
@@ -76,7 +77,7 @@ def test_the_watch_for_spills_says_once_that_it_is_blind_and_once_that_it_sees(
 
 
 def test_only_the_announcement_of_ray_s_core_is_hidden(capfd: pytest.CaptureFixture[str]) -> None:
-    with ray_session._without_announcement():
+    with ray_start._stderr_held():
         os.write(2, b"[x] logging.cc: Set ray log level from environment variable RAY_BACKEND_LOG_LEVEL to 4\n")
         os.write(2, b"a reason to look at\n")
     os.write(2, b"and on\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from vesuvius.config import Config
 from vesuvius.doctor import host, trial
 from vesuvius.doctor.check import THREADS, Check, Finding, examine
+from vesuvius.monitor.probes.task_limits import task_limits
 from vesuvius.runlog.find_run import runs_root
 from vesuvius.runlog.units import size_text
 from vesuvius.stream.options import StreamOptions, store_bytes
@@ -62,6 +64,7 @@ class _Examination:
             Check("disk", lambda: host.look_at_disk(directory), if_hung="a mount hangs: set VESUVIUS_RUNS elsewhere"),
             *(of_config if config else []),
             Check("/dev/shm", self._shm, _IMPORTS_S, beside=True),
+            Check("limits", self._limits, _IMPORTS_S, beside=True),
             Check("torch", lambda: _device("look_at_torch"), _IMPORTS_S, beside=True),
             Check("GPU", lambda: _device("look_at_gpus"), _IMPORTS_S, _GPU_HANGS, beside=True),
             Check("cuDNN", lambda: _device("look_at_cudnn", config), _IMPORTS_S, beside=True),
@@ -81,6 +84,20 @@ class _Examination:
     def _cores(self) -> Finding:
         workers = None if self._config is None else self._config.training.workers
         return host.look_at_cores(workers, self._ranks())
+
+    def _limits(self) -> Finding:
+        """Processes and threads that may be started, against the config's, or those of one reader."""
+        from vesuvius.training.forecast.limits import task_problem, tasks_needed
+
+        config = self._config
+        workers, ranks, cores = config.training.workers if config else 1, self._ranks(), os.cpu_count() or 1
+        workers = 0 if config is not None and config.cluster.address else workers
+        limits = task_limits()
+        problem, remedy = task_problem(workers, ranks, cores, limits)
+        if problem:
+            return Finding("fail", problem, remedy)
+        need = f"about {tasks_needed(workers, ranks, cores)} processes and threads needed"
+        return Finding("ok", f"{need}, {limits[0].left} allowed ({limits[0].name})" if limits else f"{need}, no limit")
 
     def _ranks(self) -> int:
         """That share this machine."""

@@ -34,6 +34,7 @@ from vesuvius.stream.ray.private import start_autoscaling_coordinator
 from vesuvius.stream.ray.session import Session
 from vesuvius.stream.start.prepare import prepare_data
 from vesuvius.threads import on_thread
+from vesuvius.training.forecast.limits import check_limits
 from vesuvius.training.request import Request
 from vesuvius.training.stop import restore_handlers, stop_signals
 
@@ -124,7 +125,9 @@ def _store_bytes(config: Config, ranks: int) -> int:
     options = StreamOptions.from_config(config.training, config.cluster)
     data = prepare_data(config.seed, config.data, foreground=lambda volume, spec, section: None)
     check_store(data.job, options, ranks)
-    return max(ranks * store_bytes(data.job, options), LEAST_STORE_BYTES)
+    size = max(ranks * store_bytes(data.job, options), LEAST_STORE_BYTES)
+    check_limits(config, ranks, size)
+    return size
 
 
 class _LogLines:

@@ -9,3 +9,5 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DATA_LOG_LEVEL", "CRITICAL")
 # Ray's C++ core prints its internal errors to the terminal of the trainer, two of them in every healthy run.
 os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+# gRPC would send its calls to machines of the cluster, and to this one, through the proxy that http_proxy names.
+os.environ.setdefault("grpc_proxy", "")

@@ -25,7 +25,9 @@ import ray._private.worker
 import ray.data
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray._private.node import Node
-from ray.core.generated import common_pb2, gcs_pb2
+from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+from ray.core.generated import common_pb2, gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
 from ray.data import DataContext
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.util.debug import log_once
@@ -113,6 +115,40 @@ def worker_exits() -> list[WorkerExit]:
         for row in table
         if not row.is_alive
     ]
+
+
+def address_of_cluster(address: str) -> str | None:
+    """`host:port` of its head; None where that is not known before Ray connects, as of Ray's client.
+
+    Raises ConnectionError where `auto` finds none.
+    """
+    if "://" in address:
+        return None
+    return address if ":" in address else canonicalize_bootstrap_address_or_die(address)
+
+
+def wants_token(address: str, timeout_s: float) -> bool:
+    """Whether the head of a cluster answers only calls with a token.  Raises ConnectionError: it does not answer."""
+    with grpc.insecure_channel(address, (("grpc.enable_http_proxy", 0),)) as channel:
+        heads = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            heads.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=timeout_s)  # type: ignore[attr-defined]
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                return True
+            raise ConnectionError(f"{error.code().name}: {error.details()}") from error
+    return False
+
+
+def has_token() -> bool:
+    """Whether Ray finds a token, in its variables or in ~/.ray."""
+    return bool(AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+
+def reread_authentication() -> None:
+    """Have Ray read its variables about tokens again, which it keeps."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def cluster_state() -> Any:

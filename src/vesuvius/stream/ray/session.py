@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
 import signal
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from contextlib import ExitStack
+from typing import ClassVar
 
 import ray
 
 from vesuvius.config import ClusterConfig
-from vesuvius.errors import ConfigError, one_line
-from vesuvius.stream.options import check_cluster
+from vesuvius.errors import ConfigError
 from vesuvius.stream.ray import private
+from vesuvius.stream.ray.start import authenticated, start_ray
 from vesuvius.threads import on_thread
 
 log = logging.getLogger(__name__)
@@ -29,9 +25,6 @@ _JOIN_S = 3.0
 _END_S = 5.0
 _KILLED_S = 10.0
 _SIGACTION_BYTES = 256  # more than the struct has anywhere
-_ANNOUNCEMENT = b"RAY_BACKEND_LOG_LEVEL"
-_AUTH_MODE = "RAY_AUTH_MODE"
-_PASSED_ON = ("VESUVIUS_", "AWS_", "GOOGLE_", "NCCL_", "GLOO_")
 
 
 class Session:
@@ -42,7 +35,7 @@ class Session:
         store_bytes: size of a private Ray's object store.
 
     Raises:
-        ConfigError: the cluster does not answer, or Ray could not be ended in this process before.
+        ConfigError: Ray does not start, the cluster does not answer, or Ray could not be ended in this process before.
     """
 
     _uses: ClassVar[int] = 0
@@ -60,9 +53,8 @@ class Session:
                 "process; start another process, or set training.workers=0 to run without Ray"
             )
         if not ray.is_initialized():
-            if _AUTH_MODE not in os.environ:  # Ray sets it for good, but the next cluster may have no tokens
-                Session._held.callback(os.environ.pop, _AUTH_MODE, None)
             try:
+                Session._held.enter_context(authenticated(config.address))
                 start_ray(config, self._cpus, store_bytes)
             except BaseException:
                 Session._held.close()
@@ -128,84 +120,3 @@ def _shut_down() -> bool:
             return False
     ended.result()
     return True
-
-
-def _listen_to_sigterm() -> None:
-    """Install Python's handler of SIGTERM again, which Ray's C++ core has replaced."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-
-
-def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
-    """Start a private Ray with an object store of `store_bytes`, or connect to the cluster that the config names.
-
-    Does nothing where Ray is up already.  Leaves the process's signal handlers as they are.
-
-    Raises:
-        ConfigError: the cluster does not answer.
-    """
-    if ray.is_initialized():
-        return
-    settings: dict[str, Any] = {
-        "address": "local",
-        "include_dashboard": False,
-        "object_store_memory": store_bytes,
-        "num_cpus": cpus,
-    }
-    if config.address is not None:
-        check_cluster(config.address)
-        settings = {"address": config.address}
-        if variables := passed_on(os.environ):
-            settings["runtime_env"] = {"env_vars": variables}
-    try:
-        # ray.init would handle SIGTERM by exiting on the spot; the trainer could not save.  Restoring the handler
-        # afterwards is too late: a signal in between has left locks held for ever.
-        with _stop_signals_blocked(), _without_announcement(), private.without_sigterm_handler():
-            ray.init(**settings, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"Ray must start or answer; got cluster.address={config.address!r}: {one_line(error)}; start one with "
-            "`ray start --head`, set cluster.address=null for a private one, or training.workers=0 to run without Ray"
-        ) from error
-
-
-def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this process that those on other nodes need: run directory, credentials, network.  Pure.
-
-    Not those that a submitted job has given Ray for all its processes, which Ray would refuse.
-    """
-    job = json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
-    given = ((job.get("runtime_env") or {}).get("env_vars")) or {}
-    return {name: value for name, value in environment.items() if name.startswith(_PASSED_ON) and name not in given}
-
-
-@contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
-    """Block SIGTERM and SIGHUP here, and for good in all processes that are started meanwhile, and in theirs.
-
-    A scheduler, or a terminal that closes, sends them to all processes of a job: without its daemons Ray would abort
-    this process before it saves.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        _listen_to_sigterm()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _without_announcement() -> Iterator[None]:
-    """Delay what is written to file descriptor 2, and drop the line in which Ray's C++ core announces its log level."""
-    saved = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(saved, 2)
-            held.seek(0)
-            for line in held:
-                if _ANNOUNCEMENT not in line:
-                    os.write(saved, line)
-            os.close(saved)

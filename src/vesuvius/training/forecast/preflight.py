@@ -17,7 +17,14 @@ from vesuvius.runlog.files.disk_use import free_disk_bytes, nearest_existing
 from vesuvius.runlog.listeners.trackers import check_trackers
 from vesuvius.runlog.run_dir import RunDir, refuse_existing, run_dir
 from vesuvius.runlog.units import GIB
-from vesuvius.stream.options import StreamOptions, check_cluster, check_store, check_store_need, store_is_there
+from vesuvius.stream.options import (
+    StreamOptions,
+    check_cluster,
+    check_store,
+    check_store_need,
+    store_bytes,
+    store_is_there,
+)
 from vesuvius.stream.start.fixed_patches import FixedPatches, read_fixed_patches
 from vesuvius.stream.start.prepare import PreparedData, prepare_data
 from vesuvius.stream.start.start_reads import StartReads
@@ -25,6 +32,7 @@ from vesuvius.training.checkpoint.data_facts import DataFacts, trained_volumes
 from vesuvius.training.checkpoint.format import load_checkpoint
 from vesuvius.training.checkpoint.resume import ResumePoint, read_resume_point
 from vesuvius.training.checkpoint.trained import InitialWeights, read_initial_weights
+from vesuvius.training.forecast.limits import check_limits
 from vesuvius.training.forecast.memory_plan import lean_norm
 from vesuvius.training.step.conditioning import volume_scalars
 from vesuvius.training.step.network import lay_out_network
@@ -133,6 +141,7 @@ def preflight(
         check_store_need(data.job, options)
         if not store_is_there():
             check_store(data.job, options, ranks_here)
+            check_limits(config, ranks_here, 0 if config.cluster.address else store_bytes(data.job, options))
         if cache := open_cache(config.data.store):
             cache.check()
         resumed = read_resume_point(checkpoint, config, data, allow_drift) if checkpoint else None

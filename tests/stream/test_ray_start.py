@@ -1,0 +1,292 @@
+"""How Ray is started or connected to, and what is said where that fails.
+
+Wrong programs that these tests are to catch: one that leaves a token behind, which changes how clusters are made; one
+that blames the cluster for what the disk says; one that is mute while it waits, or that dies with what it held back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from vesuvius.errors import ConfigError
+from vesuvius.stream.ray import private, start
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError("AF_UNIX path length cannot exceed 107 bytes: /a/b"), "RAY_TMPDIR name a folder with a short path"),
+        (PermissionError(13, "Permission denied", "/tmp/ray/x"), "RAY_TMPDIR name a folder that this user can write"),
+        (OSError(30, "Read-only file system", "/tmp/ray"), "RAY_TMPDIR name a folder that this user can write"),
+        (OSError(28, "No space left on device", "/tmp/ray"), "free some space there"),
+        (RuntimeError("can't start new thread"), "raise the limit of processes and threads"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "raise the limit of processes and threads"),
+        (OSError(24, "Too many open files"), "raise the limit of open files"),
+        (OSError(27, "File too large"), "ulimit -f unlimited"),
+        (Exception("something that nobody has met"), None),
+    ],
+)
+def test_a_ray_that_does_not_start_is_one_line_with_the_remedy_of_its_cause(
+    error: Exception, remedy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever Ray raises, plain `Exception`s too."""
+
+    def fails(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(start.ray, "init", fails)
+    monkeypatch.setattr(start.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(start.ray, "shutdown", lambda: None)
+    with pytest.raises(ConfigError) as caught:
+        start.start_ray(start.ClusterConfig(), 2, 2**28)
+    said = str(caught.value)
+    assert said.startswith(f"Ray did not start: {error}; ")
+    assert said.endswith("training.workers=0 runs without Ray")
+    assert said.count("; ") == 1, "nothing is advised that is not known to help" if remedy is None else said
+    assert remedy is None or remedy in said
+    assert "ray start" not in said
+
+
+@pytest.mark.parametrize(
+    ("logs", "cause"),
+    [
+        (
+            {"raylet.err": "[x] logging.cc: Set ray log level\nwhat():  open: Read-only file system\nstack\n"},
+            "raylet.err: what(): open: Read-only file system",
+        ),
+        (
+            {
+                "raylet.out": "[C] plasma/dlmalloc.cc:143:  Check failed: fd_ >= 0 /dev/shm/x\n",
+                "a.log": "No such file\n",
+            },
+            "raylet.out: [C] plasma/dlmalloc.cc:143: Check failed: fd_ >= 0 /dev/shm/x",
+        ),
+        ({"gcs_server.out": "all is well\n"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_cause_comes_from_the_logs_of_ray_s_processes(logs: dict[str, str], cause: str, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name, text in logs.items():
+        (tmp_path / "logs" / name).write_text(text)
+    assert start.cause_in_logs(tmp_path) == cause
+
+
+def test_the_folder_of_the_ray_that_was_tried_is_found_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert start.session_folder(time.time()) is None
+    for name in (f"session_1_{os.getpid()}", "session_2_1"):
+        (tmp_path / "ray" / name).mkdir(parents=True)
+    assert start.session_folder(time.time()) == tmp_path / f"ray/session_1_{os.getpid()}"
+    assert start.session_folder(time.time() + 60) is None, "of an earlier start"
+
+
+def test_what_is_waited_for_is_said_with_the_last_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "_SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(start, "_SAY_EVERY_S", 0.01)
+    caplog.set_level(logging.INFO)
+    with start._stderr_held() as last_line, start._said_while_waiting("Ray at auto to answer", last_line):
+        deadline = time.monotonic() + 20
+        while "it says" not in caplog.text and time.monotonic() < deadline:
+            os.write(2, b"first\nGCS does not answer\n")
+            time.sleep(0.02)
+    assert "waiting for Ray at auto to answer for 0 s; it says: GCS does not answer" in caplog.text
+    said = len(caplog.records)
+    time.sleep(0.1)
+    assert len(caplog.records) == said, "no longer"
+
+
+@pytest.mark.parametrize("death", ["os.abort()", "os._exit(1)", f"os.kill(os.getpid(), {signal.SIGKILL:d})"])
+def test_a_process_that_ends_while_ray_starts_leaves_its_last_words(death: str) -> None:
+    """As Ray's C++ core ends it: no Python runs any more."""
+    code = f"""
+import os
+from vesuvius.stream.ray import start
+with start._stderr_held():
+    os.write(2, b"Set ray log level from environment variable RAY_BACKEND_LOG_LEVEL to 3\\nwhat(): no threads\\n")
+    {death}
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode != 0
+    assert "this process was ended while Ray started" in ended.stderr
+    assert "what(): no threads" in ended.stderr
+    assert "RAY_BACKEND_LOG_LEVEL" not in ended.stderr
+
+
+def test_what_was_held_back_is_not_printed_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with suppress(RuntimeError), start._stderr_held():
+        os.write(2, b"one of twelve raw lines\n")
+        raise RuntimeError
+    assert capfd.readouterr().err == ""
+
+
+class _Head(grpc.GenericRpcHandler):
+    """The head of a cluster, as far as it is asked whether it is there."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = token
+
+    def service(self, call: Any) -> Any:
+        def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+            given = dict(call.invocation_metadata).get("authorization")
+            if self._token is not None and given != f"Bearer {self._token}":
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture(params=[None, "secret"])
+def head(request: pytest.FixtureRequest) -> Iterator[tuple[str, bool]]:
+    """Address of a head, and whether it wants a token."""
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(_Head(request.param),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}", request.param is not None
+    server.stop(None).wait()
+
+
+@pytest.fixture
+def no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home without a token, and no word of one in the environment.  Ray's own state is as before afterwards."""
+    with monkeypatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            patch.delenv(name, raising=False)
+        private.reread_authentication()
+        yield tmp_path
+    private.reread_authentication()
+
+
+def test_a_cluster_is_asked_whether_it_wants_a_token(head: tuple[str, bool], no_token: Path) -> None:
+    address, wants = head
+    if wants:
+        with pytest.raises(ConfigError, match=rf"{address} wants a token.*{no_token}/\.ray/auth_token.*MODE token"):
+            start.authenticated(address).__enter__()
+    (no_token / ".ray").mkdir()
+    (no_token / ".ray/auth_token").write_text("a" * 64)
+    before = dict(os.environ)
+    with start.authenticated(address):
+        assert os.environ.get("RAY_AUTH_MODE") == ("token" if wants else None)
+    assert dict(os.environ) == before
+
+
+def test_what_the_environment_says_of_tokens_holds(head: tuple[str, bool], no_token: Path) -> None:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    for address in (head[0], None):
+        with start.authenticated(address):
+            assert os.environ["RAY_AUTH_MODE"] == "disabled"
+            assert "RAY_AUTH_TOKEN" not in os.environ
+    os.environ.pop("RAY_AUTH_MODE")
+
+
+def test_a_private_ray_has_a_token_of_its_own_and_leaves_none(no_token: Path) -> None:
+    tokens = set()
+    for _ in range(2):
+        with start.authenticated(None):
+            assert os.environ["RAY_AUTH_MODE"] == "token"
+            assert private.has_token()
+            tokens.add(os.environ["RAY_AUTH_TOKEN"])
+    assert len(tokens) == 2
+    assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} & os.environ.keys()
+    assert list(no_token.iterdir()) == []
+
+
+def test_a_cluster_that_does_not_answer_is_named(no_token: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(
+        ConfigError, match=rf"The Ray cluster at cluster.address={address} does not answer: UNAVAILABLE"
+    ):
+        start.authenticated(address).__enter__()
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy"])
+def test_grpc_goes_to_this_machine_whatever_proxy_is_set(name: str, head: tuple[str, bool]) -> None:
+    """In this process and, as they inherit it, in Ray's.  The proxy refuses all."""
+    code = """
+import sys, vesuvius.stream.ray, grpc
+grpc.channel_ready_future(grpc.insecure_channel(sys.argv[1])).result(timeout=20)
+"""
+    environment = {key: value for key, value in os.environ.items() if "proxy" not in key.lower()}
+    environment[name] = "http://127.0.0.1:9"
+    subprocess.run([sys.executable, "-c", code, head[0]], env=environment, timeout=60, check=True)
+
+
+def recipe(page: str) -> list[str]:
+    """The commands that docs/cluster.md gives for a Ray cluster, a block each: head, other machine, run."""
+    part = page.partition("**A Ray cluster.**")[2].partition("**SLURM**")[0]
+    return re.findall(r"```bash\n(.*?)```", part, re.DOTALL)
+
+
+@pytest.mark.parametrize("with_token", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_the_recipe_for_a_cluster_works_as_written(
+    with_token: bool, tiny_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """From a home that a Ray has left a token in, and from one without.  Two nodes on this machine."""
+    home = tmp_path / "h"
+    (home / ".ray").mkdir(parents=True)
+    if with_token:
+        (home / ".ray/auth_token").write_text("a" * 64)
+    blocks = recipe((ROOT / "docs/cluster.md").read_text())
+    assert len(blocks) == 3
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    config = tiny_config(training={"workers": 1, "max_steps": 2})
+    mark = {"TEST_OF_VESUVIUS": str(tmp_path)}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | mark
+    environment |= {"HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0"}
+    changes = {"6379": port, "HEAD": "127.0.0.1", "C.yaml": str(config), "training.ranks=32": "training.ranks=1"}
+    try:
+        for block in blocks:
+            for old, new in changes.items():
+                block = block.replace(old, new)
+            ended = subprocess.run(
+                ["bash", "-ec", block],
+                env=environment,
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "done: step 2" in ended.stdout
+        assert "InvalidAuthToken" not in ended.stderr
+    finally:
+        end_all(mark)
+
+
+def end_all(mark: dict[str, str]) -> None:
+    """Kill what was started with these variables."""
+    for process in psutil.process_iter():
+        try:
+            if mark.items() <= process.environ().items():
+                process.kill()
+        except psutil.Error:
+            pass
