@@ -86,8 +86,8 @@ def test_guidance_without_a_condition_is_refused(
     assert refusal in capsys.readouterr().err
 
 
-def test_what_the_network_was_told_of_a_volume_stays_when_its_metadata_change(
-    tmp_path: Path, conditional_config: Path
+def test_what_the_network_was_told_of_a_volume_stays_when_its_metadata_change_but_labels_may_not_move(
+    tmp_path: Path, conditional_config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert vesuvius_train(conditional_config, "training.max_steps=1") == 0
     for name in ("scan", "labels"):  # both: else the labels would lie elsewhere
@@ -96,6 +96,10 @@ def test_what_the_network_was_told_of_a_volume_stays_when_its_metadata_change(
     assert vesuvius_train(conditional_config, "training.max_steps=2", "--resume") == 0
     state = torch.load(tmp_path / "runs/tiny/checkpoints/step_00000002/state.pt", weights_only=True)
     assert state["volumes"][0]["scalars"] == [3.0]
+    attributes.write_text(attributes.read_text().replace("2.0", "4.0"))  # as coarse again, from the same corner
+    assert vesuvius_train(conditional_config, "training.max_steps=3", "--resume") == 2
+    moved = "place of the conditions in their volumes (factors, offsets): was 1x1x1 at 0x0x0, is 2x2x2 at 0x0x0"
+    assert moved in capsys.readouterr().err
 
 
 def test_labels_can_be_drawn_from_scans(tmp_path: Path, conditional_config: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -190,10 +190,10 @@ def log_alignment(volume: Volume, array: Volume, what: str) -> Alignment:
     partial = found.covered != ((0, 0, 0), volume.shape_zyx)
     if found.caveat or partial:
         doubtful = found.caveat and (partial or found.factors != ONES)
-        how = f"{found.caveat}: " if found.caveat else ""
-        drawn = "; patches are drawn from there" if partial else ""
+        how = f" {found.caveat}" if found.caveat else ""
+        drawn = ", and patches are drawn there" if partial else ""
         level = logging.WARNING if doubtful else logging.INFO
-        log.log(level, "%s %s lies in %s %s%s%s", what, array.name, volume.name, how, found.words(), drawn)
+        log.log(level, "%s %s lies in %s%s: %s%s", what, array.name, volume.name, how, found.words(), drawn)
     return found
 
 
@@ -209,13 +209,14 @@ def _aligned(volume: Volume, array: Volume) -> Alignment:
     """
     shapes = volume.shape_zyx, array.shape_zyx
     same, geometries = shapes[0] == shapes[1], (volume.geometry or _VOXELS, array.geometry or _VOXELS)
-    kinds = {_kind(volume): volume.name, _kind(array): array.name}
-    if kinds.keys() <= {"none", "default"}:
+    kinds = {_kind(volume), _kind(array)}
+    lacking = [v.name for v in (volume, array) if _kind(v) != "scale"]
+    if kinds <= {"none", "default"}:
         if not same and any(geometry.translated for geometry in geometries):
             raise _MisfitError("both have voxels of size 1 without a unit and begin at 0, but not one shape")
-        return _by_shape(*shapes, kinds.values())
-    if kinds.keys() == {"none", "scale"} or (same and kinds.keys() == {"default", "scale"}):
-        return _by_shape(*shapes, [name for kind, name in kinds.items() if kind != "scale"])
+        return _by_shape(*shapes, lacking)
+    if kinds == {"none", "scale"} or (same and kinds == {"default", "scale"}):
+        return _by_shape(*shapes, lacking)
     found = _measured(*geometries, shapes)
     whole = all(map(fits, *shapes, found.factors))
     if "scale" in kinds and len(kinds) == 2 and not (whole and found.offsets == ZEROS):
@@ -294,7 +295,7 @@ def _nearest(value: float) -> int:
     return math.ceil(value - 0.5) if value > 0 else math.floor(value + 0.5)
 
 
-def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: Iterable[str]) -> Alignment:
+def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: list[str]) -> Alignment:
     """Both begin and end together, by a whole factor per axis.  Raises _MisfitError.
 
     Sizes are ambiguous: 100 voxels become 4 by any factor from 21 to 33.  One factor for all axes is preferred, a power
@@ -315,7 +316,7 @@ def _by_shape(volume_zyx: Triple, array_zyx: Triple, lacking: Iterable[str]) -> 
         if len(left) > 1 and not left & _POWERS:
             raise _MisfitError(f"{size} voxels become {count} by every factor from {min(left)} to {max(left)}")
         factors.append(Fraction(min(left)))
-    caveat = f"by shape alone, as {' and '.join(sorted(set(lacking)))} gives no scale"
+    caveat = f"by shape alone, as {' and '.join(lacking)} {'give' if len(lacking) > 1 else 'gives'} no scale"
     return Alignment(volume_zyx, array_zyx, triple(factors), caveat=caveat)
 
 

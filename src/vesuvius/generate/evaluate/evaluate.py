@@ -148,7 +148,7 @@ def evaluate(request: EvaluationRequest, on_step: OnProgress = lambda what, done
             first = generated_set(
                 replace(found, stored=found.stored[:SHOWN]), grey, facts.dtype, None, _UNTURNED
             ).values
-        rows = _rows(source, place_of, found, first, real.held_out, config.data.condition_classes)
+        rows = _rows(source, place_of, found, first, real.held_out, config.data.labels)
         picture = _pictures(staged, rows, judgement, config.name)
         made = f"Made {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by: {request.command}"
         write_pages(staged, NAME, [report], made, [picture])
@@ -270,7 +270,7 @@ def _rows(
     found: GeneratedPatches,
     generated: NDArray[np.float32],
     held_out: PatchSet,
-    classes: int | None,
+    classes: tuple[int, ...] | None,
 ) -> dict[str, NDArray[np.float32]]:
     """Patches for the montage: generated and real ones, of the same places where these are known, and their labels."""
     rows, starts = {"generated": generated}, (found.starts_zyx or [])[:SHOWN]
@@ -280,7 +280,7 @@ def _rows(
         labels = source.labels_at(number, starts)
     if labels is not None:
         shown = np.asarray(labels[:SHOWN], np.float32)
-        low, high = (0, classes - 1) if classes else (shown.min(), shown.max())
+        low, high = (min(classes), max(classes)) if classes else (shown.min(), shown.max())
         rows["label"] = (2 * (shown - low) / max(high - low, 1e-9) - 1).astype(np.float32)
     return rows
 

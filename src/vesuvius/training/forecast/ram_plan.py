@@ -143,8 +143,9 @@ def _readers(config: Config, data: PreparedData) -> list[RamPart]:
     chunk_bytes = max(math.prod(array.chunk_zyx) * array.dtype.itemsize for array in arrays)
     scratch = 2 * chunk_bytes * (os.cpu_count() or 1)  # chunks in work, each with its compressed bytes, one a core
     covered = [math.prod(data.array("condition", number)[1].factors) for number in range(len(data.conditions))]
-    if max(covered, default=1) > 1:  # a region of a coarse condition, before it is upsampled
-        scratch += max(job.dtypes[-1].itemsize * job.plan.region_voxels_max // n for n in covered if n > 1)
+    # A region of a coarser or finer condition is held in voxels of its own, too.
+    own = [int(job.dtypes[-1].itemsize * job.plan.region_voxels_max // n) for n in covered if n != 1]
+    scratch += max(own, default=0)
     # At least one region is staged whatever its size; bytes that compression saves are not counted on.
     staged = max(STAGED_BYTES_MAX, job.block_bytes) if any(array.source.remote for array in arrays) else 0
     region = "data.reader_mib or data.region_size"

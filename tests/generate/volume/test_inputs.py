@@ -1,0 +1,66 @@
+"""Volumes that a drawing is given must lie at one place, and labels where the training showed them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.conftest import textured
+from tests.volumes.test_alignment import RAW, volume_of
+from vesuvius.config import ArrayConfig, DataConfig, StoreConfig, ValidationConfig, VolumeConfig
+from vesuvius.errors import ConfigError, DataError
+from vesuvius.generate.sample_conditions import ConditionPatches
+from vesuvius.generate.volume.inputs import GivenVolumes, Inputs
+from vesuvius.stream.start.prepare import prepare_data
+from vesuvius.training.checkpoint.data_facts import DataFacts
+from vesuvius.volumes.box import box_at, slices
+
+
+def spec(path: Path) -> ArrayConfig:
+    return ArrayConfig(path=str(path))
+
+
+@pytest.mark.parametrize(("corner", "raises"), [(0, None), (1, None), (40, ConfigError), (400, DataError)])
+def test_a_mask_of_another_place_is_refused(tmp_path: Path, corner: int, raises: Any) -> None:
+    volume_of(tmp_path / "scan", RAW, 4, 0)
+    volume_of(tmp_path / "mask", RAW, 4, (corner, 0, 0))
+    given = GivenVolumes(inpaint=spec(tmp_path / "scan"), mask=spec(tmp_path / "mask"))
+    if raises is None:
+        with Inputs(given, StoreConfig()) as inputs:
+            assert inputs.shape_zyx == RAW
+    else:
+        with pytest.raises(raises, match=r"mask .*(do not lie at the same place|does not lie in the volume)"):
+            Inputs(given, StoreConfig())
+
+
+def test_samples_are_shown_held_out_labels_of_a_part_where_they_lie(tmp_path: Path) -> None:
+    labels, patch = textured((20, 32, 32)), (8, 16, 16)
+    volume_of(tmp_path / "scan", RAW, 4, 0)
+    volume_of(tmp_path / "labels", labels.shape, 6, (40, 60, 80))
+    for name, voxels in (("scan", textured(RAW)), ("labels", labels)):
+        zarr.open_array(str(tmp_path / name / "0"), mode="r+")[:] = voxels
+    config = DataConfig(
+        volumes=(VolumeConfig(path=str(tmp_path / "scan"), condition=spec(tmp_path / "labels")),),
+        patch_size=patch,
+        validation=ValidationConfig(fraction=0.35, guard=0),
+    )
+    data = prepare_data(0, config)
+    facts = DataFacts.of(data, data.grey_ranges(config), None, np.zeros((1, 0), np.float32))
+    with ConditionPatches(config, facts, 0, 0) as conditions:
+        shown = conditions.read(range(8))
+        boxes = [box_at(conditions.start_zyx(number), patch) for number in range(8)]
+    held_out = data.splits[0].validation
+    assert held_out is not None
+    for box, patch_shown in zip(boxes, shown, strict=True):
+        assert all(lo >= first and hi <= last for lo, hi, first, last in zip(*box, *held_out, strict=True))
+        np.testing.assert_array_equal(patch_shown, data.read_patch(data.read, "condition", 0, box))
+    given = spec(tmp_path / "labels")
+    with ConditionPatches(config, facts, 0, 0, given, ((1, 2, 3), (9, 18, 19))) as conditions:
+        assert conditions.start_zyx(0) == (1, 2, 3)
+        assert conditions.place_zyx(0) == (11, 17, 23)
+        whole = np.ix_(*(np.arange(size * 3 // 2) * 2 // 3 for size in labels.shape))
+        np.testing.assert_array_equal(conditions.read([0])[0], labels[whole][slices(((1, 2, 3), (9, 18, 19)))])
