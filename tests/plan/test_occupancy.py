@@ -17,7 +17,7 @@ import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import textured, write_array
+from tests.conftest import STORED_AIR, textured, write_array
 from tests.stream.test_stream import collect, open_stream
 from tests.support.chunk_server import ChunkServer
 from tests.support.s3 import upload
@@ -531,9 +531,15 @@ def test_the_same_map_gives_the_same_plan_and_another_one_another(tmp_path: Path
 
 def test_a_volume_without_enough_foreground_says_so(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((96, 128, 128)))
-    put_sidecar(path, np.zeros((3, 4, 4), bool))
+    mask = write_array(tmp_path / "mask.zarr", np.zeros((96, 128, 128), "u1"), **STORED_AIR)
+    config = data_config(path, min_foreground=0.5)
+    masked = config.volumes[0].model_copy(update={"mask": ArrayConfig(path=str(mask))})
     with pytest.raises(DataError, match=r"data.min_foreground of foreground; got none with 0.5 among 932137 starts in"):
-        prepare_data(0, data_config(path, min_foreground=0.5))
+        prepare_data(0, config.model_copy(update={"volumes": (masked,)}))
+    for chunk in mask.glob("[0-9]/*/*"):
+        chunk.unlink()
+    with pytest.raises(DataError, match=r"No chunk of \S+mask.zarr is stored"):
+        prepare_data(0, config.model_copy(update={"volumes": (masked,)}))
 
 
 # ---- the largest scroll

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from vesuvius.config import ArrayConfig, Config, StoreConfig
 from vesuvius.config.describe import to_yaml
@@ -71,7 +72,7 @@ def _fitting_workers(chosen: Suggestion, data: PreparedData, machine: Machine) -
 def _words(spec: ArrayConfig, volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> list[str]:
     level, grey = volume.chosen, volume.grey
     config = chosen.config
-    stored = "" if chosen.stored_share is None else f", {chosen.stored_share:.0%} of chunks stored"
+    stored = "" if chosen.stored_share is None else f", {_stored_words(volume, chosen.stored_share)}"
     greys = f", grey values {grey.percentiles[0]:g} to {grey.percentiles[-1]:g}" if grey and grey.percentiles else ""
     shm = "" if machine.shm_bytes is None else f", {gib(machine.shm_bytes)} GiB free in /dev/shm"
     return [
@@ -83,6 +84,13 @@ def _words(spec: ArrayConfig, volume: VolumeFacts, machine: Machine, chosen: Sug
         f"model      {chosen.network.parameters / 1e6:.1f} M parameters, about {chosen.step_s:.2g} s a step",
         f"run        {config.horizon_steps} steps, about {chosen.minutes} minutes",
     ]
+
+
+def _stored_words(volume: VolumeFacts, share: float) -> str:
+    """How many chunks are stored: a share where they were counted, what was seen where only some were asked for."""
+    if volume.occupancy.present is None and volume.grey is not None:
+        return f"{volume.grey.found} of {volume.grey.tried} chunks asked for at random are stored"
+    return f"{format_percent(math.floor(1000 * share) / 1000)} of the chunks are stored"
 
 
 def suggestion_text(volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> str:
@@ -124,7 +132,7 @@ def _reasons(volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> dict[
     if training.workers == 0:
         reasons["training.workers"] = "the trainer itself reads: memory or /dev/shm is too small for Ray"
     if chosen.stored_share is not None and chosen.stored_share < SPARSE:
-        share = f"{format_percent(chosen.stored_share)} of the chunks are stored"
+        share = _stored_words(volume, chosen.stored_share)
         reasons["data.min_foreground"] = f"{share}; {reasons['data.min_foreground']}"
         if not config.data.min_foreground:
             reasons["data"] = (
