@@ -114,6 +114,28 @@ def test_a_stray_copy_of_a_chunk_by_another_key_hides_nothing(tmp_path: Path) ->
     np.testing.assert_array_equal(whole(path), VOXELS)
 
 
+OTHER_NAMES = {
+    "a suffix": lambda z, y, x: f"{z}.{y}.{x}.gz",
+    "zeros in front": lambda z, y, x: f"{z:03}.{y:03}.{x:03}",
+    "backslashes": lambda z, y, x: f"{z}\\{y}\\{x}",
+    "two kinds": lambda z, y, x: f"{z}/{y}.{x}",
+    "a folder of their own": lambda z, y, x: f"chunks/{z}/{y}/{x}",
+}
+
+
+@pytest.mark.parametrize("named", ["/", "."])
+@pytest.mark.parametrize("names", OTHER_NAMES)
+def test_names_that_zarr_does_not_look_for_are_no_chunks(tmp_path: Path, names: str, named: str) -> None:
+    path = written(tmp_path / "v.zarr", 2, ".")
+    rename(path, named)
+    for file in list(path.glob("[0-9]*")):
+        target = path / OTHER_NAMES[names](*map(int, file.name.split(".")))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(target)
+    with pytest.raises(DataError, match=r"No chunk of \S+ is stored"):
+        opened(path)
+
+
 @pytest.mark.parametrize("zarr_format", [2, 3])
 @pytest.mark.parametrize("kind", ["disk", "http", "s3"])
 def test_an_array_without_a_single_chunk_is_refused(tmp_path: Path, zarr_format: int, kind: str, s3: Any) -> None:

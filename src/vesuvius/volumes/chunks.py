@@ -279,7 +279,7 @@ class ChunkGrid:
     def _name_pattern(self) -> str:
         pattern = re.escape(self._name("ZYX"))  # letters, which no name holds, in place of the numbers
         for axis in "zyx":
-            pattern = pattern.replace(axis.upper(), rf"(?P<{axis}>\d+)")
+            pattern = pattern.replace(axis.upper(), rf"(?P<{axis}>0|[1-9]\d*)")  # zarr finds no 007
         return pattern
 
     @cached_property
