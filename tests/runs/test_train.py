@@ -127,7 +127,8 @@ def test_ray_readers_train_the_same_weights_as_none(tiny_config: WriteConfig) ->
     assert vesuvius_train(tiny_config("ray"), "training.max_steps=4", "training.workers=2") == 0
     assert_same_weights("alone", "ray")
     log = Path("runs/ray/logs/train_full.log").read_text()
-    assert re.search(r"workers 2 (\(\d with work\) )?worker_max_gib \d\.\d", log)
+    # So short a run may have been read, and its readers have ended, before its first step is logged.
+    assert re.search(r"workers [0-2] (\(\d with work\) )?worker_max_gib \d\.\d", log)
 
 
 def test_the_order_of_samples_does_not_depend_on_how_a_step_is_cut(tiny_config: WriteConfig) -> None:

@@ -158,7 +158,7 @@ def look_at_disk(directory: Path) -> Finding:
         remedy = "give this user permission (docker run --user, or chown), or set VESUVIUS_RUNS to another folder"
         return Finding("fail", f"{there} must be writable; got {error.strerror or error}", remedy)
     free = free_disk_bytes(there)
-    value = f"{there}: {size_text(free)} free"
+    value = f"{there}: {size_text(free)} free, writable"
     if free < _FEW_BYTES:
         return Finding("warn", value, "free some space, or set VESUVIUS_RUNS to a larger disk")
     return Finding("ok", value)

@@ -205,7 +205,7 @@ class StepReporter:
             ram_bytes=self._machine.ram(),
             workers=self._stream.readers_alive,
             working=self._stream.readers_with_work,
-            worker_max_bytes=max(peaks, default=None),
+            worker_max_bytes=max(peaks, default=None) if self._stream.options.workers else None,
             eta_s=left.seconds if left else None,
             eta_at_least=left is not None and left.at_least,
             ranks=self._run.part.world,
