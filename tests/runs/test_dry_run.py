@@ -32,7 +32,6 @@ def test_the_dry_run_says_what_would_happen_and_writes_nothing(
     text = capsys.readouterr().out
     for fact in (
         "96x128x128 uint8",
-        "decoded by zarr-python",
         "validation",
         "read amplification",
         "M parameters",

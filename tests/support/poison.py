@@ -1,35 +1,67 @@
-"""Volumes that end the process that reads them: sharded, without checksums of the index, one length of 2^60 bytes."""
+"""Chunks that abort the process that decodes them, as a bug in a codec would.
+
+Importing this module arms it, in this process and in those that read for it: what they are sent imports it there.
+"""
 
 from __future__ import annotations
 
-import struct
+import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import zarr
 from numpy.typing import NDArray
-from zarr.codecs import BytesCodec, ShardingCodec, ZstdCodec
 
-CHUNK, SHARD = 32, 64
+from tests.conftest import write_array
+from tests.support import fork_server
+from vesuvius.stream.reading.reader import ReaderJob
+from vesuvius.stream.start import start_reads
+from vesuvius.volume_tools.child_reads import Reading
+from vesuvius.volumes.decode import ChunkDecoder
+
+ROOT = Path(__file__).parents[2]
+ARM = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.support.poison; "
+_POISON = b"this chunk aborts whoever decodes it"
 
 
-def write_sharded(path: Path, voxels: NDArray[Any]) -> Path:
-    """A zarr v3 array of shards of 64^3 with chunks of 32^3; nothing would notice a damaged index."""
-    sharding = ShardingCodec(chunk_shape=(CHUNK,) * 3, codecs=[BytesCodec(), ZstdCodec()], index_codecs=[BytesCodec()])
-    array = zarr.create(
-        store=path, shape=voxels.shape, dtype=voxels.dtype, chunks=(SHARD,) * 3, codecs=[sharding], zarr_format=3
-    )
-    array[...] = voxels
-    return path
+def write_volume(path: Path, voxels: NDArray[Any]) -> Path:
+    """A volume of chunks of 32^3, to be poisoned."""
+    return write_array(path, voxels)
 
 
 def poison(path: Path, chunk: tuple[int, int, int]) -> None:
-    """Give a chunk a length that no allocation can serve: zarrs aborts the process, zarr-python raises an error."""
-    per_axis = SHARD // CHUNK
-    shard = path / "c" / "/".join(str(i // per_axis) for i in chunk)
-    content = bytearray(shard.read_bytes())
-    inner = int(np.ravel_multi_index([i % per_axis for i in chunk], (per_axis,) * 3))
-    length = len(content) - 16 * per_axis**3 + 16 * inner + 8  # the index is (offset, length) of each chunk
-    content[length : length + 8] = struct.pack("<Q", 2**60)
-    shard.write_bytes(content)
+    """Have a chunk abort the process that decodes it."""
+    (path / "/".join(map(str, chunk))).write_bytes(_POISON)
+
+
+def run_armed(command: str, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As `tests.conftest.run_vesuvius`, where poison works."""
+    code = f"{ARM}from vesuvius.commands.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, command, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return fork_server.run(words, cwd=cwd, text=True, capture_output=True, env=environment)
+
+
+def _rebuilt(kind: type, fields: dict[str, Any]) -> Any:
+    return kind(**fields)
+
+
+def _reduce(self: Any) -> Any:
+    return _rebuilt, (type(self), {field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+
+def _arm(decode: Any = ChunkDecoder.__call__) -> None:
+    def poisoned(self: ChunkDecoder, data: bytes) -> NDArray[Any]:
+        if data == _POISON:
+            os.abort()
+        voxels: NDArray[Any] = decode(self, data)
+        return voxels
+
+    ChunkDecoder.__call__ = poisoned  # type: ignore[method-assign]
+    ReaderJob.__reduce__ = Reading.__reduce__ = _reduce  # type: ignore[method-assign, assignment]
+    start_reads._SERVE = ARM + start_reads._SERVE
+
+
+_arm()

@@ -12,14 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-import zarr
 
 from tests.conftest import textured, write_array
 from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
+from tests.support.poison import poison, write_volume
 from tests.support.s3 import upload
 from tests.volumes.test_volume import LAYOUTS
 from vesuvius.commands import volume
@@ -112,37 +111,13 @@ def test_a_damaged_shard_index_is_told_once_and_its_shard_left_out(tmp_path: Pat
     assert broken.box == ((0, 64, 64), (64, 128, 128))
 
 
-def deadly_volume(path: Path) -> Path:
-    """Shards without a checksum over their index, one of which names a length of 2^60: zarrs aborts the process."""
-    codec = zarr.codecs.ShardingCodec(
-        chunk_shape=(32, 32, 32),
-        codecs=[zarr.codecs.BytesCodec(), zarr.codecs.ZstdCodec()],
-        index_codecs=[zarr.codecs.BytesCodec()],
-    )
-    array = zarr.create(
-        store=str(path),
-        shape=SHAPE,
-        dtype="uint8",
-        chunk_shape=(64, 64, 64),
-        codecs=[codec],
-        zarr_format=3,
-        fill_value=0,
-    )
-    array[...] = textured(SHAPE)
-    shard = path / "c/0/0/0"
-    data = bytearray(shard.read_bytes())
-    index = np.frombuffer(data[-128:], "<u8").copy()
-    index[2 * 5 + 1] = 2**60
-    shard.write_bytes(bytes(data[:-128]) + index.tobytes())
-    return path
-
-
 def test_a_chunk_that_kills_its_process_is_listed_like_any_other(tmp_path: Path) -> None:
-    path = deadly_volume(tmp_path / "v.zarr")
+    path = write_volume(tmp_path / "v.zarr", textured(SHAPE))
+    poison(path, (1, 0, 1))
     found = verified(path, processes=2)
     (broken,) = found.broken
     assert broken.chunk == (1, 0, 1)
-    assert broken.key == "c/0/0/0"
+    assert broken.key == "1/0/1"
     assert broken.cause.startswith("decoding it ended the process with signal 6 (Aborted")
     assert found.chunks == CHUNKS
 

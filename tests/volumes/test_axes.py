@@ -176,7 +176,7 @@ def test_any_order_of_the_axes_is_read_as_zyx(tmp_path: Path, said_by: str) -> N
 
 @pytest.mark.parametrize("order", ["xyz", "yxz", "zcyx", "xczty"])
 @pytest.mark.parametrize("kind", ["single chunks", "filtered", "sharded"])
-def test_both_decoders_read_permuted_and_interleaved_axes(tmp_path: Path, order: str, kind: str) -> None:
+def test_every_layout_is_read_with_permuted_and_interleaved_axes(tmp_path: Path, order: str, kind: str) -> None:
     options: dict[str, Any] = {"sharded": True, "names": list(order)}
     if kind != "sharded":
         options = {"zarr_format": 2, "attributes": {"_ARRAY_DIMENSIONS": list(order)}}
@@ -185,7 +185,6 @@ def test_both_decoders_read_permuted_and_interleaved_axes(tmp_path: Path, order:
     stored = write(tmp_path / "v.zarr", order, **options)
     fixed = {letter: 1 for letter in order if letter not in "zyx"}
     volume = open_at(tmp_path / "v.zarr", tuple(fixed.values()))
-    assert volume.codec_pipeline == ("zarrs" if kind == "sharded" else "zarr-python")
     np.testing.assert_array_equal(volume.read(BOX), as_zyx(stored, order, **fixed)[3:18, 5:24, 6:20])
 
 
@@ -203,7 +202,9 @@ def test_a_permuted_volume_is_staged_from_a_server_chunk_by_chunk(
     server.reset()
     again = open_at(server.url_of(tmp_path / "v.zarr"), tuple(fixed.values()))
     at_opening = again.source.figures.requests
-    assert staged - at_opening == len(again.grid.requests(BOX)), "zarr asked for nothing that was not staged"
+    requests = again.grid.requests(BOX)
+    indices = {key for key, byte_range in requests if byte_range is not None}
+    assert staged - at_opening == len(requests) + len(indices), "nothing was asked for that was not staged"
     volume.close()
     again.close()
 

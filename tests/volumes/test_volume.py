@@ -155,13 +155,6 @@ def test_voxels_that_are_no_real_numbers_are_refused_in_one_line(tmp_path: Path,
     assert "\n" not in str(refusal.value)
 
 
-def test_zarrs_decodes_shards_and_zarr_python_the_rest(tmp_path: Path) -> None:
-    voxels = textured((32, 32, 32))
-    sharded = write_array(tmp_path / "sharded.zarr", voxels, chunk=16, zarr_format=3, shards=(32, 32, 32))
-    assert open_at(sharded).codec_pipeline == "zarrs"
-    assert open_at(write_array(tmp_path / "plain.zarr", voxels)).codec_pipeline == "zarr-python"
-
-
 def test_an_absent_chunk_is_air(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured((64, 64, 64)))
     (path / "1" / "0" / "1").unlink()
@@ -255,15 +248,6 @@ def test_an_unreadable_chunk_names_volume_and_region(tmp_path: Path, options: di
         volume.read(((32, 0, 0), (64, 64, 64)))
 
 
-def test_nan_voxels_are_refused_where_they_are_read(tmp_path: Path) -> None:
-    voxels = textured((32, 32, 64), dtype="float32")
-    voxels[3, 4, 40] = np.nan
-    volume = open_at(write_array(tmp_path / "v.zarr", voxels))
-    volume.read(((0, 0, 0), (32, 32, 32)))
-    with pytest.raises(DataError, match=r"NaN or infinity.*region z 0:32, y 0:32, x 32:64"):
-        volume.read(((0, 0, 32), (32, 32, 64)))
-
-
 @needs_scroll_data
 @pytest.mark.parametrize(
     ("store", "shape", "chunk"),
@@ -278,7 +262,6 @@ def test_real_scroll_stores_open_and_hold_the_same_voxels(store: str, shape: tup
     assert volume.shape_zyx == shape
     assert volume.chunk_zyx == (chunk,) * 3
     assert volume.voxel_size_um == (2.4, 2.4, 2.4)
-    assert volume.codec_pipeline == ("zarrs" if "sharded" in store else "zarr-python")
     reference = whole(open_at(SCROLL_DATA / "scroll_v2_blosc.zarr"))
     corner = volume.read(((0, 0, 0), (128, 128, 128)))
     np.testing.assert_array_equal(corner, reference[:128, :128, :128])

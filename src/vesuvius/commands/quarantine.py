@@ -114,7 +114,8 @@ def _still_broken(run: Path, records: Sequence[Record]) -> dict[int, str]:
                     inside = align(fine, volume, "the condition").array_box
                 of_array = {place: record | {"box": inside(box_of(record))} for place, record in of_array.items()}
             _check_inside(volume, list(of_array.values()))
-            reading = Reading(spec, config.data.store, _must_be_stored(volume, list(of_array.values())))
+            nan = config.data.nan if spec is config.data.volumes[number] else config.data.condition_nan
+            reading = Reading(spec, config.data.store, _must_be_stored(volume, list(of_array.values())), nan)
             tasks = [(place, list(volume.grid.chunks_of(box_of(record)))) for place, record in of_array.items()]
             with closing(read_in_children(reading, volume, tasks, processes=1)) as reads:  # type: ignore[type-var]
                 causes |= {task.number: task.broken[0].cause for task in reads if task.broken}

@@ -136,6 +136,11 @@ class DataConfig(Section):
     missing_chunk: Literal["air", "error"] = Field(
         "air", description="missing chunks are treated as air (the fill value), or end the run with exit 6"
     )
+    nan: Literal["air", "error"] | float = Field(
+        "air",
+        description="what NaN and infinity are read as: air = the fill value, or 0 where that is no number; a number; "
+        "error = damage",
+    )
     max_quarantined: NonNegativeInt = Field(
         32, description="unreadable regions to replace with others; one more ends the run with exit 6"
     )
@@ -160,6 +165,11 @@ class DataConfig(Section):
     def labels(self) -> tuple[int, ...] | None:
         """The stored label of each class; None where conditions are grey values."""
         return self.condition_values or (tuple(range(self.condition_classes)) if self.condition_classes else None)
+
+    @property
+    def condition_nan(self) -> Literal["air", "error"] | float:
+        """`nan` for conditions: a number that stands for a grey value is no label."""
+        return "air" if self.condition_classes and not isinstance(self.nan, str) else self.nan
 
     def with_store(self, **changes: Any) -> Self:
         """The same with other values of `store`, which are not checked.  Pure."""

@@ -51,7 +51,7 @@ class ConditionPatches(AbstractContextManager["ConditionPatches"]):
         """
         spec = given or config.volumes[number].condition
         assert spec is not None
-        self.volume = open_volume(spec, config.store, config.missing_chunk)
+        self.volume = open_volume(spec, config.store, config.missing_chunk, config.condition_nan)
         self._patch_zyx, self._seed = config.patch_size, seed
         volume = facts.volumes[number]
         factors, offsets = volume.condition_factors, ZEROS if given else volume.condition_offsets

@@ -22,7 +22,7 @@ from vesuvius.volumes.alignment import Alignment, log_alignment
 from vesuvius.volumes.box import box_along, grid_shape, triple
 from vesuvius.volumes.listing import Bools, chunk_occupancy
 from vesuvius.volumes.missing import StoredChunks
-from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.volume import Nan, Volume, open_volume
 
 _CELLS_MAX = 64_000_000
 _BLOCK_BYTES = 16 * 2**20
@@ -38,12 +38,13 @@ def foreground_map(volume: Volume, spec: VolumeConfig, config: DataConfig) -> Fo
     """
     if config.min_foreground == 0:
         return None
+    nan: Nan = "error" if config.nan == "error" else "keep"  # whatever NaN is read as, it is no foreground
     if spec.mask is not None:
-        mask = open_volume(spec.mask, config.store)
+        mask = open_volume(spec.mask, config.store, nan=nan)
         return coarse_map(volume, mask, None, config.patch_size)
     if config.foreground.source == "level":
         coarse_spec = ArrayConfig(path=spec.path, level=config.foreground.level, select=spec.select)
-        coarse = open_volume(coarse_spec, config.store)
+        coarse = open_volume(coarse_spec, config.store, nan=nan)
         return coarse_map(volume, coarse, config.foreground.threshold, config.patch_size, "the foreground level")
     occupancy = chunk_occupancy(volume, config.max_quarantined)
     if occupancy.shape == volume.grid.counts_zyx:  # of a stored shard any chunk may be absent
@@ -61,7 +62,8 @@ def occupancy_map(volume: Volume, occupancy: Bools) -> ForegroundMap:
 def coarse_map(
     volume: Volume, coarse: Volume, threshold: float | None, patch_zyx: Triple, what: str = "the mask"
 ) -> ForegroundMap:
-    """The map of an array's voxels above a threshold (None = that are not 0), where it lies.  Streams the array once.
+    """The map of an array's voxels above a threshold (None = that are not 0), where it lies.  NaN and
+    infinity are not.  Streams the array once.
 
     Cells are a quarter of a patch or one voxel of the array, whichever is larger, or larger to stay below 64 million.
 
@@ -86,7 +88,8 @@ def coarse_map(
             for near in boxes[number : number + 2]:
                 coarse.stage(near)
             voxels = coarse.read(boxes[number])
-            share = _share_of_cells(voxels != 0 if threshold is None else voxels > threshold, block)
+            foreground = voxels != 0 if threshold is None else voxels > threshold
+            share = _share_of_cells(foreground & np.isfinite(voxels), block)
             fraction[tuple(span.cells for span in block)] = share
     return ForegroundMap(fraction, cell, volume.shape_zyx, alignment.covered)
 

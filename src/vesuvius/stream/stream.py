@@ -381,6 +381,8 @@ class PatchStream(Iterator[Batch]):
         self._readers.take(report, self._options.workers)
         for record in report.quarantined:
             self._events.quarantine(record)
+        for found in report.nonfinite:
+            found.say()
 
     def _reader_died(self, death: ReaderDeath) -> DataError | None:
         """On the thread of the watch; returns what ends the stream."""

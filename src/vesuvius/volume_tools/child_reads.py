@@ -31,7 +31,7 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.box import Box, intersection
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.missing import StoredChunks
-from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.volume import Nan, Volume, open_volume
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Reading:
     spec: ArrayConfig
     store: StoreConfig
     stored: StoredChunks | None = None
+    nan: Nan = "air"
 
 
 @dataclass
@@ -208,7 +209,7 @@ def _serve(pipe: connection.Connection, reading: Reading, note: sharedctypes.Syn
     package.addHandler(QueueHandler(SimpleNamespace(put_nowait=send)))
     with suppress(EOFError, BrokenPipeError):
         try:
-            volume = open_volume(reading.spec, reading.store, known=True)
+            volume = open_volume(reading.spec, reading.store, nan=reading.nan, known=True)
             volume.missing.stored = reading.stored
             while True:
                 _read_task(volume, pipe.recv(), note, send)

@@ -113,7 +113,7 @@ def copy_box(
         StorageError: the disk refuses or is too small.
     """
     started = time.monotonic()
-    volume = open_volume(request.source, store)
+    volume = open_volume(request.source, store, nan="keep")
     try:
         box = _checked_box(request, volume)
         plan = CopyPlan(box, volume.chunk_zyx, request.levels, volume.dtype.itemsize, store.requests)
@@ -131,7 +131,7 @@ def copy_box(
             if cache_bytes:
                 volume.close()
                 cached = {"cache_dir": str(target.cache), "cache_gib": cache_bytes / 2**30}
-                volume = open_volume(request.source, store.model_copy(update=cached))
+                volume = open_volume(request.source, store.model_copy(update=cached), nan="keep")
             figures.before = sum(map(np.count_nonzero, target.done))
             _Copier(volume, plan, target, figures, on_progress, started).run(request.out)
     finally:

@@ -37,7 +37,7 @@ class GreyStatistics:
     tried: int | None
     found: int | None
     voxels: int  # voxels read
-    air_share: float | None  # share of them that equal the fill value; the other figures are of the rest
+    air_share: float | None  # share of them that are air, or NaN or infinite; the other figures are of the rest
     minimum: float | None
     maximum: float | None
     mean: float | None
@@ -70,7 +70,7 @@ def grey_statistics(volume: Volume, stored: Bools | None, patch_zyx: Triple, box
             unreadable += 1
             continue
         voxels += read.size
-        material.append(read[read != volume.fill_value])
+        material.append(volume.material(read))
     values: NDArray[Any] = np.concatenate(material) if material else np.empty(0, volume.dtype)
     some = len(values) > 0
     return GreyStatistics(

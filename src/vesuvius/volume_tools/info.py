@@ -48,7 +48,6 @@ class LevelFacts:
     raw_bytes: int
     zarr_format: int
     codec: str
-    decoder: str  # 'zarrs' or 'zarr-python'
     geometry: Geometry | None  # None for a bare array, or where the metadata give no scale
 
 
@@ -240,7 +239,6 @@ def _level_facts(volume: Volume, level: int) -> LevelFacts:
         raw_bytes=math.prod(array.shape) * volume.dtype.itemsize,
         zarr_format=array.metadata.zarr_format,
         codec=codec_words(array),
-        decoder=volume.codec_pipeline,
         geometry=volume.geometry,
     )
 

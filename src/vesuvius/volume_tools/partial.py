@@ -108,7 +108,7 @@ class PartialCopy:
         """
         z, y, x = chunk
         with _disk_errors(self._out, self._kind):
-            if (voxels == self._fill).all():
+            if np.array_equal(voxels, np.broadcast_to(self._fill, voxels.shape), equal_nan=voxels.dtype.kind == "f"):
                 data = b""
                 place = self._first[level] + int(np.ravel_multi_index(chunk, self._plan.counts[level]))
                 os.pwrite(self._air, b"\1", place)

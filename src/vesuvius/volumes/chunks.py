@@ -1,44 +1,38 @@
 """Which objects, and which bytes of them, hold the chunks of a box.
 
-Knows how zarr names chunks and how a shard's index is written (zarr v3, sharding codec 1.0), so that all bytes of a
-region can be asked for at once; zarr-python itself reads the chunks of a shard one after the other.
+Knows how zarr names chunks and where a shard's index is (`shards.py`), so that all bytes of a region can be asked for
+at once; zarr-python itself reads the chunks of a shard one after the other.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import google_crc32c
-import numcodecs
 import numpy as np
 import zarr
 from numpy.typing import NDArray
-from zarr.abc.codec import ArrayArrayCodec, BytesBytesCodec
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, Endian, ShardingCodec
-from zarr.core.buffer import default_buffer_prototype
+from zarr.codecs import ShardingCodec
 
 from vesuvius.config import Triple
-from vesuvius.errors import one_line
 from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import Box, chunk_box, chunk_ranges, grid_shape, triple
-from vesuvius.volumes.store.byte_range import ByteRange
+from vesuvius.volumes.errors import FetchError
+from vesuvius.volumes.shards import Coords, Index, ShardForm
+from vesuvius.volumes.store.byte_range import ByteRange, cut
 from vesuvius.volumes.store.source import Source
 
-Coords = tuple[int, ...]
 Request = tuple[str, ByteRange | None]
-Index = NDArray[np.uint64]
-"""Offset and length of each chunk of a shard, (..., 2), 2^64 - 1 where absent."""
+Fetch = Callable[[str, ByteRange | None], bytes | None]
+"""The bytes of a request; None where the object is absent.  Raises as `Source.get`."""
 
-_ABSENT = 2**64 - 1
 _INDEX_BYTES_KEPT = 32 * 2**20
 
 
@@ -120,7 +114,11 @@ class ChunkGrid:
         return any(pattern.fullmatch(key) for pattern in self._folder_patterns)
 
     def load_indices(self, keys: Iterable[str]) -> None:
-        """Read the indices of shards (kept for later), from a remote store all at once.  Raises as `shard_index`."""
+        """Read the indices of shards (kept for later), from a remote store all at once.
+
+        Raises:
+            OutageError, RefusedError: the store does not deliver one.
+        """
         if self.shard_zyx is None or not self.source.remote:
             return
         with self._lock:
@@ -131,53 +129,61 @@ class ChunkGrid:
             self.source.forget(key, self.index_range)
             self.source.count(retries=1)
         for error in errors.values():
-            raise error
+            if not isinstance(error, ShardIndexError):
+                raise error
 
     def requests(self, box: Box) -> list[Request]:
-        """What zarr will ask the store for when it reads a box, in the same form.
+        """What holds the chunks of a box: a shard that the box covers whole, any other chunk as an object or a range of
+        one.  Reads the indices of shards (kept for later).
 
-        A shard that the box covers is one object; of any other, its index and its chunks are byte ranges.  Reads the
-        indices of those shards (kept for later).
+        Chunks that the index of their shard does not lead to are left out: `fetch` says what is wrong with them.
 
         Raises:
-            Exception: as `shard_index`.
+            OutageError, RefusedError: the store does not deliver an index.
         """
         if self.shard_zyx is None:
             return [(self.key_of(chunk), None) for chunk in self.chunks_of(box)]
-        found: list[Request] = []
-        shards, whole = self._by_shard(box), math.prod(self._chunks_per_shard)
-        self.load_indices(key for key, chunks in shards.items() if len(chunks) < whole)
-        for key, chunks in shards.items():
-            if len(chunks) == whole:
-                found.append((key, None))
-                continue
-            index = self.shard_index(key)
-            found.append((key, self.index_range))
-            ranges = [self._range_in(index, chunk) for chunk in chunks] if index is not None else []
-            found += [(key, byte_range) for byte_range in ranges if byte_range]
+        whole = self.whole_shards(box)
+        self.load_indices(key for key in self._by_shard(box) if key not in whole)
+        found: list[Request] = [(key, None) for key in sorted(whole)]
+        for chunk in self.chunks_of(box):
+            key = self.key_of(chunk)
+            with suppress(ValueError):
+                if key not in whole and (index := self.shard_index(key)) is not None:
+                    byte_range = self._range_in(index, chunk)
+                    found += [(key, byte_range)] if byte_range else []
         return found
 
-    def submit(self, key: str, byte_range: ByteRange | None) -> Future[bytes | None]:
-        """`Source.submit`, answered at once where it asks for the index of a shard that is known already."""
-        if byte_range is not None and byte_range == self.index_range:
-            with self._lock:
-                if key in self._indices:
-                    found, known = self._indices[key], Future[bytes | None]()
-                    known.set_result(found[0] if found else None)
-                    return known
-        return self.source.submit(key, byte_range)
+    def whole_shards(self, box: Box) -> set[str]:
+        """The keys of the shards that a box covers."""
+        if self.shard_zyx is None:
+            return set()
+        return {key for key, chunks in self._by_shard(box).items() if len(chunks) == self._form.chunks}
 
-    def check_frame(self, request: Request, data: bytes) -> None:
-        """Raises ValueError for a chunk that is shorter than its blosc header says.
+    def fetch(self, chunk: Triple, fetch: Fetch, whole: bool = False) -> bytes | None:
+        """The bytes of a chunk; None where it is absent.
 
-        numcodecs does not check that: it decodes what lies behind the bytes in memory.
+        Args:
+            fetch: what gets them, e.g. `Source.get`.
+            whole: take them from the whole object.
+
+        Raises:
+            ShardIndexError: as `shard_index`.
+            ValueError: the entry of the index leads to no bytes.
+            FetchError: these lie outside of the object, or what is there is no file.
+            OutageError, RefusedError: the store does not deliver them.
         """
-        key, byte_range = request
-        holds_one_chunk = byte_range is None if self.shard_zyx is None else byte_range not in (None, self.index_range)
-        if self._is_blosc and holds_one_chunk and self.place_of(key) is not None:
-            promised = int.from_bytes(data[12:16], "little")
-            if len(data) < max(promised, 16):
-                raise ValueError(f"a chunk of {len(data)} bytes that says it has {promised}")
+        key = self.key_of(chunk)
+        if self.shard_zyx is None:
+            return fetch(key, None)
+        shard = fetch(key, None) if whole else None
+        if whole and shard is None:
+            return None
+        index = self.shard_index(key, shard)
+        byte_range = None if index is None else self._range_in(index, chunk)
+        if byte_range is None:
+            return None
+        return fetch(key, byte_range) if shard is None else cut(shard, byte_range)
 
     def forget(self, box: Box) -> None:
         """Have the chunks of a box, and the indices that lead to them, fetched again next time: some are damaged."""
@@ -187,9 +193,15 @@ class ChunkGrid:
             self.source.forget(key)
             if found is not None:
                 for chunk in chunks:
-                    self.source.forget(key, self._range_in(found[1], chunk))
+                    with suppress(ValueError):
+                        self.source.forget(key, self._range_in(found[1], chunk))
             if self.shard_zyx is not None:
                 self.source.forget(key, self.index_range)
+
+    def forget_indices(self) -> None:
+        """Have the indices of shards read again: shards on a disk may be rewritten at any time."""
+        with self._lock:
+            self._indices.clear()
 
     def absent(self, box: Box) -> list[Triple]:
         """The chunks of a box that are not stored.  Asks the store once per chunk or shard.
@@ -211,47 +223,42 @@ class ChunkGrid:
         """Which chunks of the shard that starts at a chunk are stored: bool over its (z, y, x).  Errors as below."""
         index = self.shard_index(self.key_of(chunk))
         if index is None:
-            return np.zeros(self.axes.zyx_of(self._chunks_per_shard), bool)
+            return np.zeros(self.axes.zyx_of(self._form.counts), bool)
         others = self.axes.others_of(self._within_shard(chunk))
         everywhere: Any = self.axes.stored((slice(None),) * 3, others)
-        present: NDArray[np.bool_] = index[everywhere][..., 0] != np.uint64(_ABSENT)
-        return self.axes.to_zyx(present)
+        return self.axes.to_zyx(self._form.present(index)[everywhere])
 
-    def shard_index(self, key: str) -> Index | None:
+    def shard_index(self, key: str, shard: bytes | None = None) -> Index | None:
         """The index of a shard; None for an absent shard.
 
+        Args:
+            shard: all of its bytes, where they are here.
+
         Raises:
-            FetchError: the shard is shorter than its index, or no file.
-            ShardIndexError: the index is not of the form that the metadata promise.
+            ShardIndexError: the index is not of the form that the metadata promise, the shard is shorter than its
+                index, or no file.
             OutageError, RefusedError: the store does not deliver it.
         """
         with self._lock:
             known = key in self._indices
             found = self._indices.get(key)
         if not known:
-            data = self.source.get(key, self.index_range)
-            found = None if data is None else (data, self._parse_index(key, data))
+            try:
+                data = self._form.index_of(shard) if shard is not None else self.source.get(key, self.index_range)
+                found = None if data is None else (data, self._form.parse(data))
+            except (FetchError, ValueError) as error:
+                raise ShardIndexError(f"{error} in {key}") from error
         with self._lock:
             self._indices[key] = found
             self._indices.move_to_end(key)
-            while len(self._indices) > max(_INDEX_BYTES_KEPT // self._index_bytes, 8):
+            while len(self._indices) > max(_INDEX_BYTES_KEPT // self._form.index_bytes, 8):
                 self._indices.popitem(last=False)
         return found[1] if found else None
 
     @cached_property
     def index_range(self) -> ByteRange | None:
         """The bytes of a shard that hold its index; None without shards."""
-        if self.array.shards is None:
-            return None
-        if str(self._codec.index_location.value) == "start":
-            return ByteRange(0, self._index_bytes)
-        return ByteRange(-self._index_bytes)
-
-    @cached_property
-    def _is_blosc(self) -> bool:
-        """Whether blosc is the last step of encoding a chunk."""
-        last = self.array.compressors[-1] if self.array.compressors else None
-        return isinstance(last, (BloscCodec, numcodecs.Blosc))
+        return None if self.array.shards is None else self._form.index_range
 
     @property
     def _folder(self) -> str:
@@ -283,59 +290,15 @@ class ChunkGrid:
         return pattern
 
     @cached_property
-    def _codec(self) -> ShardingCodec:
-        codecs: tuple[Any, ...] = getattr(self.array.metadata, "codecs", ())
-        (codec,) = (codec for codec in codecs if isinstance(codec, ShardingCodec))
-        return codec
-
-    @cached_property
-    def _chunks_per_shard(self) -> Coords:
+    def _form(self) -> ShardForm:
+        metadata: Any = self.array.metadata
+        (codec,) = (codec for codec in metadata.codecs if isinstance(codec, ShardingCodec))
         assert self.array.shards is not None
-        return tuple(s // c for s, c in zip(self.array.shards, self.array.chunks, strict=True))
+        return ShardForm(codec, tuple(s // c for s, c in zip(self.array.shards, self.array.chunks, strict=True)))
 
-    @cached_property
-    def _index_bytes(self) -> int:
-        return self._codec._shard_index_size(self._chunks_per_shard)  # zarr has no public function for it
-
-    @cached_property
-    def _index_metadata(self) -> dict[str, Any]:
-        """The store of an array whose one chunk is encoded as the shards' indices are: zarr has no public function to
-        read those."""
-        codecs = self._codec.index_codecs
-        shape, store = (*self._chunks_per_shard, 2), dict[str, Any]()
-        zarr.create_array(
-            store,
-            shape=shape,
-            chunks=shape,
-            dtype="uint64",
-            filters=[codec for codec in codecs if isinstance(codec, ArrayArrayCodec)],
-            serializer=next(codec for codec in codecs if not isinstance(codec, ArrayArrayCodec | BytesBytesCodec)),
-            compressors=[codec for codec in codecs if isinstance(codec, BytesBytesCodec)],
-            fill_value=0,
-        )
-        return store
-
-    def _parse_index(self, key: str, data: bytes) -> Index:
-        if len(data) != self._index_bytes:
-            raise ShardIndexError(f"a shard's index has {self._index_bytes} bytes; got {len(data)} of {key}")
-        match self._codec.index_codecs:  # the usual forms; zarr takes 100 times as long
-            case (BytesCodec(endian=Endian.little),):
-                return np.frombuffer(data, "<u8").reshape(*self._chunks_per_shard, 2)
-            case (BytesCodec(endian=Endian.little), Crc32cCodec()):
-                if google_crc32c.value(data[:-4]) != int.from_bytes(data[-4:], "little"):
-                    raise ShardIndexError(f"a shard's index must match its checksum; got another one in {key}")
-                return np.frombuffer(data, "<u8", len(data) // 8).reshape(*self._chunks_per_shard, 2)
-        chunk = {"c" + "/0" * (len(self._chunks_per_shard) + 1): default_buffer_prototype().buffer.from_bytes(data)}
-        try:
-            array = zarr.open_array(self._index_metadata | chunk, mode="r")
-            return np.asarray(array[...], np.uint64)
-        except Exception as error:  # codecs raise whatever they like
-            raise ShardIndexError(f"a shard's index must be readable; got {one_line(error)} in {key}") from error
-
-    def _range_in(self, index: NDArray[np.uint64], chunk: Triple) -> ByteRange | None:
-        """The bytes of a shard that hold a chunk; None where it is absent."""
-        offset, size = (int(v) for v in index[self._within_shard(chunk)])
-        return None if offset == _ABSENT else ByteRange(offset, offset + size)
+    def _range_in(self, index: Index, chunk: Triple) -> ByteRange | None:
+        """The bytes of a shard that hold a chunk; None where it is absent.  Raises ValueError as `ShardForm`."""
+        return self._form.range_in(index, self._within_shard(chunk))
 
     def _by_shard(self, box: Box) -> dict[str, list[Triple]]:
         grouped: dict[str, list[Triple]] = {}
@@ -346,4 +309,4 @@ class ChunkGrid:
     def _within_shard(self, chunk: Triple) -> Coords:
         """Position of a chunk in its shard's index."""
         others = [i // c for i, c in zip(self.axes.select, self.axes.others_of(self.array.chunks), strict=True)]
-        return tuple(i % n for i, n in zip(self.axes.stored(chunk, others), self._chunks_per_shard, strict=True))
+        return tuple(i % n for i, n in zip(self.axes.stored(chunk, others), self._form.counts, strict=True))

@@ -15,22 +15,19 @@ from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import DataError
-from vesuvius.volumes.box import Box, box_along, chunk_ranges, format_box, intersection, moved, slices, triple
+from vesuvius.volumes.box import Box, box_along, chunk_ranges, format_box, slices, triple
 from vesuvius.volumes.chunks import ChunkGrid
 from vesuvius.volumes.errors import UnreadableChunkError
-from vesuvius.volumes.staged import StagedStore
 from vesuvius.volumes.store.source import Source
 
 # Metadata are looked at no more often than this, and for no more than one part in so many of the time.
 _CHECK_EVERY_S = 1.0
 _CHECK_SHARE = 50
-# Per axis of a chunk, where it is looked for voxels that are not air.
-_SAMPLES = 3
 
 
 @dataclass(frozen=True, eq=False)
 class StoredChunks:
-    """The chunks that a listing has found, one bit each; `chunk in stored`.  Picklable."""
+    """The chunks that a listing has found, one bit each.  Picklable."""
 
     bits: NDArray[np.uint8]  # in C order, eight to a byte
     counts_zyx: Triple  # chunks along each axis
@@ -40,10 +37,10 @@ class StoredChunks:
         """From bool over the chunk grid (z, y, x)."""
         return cls(np.packbits(occupancy), triple(occupancy.shape))
 
-    def __contains__(self, chunk: Triple) -> bool:
-        z, y, x = chunk
-        place = (z * self.counts_zyx[1] + y) * self.counts_zyx[2] + x
-        return bool(self.bits[place >> 3] >> (7 - (place & 7)) & 1)
+    def any_of(self, chunks: tuple[range, range, range]) -> bool:
+        """Whether one of the chunks of a box of them is stored."""
+        places = np.ravel_multi_index(np.ix_(*chunks), self.counts_zyx)
+        return bool((self.bits[places >> 3] >> (7 - (places & 7)) & 1).any())
 
 
 class MetadataCheck:
@@ -84,98 +81,48 @@ class MissingChunks:
 
     Args:
         name: of the volume, for messages.
-        staged: where its chunks are fetched ahead; None on disk.
         metadata: looked at before a chunk is called gone.
-        air: what voxels of floats are given in absent chunks.
         treatment: `data.missing_chunk`.
 
     Attributes:
         stored: the chunks that a listing has found, where one was made: one of them that is absent is damaged, not air.
     """
 
-    def __init__(
-        self,
-        name: str,
-        grid: ChunkGrid,
-        staged: StagedStore | None,
-        metadata: MetadataCheck,
-        air: float,
-        treatment: Literal["air", "error"],
-    ) -> None:
+    def __init__(self, name: str, grid: ChunkGrid, metadata: MetadataCheck, treatment: Literal["air", "error"]) -> None:
         self.stored: StoredChunks | None = None
         self._name = name
         self._grid = grid
-        self._source = grid.source
-        self._staged = staged
         self._metadata = metadata
-        self._air = air
         self._treatment = treatment
         self._seen = np.zeros(grid.counts_zyx, bool)  # takes memory only where something was read
 
-    def check_present(self, box: Box) -> None:
-        """Raises DataError where a chunk of a box is absent and must not be; what `ChunkGrid.absent` raises.
+    def note_present(self, chunk: Triple) -> None:
+        """Remember that a chunk is stored."""
+        self._seen[chunk] = True
 
-        Of what is staged the store has told already.
+    def check_absent(self, chunk: Triple, box: Box) -> None:
+        """What follows from a chunk that is absent, met while reading a box; air if nothing is raised.
+
+        Raises:
+            UnreadableChunkError: it is gone.
+            DataError: it must not be absent, or the volume as a whole is gone.
         """
-        if self._treatment != "error":
-            return
-        remote = self._staged is not None
-        absent = [c for c in self._grid.chunks_of(box) if self._is_absent(c)] if remote else self._grid.absent(box)
-        if absent:
+        if self._treatment == "error":
             raise DataError(
-                f"every chunk must be stored with data.missing_chunk=error; got {len(absent)} absent, the first "
-                f"{list(absent[0])}, in volume {self._name}, region {format_box(box)}; restore it, or set "
-                "data.missing_chunk=air"
+                f"chunk {list(chunk)} of volume {self._name} is not stored, region {format_box(box)}, and "
+                "data.missing_chunk=error; restore it, or set data.missing_chunk=air"
             )
-
-    def treat(self, box: Box, out: NDArray[Any]) -> None:
-        """Tell air from what is gone, among the chunks of a box that seem to have come as nothing but the fill value.
-
-        Costs a few samples of each chunk, and a look at the store for those whose samples are all fill.
-        """
-        fill = self._grid.array.fill_value
-        stored = _some_differ(out, 0 if fill is None else fill, box, self._grid.chunk_zyx)
-        chunks = box_along((r.start, r.stop) for r in chunk_ranges(box, self._grid.chunk_zyx))
-        seen = self._seen[slices(chunks)]
-        for place in np.argwhere(~stored).tolist():
-            chunk = moved(chunks[0], place)
-            if not self._is_absent(chunk):
-                stored[tuple(place)] = True
-                continue
-            known = "read before" if seen[tuple(place)] else "listed as stored"
-            gone = seen[tuple(place)] or (self.stored is not None and chunk in self.stored)
-            self._metadata.check(at_once=bool(gone))
-            if gone:
-                whole_shard = not self._source.exists(self._grid.key_of(chunk))
-                damaged = self._grid.object_box(chunk) if whole_shard else self._grid.box_of(chunk)
-                raise UnreadableChunkError(self._name, box, chunk, damaged, f"{known}, but missing")
-            if out.dtype.kind == "f":
-                out[slices(intersection(self._grid.box_of(chunk), box), box[0])] = self._air
-        seen |= stored
-
-    def _is_absent(self, chunk: Triple) -> bool:
-        """Whether no bytes are stored for a chunk.  Raises as `Source.get`, and what `ChunkGrid.shard_index` raises."""
-        grid, key = self._grid, self._grid.key_of(chunk)
-        absent = None
-        if self._staged is not None:
-            absent = self._staged.found_absent(key, None)
-            absent = self._staged.found_absent(key, grid.index_range) if absent is None else absent
-        if absent is None:
-            absent = not self._source.exists(key)
-        return absent or (grid.shard_zyx is not None and bool(grid.absent(grid.box_of(chunk))))
-
-
-def _some_differ(voxels: NDArray[Any], fill: Any, box: Box, chunk_zyx: Triple) -> NDArray[np.bool_]:
-    """In which chunks of a box a few samples hold another value than one: bool over the chunks that it touches."""
-    places, shape = [], []
-    for lo, hi, edge in zip(*box, chunk_zyx, strict=True):
-        firsts = np.arange(lo // edge, -(-hi // edge)) * edge
-        starts, lasts = np.maximum(firsts, lo) - lo, np.minimum(firsts + edge, hi) - lo - 1
-        places.append(np.stack([starts + (lasts - starts) * k // (_SAMPLES - 1) for k in range(_SAMPLES)], 1).ravel())
-        shape += [len(firsts), _SAMPLES]
-    samples = voxels[np.ix_(*places)]
-    differs = ~np.isnan(samples) if fill != fill else samples != fill  # NaN does not equal itself
-    return np.asarray(differs.reshape(shape).any((1, 3, 5)))
+        # All of a shard is damaged if it is gone with one chunk that was there: the same for every box that touches it.
+        grid = self._grid
+        whole = grid.shard_zyx is not None and grid.shard_index(grid.key_of(chunk)) is None
+        damaged = grid.object_box(chunk) if whole else grid.box_of(chunk)
+        chunks = chunk_ranges(damaged, grid.chunk_zyx)
+        seen = bool(self._seen[slices(box_along((r.start, r.stop) for r in chunks))].any())
+        listed = self.stored is not None and self.stored.any_of(chunks)
+        self._metadata.check(at_once=seen or listed)
+        if seen or listed:
+            cause = f"{'read before' if seen else 'listed as stored'}, but missing"
+            raise UnreadableChunkError(self._name, box, chunk, damaged, cause)
 
 
 def _essential(metadata: bytes) -> Any:

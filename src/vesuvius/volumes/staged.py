@@ -1,4 +1,4 @@
-"""A read-only zarr store that prefetches the chunks of boxes."""
+"""The bytes of chunks, fetched from remote stores before they are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
-from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
 
 from vesuvius.volumes.box import Box
@@ -19,39 +19,42 @@ from vesuvius.volumes.store.byte_range import ByteRange
 from vesuvius.volumes.store.source import Source
 
 
-class StagedStore(Store):
-    """`stage` fetches all chunks of a box at once, on the source's threads; zarr then finds them here.
+class Staging:
+    """`stage` fetches all chunks of a box at once, on the source's threads; `fetch` then finds them here.
 
-    What was not staged is fetched when zarr asks for it: staging changes speed, never bytes.
+    What was not staged is fetched when it is asked for: staging changes speed, never bytes.
     """
 
-    # the chunks of the array, once it is open; it checks their length before they are decoded
-    grid: ChunkGrid | None = None
-
-    def __init__(self, source: Source) -> None:
-        super().__init__(read_only=True)
-        self.source = source
+    def __init__(self, grid: ChunkGrid) -> None:
+        self._grid = grid
         self._staged: dict[Request, tuple[Future[bytes | None], int]] = {}
         self._stagings: dict[Box, Future[list[Request]]] = {}
         self._lock = threading.Lock()
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="stage")
 
-    def stage(self, grid: ChunkGrid, box: Box) -> None:
+    def stage(self, box: Box) -> None:
         """Start fetching the chunks of a box.  Does not wait, not even for the indices of shards."""
         if box not in self._stagings:
-            self._stagings[box] = self._stager.submit(self._stage, grid, box)
+            self._stagings[box] = self._stager.submit(self._stage, box)
 
     def settle(self, box: Box) -> None:
-        """Wait until all requests of a staged box have ended; called before the box is read.
+        """Wait until all requests of a staged box have begun."""
+        self._requests_of(box)
+
+    def fetch(self, key: str, byte_range: ByteRange | None) -> bytes | None:
+        """As `Source.get`; waits for what is being fetched.
 
         Raises:
             ClosedError: another thread has closed the source.
         """
-        for request in self._requests_of(box):
-            try:
-                self._staged[request][0].exception()  # not futures.wait: it misses what a shutdown cancels
-            except CancelledError:
-                raise ClosedError(self.source.shown) from None
+        with self._lock:
+            future, _ = self._staged.get((key, byte_range), (None, 0))
+        if future is None:
+            return self._grid.source.get(key, byte_range)
+        try:
+            return future.result()
+        except CancelledError:
+            raise ClosedError(self._grid.source.shown) from None
 
     def release(self, box: Box) -> None:
         """Free the bytes of a staged box that no other box needs; called when it has been read."""
@@ -65,23 +68,17 @@ class StagedStore(Store):
                 else:
                     future.cancel()
 
-    def found_absent(self, key: str, byte_range: ByteRange | None) -> bool | None:
-        """Whether a staged object, or a part of one, is absent; None where it is not staged."""
-        with self._lock:
-            future, _ = self._staged.get((key, byte_range), (None, 0))
-        return None if future is None else future.result() is None
-
     def unstage(self) -> None:
         """Free everything that was staged."""
         for box in list(self._stagings):
             self.release(box)
 
-    def _stage(self, grid: ChunkGrid, box: Box) -> list[Request]:
-        requests = grid.requests(box)
+    def _stage(self, box: Box) -> list[Request]:
+        requests = self._grid.requests(box)
         with self._lock:
             for request in requests:
                 future, uses = self._staged.get(request, (None, 0))
-                self._staged[request] = (future or grid.submit(*request), uses + 1)
+                self._staged[request] = (future or self._grid.source.submit(*request), uses + 1)
         return requests
 
     def _requests_of(self, box: Box) -> list[Request]:
@@ -89,14 +86,18 @@ class StagedStore(Store):
         staging = self._stagings.get(box)
         return staging.result() if staging is not None and staging.exception() is None else []
 
+
+class MetadataStore(Store):
+    """A read-only zarr store of the metadata below an address, read with the policy of its source."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(read_only=True)
+        self.source = source
+
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """As zarr's Store; waits for what is being fetched."""
-        request = (key, _own(byte_range))
-        with self._lock:
-            future, _ = self._staged.get(request, (None, 0))
-        data = await asyncio.wrap_future(future or self.source.submit(*request))
-        if data is not None and self.grid is not None:
-            self.grid.check_frame(request, data)
+        """As zarr's Store."""
+        assert byte_range is None, "metadata are read whole"
+        data = await asyncio.wrap_future(self.source.submit(key))
         return None if data is None else prototype.buffer.from_bytes(data)
 
     async def get_partial_values(
@@ -110,25 +111,13 @@ class StagedStore(Store):
         return await asyncio.to_thread(self.source.exists, key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StagedStore) and self.source.address == other.source.address
+        return isinstance(other, MetadataStore) and self.source.address == other.source.address
 
     __hash__ = None  # type: ignore[assignment]
 
     supports_writes = supports_deletes = supports_listing = False
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise io.UnsupportedOperation("a prefetching store only reads, and only keys asked for by name")
+        raise io.UnsupportedOperation("only metadata are read through zarr, and only keys asked for by name")
 
     set = delete = list = list_prefix = list_dir = _refuse
-
-
-def _own(part: ByteRequest | None) -> ByteRange | None:
-    match part:
-        case None:
-            return None
-        case RangeByteRequest():
-            return ByteRange(part.start, part.end)
-        case SuffixByteRequest():
-            return ByteRange(-part.suffix)
-        case OffsetByteRequest():
-            return ByteRange(part.offset)

@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import textured, write_array
 from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
-from tests.support.poison import poison, write_sharded
+from tests.support.poison import poison, write_volume
 from vesuvius.config import DataConfig, VolumeConfig
 from vesuvius.errors import DataError
 from vesuvius.runlog import progress
@@ -43,7 +43,7 @@ def process_id(reads: StartReads) -> int:
 
 @pytest.fixture
 def poisoned(tmp_path: Path) -> Path:
-    path = write_sharded(tmp_path / "poisoned.zarr", textured(SHAPE))
+    path = write_volume(tmp_path / "poisoned.zarr", textured(SHAPE))
     poison(path, (1, 1, 1))
     return path
 
@@ -119,15 +119,15 @@ def test_an_abort_ends_the_other_process_and_its_chunk_is_passed_over(
     caplog.set_level(logging.WARNING)
     with StartReads(config_of(poisoned)) as reads:
         for _ in range(2):
-            with pytest.raises(UnreadableChunkError, match=r"bytes \d+ to \d+ of an object") as raised:
+            with pytest.raises(UnreadableChunkError, match=r"killed its reader \(SIGABRT\)") as raised:
                 reads.read("volume", 0, BOX)
             assert (raised.value.volume, raised.value.chunk) == (str(poisoned), (1, 1, 1))
         sound = ((64, 64, 64), (80, 80, 80))
         np.testing.assert_array_equal(reads.read("volume", 0, sound), textured(SHAPE)[64:80, 64:80, 64:80])
-    (said,) = [record.getMessage() for record in caplog.records if "reads at the start" in record.getMessage()]
-    assert f"was ended by SIGABRT while it read volume {poisoned}, region z 8:50, y 8:50, x 8:50" in said
-    assert "memory allocation of 1152921504606846976 bytes failed" in said
-    assert said.endswith("; another one reads that with care")
+    first, second = [r.getMessage() for r in caplog.records if "reads at the start" in r.getMessage()]
+    assert f"was ended by SIGABRT while it read volume {poisoned}, region z 8:50, y 8:50, x 8:50" in first
+    assert "chunk [1, 1, 1]" in second, "it was read with care"
+    assert first.endswith("; another one reads that with care")
 
 
 def test_grey_range_and_held_out_patches_come_from_what_can_be_read(poisoned: Path) -> None:
@@ -157,14 +157,14 @@ def test_a_kill_is_tried_again_and_bounded(poisoned: Path, caplog: pytest.LogCap
 
 def test_a_mask_that_aborts_is_an_error_and_a_sound_one_gives_the_same_map(tmp_path: Path) -> None:
     path = write_array(tmp_path / "v.zarr", textured(SHAPE))
-    mask = write_sharded(tmp_path / "mask.zarr", (textured(SHAPE) > 120).astype(np.uint8))
+    mask = write_volume(tmp_path / "mask.zarr", (textured(SHAPE) > 120).astype(np.uint8))
     spec = VolumeConfig(path=str(path), mask={"path": str(mask)})  # type: ignore[arg-type]
     config = DataConfig(volumes=(spec,), patch_size=(8, 16, 16), min_foreground=0.1)
     with StartReads(config) as reads:
         apart = prepare_data(0, config, foreground=reads.foreground_map)
         assert apart.plan.hash == prepare_data(0, config).plan.hash
-        coarser = write_sharded(tmp_path / "half.zarr", np.ones((96, 96, 96), np.uint8))
-        poison(coarser, (0, 0, 2))  # the array ends within its shard, which is then read in part
+        coarser = write_volume(tmp_path / "half.zarr", np.ones((96, 96, 96), np.uint8))
+        poison(coarser, (0, 0, 2))
         odd = write_array(tmp_path / "odd.zarr", textured((96, 96, 96)))
         spec = VolumeConfig(path=str(odd), mask={"path": str(coarser)})  # type: ignore[arg-type]
     config = DataConfig(volumes=(spec,), patch_size=(8, 16, 16), min_foreground=0.1)

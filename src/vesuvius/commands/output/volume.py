@@ -142,7 +142,7 @@ def _title(facts: VolumeFacts) -> str:
 
 
 def _level_table(facts: VolumeFacts) -> list[str]:
-    header = ("", "level", "path", "shape", "chunk", "shard", "dtype", "raw", "voxel size", "decoder")
+    header = ("", "level", "path", "shape", "chunk", "shard", "dtype", "raw", "voxel size")
     rows = [header, *(_level_cells(level, facts.chosen) for level in facts.levels)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -159,7 +159,6 @@ def _level_cells(level: LevelFacts, chosen: LevelFacts) -> tuple[str, ...]:
         level.dtype,
         _bytes(level.raw_bytes),
         _voxel_size(level.geometry),
-        level.decoder,
     )
 
 

@@ -25,9 +25,8 @@ _PUBLISH_S = 1.0
 class GuardedReader:
     """Reads boxes of volumes and keeps a note of the current one.
 
-    A box in which an earlier process crashed is read chunk by chunk, with the codecs of zarr-python and a note for each
-    chunk: most of what crashes zarrs is an ordinary error there.  A chunk that crashes the process even so is not read
-    again.
+    A box in which an earlier process crashed is read with a note for each chunk.  A chunk that crashes the process even
+    so is not read again.
 
     Args:
         folder: of the notes; None to leave none, and read without care.
@@ -66,7 +65,7 @@ class GuardedReader:
         def note_chunk(chunk: Triple) -> AbstractContextManager[None]:
             return notes.reading(Place(volume.name, box, chunk, volume.grid.box_of(chunk)))
 
-        return volume.read_with_care(box, note_chunk, out)
+        return volume.read(box, out, note_chunk)
 
     def noting(self, place: Place) -> AbstractContextManager[None]:
         """Note what the caller reads inside; a crash is reported, but nothing is read with care for it."""

@@ -24,14 +24,14 @@ from vesuvius.errors import DataError
 from vesuvius.plan.plan import Plan, Task, Visit
 from vesuvius.runlog.proc import rss_anon_bytes
 from vesuvius.stream.reading.guarded import GuardedReader
-from vesuvius.stream.reading.quarantine import DamagedBox, check_quarantine, record_of
+from vesuvius.stream.reading.quarantine import DamagedBox, record_of
 from vesuvius.volumes.alignment import Alignment, align
 from vesuvius.volumes.box import Box, format_box, intersects, shape_of
 from vesuvius.volumes.errors import UnreadableChunkError
 from vesuvius.volumes.labels import check_labels
 from vesuvius.volumes.missing import StoredChunks
 from vesuvius.volumes.store.retry import Outage
-from vesuvius.volumes.volume import Volume, open_volume
+from vesuvius.volumes.volume import Nan, Nonfinite, Volume, open_volume
 
 Block = NDArray[np.uint8]
 """One region on its way from a reader to the trainer: a head of `HEAD_BYTES` (a pickled `BlockHead`), the voxels of the
@@ -56,6 +56,9 @@ class ReaderJob:
     labels: tuple[int, ...] | None = None  # of the classes of a condition; None where it holds grey values
     store: StoreConfig = StoreConfig()
     missing_chunk: Literal["air", "error"] = "air"
+    # what NaN and infinity are read as, of volumes and of conditions
+    nan: Nan = "air"
+    condition_nan: Nan = "air"
     # the chunks listed for each volume, where they were listed: a missing one is damage, not air
     stored: tuple[StoredChunks | None, ...] = ()
     max_quarantined: int = 0
@@ -105,7 +108,7 @@ class BlockReport:
     node: str
     actor: str
     rss_anon_bytes: int | None  # private memory of the process; None where the system does not tell (not Linux)
-    # waiting for bytes from a remote store; None on disk, where zarrs reads and decodes in one call
+    # waiting for bytes from a remote store; None on disk
     read_s: float | None
     decode_s: float  # decoding regions (on disk including reads)
     bytes_read: int  # bytes decoded, whole chunks
@@ -116,6 +119,7 @@ class BlockReport:
     cache_hits: int
     cache_misses: int
     quarantined: list[dict[str, Any]] = field(default_factory=list)  # damage found
+    nonfinite: list[Nonfinite] = field(default_factory=list)  # of volumes that hold NaN or infinity
 
 
 @dataclass(frozen=True)
@@ -252,25 +256,17 @@ class Reader:
         try:
             for place, (volume, alignment) in enumerate(self._arrays[number]):
                 out = regions_in(self._block, self._job, shape_of(box))[place]
-                voxels = alignment.read(box, partial(self._reads.read, volume), out)
+                alignment.read(box, partial(self._reads.read, volume), out)
                 if place and self._job.labels:
-                    check_labels(voxels, self._job.labels, volume.name, box)
-                if voxels is not out:
-                    self._renew_block()
-                    regions_in(self._block, self._job, shape_of(box))[place][...] = voxels
+                    check_labels(out, self._job.labels, volume.name, box)
                 self._since.bytes_read += _decoded_bytes(volume, alignment.array_box(box))
         except UnreadableChunkError as error:
-            self._renew_block()
             self._unstage(key)
             self._quarantine(number, error)
             return False
         finally:
             self._since.decode_s += time.perf_counter() - started
         return True
-
-    def _renew_block(self) -> None:
-        """Switch to other memory: a failed read's threads may still write into the old one."""
-        self._ring[self._turn] = self._block.copy()
 
     def _unstage(self, key: _RegionKey) -> None:
         """Drop what was fetched for a region that is not read to its end."""
@@ -284,9 +280,7 @@ class Reader:
         """Remember and report damage."""
         self._damaged.add((number, error.box))
         self._last_cause = f"chunk {list(error.chunk)} of {error.volume}: {error.cause}"
-        record = record_of(number, error)
-        self._since.quarantined.append(record)
-        check_quarantine(len(self._damaged), self._job.max_quarantined, record)
+        self._since.quarantined.append(record_of(number, error))
 
     def _write_head(self, visit: Visit) -> None:
         head = pickle.dumps(BlockHead(visit, self._report()))
@@ -309,6 +303,7 @@ class Reader:
             decode_s=max(tally.decode_s - waited_s, 0.0),
             bytes_read=tally.bytes_read,
             quarantined=tally.quarantined,
+            nonfinite=[found for volume in self._opened if (found := volume.nonfinite)],
             **since,
         )
 
@@ -318,8 +313,8 @@ _RegionKey = tuple[int, Box]  # volume number and region
 
 def _open_arrays(spec: VolumeConfig, job: ReaderJob) -> list[tuple[Volume, Alignment]]:
     """The volume, and its condition if it has one, with how they lie in the volume."""
-    specs = [spec, *([spec.condition] if spec.condition else [])]
-    arrays = [open_volume(array, job.store, job.missing_chunk, known=True) for array in specs]
+    specs = [(spec, job.nan), *([(spec.condition, job.condition_nan)] if spec.condition else [])]
+    arrays = [open_volume(array, job.store, job.missing_chunk, nan, known=True) for array, nan in specs]
     return [(array, align(arrays[0], array, "the condition")) for array in arrays]
 
 

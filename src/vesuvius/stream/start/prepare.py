@@ -152,7 +152,6 @@ class PreparedData:
                     "dtype": volume.dtype.name,
                     "chunk": list(volume.chunk_zyx),
                     "voxel_size_um": volume.voxel_size_um,
-                    "codec_pipeline": volume.codec_pipeline,
                     "train": split.train,
                     "validation": split.validation,
                     "grey_low": grey.low,
@@ -178,9 +177,11 @@ def prepare_data(
     Raises:
         DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not go together.
     """
-    volumes = tuple(open_volume(spec, config.store, config.missing_chunk) for spec in config.volumes)
+    volumes = tuple(open_volume(spec, config.store, config.missing_chunk, config.nan) for spec in config.volumes)
     conditions = tuple(
-        open_volume(spec.condition, config.store, config.missing_chunk) for spec in config.volumes if spec.condition
+        open_volume(spec.condition, config.store, config.missing_chunk, config.condition_nan)
+        for spec in config.volumes
+        if spec.condition
     )
     dtype, condition_dtype = _common_dtype("volumes", volumes), _common_dtype("conditions", conditions)
     maps = [foreground(volume, spec, config) for volume, spec in zip(volumes, config.volumes, strict=True)]
@@ -217,6 +218,8 @@ def prepare_data(
         labels=config.labels,
         store=config.store,
         missing_chunk=config.missing_chunk,
+        nan=config.nan,
+        condition_nan=config.condition_nan,
         max_quarantined=config.max_quarantined,
         stored=tuple(volume.missing.stored for volume in volumes),
         max_reader_deaths=config.max_reader_deaths,
@@ -240,8 +243,8 @@ def estimate_grey_range(
 ) -> GreyRange:
     """0.5th and 99.5th percentile of the material in some patches of the plan: the same for the same plan.
 
-    Voxels equal to the fill value are masked air and left out, as their share differs between volumes.  The range of
-    bool is always 0 to 1.
+    Voxels equal to the fill value are masked air and left out, as their share differs between volumes; so is NaN.
+    The range of bool is always 0 to 1.
 
     Raises:
         DataError: nothing but air, or one grey value only.
@@ -254,7 +257,7 @@ def estimate_grey_range(
             voxels = read(plan.uniform_patch(number, draw))
         except UnreadableChunkError:
             continue  # the readers will find, report and quarantine it
-        material.append(voxels[voxels != volume.fill_value])
+        material.append(volume.material(voxels))
         if len(material) == _PATCHES_PER_ESTIMATE:
             break
     if material and not any(map(len, material)):

@@ -114,9 +114,7 @@ def _read(found: SpotCheck, volume: Volume, chunk: Triple, voxels: NDArray[Any])
     box = volume.grid.box_of(chunk)
     if (voxels != volume.fill_value).any() or not volume.grid.absent(box):
         return
-    if volume.missing.stored is not None and chunk in volume.missing.stored:
-        cause = "listed as stored, but missing"
-        raise UnreadableChunkError(volume.name, box, chunk, box, cause)
+    volume.missing.check_absent(chunk, box)
     found.absent += 1
 
 

@@ -74,8 +74,12 @@ class StartReads:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, failed: object, *_: object) -> None:
         self.expect("", [])
+        if self._process is not None and failed is None:
+            with suppress(EOFError):
+                for found in self._ask(("nonfinite", 0, None)):
+                    found.say()
         self._end()
         self._held.close()
 
@@ -131,7 +135,9 @@ class StartReads:
             ) from None
         return found
 
-    def _ask(self, request: tuple[Kind | Literal["foreground"], int, Box | None], ahead: Sequence[Wanted] = ()) -> Any:
+    def _ask(
+        self, request: tuple[Kind | Literal["foreground", "nonfinite"], int, Box | None], ahead: Sequence[Wanted] = ()
+    ) -> Any:
         """Send a request and return the answer, or raise the error, of the process.  Raises EOFError where it dies.
 
         Args:
@@ -231,13 +237,18 @@ def serve() -> None:
     def volume_of(kind: Kind, number: int) -> Volume:
         if (kind, number) not in opened:
             spec = _spec(config, kind, number)
-            opened[kind, number] = open_volume(spec, config.store, config.missing_chunk, known=True)
+            nan = config.nan if kind == "volume" else config.condition_nan
+            opened[kind, number] = open_volume(spec, config.store, config.missing_chunk, nan, known=True)
         return opened[kind, number]
 
     staged = set[Wanted]()
     while (request := requests.get()) is not None:
         kind, number, box, ahead = request
         answer: tuple[str, Any]
+        if kind == "nonfinite":
+            with lock:
+                _send(answers, ("done", [found for volume in opened.values() if (found := volume.nonfinite)]))
+            continue
         try:
             if kind == "foreground":
                 spec = config.volumes[number]

@@ -131,7 +131,7 @@ def _data_lines(config: Config, preflight: Preflight) -> list[str]:
         validation = format_box(split.validation) if split.validation else "none"
         lines += [
             f"volume     {volume.name}: {format_sizes(volume.shape_zyx)} {volume.dtype}, "
-            f"chunks {format_sizes(volume.chunk_zyx)}, decoded by {volume.codec_pipeline}",
+            f"chunks {format_sizes(volume.chunk_zyx)}",
             f"  split    training {format_box(split.train)}; validation {validation}",
             f"  greys    {grey.low:g} becomes -1, {grey.high:g} becomes +1",
             f"  regions  {_regions(data, number, 1 if config.training.ranks == 'auto' else config.training.ranks)}",

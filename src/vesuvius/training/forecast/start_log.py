@@ -47,13 +47,12 @@ def log_start(config: Config, preflight: Preflight, world: int, lost: bool) -> N
     for number, (volume, planned) in enumerate(zip(data.volumes, data.plan.volumes, strict=True)):
         amplification = data.plan.read_amplification(number, world)
         log.info(
-            "volume %s: %s %s, %d regions a pass, %.2f bytes decoded per byte of patch, decoded by %s",
+            "volume %s: %s %s, %d regions a pass, %.2f bytes decoded per byte of patch",
             volume.name,
             format_sizes(volume.shape_zyx),
             volume.dtype,
             planned.visits_per_pass,
             amplification,
-            volume.codec_pipeline,
         )
         # A small volume is in the page cache soon, and has small regions so that there are enough to mix.
         small = planned.visits_per_pass < 4 * data.plan.regions_in_flight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vesuvius.volumes.errors import FetchError
 
@@ -13,6 +13,7 @@ class ByteRange:
 
     start: int
     stop: int | None = None
+    reserved: int = field(default=0, compare=False)  # bytes at the end of the object that the range must not touch
 
 
 def cut(data: bytes, byte_range: ByteRange) -> bytes:
@@ -22,7 +23,8 @@ def cut(data: bytes, byte_range: ByteRange) -> bytes:
 
 
 def checked(data: bytes, byte_range: ByteRange, size: int) -> bytes:
-    """Raises FetchError where an object of `size` bytes ends before a range does."""
-    if byte_range.stop is not None and byte_range.stop > size:
-        raise FetchError(f"bytes {byte_range.start} to {byte_range.stop} of an object of {size}")
+    """Raises FetchError where an object of `size` bytes, less what is reserved, ends before a range does."""
+    if byte_range.stop is not None and byte_range.stop > size - byte_range.reserved:
+        kept = f", of which the last {byte_range.reserved} are its index" if byte_range.reserved else ""
+        raise FetchError(f"bytes {byte_range.start} to {byte_range.stop} of an object of {size}{kept}")
     return data

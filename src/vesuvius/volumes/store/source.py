@@ -37,7 +37,7 @@ _STAMPS_MAX = 2**18  # some 50 MB
 
 @dataclass
 class SourceFigures:
-    """What a source has done so far; on disk without what zarrs has read itself."""
+    """What a source has done so far."""
 
     requests: int = 0  # reads that reached the store, tries included
     retries: int = 0  # tries after a failed one
