@@ -1,0 +1,211 @@
+"""No chunk's bytes reach a decoder unless they are whole, and no checksum is left unchecked, however a chunk is read.
+
+Which wrong programs would pass a test of whole reads alone: one that checks nothing where a part of a shard is read, or
+only where the chunk is an object of its own, or only on a disk.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ShardingCodec, TransposeCodec, ZstdCodec
+
+from tests.conftest import textured
+from tests.support.chunk_server import ChunkServer
+from vesuvius.config import ArrayConfig, StoreConfig
+from vesuvius.volume_tools.verify import verify_volume
+from vesuvius.volumes.box import Box
+from vesuvius.volumes.errors import UnreadableChunkError
+from vesuvius.volumes.volume import Volume, open_volume
+
+SHAPE = (16, 16, 16)
+VOXELS = textured(SHAPE)
+WHOLE: Box = ((0, 0, 0), SHAPE)
+PART: Box = ((2, 3, 4), (15, 14, 13))  # touches all chunks, none of them whole
+FAST = StoreConfig(max_pause_s=0.02, outage_minutes=0.01)
+Address = Callable[[Path], str]
+
+
+@pytest.fixture(params=["disk", "http"])
+def address(request: pytest.FixtureRequest, server: ChunkServer) -> Address:
+    return str if request.param == "disk" else server.url_of
+
+
+def open_at(address: str) -> Volume:
+    return open_volume(ArrayConfig(path=address), FAST)
+
+
+def write_v2(path: Path, **options: Any) -> None:
+    array = zarr.create_array(str(path), shape=SHAPE, chunks=(8, 8, 8), dtype="uint8", zarr_format=2, **options)
+    array[...] = VOXELS
+
+
+def write_v3(path: Path, *codecs: Any, chunk: int = 8) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zarr: its v3 specification does not know numcodecs' codecs
+        array = zarr.create(
+            store=str(path), shape=SHAPE, dtype="uint8", chunk_shape=(chunk,) * 3, codecs=codecs, zarr_format=3
+        )
+        array[...] = VOXELS
+
+
+def shards(*codecs: Any, chunk: int = 8, **index: Any) -> ShardingCodec:
+    return ShardingCodec(chunk_shape=(chunk,) * 3, codecs=[BytesCodec(), *codecs], **index)
+
+
+def numcodecs_of(name: str, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(zarr.codecs.numcodecs, name)(**options)
+
+
+CHECKED: dict[str, Callable[[Path], None]] = {
+    "v2 crc32": lambda path: write_v2(path, filters=[numcodecs.CRC32()], compressors=None),
+    "v2 adler32 in zstd": lambda path: write_v2(path, filters=[numcodecs.Adler32()], compressors=numcodecs.Zstd(0)),
+    "v2 fletcher32": lambda path: write_v2(path, filters=[numcodecs.Fletcher32()], compressors=None),
+    "v2 zstd with its checksum": lambda path: write_v2(path, compressors=numcodecs.Zstd(1, checksum=True)),
+    "v3 crc32c": lambda path: write_v3(path, BytesCodec(), Crc32cCodec()),
+    "v3 crc32c outside of blosc": lambda path: write_v3(path, BytesCodec(), BloscCodec(clevel=0), Crc32cCodec()),
+    "v3 numcodecs.crc32": lambda path: write_v3(path, BytesCodec(), numcodecs_of("CRC32")),
+    "shards, crc32c": lambda path: write_v3(path, shards(Crc32cCodec()), chunk=16),
+    "shards, crc32c inside of zstd": lambda path: write_v3(path, shards(Crc32cCodec(), ZstdCodec(level=1)), chunk=16),
+    "shards, crc32c outside of zstd": lambda path: write_v3(path, shards(ZstdCodec(), Crc32cCodec()), chunk=16),
+    "shards, zstd with its checksum": lambda path: write_v3(path, shards(ZstdCodec(checksum=True)), chunk=16),
+    "shards, gzip": lambda path: write_v3(path, shards(GzipCodec()), chunk=16),
+    "shards, numcodecs.adler32": lambda path: write_v3(path, shards(numcodecs_of("Adler32")), chunk=16),
+    "shards, index at the start": lambda path: write_v3(
+        path, shards(Crc32cCodec(), index_location="start", index_codecs=[BytesCodec()]), chunk=16
+    ),
+    "shards in shards": lambda path: write_v3(
+        path, ShardingCodec(chunk_shape=(8,) * 3, codecs=[shards(Crc32cCodec(), chunk=4)]), chunk=16
+    ),
+    "checksum of whole shards": lambda path: write_v3(path, shards(), Crc32cCodec(), chunk=16),
+    "transposed shards": lambda path: write_v3(
+        path, TransposeCodec(order=(2, 0, 1)), shards(Crc32cCodec(), chunk=4), chunk=8
+    ),
+}
+
+
+def data_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith((".z", "zarr")))
+
+
+@pytest.mark.parametrize("layout", CHECKED)
+def test_no_flipped_bit_becomes_a_wrong_voxel(tmp_path: Path, address: Address, layout: str) -> None:
+    """Any bit of any object: of a chunk, of its checksum, of an index with or without one."""
+    path = tmp_path / "v.zarr"
+    CHECKED[layout](path)
+    np.testing.assert_array_equal(open_at(address(path)).read(WHOLE), VOXELS)
+    expected = VOXELS[2:15, 3:14, 4:13]
+    refused = tried = 0
+    rng = np.random.default_rng(0)
+    for file in data_files(path)[:2]:
+        sound = file.read_bytes()
+        for at in rng.integers(len(sound), size=12).tolist():
+            broken = bytearray(sound)
+            broken[at] ^= 1 << int(rng.integers(8))
+            file.write_bytes(broken)
+            for box, voxels in ((WHOLE, VOXELS), (PART, expected)):
+                tried += 1
+                try:
+                    found = open_at(address(path)).read(box)
+                except UnreadableChunkError:
+                    refused += 1
+                else:
+                    np.testing.assert_array_equal(found, voxels, err_msg=f"byte {at} of {file.name}")
+        file.write_bytes(sound)
+    assert refused > 0.75 * tried, "nearly all of them are noticed"
+
+
+@pytest.mark.parametrize("cut", [1, 500, 3000, 10**6])
+@pytest.mark.parametrize("where", ["start", "end"])
+@pytest.mark.parametrize("box", [WHOLE, PART])
+def test_a_truncated_shard_of_blosc_gives_whole_chunks_or_none(
+    tmp_path: Path, address: Address, where: str, cut: int, box: Box
+) -> None:
+    path = tmp_path / "v.zarr"
+    codec = shards(BloscCodec(cname="lz4", clevel=0), index_location=where, index_codecs=[BytesCodec()])
+    write_v3(path, codec, chunk=16)
+    (shard,) = data_files(path)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-cut])
+    with pytest.raises(UnreadableChunkError):
+        open_at(address(path)).read(box)
+    readable = 0
+    for corner in np.ndindex(2, 2, 2):
+        part = tuple(slice(8 * i, 8 * i + 8) for i in corner)
+        try:
+            voxels = open_at(address(path)).read((tuple(8 * i for i in corner), tuple(8 * i + 8 for i in corner)))
+        except UnreadableChunkError:
+            continue
+        np.testing.assert_array_equal(voxels, VOXELS[part])
+        readable += 1
+    last = len(whole) - (len(whole) - 8 * 16) // 8  # where the last chunk begins, of eight alike
+    most = 8 if where == "end" else sum(len(whole) - cut >= len(whole) - i * (len(whole) - last) for i in range(8))
+    assert readable <= most
+    if where == "start" and cut == 500:
+        assert readable == 7, "only the chunk that is cut is lost"
+
+
+ENTRIES = {
+    "outside": (10**6, 100, "of an object of|416 Range Not Satisfiable"),
+    "no bytes": (200, 0, "has 0 bytes from byte 200"),
+    "half absent": (2**64 - 1, 100, "bytes from byte 18446744073709551615"),
+    "beyond all": (2**63, 2**63 + 7, "bytes from byte"),
+}
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES, "index"])
+@pytest.mark.parametrize("where", ["start", "end"])
+@pytest.mark.parametrize("box", [WHOLE, PART])
+def test_an_entry_of_an_index_that_leads_to_no_chunk_is_damage_of_that_chunk(
+    tmp_path: Path, address: Address, entry: str, where: str, box: Box
+) -> None:
+    path = tmp_path / "v.zarr"
+    write_v3(path, shards(index_location=where, index_codecs=[BytesCodec()]), chunk=16)
+    (shard,) = data_files(path)
+    data = bytearray(shard.read_bytes())
+    index = 0 if where == "start" else len(data) - 128
+    offset, size, words = ENTRIES.get(entry, (index, 512, "bytes" if where == "start" else "are its index"))
+    if entry == "index" and where == "end":
+        offset -= 448
+    data[index + 80 : index + 96] = np.array([offset, size], "<u8").tobytes()
+    shard.write_bytes(data)
+    with pytest.raises(UnreadableChunkError, match=words) as caught:
+        open_at(address(path)).read(box)
+    assert caught.value.box == ((8, 0, 8), (16, 8, 16))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("promise", [0, 1, 2**20, 2**31 - 1])
+def test_a_blosc_frame_that_promises_another_size_is_damaged(tmp_path: Path, sharded: bool, promise: int) -> None:
+    path, codec = tmp_path / "v.zarr", BloscCodec(cname="lz4", clevel=0)
+    if sharded:
+        write_v3(path, shards(codec), chunk=16)
+    else:
+        write_v3(path, BytesCodec(), codec)
+    file = data_files(path)[0]
+    data = bytearray(file.read_bytes())
+    data[4:8] = promise.to_bytes(4, "little")
+    file.write_bytes(data)
+    with pytest.raises(UnreadableChunkError, match=f"says it decodes to {promise} bytes"):
+        open_at(str(path)).read(PART)
+
+
+def test_verify_lists_a_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "v.zarr"
+    CHECKED["shards, crc32c"](path)
+    (shard,) = data_files(path)
+    data = bytearray(shard.read_bytes())
+    data[600] ^= 1
+    shard.write_bytes(data)
+    (broken,) = verify_volume(ArrayConfig(path=str(path))).broken
+    assert "checksum" in broken.cause
