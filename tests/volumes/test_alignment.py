@@ -197,13 +197,13 @@ def volume_of(
     unit: str | None = "nanometer",
     pyramid: list[dict[str, Any]] | None = None,
 ) -> Volume:
-    """A volume of metadata only; without a scale a bare array."""
+    """A volume of one chunk; without a scale a bare array."""
     options: dict[str, Any] = {"shape": shape, "chunks": (16, 16, 16), "dtype": "u1"}
     if scale is None:
-        zarr.create_array(str(path), **options)
+        zarr.create_array(str(path), **options)[0, 0, 0] = 1
         return open_volume(ArrayConfig(path=str(path)))
     group = zarr.create_group(str(path), zarr_format=2)
-    group.create_array("0", **options)
+    group.create_array("0", **options)[0, 0, 0] = 1
     transforms = [{"type": "scale", "scale": np.broadcast_to(scale, 3).tolist()}]
     if translation is not None:
         transforms.append({"type": "translation", "translation": np.broadcast_to(translation, 3).tolist()})
@@ -223,6 +223,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, Any]] = {
     "a third of a voxel beside": ({}, {"translation": (41, 59, 81.3)}, 1, (10, 15, 20)),
     "half a voxel beside": ({}, {"shape": RAW, "translation": 2}, 1, 0),
     "micrometers": ({}, {"scale": 0.004, "translation": (0.04, 0.06, 0.08), "unit": "micrometer"}, 1, (10, 15, 20)),
+    "abbreviated units": ({"scale": 0.004, "unit": "um"}, {"unit": "nm", "translation": 40}, 1, 10),
     "twice as coarse": ({}, {"scale": 8, "translation": 0}, 2, 0),
     "twice as coarse, a crop": ({}, {"scale": 8, "shape": (8, 9, 10), "translation": (40, 80, 8)}, 2, (10, 20, 2)),
     "twice as coarse, a crop between coarse voxels": (
@@ -382,6 +383,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no simple factor": ({}, {"scale": 4.3}, "a factor of 1.075 along z is no ratio of small whole numbers"),
     "another unit by mistake": ({}, {"scale": 4, "unit": "micrometer"}, "all of the volume would lie in one voxel"),
     "a unit in one, not the same": ({"unit": "micrometer"}, {"unit": None, "scale": 4000}, "only one has a unit"),
+    "units that are not known": (
+        {"unit": "voxel"}, {"unit": "pixel"}, "how their units voxel and pixel compare is not known",
+    ),
     "a crop with a writer's default": ({}, {"scale": 1, "unit": None}, "one has voxels of size 1 without a unit"),
     "a crop in voxels of a scaled volume": (
         {}, {"scale": 1, "unit": None, "translation": (10, 15, 20)}, "one has voxels of size 1 without a unit",

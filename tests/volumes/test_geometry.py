@@ -151,7 +151,7 @@ METERS = {
     "megameter": 1e6, "meter": 1, "micrometer": 1e-6, "mile": 1609.344, "millimeter": 1e-3, "nanometer": 1e-9,
     "parsec": 3.0856775814913674e16, "petameter": 1e15, "picometer": 1e-12, "terameter": 1e12, "yard": 0.9144,
     "yoctometer": 1e-24, "yottameter": 1e24, "zeptometer": 1e-21, "zettameter": 1e21,
-}  # fmt: skip
+} | {"nm": 1e-9, "um": 1e-6, "\u00b5m": 1e-6, "\u03bcm": 1e-6, "micron": 1e-6, "mm": 1e-3}  # fmt: skip
 
 
 def test_every_unit_of_length_is_converted_and_others_are_unknown() -> None:

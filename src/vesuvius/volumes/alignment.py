@@ -245,6 +245,8 @@ def _measured(there: Geometry, here: Geometry, shapes: tuple[Triple, Triple]) ->
     for axis, units in enumerate(zip(there.units_zyx, here.units_zyx, strict=True)):
         first, second = (MICROMETERS.get(unit or "") for unit in units)
         one, two = (1.0, 1.0) if first is None or second is None else (first, second)
+        if None not in units and first is second is None and units[0] != units[1]:
+            raise _MisfitError(f"how their units {units[0]} and {units[1]} compare is not known")
         size, count, voxel = shapes[0][axis], shapes[1][axis], there.scale_zyx[axis] * one
         ratio = here.scale_zyx[axis] * two / voxel
         factor = _factor(ratio, size, count)

@@ -30,8 +30,8 @@ MICROMETERS = {f"{prefix}meter": 10.0 ** (exponent + 6) for prefix, exponent in 
     "yard": 914_400.0,
     "mile": 1_609_344_000.0,
     "parsec": 3.0856775814913674e22,
-}
-"""How long the length units of OME-Zarr (names of UDUNITS-2) are."""
+} | {"nm": 1e-3, "um": 1.0, "\u00b5m": 1.0, "\u03bcm": 1.0, "micron": 1.0, "mm": 1e3}  # fmt: skip
+"""How long the length units of OME-Zarr (names of UDUNITS-2) are, and what writers abbreviate them to."""
 
 
 class UnsupportedTransformError(ValueError):
