@@ -41,10 +41,11 @@ def serving(
         def _answer(self, status: int | None) -> None:
             if asked is not None:
                 asked.append(f"{self.command} {self.path}")
-            whole = objects.get(self.path)
+            path = self.path.partition("?")[0]
+            whole = objects.get(path)
             body, status, extra = whole or b"", status or (404 if whole is None else 200), dict[str, str]()
             wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-            if wanted and status == 200 and self.path not in no_ranges:
+            if wanted and status == 200 and path not in no_ranges:
                 first, last = wanted.groups()
                 start = int(first) if first else max(len(body) - int(last), 0)
                 stop = min(int(last) + 1, len(body)) if first and last else len(body)

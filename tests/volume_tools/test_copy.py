@@ -25,6 +25,7 @@ from numcodecs import Blosc
 from tests.conftest import SCROLL_DATA, needs_scroll_data, textured, write_array
 from tests.support import fork_server
 from tests.support.chunk_server import ChunkServer
+from tests.support.object_server import objects_of, serving
 from vesuvius.config import ArrayConfig, StoreConfig, Triple
 from vesuvius.errors import ConfigError, DataError, StorageError
 from vesuvius.volume_tools.copy import CopyFigures, CopyRequest, UnfinishedCopyError, copy_box
@@ -577,3 +578,14 @@ def test_boxes_of_real_scrolls_are_copied(tmp_path: Path, store: str) -> None:
     copy_box(CopyRequest(source, tmp_path / "c.zarr", start, size, levels=2))
     stop = (240, 160, 220)
     np.testing.assert_array_equal(copied(tmp_path / "c.zarr"), open_volume(source).read((start, stop)))
+
+
+def test_a_copy_records_no_password_of_its_source(tmp_path: Path) -> None:
+    """It is shared as data."""
+    path = write_array(tmp_path / "v.zarr", textured((32, 32, 32)), chunk=16)
+    with serving(objects_of(path, "/v")) as web:
+        address = web.replace("//", "//user:secret@") + "/v?signature=hidden"
+        copy_box(CopyRequest(ArrayConfig(path=address), tmp_path / "out.zarr"), QUICK)
+    text = b"".join(file.read_bytes() for file in (tmp_path / "out.zarr").rglob(".z*"))
+    assert b"127.0.0.1" in text
+    assert not any(word in text for word in (b"secret", b"hidden"))

@@ -262,7 +262,7 @@ def _record(request: CopyRequest, box: Box, volume: Volume) -> dict[str, Any]:
     """The arguments that a copy is resumed with, as plain JSON."""
     address = request.source.path
     return {
-        "source": address if volume.source.remote else str(Path(address).resolve()),
+        "source": volume.source.shown if volume.source.remote else str(Path(address).resolve()),
         "level": request.source.level,
         "select": list(request.source.select),
         "start_zyx": list(box[0]),

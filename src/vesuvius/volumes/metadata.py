@@ -7,6 +7,7 @@ cannot read is found before it is asked to, so that the message says what it is 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ from zarr.storage import StorePath
 from vesuvius.errors import DataError, one_line
 from vesuvius.volumes.errors import FetchError
 from vesuvius.volumes.store.source import Source
+
+log = logging.getLogger(__name__)
 
 _NUMBERS = ("bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), "float16", "float32")
 _NUMBERS_V3 = {*_NUMBERS, "float64"}
@@ -73,6 +76,8 @@ def read_node(source: Source, path: str) -> Node | None:
         kind = document.get("node_type")
         if kind not in ("array", "group"):
             raise _wrong(source, keys[0], f"node_type is {kind!r}", "correct it to array or group")
+        if array is not None:
+            log.debug("%s holds both zarr.json and .zarray; zarr.json is read", source.shown)
         return Node(keys[0], v3, document, kind == "array")
     for key, data in zip(keys[1:3], (array, group), strict=True):
         if data is not None:

@@ -82,6 +82,10 @@ def test_a_cache_gives_what_the_store_has_now(tmp_path: Path, layout: str, heade
         objects[chunk] = versions[0][chunk]
         part, _ = read(f"{web}/v", tmp_path / "cache", ((0, 0, 0), (16, 16, 16)))
         np.testing.assert_array_equal(part, OLD[:16, :16, :16])
+        if layout == "chunks":
+            del objects[chunk]
+            part, _ = read(f"{web}/v", tmp_path / "cache", ((0, 0, 0), (16, 16, 16)))
+            assert not part.any(), "what is gone from the store is not kept either"
 
 
 def test_an_object_store_is_checked_as_well(tmp_path: Path, s3: Any) -> None:

@@ -146,7 +146,7 @@ class PreparedData:
             "plan": self.plan.describe(),
             "volumes": [
                 {
-                    "path": spec.path,
+                    "path": volume.source.shown,
                     "level": spec.level,
                     "shape": list(volume.shape_zyx),
                     "dtype": volume.dtype.name,
