@@ -82,6 +82,12 @@ class RemoteStore:
         checked(answer.data, byte_range, byte_range.start + len(answer.data) if answer.size is None else answer.size)
         return answer
 
+    def forget(self, key: str) -> None:
+        """Have an object fetched again of which a copy may be kept."""
+        with self._whole_lock:
+            if self._whole is not None and self._whole[0] == key:
+                self._whole = None
+
     def stamp(self, key: str) -> str | None:
         """The stamp of an object.  Raises FileNotFoundError where there is no such object, else as `read`.
 

@@ -157,6 +157,8 @@ class Source:
     def forget(self, key: str, byte_range: ByteRange | None = None) -> None:
         """Remove from the cache what turned out to be damaged, and take the object for a new one."""
         self._stamps.pop(key, None)
+        if self._store is not None:
+            self._store.forget(key)
         if self._cache is not None:
             self._cache.drop(self._cache_name(key, byte_range))
 
