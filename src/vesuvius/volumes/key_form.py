@@ -24,6 +24,7 @@ from vesuvius.errors import DataError
 from vesuvius.volumes.axes import Axes
 from vesuvius.volumes.box import triple
 from vesuvius.volumes.chunks import ChunkGrid
+from vesuvius.volumes.errors import FetchError
 from vesuvius.volumes.store.source import Source
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,11 @@ def as_stored(name: str, array: zarr.Array[Any], axes: Axes, source: Source, qui
         DataError: no chunk is stored by any form, or some are by another one than the metadata name.
     """
     declared, *others = forms = _forms(array, axes, source)
-    found, complete = _found_by_requests(forms) if source.remote else _found_on_disk(forms)
+    try:
+        found, complete = _found_by_requests(forms) if source.remote else _found_on_disk(forms)
+    except FetchError as error:  # what lies in place of a chunk is none; whoever reads it says so
+        log.debug("%s is not probed: %s", name, error)
+        return array
     stored = found[0]
     for form, places in zip(others, found[1:], strict=True):
         if not places - stored:
