@@ -58,11 +58,43 @@ def test_a_path_that_is_another_folder_on_this_node_is_refused_and_a_late_one_is
     ours.refuse_other_path(mark)
 
 
-def test_a_new_run_never_takes_an_existing_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "file",
+    [
+        "checkpoints/step_00000001/manifest.json",
+        "checkpoints/.step_1.partial",
+        "samples/a.png",
+        "metrics.jsonl",
+        "notes.txt",
+    ],
+)
+def test_a_new_run_never_takes_the_directory_of_another(tmp_path: Path, file: str) -> None:
+    """Of one that has made a step or saved, or with something that no run has written."""
     directory = RunDir(tmp_path / "x")
-    (directory.path / "logs").mkdir(parents=True)
+    path = directory.path / file
+    path.parent.mkdir(parents=True)
+    path.write_text('{"kind": "run_start", "step": 0}\n{"kind": "step", "step": 1}\n')
     with pytest.raises(ConfigError, match="--resume"), directory.locked(new=True):
         pass
+    assert path.exists()
+
+
+def test_a_start_that_came_to_nothing_is_no_run_and_is_cleared(tmp_path: Path) -> None:
+    directory, elsewhere = RunDir(tmp_path / "x"), tmp_path / "large disk"
+    directory.make_folders()
+    elsewhere.mkdir()
+    (directory.path / "tb").symlink_to(elsewhere)
+    (directory.path / "tune").mkdir()
+    for name in ("config.resolved.yaml", "env.json", "session.json", "logs/train_full.log", "ranks/1/logs/a.log"):
+        (directory.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory.path / name).write_text("x")
+    directory.metrics.write_text('{"kind": "run_start", "step": 0}\n{"kind": "run_end", "exit_code": 2, "step": 0}\n')
+    assert not directory.exists()
+    with directory.locked(new=False):  # as --resume does
+        assert directory.log.exists()
+    with directory.locked(new=True):
+        assert {path.name for path in directory.path.iterdir()} == {".lock", "tune", "tb"}
+        assert (directory.path / "tb").readlink() == elsewhere
 
 
 @pytest.mark.parametrize("what", ["tune", "benches", "profiles", "reports"])
@@ -70,7 +102,7 @@ def test_a_new_run_goes_where_another_command_was(tmp_path: Path, what: str) -> 
     directory = RunDir(tmp_path / "x")
     (directory.path / what).mkdir(parents=True)
     with directory.locked(new=True):
-        (directory.path / "logs").mkdir()
+        (directory.checkpoints / "step_00000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match="which exists"), directory.locked(new=True):
         pass
 

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -32,6 +34,12 @@ _BESIDE = (TUNE, BENCHES, "profiles", "reports")
 """What other commands keep in a run directory, also before the run has begun."""
 
 _LOCK = ".lock"
+_OF_A_START = (
+    *("config.source.yaml", "config.resolved.yaml", "env.json", "split.json", "metrics.jsonl", "system.jsonl"),
+    *("recent.jsonl", "session.json", "post_mortem.jsonl", "quarantine.jsonl"),
+    *("logs", "reading", "checkpoints", "samples", "stacks", "tb", "ranks"),
+)
+"""What a session writes before its first step."""
 _LOOK_AGAIN_S = 0.2
 _PACKAGES = (
     "vesuvius-diffusion",
@@ -78,11 +86,35 @@ class RunDir:
     tensorboard = _Below("tb")
 
     def exists(self) -> bool:
-        """Whether a run has begun here; what a tune or a bench has written is none."""
+        """Whether a run has begun here: it has made a step, or saved.
+
+        What a tune or a bench has written is none, nor is what a start that came to nothing has left.
+        """
         try:
-            return any(entry.name not in (*_BESIDE, _LOCK) for entry in self.path.iterdir())
+            names = {entry.name for entry in self.path.iterdir()} - {*_BESIDE, _LOCK}
+            if not names <= {*_OF_A_START}:  # something that no run has written
+                return True
+            kept = (self.checkpoints, self.samples)
+            return any(next(folder.iterdir(), None) for folder in kept if folder.is_dir()) or self._has_step()
         except OSError:  # it is not there, is a file, or may not be read
             return self.path.exists()
+
+    def _has_step(self) -> bool:
+        """Whether a step is recorded.  Reads as far as the first."""
+        if not self.metrics.exists():
+            return False
+        with self.metrics.open("rb") as records:
+            return any(re.search(rb'"kind": ?"step"', line) for line in records)
+
+    def clear(self) -> None:
+        """Remove what a start that came to nothing has left: its records would be taken for the new run's."""
+        for path in map(self.path.joinpath, _OF_A_START):
+            if path.is_symlink():  # a folder that somebody has put on a larger disk
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def of_rank(self, rank: int) -> RunDir:
         """Where another rank than 0 keeps its log, its records and its notes."""
@@ -118,6 +150,7 @@ class RunDir:
                 time.sleep(_LOOK_AGAIN_S)
             if new:
                 refuse_existing(self)  # another process may have begun and ended it meanwhile
+                self.clear()
             lock.truncate(0)
             lock.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%F %T')} {uuid.uuid4().hex}")
             lock.flush()

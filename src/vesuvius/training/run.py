@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from vesuvius.config import Config
 from vesuvius.config.trial import without_listeners
-from vesuvius.errors import EXIT_OK, GpuMemoryError, StorageError, VesuviusError, one_line
+from vesuvius.errors import EXIT_ERROR, EXIT_OK, GpuMemoryError, StorageError, VesuviusError, one_line
 from vesuvius.runlog.logfile import close_terminal, open_log
 from vesuvius.runlog.run_dir import RunDir, run_dir
 from vesuvius.training.build import build_loop, build_step, load_weights, open_watchdog, open_writer, retention
@@ -39,6 +43,7 @@ from vesuvius.volumes.store.object_store import open_cache
 
 log = logging.getLogger(__name__)
 
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 # Where ranks are started again, the rank 0 of before may not have ended, or its node's lock not yet.
 _LOCK_WAIT_S = 120.0
 
@@ -174,8 +179,9 @@ def _train_and_record(
             session.exit_code = _train(run, preflight, train_step, make_tuner)
         except (ConnectionError, TimeoutError):  # of the network, not of a file
             raise
-        except OSError:
-            session.exit_code = StorageError.exit_code
+        except OSError as error:
+            told = _told(error, directory)
+            session.exit_code = told.exit_code if isinstance(told, VesuviusError) else EXIT_ERROR
             raise
         except VesuviusError as error:
             session.exit_code = error.exit_code
@@ -212,13 +218,22 @@ def _storage_errors(directory: RunDir) -> Iterator[None]:
 
 
 def _told(error: Exception, directory: RunDir) -> Exception:
-    """The error that a user is told of: that of a file of the run names its remedy."""
+    """The error that a user is told of: that of a file of the run names its remedy, that of another one its place."""
     if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError):  # of the network
         return error
-    return StorageError(
-        f"the run directory must be writable; got {error} in {directory.path}; free some space and continue with "
-        "--resume"
-    )
+    # A write names no file: it is taken for one of the run's if it fails for the disk.
+    of_run = error.errno in _OF_DISKS
+    if error.filename is not None:
+        named = Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, str | bytes) else None
+        of_run = named is not None and named.is_relative_to(directory.path.absolute())
+    if of_run:
+        return StorageError(
+            f"the run directory must be writable; got {error} in {directory.path}; free some space and continue with "
+            "--resume"
+        )
+    place = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in place)
+    return VesuviusError(f"The system refused what the run needs: {error}{where}")
 
 
 def _record_start(run: RunContext, resumed: ResumePoint | None) -> None:
