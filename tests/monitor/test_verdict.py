@@ -330,6 +330,37 @@ def test_readers_without_a_pause_decide_before_the_queue(figures: dict[str, Any]
     assert judge(far(data_s=30.0, full_s=full_s, starved_s=50.0, **paused), GPU).cause == "prefetch too small"
 
 
+# Recorded: one reader with `requests: 4`, one batch of one patch ahead, chunks of 32^3 over HTTP that answers after so
+# many milliseconds; a step sleeps for some three quarters of the time that the reader takes for a patch.
+RECORDED = {
+    200: {
+        "steps": 148, "step_s": 13.499, "data_s": 4.396, "forward_s": 9.073, "other_s": 0.024, "read_s": 12.506,
+        "decode_s": 0.365, "bytes_fetched": 5556966, "requests": 263, "cut_s": 0.112, "starved_s": 6.231,
+        "full_s": 7.15, "batches": 148, "ran_empty": 30,
+    },
+    500: {
+        "steps": 98, "step_s": 21.097, "data_s": 7.194, "forward_s": 13.878, "other_s": 0.02, "read_s": 19.798,
+        "decode_s": 0.656, "bytes_fetched": 3194327, "requests": 163, "cut_s": 0.078, "starved_s": 10.149,
+        "full_s": 10.866, "batches": 98, "ran_empty": 20,
+    },
+    1200: {
+        "steps": 43, "step_s": 23.982, "data_s": 9.172, "forward_s": 14.801, "other_s": 0.006, "read_s": 19.403,
+        "decode_s": 3.731, "bytes_fetched": 1308740, "requests": 73, "cut_s": 0.067, "starved_s": 12.125,
+        "full_s": 11.788, "batches": 43, "ran_empty": 8,
+    },
+}  # fmt: skip
+OPERATOR = replace(CPU, workers=1, prefetch_factor=1, train_batch_size=1, requests=4)
+
+
+@pytest.mark.parametrize("latency_ms", RECORDED)
+def test_recorded_a_queue_of_one_is_full_half_of_the_time_and_the_store_is_what_is_slow(latency_ms: int) -> None:
+    found = window(**RECORDED[latency_ms] | {"backward_s": 0.0, "optimizer_s": 0.0, "reader_cores": None})
+    assert found.held_up_s >= found.data_s / 2, "by the queue alone its prefetch is too small"
+    assert found.ran_empty
+    verdict = judge(found, OPERATOR)
+    assert (verdict.cause, verdict.overrides) == ("store latency", ("data.store.requests=8",))
+
+
 def test_a_buffer_that_was_hardly_ever_full_is_not_too_small() -> None:
     """Without any limit the feeder could have saved 5 s of 60."""
     assert judge(hungry(full_s=5.0), GPU).cause == "workers too few"
