@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -48,12 +48,12 @@ class Watch:
         self._progress = f"after {done} of {total} {what}"
         self.on_progress(what, done, total)
 
-    def over(self, what: str, items: Sequence[T]) -> Iterator[T]:
-        """Yield the items, and report each one when it is done."""
+    def over(self, what: str, items: Iterable[T], total: int) -> Iterator[T]:
+        """Yield so many items, and report each one when it is done."""
         for number, item in enumerate(items):
             self.check()
             yield item
-            self.tell(what, number + 1, len(items))
+            self.tell(what, number + 1, total)
 
 
 @contextmanager

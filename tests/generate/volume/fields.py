@@ -21,7 +21,7 @@ from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.passes import Pass, advanced, corrected
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import VolumeJob, Work, live_blocks
+from vesuvius.generate.volume.work import BlockSet, VolumeJob, Work, live_blocks
 from vesuvius.generate.watch import Watch
 from vesuvius.volumes.box import Box, slices
 
@@ -121,10 +121,11 @@ def drawn(job: VolumeJob, folder: Path, estimate: Estimate, workers: int = 1, wa
     live, whole = None, ((0, 0, 0), job.tiling.shape_zyx)
     if job.inpaint:
         known = Field(folder / "known", job.tiling)
-        live = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), watch or Watch())
+        mask = live_blocks(job.tiling, lambda box: np.isnan(known.read(box)), watch or Watch())
+        live = BlockSet(job.tiling.blocks, mask)
     sampling = Sampling(job, folder, lambda worker: work_of(job, folder, estimate), workers, watch, "fork", live)
     x = sampling.run().read(whole, sampling.used)
-    for block in np.flatnonzero(~sampling.used).tolist():
+    for block in set(range(job.tiling.blocks)) - set(sampling.used):
         box = job.tiling.block_box(block)
         x[slices(box)] = known.read(box)
     return x

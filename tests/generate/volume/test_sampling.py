@@ -39,7 +39,7 @@ from vesuvius.errors import NonFiniteError
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.passes import START, STEP, block_noise, box_noise, passes_of
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import State, VolumeJob, forget_unflushed, live_blocks
+from vesuvius.generate.volume.work import BlockSet, State, VolumeJob, forget_unflushed, live_blocks
 from vesuvius.generate.watch import SamplingStoppedError, Watch
 from vesuvius.volumes.box import slices
 
@@ -218,7 +218,7 @@ def test_after_a_crash_of_the_machine_what_may_not_be_on_the_disk_is_made_anew(t
             for block in range(TILING.blocks):
                 states[0].x.write(block, np.zeros(PATCH, np.float32))
         (folder / "boot").write_text("another")
-        forget_unflushed(job(), folder, np.ones(TILING.blocks, np.bool_))
+        forget_unflushed(job(), folder, BlockSet(TILING.blocks))
         np.testing.assert_array_equal(drawn(job(), folder, ESTIMATE), expected, err_msg=crash)
 
 

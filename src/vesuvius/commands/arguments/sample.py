@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "--batch-size",
         type=positive,
         default=4,
-        help="samples or tiles computed at once, at most --count; the last batch is computed in full too (default: 4)",
+        help="samples, at most --count, or tiles computed at once; a last batch of tiles is filled up (default: 4)",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: below the run's samples/)")
     parser.add_argument("--overwrite", action="store_true", help="replace existing samples")

@@ -30,7 +30,7 @@ from vesuvius.generate.volume.network import open_network_work
 from vesuvius.generate.volume.output import DRAWING, Greys, output_plan, write_volume
 from vesuvius.generate.volume.run import Sampling
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import VolumeJob, forget_unflushed, live_blocks
+from vesuvius.generate.volume.work import BlockSet, VolumeJob, forget_unflushed, live_blocks
 from vesuvius.generate.watch import OnProgress, Watch, gpu_memory
 from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.units import format_sizes
@@ -96,10 +96,9 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             shutil.rmtree(partial_path(out), ignore_errors=True)
             return VolumeSummary(out, drawing.tiling.shape_zyx, dtype.name, plan.levels, None, 0.0, already=True)
         with StopRequest(None) as stop, gpu_memory(request.batch_size):
-            watch, live = Watch(stop, on_progress, resumable=True), None
+            watch = Watch(stop, on_progress, resumable=True)
             if not is_begun(out, DRAWING):
-                live = drawing.live(watch)
-                drawing.forecast(live).check_space(out)
+                drawing.forecast(drawing.live(watch)).check_space(out)
             with (
                 open_partial(out, drawing.record, plan, dtype, 0, DRAWING) as target,
                 storage_errors(
@@ -110,8 +109,7 @@ def draw_volume(request: VolumeRequest, on_progress: OnProgress = lambda what, d
             ):
                 folder = target.path / "state"
                 folder.mkdir(exist_ok=True)
-                live = _kept(folder / "live.npy", lambda: drawing.live(watch) if live is None else live)
-                sampling = drawing.sampling(folder, live, watch)
+                sampling = drawing.sampling(folder, drawing.live(watch, folder / "live.npy"), watch)
                 used = sampling.used
                 forget_unflushed(drawing.job, folder, used)
                 drawing.fill(folder, used, watch)
@@ -157,6 +155,7 @@ class _Drawing:
             inpaint=source is not None,
             condition=inputs.condition.dtype.str if inputs.condition is not None else None,
         )
+        self._live: NDArray[np.bool_] | None = None
         self._device = choose_device()
         self.workers = request.workers or _default_workers(self._device, self.tiling.tiles // request.batch_size)
 
@@ -178,21 +177,33 @@ class _Drawing:
             **described(info, request),
         }
 
-    def live(self, watch: Watch) -> NDArray[np.bool_]:
-        """The blocks with gaps near (`live_blocks`); all without --inpaint."""
-        if not self.job.inpaint:
-            return np.ones(self.tiling.blocks, np.bool_)
-        return live_blocks(self.tiling, self.inputs.gaps, watch)
+    def live(self, watch: Watch, note: Path | None = None) -> BlockSet:
+        """The blocks with gaps near (`live_blocks`); all without --inpaint.
 
-    def fill(self, folder: Path, used: NDArray[np.bool_], watch: Watch) -> None:
+        Args:
+            note: a file with what an earlier start has found; else it is written.
+        """
+        if not self.job.inpaint:
+            return BlockSet(self.tiling.blocks)
+        if note is None or not note.exists():
+            found = live_blocks(self.tiling, self.inputs.gaps, watch) if self._live is None else self._live
+            self._live = found
+            if note is None:
+                return BlockSet(self.tiling.blocks, found)
+            npy = io.BytesIO()
+            np.save(npy, found)
+            write_whole(note, npy.getvalue())
+        return BlockSet(self.tiling.blocks, np.load(note))
+
+    def fill(self, folder: Path, used: BlockSet, watch: Watch) -> None:
         """Copy the used blocks of the given volumes into the state."""
         inputs, schedule, grey = self.inputs, self.greys.schedule, self.greys.grey
 
         def copy_blocks(field: Field, option: str, read: Callable[[Box], NDArray[Any]]) -> None:
             field.create()
-            missing = [block for block in np.flatnonzero(used).tolist() if not field.has(block)]
-            for block in watch.over(f"blocks of {option} read", missing):
-                field.write(block, read(self.tiling.block_box(block)))
+            for block in watch.over(f"blocks of {option} read", used, len(used)):
+                if not field.has(block):
+                    field.write(block, read(self.tiling.block_box(block)))
 
         if inputs.inpaint is not None:
             known = Field(folder / "known", self.tiling)
@@ -201,7 +212,7 @@ class _Drawing:
             shown = Field(folder / "condition", self.tiling, condition.dtype)
             copy_blocks(shown, "--condition", lambda box: inputs.read(condition, box))
 
-    def sampling(self, folder: Path, live: NDArray[np.bool_], watch: Watch) -> Sampling:
+    def sampling(self, folder: Path, live: BlockSet, watch: Watch) -> Sampling:
         """The passes over the volume, which continue from what is in the folder."""
         open_work = partial(open_network_work, self.job, folder, self.request)
         log.info(
@@ -223,19 +234,9 @@ class _Drawing:
         with closing(open_volume(ArrayConfig(path=str(self.request.out)))) as written:
             return self.inputs.differences(written.read)
 
-    def forecast(self, live: NDArray[np.bool_]) -> VolumeForecast:
+    def forecast(self, live: BlockSet) -> VolumeForecast:
         """The forecast, still without time and memory."""
         return forecast_of(self.job, self.plan.raw_bytes, self.workers, self.request.out, live)
-
-
-def _kept(note: Path, live: Callable[[], NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """The array that an earlier start has written to a file; else `live`, which is written there."""
-    if not note.exists():
-        npy = io.BytesIO()
-        np.save(npy, live())
-        write_whole(note, npy.getvalue())
-    kept: NDArray[np.bool_] = np.load(note)
-    return kept
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,13 @@ class Field:
         """Whether a block is written."""
         return self._file(block).exists()
 
+    def count(self) -> int:
+        """How many blocks are written."""
+        return sum(entry.name[0] != "." for entry in os.scandir(self.path))
+
     def whole(self, blocks: Iterable[int]) -> bool:
         """Whether all of these blocks are written."""
-        try:
-            names = {entry.name for entry in os.scandir(self.path)}
-        except FileNotFoundError:
-            return False
-        return all(self._name(block) in names for block in blocks)
+        return all(map(self.has, blocks))
 
     def write(self, block: int, voxels: NDArray[Any]) -> None:
         """Write a block of the shape of its box."""
@@ -77,11 +77,11 @@ class Field:
         """Flush a block to the disk, so that it survives a crash of the machine."""
         sync(self._file(block))
 
-    def read(self, box: Box, used: NDArray[np.bool_] | None = None) -> NDArray[Any]:
+    def read(self, box: Box, used: Container[int] | None = None) -> NDArray[Any]:
         """The voxels of a box.  All blocks that it touches must be written, or all that are `used`; others are 0."""
         out = np.zeros(shape_of(box), self._dtype)
         for block in self._tiling.blocks_over(box):
-            if used is not None and not used[block]:
+            if used is not None and block not in used:
                 continue
             _, there, here = shared_part(self._tiling.block_box(block), box)
             out[here] = mapped(self._file(block), self._dtype, self._tiling.patch_zyx)[there]

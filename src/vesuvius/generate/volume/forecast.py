@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import resource
 import time
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vesuvius.config import Triple
 from vesuvius.errors import StorageError
 from vesuvius.generate.described import DrawRequest
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.network import Network
-from vesuvius.generate.volume.work import VolumeJob, used_blocks
+from vesuvius.generate.volume.work import BlockSet, VolumeJob, used_blocks
 from vesuvius.runlog.files.disk_use import free_disk_bytes
 from vesuvius.runlog.units import format_duration, format_sizes, size_text
 
@@ -69,28 +68,30 @@ class VolumeForecast:
             )
 
 
-def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live: NDArray[np.bool_]) -> VolumeForecast:
+def forecast_of(job: VolumeJob, output_bytes: int, workers: int, out: Path, live: BlockSet) -> VolumeForecast:
     """The forecast without time and memory, from numbers alone and the free space at `out`.
 
     Args:
         live: blocks with gaps near.
     """
-    tiling, used = job.tiling, int(np.count_nonzero(used_blocks(job, live)))
-    batches = job.batches_over(np.flatnonzero(live).tolist())
-    tiles = sum(len(job.batch(batch)) for batch in batches)
+    tiling, used = job.tiling, len(used_blocks(job, live))
+    tiles, batches = job.tiles_and_batches(live)
     fields = 4 if any(step.keeps_x_0 for step in job.passes) else 2
     state = (fields + job.inpaint) * used * Field(Path(), tiling).block_bytes
     if job.condition is not None:
         state += used * Field(Path(), tiling, job.condition).block_bytes
     # predictions: of the rows of tiles along z that a row of blocks needs, and of the row after them
     (size_z, *_), (patch_z, *_) = tiling.shape_zyx, tiling.patch_zyx
-    needed = [sum(lo - patch_z < z < lo + patch_z for z in tiling.starts[0]) for lo in range(0, size_z, patch_z)]
-    tiles_kept = min(tiling.tiles, (max(needed) + 1) * tiling.tile_grid[1] * tiling.tile_grid[2])
+    starts_z = tiling.starts[0]
+    needed = max(
+        bisect_left(starts_z, lo + patch_z) - bisect_right(starts_z, lo - patch_z) for lo in range(0, size_z, patch_z)
+    )
+    tiles_kept = min(tiling.tiles, (needed + 1) * tiling.tile_grid[1] * tiling.tile_grid[2])
     state += tiles_kept * Field(Path(), tiling).block_bytes
     return VolumeForecast(
         shape_zyx=tiling.shape_zyx,
         tiles=tiles,
-        batches=len(batches),
+        batches=batches,
         evaluations=tiles * _evaluations_per_tile(job),
         workers=workers,
         state_bytes=state,

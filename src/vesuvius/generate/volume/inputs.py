@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import operator
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,10 +209,17 @@ def _stored_stamp(volume: Volume, box: Box) -> str | None:
     if volume.source.remote:
         return None
     root, found = Path(volume.source.address), hashlib.sha256()
-    files = sorted({root / volume.grid.key_of(chunk) for chunk in volume.grid.chunks_of(box)})
-    stats = [(file, file.stat()) for file in files if file.exists()]
-    small = sum(stat.st_size for _, stat in stats) <= _HASHED_BYTES
-    for file, stat in stats:
+
+    def stored() -> Iterator[tuple[Path, os.stat_result]]:
+        last = None
+        for file in (root / volume.grid.key_of(chunk) for chunk in volume.grid.chunks_of(box)):
+            if file != last and file.exists():
+                yield file, file.stat()
+            last = file
+
+    sizes = itertools.accumulate(stat.st_size for _, stat in stored())
+    small = all(size <= _HASHED_BYTES for size in sizes)
+    for file, stat in stored():
         found.update(f"{file.relative_to(root)} {stat.st_size} {'' if small else stat.st_mtime_ns}\n".encode())
         if small:
             found.update(file.read_bytes())

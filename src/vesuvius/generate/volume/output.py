@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from vesuvius.errors import StorageError
 from vesuvius.generate.sample_zarr import to_greys
 from vesuvius.generate.volume.field import Field
 from vesuvius.generate.volume.inputs import Inputs
+from vesuvius.generate.volume.work import BlockSet
 from vesuvius.generate.watch import Watch
 from vesuvius.stream.start.prepare import GreyRange
 from vesuvius.volume_tools.copy_plan import CopyPlan
@@ -49,7 +52,7 @@ def write_volume(
     target: PartialCopy,
     plan: CopyPlan,
     x: Field,
-    used: NDArray[np.bool_],
+    used: BlockSet,
     greys: Greys,
     inputs: Inputs,
     multiscale: dict[str, Any],
@@ -64,7 +67,7 @@ def write_volume(
         DataError: a given volume cannot be read any more.
         StorageError: the disk refuses, or a known voxel is not what it was.
     """
-    for chunk in watch.over("chunks written", _missing(target, 0)):
+    for chunk in _missing("chunks written", target, plan, 0, watch):
         box = plan.box_of(0, chunk)
         voxels = greys.of(x.read(box, used))
         if inputs.inpaint is not None:
@@ -72,18 +75,24 @@ def write_volume(
         target.write(0, chunk, voxels)
     finer, known = target.finish_level(0), 0
     if inputs.inpaint is not None:
-        for chunk in watch.over("chunks compared with --inpaint", list(np.ndindex(plan.counts[0]))):
-            known += _checked_known(plan.box_of(0, chunk), finer, inputs)
+        for chunk in watch.over(
+            "chunks compared with --inpaint", np.ndindex(plan.counts[0]), math.prod(plan.counts[0])
+        ):
+            known += _checked_known(plan.box_of(0, triple(chunk)), finer, inputs)
     for level in range(1, plan.levels):
-        for chunk in watch.over(f"chunks of level {level} written", _missing(target, level)):
+        for chunk in _missing(f"chunks of level {level} written", target, plan, level, watch):
             target.write(level, chunk, target.halved(level, chunk, finer))
         finer = target.finish_level(level)
     target.publish(multiscale)
     return known
 
 
-def _missing(target: PartialCopy, level: int) -> list[Triple]:
-    return list(map(triple, np.argwhere(~target.done[level]).tolist()))
+def _missing(what: str, target: PartialCopy, plan: CopyPlan, level: int, watch: Watch) -> Iterator[Triple]:
+    """The chunks of a level that are not written yet, one after another."""
+    counts = plan.counts[level]
+    for chunk in watch.over(what, map(triple, np.ndindex(counts)), math.prod(counts)):
+        if not target.done[level][chunk]:
+            yield chunk
 
 
 def _checked_known(box: Box, written: zarr.Array[Any], inputs: Inputs) -> int:

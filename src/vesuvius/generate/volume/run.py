@@ -19,19 +19,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vesuvius.errors import VesuviusError
 from vesuvius.generate.volume.field import Field
-from vesuvius.generate.volume.work import State, VolumeJob, Work, state_numbers, used_blocks
+from vesuvius.generate.volume.work import BlockSet, State, VolumeJob, Work, state_numbers, used_blocks
 from vesuvius.generate.watch import Watch
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _DEATHS_WITHOUT_WORK = 3
+_FLUSHED = 1000  # blocks whose flush is not waited for
 
 Part = tuple[Literal["start", "tiles", "block"], int, int, bool]
 """What to do, in which pass, with which block or batch, and whether the block has gaps near."""
@@ -44,7 +43,7 @@ class Sampling:
 
     Args:
         folder: `state/`, which exists; `known` and `condition` have the used blocks.
-        live: blocks with gaps near (`live_blocks`), bool [blocks]; None = all.
+        live: blocks with gaps near (`live_blocks`); None = all.
         open_work: called in each worker.
         workers: processes; 1 = this one.
         context: how worker processes are started.
@@ -58,11 +57,11 @@ class Sampling:
         workers: int = 1,
         watch: Watch | None = None,
         context: str = "spawn",
-        live: NDArray[np.bool_] | None = None,
+        live: BlockSet | None = None,
     ) -> None:
         self._job, self._folder, self._open_work = job, folder, open_work
         self._workers, self._watch, self._context = workers, watch or Watch(), context
-        self._live = np.ones(job.tiling.blocks, np.bool_) if live is None else live
+        self._live = BlockSet(job.tiling.blocks) if live is None else live
         self.used = used_blocks(job, self._live)
         self._deaths = 0
 
@@ -95,12 +94,11 @@ class Sampling:
     def _resumed(self) -> int:
         """The pass to continue with, -1 = the noise is to be drawn; older states are deleted."""
         states = [State(self._folder, self._job, number) for number in state_numbers(self._folder)]
-        blocks = np.flatnonzero(self.used).tolist()
-        whole = [state for state in states if state.x.whole(blocks)]
+        whole = [state for state in states if state.x.whole(self.used)]
         if not whole:
             return -1
         if states[0].number < whole[-1].number:
-            for block in blocks:  # a process that was killed may not have flushed them
+            for block in self.used:  # a process that was killed may not have flushed them
                 whole[-1].flush(block)
             whole[-1].flush_folders()
         for state in states:
@@ -115,11 +113,18 @@ class Sampling:
             State(self._folder, job, number).create()
         after = State(self._folder, job, number + 1)
         after.create()
-        parts = _Parts(job, self._folder, number, self._live, self.used)
+        flushed: deque[Future[None]] = deque()
+
+        def flush(block: int) -> None:
+            flushed.append(flusher.submit(after.flush, block))
+            if len(flushed) > _FLUSHED:
+                flushed.popleft().result()
+
         # Those that are there were written by a process that was killed, or whose workers died.
-        flushed = [flusher.submit(after.flush, block) for block in np.flatnonzero(parts.blocks_done).tolist()]
-        batches = len(job.batches_over(np.flatnonzero(self._live)))
-        done, total = (max(0, number) + 1) * batches - parts.batches_left, len(job.passes) * batches
+        parts = _Parts(job, self._folder, number, self._live, self.used, flush)
+        _, batches = job.tiles_and_batches(self._live)
+        before, total = max(0, number) * batches, len(job.passes) * batches
+        done = batches * after.x.count() // max(1, len(self.used)) if number >= 0 else 0  # after a restart, about
         flying: dict[Future[None], Part] = {}
         while True:
             while len(flying) < 2 * self._workers and (part := parts.next()):
@@ -134,13 +139,13 @@ class Sampling:
                 self._deaths = 0
                 parts.finished(part)
                 if part[0] == "tiles":
-                    done += 1
-                    self._watch.tell("batches of tiles", done, total)
+                    done = min(done + 1, batches)
+                    self._watch.tell("batches of tiles", before + done, total)
                 else:
-                    flushed.append(flusher.submit(after.flush, part[2]))
+                    flush(part[2])
             self._watch.check()
-        for flush in flushed:
-            flush.result()
+        for flushing in flushed:
+            flushing.result()
         after.flush_folders()
 
     @contextmanager
@@ -163,22 +168,28 @@ class Sampling:
 class _Parts:
     """The remaining parts of one pass, in the order in which they are handed out.
 
-    Attributes:
-        blocks_done: blocks of the next state that are there: bool [blocks].
-        batches_left: batches of tiles that were to be done at the beginning.
+    It holds blocks and tiles between the first one that is not done and the last one that is handed out.
+
+    Args:
+        there: called with each block of the next state that is there already.
     """
 
     def __init__(
-        self, job: VolumeJob, folder: Path, number: int, live: NDArray[np.bool_], used: NDArray[np.bool_]
+        self,
+        job: VolumeJob,
+        folder: Path,
+        number: int,
+        live: BlockSet,
+        used: BlockSet,
+        there: Callable[[int], None],
     ) -> None:
-        self._job, self._number, self._live = job, number, live
+        self._job, self._number, self._live, self._used = job, number, live, used
         self._predictions = State(folder, job, number).predictions if number >= 0 else None
         self._there: set[int] = self._predictions.tiles() if self._predictions is not None else set()
-        next_x = State(folder, job, number + 1).x
-        self.blocks_done = np.array([next_x.has(block) for block in range(job.tiling.blocks)])
-        missing = np.flatnonzero(used & ~self.blocks_done)
-        self._blocks = iter(missing.tolist())
-        self.batches_left = len(job.batches_over(missing[live[missing]], self._there)) if number >= 0 else 0
+        self._next_x, self._was_there = State(folder, job, number + 1).x, there
+        self._blocks = iter(used)
+        self._done: set[int] = set()  # blocks; all those before the first that is not done are done, too
+        self._first_open = 0
         self._ready: deque[int] = deque()
         self._batches: deque[int] = deque()
         self._waiting: dict[int, set[int]] = {}  # block -> batches
@@ -190,17 +201,20 @@ class _Parts:
             block = next(self._blocks, None)
             if block is None:
                 return None
-            self._plan(block)
+            if self._next_x.has(block):
+                self._was_there(block)
+                self._block_done(block)
+            else:
+                self._plan(block)
         if self._ready:
             block = self._ready.popleft()
             kind: Literal["start", "block"] = "start" if self._predictions is None else "block"
-            return kind, self._number, block, bool(self._live[block])
+            return kind, self._number, block, block in self._live
         return "tiles", self._number, self._batches.popleft(), True
 
     def finished(self, part: Part) -> None:
         """Note a part that is done."""
-        kind, _, index, live = part
-        tiling = self._job.tiling
+        kind, _, index, _ = part
         if kind == "tiles":
             self._there.update(self._job.batch(index))
             self._handed_out.discard(index)
@@ -210,18 +224,29 @@ class _Parts:
                     del self._waiting[block]
                     self._ready.append(block)
             return
-        self.blocks_done[index] = True
-        if self._predictions is not None and live:
-            for tile in tiling.tiles_over(tiling.block_box(index)):
-                over = tiling.blocks_over(tiling.tile_box(tile))
-                if all(self.blocks_done[block] or not self._live[block] for block in over):
-                    self._predictions.delete(tile)
-                    self._there.discard(tile)
+        self._block_done(index)
+
+    def _block_done(self, block: int) -> None:
+        """Note a block of the next state, and delete tiles that no block needs any more."""
+        self._done.add(block)
+        while self._first_open in self._done or (
+            self._first_open < self._live.blocks and self._first_open not in self._used
+        ):
+            self._done.discard(self._first_open)
+            self._first_open += 1
+        if self._predictions is None or block not in self._live:
+            return
+        tiling = self._job.tiling
+        for tile in tiling.tiles_over(tiling.block_box(block)):
+            over = tiling.blocks_over(tiling.tile_box(tile))
+            if all(each < self._first_open or each in self._done or each not in self._live for each in over):
+                self._predictions.delete(tile)
+                self._there.discard(tile)
 
     def _plan(self, block: int) -> None:
         """Queue a block, or the batches it waits for."""
         missing: set[int] = set()
-        if self._predictions is not None and self._live[block]:
+        if self._predictions is not None and block in self._live:
             missing = self._job.batches_over([block], self._there)
         if not missing:
             self._ready.append(block)

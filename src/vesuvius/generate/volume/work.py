@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,8 @@ from vesuvius.runlog.files.whole_file import write_whole
 from vesuvius.runlog.proc import boot_id
 from vesuvius.training.checkpoint.files import sync
 from vesuvius.volumes.box import Box, format_box
+
+_LISTED = 2**16  # blocks of a set that are listed at once
 
 EstimateFor = Callable[[NDArray[Any] | None], Estimate]
 """From the stored condition of a batch of tiles, [B, 1, Z, Y, X] or None, to the estimate for tiles [B, 1, Z, Y, X]."""
@@ -70,11 +72,39 @@ class VolumeJob:
         """The tiles of a batch."""
         return range(number * self.batch_size, min((number + 1) * self.batch_size, self.tiling.tiles))
 
+    def tiles_and_batches(self, live: BlockSet) -> tuple[int, int]:
+        """How many tiles lie over some blocks, all in the batches of these, and how many batches there are."""
+        if live.mask is None:
+            return self.tiling.tiles, -(-self.tiling.tiles // self.batch_size)
+        batches = self.batches_over(live)
+        return sum(len(self.batch(batch)) for batch in batches), len(batches)
+
     def batches_over(self, blocks: Iterable[int], there: Container[int] = ()) -> set[int]:
         """The batches with the tiles over some blocks, but for the tiles that are `there`."""
         tiling = self.tiling
         tiles = (tile for block in blocks for tile in tiling.tiles_over(tiling.block_box(block)))
         return {tile // self.batch_size for tile in tiles if tile not in there}
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSet:
+    """Some blocks of a volume, in the order of their numbers.  All of them take no memory, whatever the shape."""
+
+    blocks: int  # of the volume
+    mask: NDArray[np.bool_] | None = None  # bool [blocks]; None = all
+
+    def __contains__(self, block: object) -> bool:
+        return self.mask is None or bool(self.mask[block])  # type: ignore[call-overload]
+
+    def __iter__(self) -> Iterator[int]:
+        if self.mask is None:
+            yield from range(self.blocks)
+            return
+        for first in range(0, self.blocks, _LISTED):
+            yield from (first + np.flatnonzero(self.mask[first : first + _LISTED])).tolist()
+
+    def __len__(self) -> int:
+        return self.blocks if self.mask is None else int(np.count_nonzero(self.mask))
 
 
 class State:
@@ -199,7 +229,7 @@ def live_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], watch:
         gaps: which voxels of a box are gaps; called once per block.
     """
     live = np.zeros(tiling.block_grid, np.bool_)
-    for block in watch.over("blocks searched for gaps", range(tiling.blocks)):
+    for block in watch.over("blocks searched for gaps", range(tiling.blocks), tiling.blocks):
         gap, index = gaps(tiling.block_box(block)), tiling.block_index(block)
         if not gap.any():
             continue
@@ -212,19 +242,19 @@ def live_blocks(tiling: Tiling, gaps: Callable[[Box], NDArray[np.bool_]], watch:
     return live.ravel()
 
 
-def used_blocks(job: VolumeJob, live: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether the network sees voxels of a block: bool [blocks].  The others have no state, as nothing follows from it.
+def used_blocks(job: VolumeJob, live: BlockSet) -> BlockSet:
+    """The blocks with voxels that the network sees.  The others have no state, as nothing follows from it.
 
     Args:
         live: blocks with gaps near.  Where all voxels are gaps, all blocks are used.
     """
-    if live.all():
+    if live.mask is None:
         return live
-    used, tiling = live.copy(), job.tiling
-    for batch in job.batches_over(np.flatnonzero(live).tolist()):
+    used, tiling = live.mask.copy(), job.tiling
+    for batch in job.batches_over(live):
         for tile in job.batch(batch):
             used[tiling.blocks_over(tiling.tile_box(tile))] = True
-    return used
+    return BlockSet(live.blocks, used)
 
 
 def state_numbers(folder: Path) -> list[int]:
@@ -232,7 +262,7 @@ def state_numbers(folder: Path) -> list[int]:
     return sorted(int(entry.name) for entry in os.scandir(folder) if entry.name.isdigit())
 
 
-def forget_unflushed(job: VolumeJob, folder: Path, used: NDArray[np.bool_]) -> None:
+def forget_unflushed(job: VolumeJob, folder: Path, used: BlockSet) -> None:
     """After a crash of the machine, delete what may not have reached the disk as it was written.
 
     A state is flushed before its predecessor is deleted, so the oldest complete one is sound, except for the first,
@@ -242,8 +272,7 @@ def forget_unflushed(job: VolumeJob, folder: Path, used: NDArray[np.bool_]) -> N
     note = folder / "boot"
     if note.exists() and note.read_bytes() != now:
         states = [State(folder, job, number) for number in state_numbers(folder)]
-        blocks = np.flatnonzero(used).tolist()
-        sound = [state.path for state in states if state.x.whole(blocks)][:1] if states and states[0].number else []
+        sound = [state.path for state in states if state.x.whole(used)][:1] if states and states[0].number else []
         for path in [entry for entry in folder.iterdir() if entry.is_dir()]:
             shutil.rmtree(path / "tiles" if path in sound else path, ignore_errors=True)
     write_whole(note, now)
