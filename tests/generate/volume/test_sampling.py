@@ -6,12 +6,14 @@ The estimate is the exact one of a Gaussian field.  Power failures are not tried
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,9 +39,11 @@ from vesuvius.diffusion.randomness import Purpose, torch_generator
 from vesuvius.diffusion.sampler import sample
 from vesuvius.errors import NonFiniteError
 from vesuvius.generate.volume.field import Field
+from vesuvius.generate.volume.forecast import forecast_of
 from vesuvius.generate.volume.passes import START, STEP, block_noise, box_noise, passes_of
+from vesuvius.generate.volume.run import _Parts
 from vesuvius.generate.volume.tiling import Tiling
-from vesuvius.generate.volume.work import BlockSet, State, VolumeJob, forget_unflushed, live_blocks
+from vesuvius.generate.volume.work import BlockSet, State, VolumeJob, forget_unflushed, live_blocks, used_blocks
 from vesuvius.generate.watch import SamplingStoppedError, Watch
 from vesuvius.volumes.box import slices
 
@@ -188,6 +192,9 @@ def test_a_stop_leaves_what_is_done_and_the_next_call_goes_on(tmp_path: Path) ->
 
         def wanted(self) -> bool:
             return calls[0] >= 50
+
+        def asked(self) -> tuple[int, str]:
+            return 75, "SIGTERM"
 
     folder = tmp_path / "stopped"
     with pytest.raises(SamplingStoppedError) as stopped:
@@ -351,6 +358,43 @@ def test_what_is_not_finite_is_refused_by_the_name_of_its_tile(tmp_path: Path) -
         NonFiniteError, match=r"got NaN or infinity in the tile z 0:4, y 0:6, x \d:\d at sampling pass 0"
     ):
         drawn(job(), tmp_path, broken)
+
+
+@pytest.mark.parametrize("edge", [1_000, 20_000, 100_000])
+def test_a_volume_is_planned_and_begun_in_the_same_memory_whatever_its_shape(tmp_path: Path, edge: int) -> None:
+    """A byte per block would be 455 GiB at 100,000; what is kept per tile of an axis is a few MB there."""
+    tracemalloc.start()
+    try:
+        work = VolumeJob(Tiling((edge,) * 3, (8, 16, 16), 0.5), 1, LEVELS, "dpmpp2m", batch_size=4)
+        every = BlockSet(work.tiling.blocks)
+        forecast = forecast_of(work, 0, 1, tmp_path / "out", every)
+        state = State(tmp_path, work, 1)
+        state.create()
+        State(tmp_path, work, 0).create()
+        state.x.write(0, np.zeros((8, 16, 16), np.float32))
+        there: list[int] = []
+        parts = _Parts(work, tmp_path, 0, every, used_blocks(work, every), there.append)
+        first = [parts.next() for _ in range(100)]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert there == [0], "a block that is there is passed by, and noted"
+    assert first[0] is not None
+    assert first[0][0] == "tiles"
+    assert forecast.tiles == math.prod(work.tiling.tile_grid)
+    assert forecast.state_bytes >= 2 * edge**3 * 4
+    assert peak < 24 * 2**20
+
+
+def test_what_is_counted_in_closed_form_is_what_there_is() -> None:
+    for shape in ((8, 16, 16), (9, 40, 33), (30, 17, 50)):
+        for batch_size in (1, 3, 4):
+            work = VolumeJob(Tiling(shape, (4, 8, 8), 0.5), 1, LEVELS, "dpmpp2m", batch_size=batch_size)
+            blocks = work.tiling.blocks
+            every, listed = BlockSet(blocks), BlockSet(blocks, np.ones(blocks, np.bool_))
+            assert work.tiles_and_batches(every) == work.tiles_and_batches(listed)
+            assert list(every) == list(listed) == list(used_blocks(work, listed))
+            assert len(every) == len(listed)
 
 
 @pytest.mark.long
