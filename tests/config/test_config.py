@@ -38,7 +38,7 @@ def test_a_patch_must_suit_the_model_and_the_nearest_sizes_are_named() -> None:
         "x.yaml: data.patch_size must be a multiple of [8, 8, 8] (model.stem_stride times model.strides); "
         "got [70, 136, 136]; nearest that fit: [64, 136, 136] and [72, 136, 136]"
     ]
-    assert "[8, 136, 136] and [8, 136, 136]" in problems(f"{MINIMAL}  patch_size: [3, 136, 136]\n")[0]
+    assert "nearest that fit: [8, 136, 136]; or set" in problems(f"{MINIMAL}  patch_size: [3, 136, 136]\n")[0]
     model = "model: {channels: [8, 16], stem_stride: [1, 2, 4]}"
     assert read(f"{MINIMAL}  patch_size: [2, 8, 8]\n{model}").model.divisor_zyx == (2, 4, 8)
 
@@ -133,6 +133,10 @@ def test_strides_say_what_a_patch_must_be_a_multiple_of() -> None:
     assert config.model.divisor_zyx == (6, 4, 8)
     assert config.model.size_problem((72, 136, 136)) is None
     assert "nearest that fit: [66, 136, 136] and [72, 136, 136]" in str(config.model.size_problem((70, 136, 136)))
+    one_slice = str(config.model.size_problem((1, 136, 136)))
+    assert one_slice.endswith(
+        "nearest that fit: [6, 136, 136]; or set model.stem_stride and model.strides to 1 along z"
+    )
 
 
 def test_a_home_directory_and_a_file_address_are_folders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,21 +26,26 @@ def main(argv: list[str]) -> int:
         "an hour, as far as the machine allows.",
     )
     parser.add_argument("volume", metavar="VOLUME", help="zarr group or array: a folder, or https://, s3:// or gs://")
-    parser.add_argument("--level", type=int, default=0, help="level of an OME-Zarr pyramid, 0 = finest (default: 0)")
+    parser.add_argument(
+        "--level",
+        type=int,
+        help="level of an OME-Zarr pyramid, 0 = finest (default: the finest whose patches show 0.3 mm on this machine)",
+    )
     parser.add_argument(
         "--select", type=naturals, default=(), metavar="I,...", help="indices that fix the other axes than z, y, x"
     )
     parser.add_argument("--name", help="name of the run (default: made of the volume's)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: configs/NAME.yaml)")
     args = parser.parse_args(argv)
-    if args.level < 0:
+    if args.level is not None and args.level < 0:
         parser.error(f"--level must be at least 0; got {args.level}")
     name = args.name or default_name(args.volume)
     out = args.out or Path("configs") / f"{name}.yaml"
     _check_new(name, out)
     from vesuvius.training.forecast.first_config import first_config  # imports torch
 
-    text, words = first_config(name, ArrayConfig(path=args.volume, level=args.level, select=args.select))
+    spec = ArrayConfig(path=args.volume, level=args.level or 0, select=args.select)
+    text, words = first_config(name, spec, level_given=args.level is not None)
     _write(out, text)
     run = shlex.quote(name)
     say(

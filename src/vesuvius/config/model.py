@@ -55,9 +55,12 @@ class ModelConfig(Section):
             return None
         below = [max(size // d, 1) * d for size, d in zip(size_zyx, divisor, strict=True)]
         above = [-(-size // d) * d for size, d in zip(size_zyx, divisor, strict=True)]
+        nearest = " and ".join(dict.fromkeys(map(str, (below, above))))
+        thin = [axis for axis, size, d in zip("zyx", size_zyx, divisor, strict=True) if size < d]
+        keep = f"; or set model.stem_stride and model.strides to 1 along {', '.join(thin)}" if thin else ""
         return (
             f"data.patch_size must be a multiple of {list(divisor)} (model.stem_stride times model.strides); "
-            f"got {list(size_zyx)}; nearest that fit: {below} and {above}"
+            f"got {list(size_zyx)}; nearest that fit: {nearest}{keep}"
         )
 
     def contradictions(self) -> Iterator[str]:

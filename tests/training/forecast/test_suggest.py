@@ -19,15 +19,18 @@ from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.suggest import (
     FULL,
     HALF,
+    LEAST_WIDTH_UM,
     PATCH,
     SMALL,
     TINY,
     NetworkSize,
     Suggestion,
+    level_for,
     suggest,
 )
 from vesuvius.volume_tools.grey_statistics import GreyStatistics
 from vesuvius.volume_tools.info import LevelFacts, Occupancy, VolumeFacts
+from vesuvius.volumes.geometry import Geometry
 
 BOX = Machine(12, 170 * GIB, 64 * GIB, 900 * GIB, "NVIDIA A100", 80 * GIB, "bf16", 80e12)
 LAPTOP = Machine(2, 8 * GIB, 2 * GIB, 20 * GIB, None, None, "off", 40e9)
@@ -189,6 +192,47 @@ def test_a_remote_volume_gets_a_cache_that_the_disk_can_hold_and_more_readers() 
     assert small.data.store.cache_gib == 5
     assert config.training.workers > suggested(volume(), BOX)[1].training.workers
     assert suggested(volume(), BOX)[1].data.store.cache_dir is None
+
+
+def pyramid(um: float | None, shape: Triple = SCROLL, levels: int = 6) -> VolumeFacts:
+    """A volume of voxels of `um` micrometers, in levels that halve; None = the metadata give no unit."""
+    facts, unit = volume(shape, levels=levels), None if um is None else "micrometer"
+
+    def sized(level: LevelFacts) -> LevelFacts:
+        size = (um or 1.0) * 2**level.level
+        return replace(level, geometry=Geometry((size,) * 3, (0.0,) * 3, (unit,) * 3))  # type: ignore[arg-type]
+
+    return replace(facts, levels=tuple(map(sized, facts.levels)), chosen=sized(facts.chosen))
+
+
+@pytest.mark.parametrize("um", [0.5, 2.4, 7.91, 20.0])
+@pytest.mark.parametrize("machine", [BOX, LAPTOP, replace(LAPTOP, flops_s=4e9)])
+def test_the_level_is_the_finest_whose_patch_shows_enough_of_a_sheet(um: float, machine: Machine) -> None:
+    """At 2.4 micrometers a laptop's patch of 32 voxels is 77 wide, a quarter of what shows a sheet."""
+    facts = pyramid(um)
+    level, finest_um = level_for(facts, False, machine, step_bytes)
+    widths = [
+        suggest("a", replace(facts, chosen=each), False, machine, step_bytes).width_um or 0.0 for each in facts.levels
+    ]
+    assert finest_um == widths[0]
+    assert widths[level] >= LEAST_WIDTH_UM
+    assert all(width < LEAST_WIDTH_UM for width in widths[:level])
+    chosen = suggest("a", replace(facts, chosen=facts.levels[level]), False, machine, step_bytes)
+    said = suggestion_text(replace(facts, chosen=facts.levels[level]), machine, chosen, finest_um)
+    assert f"{widths[level] / 1000:.2g} mm wide" in said
+    assert ("at the finest level only" in said) == (level > 0)
+
+
+def test_where_no_level_shows_enough_the_widest_is_taken_and_where_no_size_is_known_none_is_chosen() -> None:
+    slow = replace(LAPTOP, flops_s=4e9)
+    assert level_for(pyramid(0.5, levels=2), False, slow, step_bytes)[0] == 1
+    assert level_for(pyramid(2.4, (64, 64, 64), levels=5), False, slow, step_bytes)[0] <= 3, (
+        "coarser ones have no patch"
+    )
+    assert level_for(pyramid(None), False, slow, step_bytes) == (0, None)
+    assert level_for(volume(levels=3), False, slow, step_bytes) == (0, None), "a bare array"
+    chosen, _ = suggested(pyramid(None), slow)
+    assert "a patch: voxel size unknown" in suggestion_text(pyramid(None), slow, chosen)
 
 
 @pytest.mark.parametrize("name", ["a.b", "true", "7", "-"])

@@ -16,7 +16,7 @@ from vesuvius.stream.start.start_reads import StartReads
 from vesuvius.training.forecast.machine import Machine, look_at_machine
 from vesuvius.training.forecast.memory_plan import plan_memory
 from vesuvius.training.forecast.ram_plan import plan_ram
-from vesuvius.training.forecast.suggest import PATCH, SPARSE, Suggestion, shape_zyx, suggest
+from vesuvius.training.forecast.suggest import LEAST_WIDTH_UM, PATCH, SPARSE, Suggestion, level_for, shape_zyx, suggest
 from vesuvius.volume_tools.info import VolumeFacts, describe_volume
 from vesuvius.volumes.store.object_store import is_remote
 
@@ -27,16 +27,25 @@ _RAM_SHARE = 0.8  # of what is there, for the whole run
 _OUTAGE_MINUTES = 0.5  # an address with a typing error is to be told at once
 
 
-def first_config(name: str, spec: ArrayConfig) -> tuple[str, list[str]]:
-    """The text of a config, and what was found and chosen, a line each.  Raises ConfigError and DataError."""
+def first_config(name: str, spec: ArrayConfig, level_given: bool = False) -> tuple[str, list[str]]:
+    """The text of a config, and what was found and chosen, a line each.  Raises ConfigError and DataError.
+
+    Args:
+        level_given: the level of `spec` is wanted; else a coarser one is chosen where patches would show too little.
+    """
     remote = is_remote(spec.path)
-    volume = describe_volume(spec, PATCH, StoreConfig(outage_minutes=_OUTAGE_MINUTES), places=_PLACES)
+    store = StoreConfig(outage_minutes=_OUTAGE_MINUTES)
+    volume = describe_volume(spec, PATCH, store, places=_PLACES)
     machine = look_at_machine()
 
     def step_bytes(config: Config) -> int:
         plan = plan_memory(config, amp=machine.amp)
         return plan.vram_bytes if machine.gpu else plan.ram_bytes
 
+    level, finest_um = (spec.level, None) if level_given else level_for(volume, remote, machine, step_bytes)
+    if level != spec.level:
+        spec = spec.model_copy(update={"level": level})
+        volume = describe_volume(spec, PATCH, store, places=_PLACES)
     chosen = suggest(name, volume, remote, machine, step_bytes)
     try:
         data = _prepare(chosen.config)
@@ -47,7 +56,7 @@ def first_config(name: str, spec: ArrayConfig) -> tuple[str, list[str]]:
         chosen = chosen.without_foreground()
         data = _prepare(chosen.config)
     chosen = chosen.with_workers(_fitting_workers(chosen, data, machine))
-    return suggestion_text(volume, machine, chosen), _words(spec, volume, machine, chosen)
+    return suggestion_text(volume, machine, chosen, finest_um), _words(spec, volume, machine, chosen, finest_um)
 
 
 def _prepare(config: Config) -> PreparedData:
@@ -69,7 +78,26 @@ def _fitting_workers(chosen: Suggestion, data: PreparedData, machine: Machine) -
     return next(filter(fits, range(chosen.config.training.workers, 0, -1)), 0)
 
 
-def _words(spec: ArrayConfig, volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> list[str]:
+def _width(chosen: Suggestion, finest_um: float | None) -> str:
+    """What a patch shows, and why this level was chosen.
+
+    Args:
+        finest_um: what a patch of the finest level would show, where a level was chosen.
+    """
+    if chosen.width_um is None:
+        return "voxel size unknown: if samples show too little, choose a coarser --level"
+    shown = f"{chosen.width_um / 1000:.2g} mm wide"
+    if finest_um is not None and finest_um < chosen.width_um:
+        return f"{shown}, at the finest level only {finest_um / 1000:.2g} mm: too little of a sheet"
+    if chosen.width_um < LEAST_WIDTH_UM:
+        remedy = "choose a coarser --level" if finest_um is None else "no level shows more"
+        return f"{shown}: less than {LEAST_WIDTH_UM / 1000:g} mm show too little of a sheet, {remedy}"
+    return shown
+
+
+def _words(
+    spec: ArrayConfig, volume: VolumeFacts, machine: Machine, chosen: Suggestion, finest_um: float | None
+) -> list[str]:
     level, grey = volume.chosen, volume.grey
     config = chosen.config
     stored = "" if chosen.stored_share is None else f", {_stored_words(volume, chosen.stored_share)}"
@@ -80,7 +108,7 @@ def _words(spec: ArrayConfig, volume: VolumeFacts, machine: Machine, chosen: Sug
         f"{level.dtype}{stored}{greys}",
         f"machine    {machine.words()}{shm}",
         f"patch      {format_sizes(config.data.patch_size)}; {config.global_batch} a step, "
-        f"{config.training.train_batch_size} at once",
+        f"{config.training.train_batch_size} at once; {_width(chosen, finest_um)}",
         f"model      {chosen.network.parameters / 1e6:.1f} M parameters, about {chosen.step_s:.2g} s a step",
         f"run        {config.horizon_steps} steps, about {chosen.minutes} minutes",
     ]
@@ -93,16 +121,16 @@ def _stored_words(volume: VolumeFacts, share: float) -> str:
     return f"{format_percent(math.floor(1000 * share) / 1000)} of the chunks are stored"
 
 
-def suggestion_text(volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> str:
+def suggestion_text(volume: VolumeFacts, machine: Machine, chosen: Suggestion, finest_um: float | None = None) -> str:
     """The config as commented YAML."""
     head = [
         f"# Written by vesuvius init for {to_yaml(volume.spec.path)} on {machine.words()}.",
         "# All keys and their meanings: docs/config.md, or vesuvius train --config FILE --print-config",
     ]
-    return "\n".join([*head, dump_set_keys(chosen.config, _reasons(volume, machine, chosen))])
+    return "\n".join([*head, dump_set_keys(chosen.config, _reasons(volume, machine, chosen, finest_um))])
 
 
-def _reasons(volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> dict[str, str]:
+def _reasons(volume: VolumeFacts, machine: Machine, chosen: Suggestion, finest_um: float | None) -> dict[str, str]:
     """Why keys have their values."""
     config, training, level = chosen.config, chosen.config.training, volume.chosen
     others = len(volume.levels) - 1
@@ -110,7 +138,8 @@ def _reasons(volume: VolumeFacts, machine: Machine, chosen: Suggestion) -> dict[
     reasons = {
         "name": f"the run directory is runs/{config.name}",
         "data.volumes[].level": f"{format_sizes(level.shape)} {level.dtype}, chunks "
-        f"{format_sizes(level.chunk_zyx)}; {others} other level{'s' * (others != 1)}",
+        f"{format_sizes(level.chunk_zyx)}; {others} other level{'s' * (others != 1)}; "
+        f"a patch: {_width(chosen, finest_um).partition(':')[0]}",
         "data.patch_size": f"voxels z, y, x: {_patch_reason(volume, chosen)}",
         "data.min_foreground": "at least half of each patch lies in stored chunks",
         "data.foreground": "a coarse level says where material is",

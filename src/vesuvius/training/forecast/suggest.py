@@ -38,6 +38,7 @@ _COARSE_VOXELS = 32_000_000  # of a level that is small enough to be read as a f
 _LEAST_YX = 8
 _LEAST_VOXELS = 8 * 32 * 32  # of a patch, where the volume has room for it: smaller ones show nothing of a scroll
 _CACHE_GIB, _CACHE_SHARE = 50, 0.25
+LEAST_WIDTH_UM = 300.0  # of a patch: one or two sheets of a scroll and what lies between them
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ class Suggestion:
     step_s: float
     largest_patch_zyx: Triple
     stored_share: float | None
+    # what a patch shows of the object, along the shorter of y and x; None = the size of voxels is not known
+    width_um: float | None = None
 
     @property
     def minutes(self) -> int:
@@ -101,6 +104,31 @@ class Suggestion:
     def with_workers(self, workers: int) -> Self:
         """The same with other readers."""
         return replace(self, config=self.config.with_training(workers=workers))
+
+
+def level_for(
+    volume: VolumeFacts, remote: bool, machine: Machine, step_bytes: Callable[[Config], int]
+) -> tuple[int, float | None]:
+    """The finest level, from the chosen one on, of which this machine's patch shows 0.3 mm; else that which shows most.
+
+    Smaller patches show no sheet from side to side, and samples are fog.
+
+    Returns:
+        The level, and what a patch of the chosen one would show; None where the size of voxels is not known.
+    """
+    first, widest = None, (0.0, volume.chosen.level)
+    for level in (each for each in volume.levels if each.level >= volume.chosen.level):
+        try:
+            width = suggest("width", replace(volume, chosen=level), remote, machine, step_bytes).width_um
+        except ConfigError:  # too small for any patch
+            break
+        if width is None:
+            break
+        first = width if first is None else first
+        widest = max(widest, (width, level.level), key=lambda each: each[0])
+        if width >= LEAST_WIDTH_UM:
+            break
+    return widest[1], first
 
 
 def suggest(
@@ -134,7 +162,9 @@ def suggest(
     training = _training(network, batch, micro or 1, step_s, held_out, _workers(machine, remote))
     data = _data(volume, patch, held_out, StoreConfig(**_cache(machine)) if remote else None)
     config = Config(name=name, seed=0, data=data, training=training, model=model)
-    return Suggestion(config, network, step_s, patches[0], _stored_share(volume))
+    size_um = None if volume.chosen.geometry is None else volume.chosen.geometry.voxel_size_um
+    width_um = None if size_um is None else min(n * um for n, um in zip(patch[1:], size_um[1:], strict=True))
+    return Suggestion(config, network, step_s, patches[0], _stored_share(volume), width_um)
 
 
 def _choices(patches: list[Triple], on_gpu: bool) -> list[tuple[Triple, NetworkSize]]:
