@@ -203,7 +203,15 @@ def _plan_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     versions = [plan.get("version", 1) for plan in (before, now)]
     if versions[0] != versions[1]:
         return [f"{_PLAN_VERSION}was {versions[0]}, is {versions[1]}"]
-    return [f"plan.{line}" for line in differences(before, now)]
+
+    def by_volume(plan: dict[str, Any]) -> dict[str, Any]:
+        volumes = enumerate(plan.get("volumes", ()))
+        keys = {f"volumes[{number}].{key}": value for number, volume in volumes for key, value in volume.items()}
+        return {key: value for key, value in plan.items() if key != "volumes"} | keys
+
+    why = " (another mask or level, or other chunks are stored than when the run began)"
+    lines = differences(by_volume(before), by_volume(now))
+    return [f"plan.{line}{why if '.foreground:' in line else ''}" for line in lines]
 
 
 def _other_version(path: Path, refused: list[str]) -> str:
