@@ -79,6 +79,15 @@ def test_a_ray_that_does_not_start_is_one_line_with_the_remedy_of_its_cause(
             },
             "raylet.out: [C] plasma/dlmalloc.cc:143: Check failed: fd_ >= 0 /dev/shm/x",
         ),
+        (  # /dev/shm read-only
+            {
+                "raylet.err": "[t I 1 1] logging.cc:303: Set ray log level\n[t C 1 2] (raylet) "
+                "dlmalloc.cc:161: create_buffer failed to open file /dev/shm/plasmaX, errorRead-only file system\n"
+                "*** StackTrace Information ***\n/a/raylet(+0x42) [0x564020d800c3] plasma::PlasmaStoreRunner::Start()\n"
+            },
+            "raylet.err: [t C 1 2] (raylet) dlmalloc.cc:161: create_buffer failed to open file /dev/shm/plasmaX, "
+            "errorRead-only file system",
+        ),
         ({"gcs_server.out": "all is well\n"}, ""),
         ({}, ""),
     ],

@@ -60,6 +60,9 @@ _CAUSES = re.compile(
 )
 
 
+_STACK = re.compile(r"\[0x[0-9a-f]+\]")  # a frame of a C++ stack names functions, which say nothing of the cause
+
+
 def start_ray(config: ClusterConfig, cpus: int, store_bytes: int) -> None:
     """Start a private Ray with an object store of `store_bytes`, or connect to the cluster that the config names.
 
@@ -129,7 +132,7 @@ def cause_in_logs(folder: Path) -> str:
         for path in sorted((folder / "logs").glob(pattern)):
             with suppress(OSError):
                 lines = path.read_text(encoding="utf-8", errors="replace")[-100_000:].splitlines()
-                if causes := [line for line in lines if _CAUSES.search(line)]:
+                if causes := [line for line in lines if _CAUSES.search(line) and not _STACK.search(line)]:
                     found = f"{path.name}: {one_line(causes[-1], 300)}"
         if found:
             break
