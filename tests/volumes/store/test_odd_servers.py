@@ -85,7 +85,7 @@ READ_ALL_THE_SAME = {
         sized("200 OK", data) if asked.span is not None and asked.span[0] is None else served(data, asked)
     ),
     "bad date": with_bad_date,
-    **{f"suffix {status[:3]}": refusing_suffixes(status) for status in ("400 No", "416 No", "501 No")},
+    **{f"suffix {status}": refusing_suffixes(f"{status} No") for status in (400, 403, 404, 405, 416, 501)},
     **{f"HEAD {status[:3]}": refusing_head(status) for status in ("405 No", "501 No")},
 }
 

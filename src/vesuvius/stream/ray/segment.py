@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import ray
 import ray.data
+from numcodecs import blosc
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -45,6 +46,7 @@ class RayReader:
     """The actor: a `Reader` as Ray Data calls it."""
 
     def __init__(self, job: list[Any]) -> None:
+        blosc.set_nthreads(1)  # readers are processes: threads in each would only contend
         actor = ray.get_runtime_context().get_actor_id() or ""
         self._reader = Reader(ray.get(job[0]), READER_RING, node=socket.gethostname(), actor=actor)
 

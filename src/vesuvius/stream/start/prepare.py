@@ -18,6 +18,7 @@ from vesuvius.plan.make_plan import make_plan, plan_volume
 from vesuvius.plan.occupancy import foreground_map
 from vesuvius.plan.plan import Plan
 from vesuvius.plan.split import Split, split_volume
+from vesuvius.runlog.progress import with_progress
 from vesuvius.stream.reading.reader import ReaderJob
 from vesuvius.stream.start.start_reads import Kind, Wanted
 from vesuvius.volumes.alignment import Alignment, align, log_alignment
@@ -177,7 +178,8 @@ def prepare_data(
     Raises:
         DataError: a volume cannot be used, is too small or has too little foreground, or volumes do not go together.
     """
-    volumes = tuple(open_volume(spec, config.store, config.missing_chunk, config.nan) for spec in config.volumes)
+    specs = with_progress(config.volumes, "opening the volumes", len(config.volumes))
+    volumes = tuple(open_volume(spec, config.store, config.missing_chunk, config.nan) for spec in specs)
     conditions = tuple(
         open_volume(spec.condition, config.store, config.missing_chunk, config.condition_nan)
         for spec in config.volumes

@@ -19,7 +19,7 @@ import obstore
 from obstore.exceptions import BaseError, GenericError, NotSupportedError
 
 from vesuvius.config import StoreConfig
-from vesuvius.volumes.errors import ProtocolError, RefusedError, is_protocol_error, reason, status_of
+from vesuvius.volumes.errors import ProtocolError, RefusedError, is_outage, is_protocol_error, reason, status_of
 from vesuvius.volumes.store.byte_range import ByteRange, checked, cut
 from vesuvius.volumes.store.credentials import Signing, find_signing
 from vesuvius.volumes.store.object_store import is_web, open_store, shown_address, web_url
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 # Objects up to this size are fetched whole where a server does not know byte ranges.
 _WHOLE_BYTES_MAX = 64 * 2**20
-# What servers answer to a range that counts from the end, if they do not ignore it.
-_SUFFIX_REFUSALS = {400, 416, 501}
 # How obstore calls answers to a range that are none, or of another range.
 _RANGE_ERRORS = re.compile(r"source: (NotPartial|NoContentRange|ParseContentRange|UnexpectedRange)")
 
@@ -53,7 +51,7 @@ class RemoteStore:
         self._name = shown_address(address)
         self._web = WebServer(*web_url(address), config.timeout_s) if is_web(address) else None
         self._web_reads = 0  # of what obstore could not read
-        self._has_suffixes = True
+        self._has_suffixes: bool | None = None  # ranges from the end; None before one has come
         self._lock = threading.Lock()
         self._whole: tuple[str, Answer] | None = None
         self._whole_lock = threading.Lock()
@@ -79,7 +77,8 @@ class RemoteStore:
             answer = self._get(key, byte_range)
         except NotSupportedError as error:
             return self._cut_from_whole(key, byte_range, reason(error))
-        checked(answer.data, byte_range, byte_range.start + len(answer.data) if answer.size is None else answer.size)
+        least = byte_range.start + len(answer.data) + byte_range.reserved
+        checked(answer.data, byte_range, least if answer.size is None else answer.size)
         return answer
 
     def forget(self, key: str) -> None:
@@ -118,20 +117,26 @@ class RemoteStore:
     def _read_end(self, key: str, byte_range: ByteRange) -> Answer:
         """The last bytes of an object, found by its size where the server does not count from the end."""
         refused = ""
-        if self._has_suffixes and not self._asks_web:
+        if self._has_suffixes is not False and not self._asks_web:
             try:
-                return self._get_by_obstore(key, byte_range)
-            except (BaseError, ProtocolError) as error:
-                if status_of(error) not in _SUFFIX_REFUSALS and not is_protocol_error(error):
+                answer = self._get_by_obstore(key, byte_range)
+            except (BaseError, FileNotFoundError, ProtocolError) as error:
+                # Servers refuse such ranges with 400, 416, 501 and other statuses: what is not known to work is asked
+                # in the other way, whose error is the true one.
+                is_lasting = status_of(error) is not None and not is_outage(error, remote=True)
+                if not is_protocol_error(error) and not (is_lasting and self._has_suffixes is None):
                     raise
                 refused = reason(error)
+            else:
+                self._has_suffixes = True
+                return answer
         try:
             size = self._size(key)
             last = ByteRange(max(size + byte_range.start, 0), size)
             answer = self._get(key, last) if size else Answer(b"", 0, None)
         except NotSupportedError as error:
             return self._cut_from_whole(key, byte_range, reason(error))
-        if self._has_suffixes and refused:
+        if self._has_suffixes is not False and refused and size:
             self._has_suffixes = False
             log.warning(
                 "%s does not send the last bytes of an object (%s): two requests are needed for each shard's index",
