@@ -243,6 +243,12 @@ class Volume:
                 yield chunk, partial(self.grid.fetch, chunk, self._staged_bytes, self.grid.key_of(chunk) in whole)
             return
         self.grid.forget_indices()
+        if (
+            self.grid.shard_zyx is not None
+        ):  # small chunks of few files: handing them over would cost more than it hides
+            for chunk in chunks:
+                yield chunk, partial(self.grid.fetch, chunk, self.source.get)
+            return
         ahead: deque[tuple[Triple, Future[bytes | None]]] = deque()
         while True:
             for chunk in itertools.islice(chunks, _AHEAD + 1 - len(ahead)):
