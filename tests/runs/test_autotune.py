@@ -144,7 +144,7 @@ def test_readers_that_come_and_go_while_a_run_trains_change_no_bit_of_it(
         ("less_prefetch", 6 * 4096, 2 * 4096),
     ]
     living = {step["workers"] for step in steps_of("act")}
-    assert living <= {0, 1, 2, 3}, "none once all is read, both sets while one hands over to the next"
+    assert max(living) <= 4, "none once all is read, twice two while one set hands over to the next"
     assert [event["workers"] for event in records_of("event", "act") if event["event"] == "reconfigured"] == [
         2,
         2,
