@@ -42,7 +42,7 @@ def volume(
 ) -> VolumeFacts:
     def level(n: int) -> LevelFacts:
         small = tuple(-(-size // 2**n) for size in shape)
-        return LevelFacts(n, str(n), small, (128, 128, 128), None, "uint8", 0, 2, "blosc", "zarrs", None)
+        return LevelFacts(n, str(n), small, (128, 128, 128), None, "uint8", 0, 2, "blosc", None)
 
     spec = ArrayConfig(path="volumes/a b: c.zarr")
     known = Occupancy(present, total, "chunks", "listing" if present is not None else None)
