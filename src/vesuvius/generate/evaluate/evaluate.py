@@ -72,7 +72,7 @@ class EvaluationRequest:
     training_volume: int  # whose grey values generated patches have
     volume: Path | None  # a volume drawn by `vesuvius sample`, for its seams, and for patches without `generated`
     out: Path | None  # the folder to write; None = a new one in the run's reports/
-    classifier_steps: int  # of each of the four classifiers
+    classifier_steps: int  # of each of the two classifiers
     command: str  # for the page
 
 
