@@ -25,7 +25,7 @@ from vesuvius.errors import ConfigError, StorageError
 from vesuvius.launch.rank import train_as_rank
 from vesuvius.runlog import run_dir as run_dirs
 from vesuvius.runlog.files import file_lock
-from vesuvius.runlog.records import current_records, read_records
+from vesuvius.runlog.records import current_records, read_records, run_starts
 from vesuvius.runlog.run_dir import run_dir
 from vesuvius.training.checkpoint.format import list_checkpoints, step_of
 from vesuvius.training.request import Request
@@ -57,7 +57,8 @@ sys.exit(train.main(sys.argv[1:]))
 
 def steps_of(run: Path, kind: str = "step") -> dict[int, dict[str, Any]]:
     """Records of a run by step, as if it had never been interrupted."""
-    return {one["step"]: one for one in current_records(read_records(run / "metrics.jsonl")) if one["kind"] == kind}
+    path = run / "metrics.jsonl"
+    return {one["step"]: one for one in current_records(read_records(path), run_starts(path)) if one["kind"] == kind}
 
 
 def relative(one: dict[int, dict[str, Any]], other: dict[int, dict[str, Any]], *figures: str) -> float:
